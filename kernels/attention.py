@@ -1,0 +1,91 @@
+"""Causal attention over a paged cache in plain PyTorch."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+QUERY_TILE = 8
+KEY_TILE = 128
+QUERY_TILES_AT_ONCE = 16
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, D].
+
+    q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
+    (query_starts [B + 1]), the last of its context_lens[i] positions. Its position p lies in block
+    block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
+    that many keys, itself included.
+
+    A query's bits do not depend on what else is asked in the call: keys are taken in tiles counted from position 0 and
+    queries in tiles of constant height, so each matrix product has one shape.
+    """
+    out = torch.empty_like(q)
+    starts, lengths = query_starts.tolist(), context_lens.tolist()
+    for i, length in enumerate(lengths):
+        begin, end = starts[i], starts[i + 1]
+        if begin < end:
+            keys = _gather(k_cache, block_tables[i], length)
+            values = _gather(v_cache, block_tables[i], length)
+            out[begin:end] = _attend(q[begin:end], keys, values, length, scale, window)
+    return out
+
+
+def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
+    """Return one sequence's keys or values as float32 tiles [num_tiles, Hk, KEY_TILE, D], zero after its end."""
+    block_size = cache.shape[1]
+    blocks = block_table[: -(-length // block_size)].long()
+    rows = cache[blocks].flatten(0, 1)[:length].float()
+    rows = functional.pad(rows, (0, 0, 0, 0, 0, -length % KEY_TILE))
+    return rows.view(-1, KEY_TILE, *rows.shape[1:]).transpose(1, 2).contiguous()
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float, window: int | None) -> Tensor:
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[1]
+    padded = functional.pad(q.float() * scale, (0, 0, 0, 0, 0, -num_queries % QUERY_TILE))
+    # [tile, query in tile, kv head, head of its group, D] -> [tile, kv head, query and head, D]
+    tiles = padded.view(-1, QUERY_TILE, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(1, 2).flatten(2, 3)
+    # The column of ones makes the same product that weighs the values sum the weights.
+    values = functional.pad(values, (0, 1), value=1.0)
+    positions = torch.arange(padded.shape[0], device=q.device) + (length - num_queries)
+    outs = []
+    for start in range(0, tiles.shape[0], QUERY_TILES_AT_ONCE):
+        some = tiles[start : start + QUERY_TILES_AT_ONCE]
+        first = start * QUERY_TILE
+        outs.append(_attend_tiles(some, positions[first : first + some.shape[0] * QUERY_TILE], keys, values, window))
+    out = torch.cat(outs).view(-1, num_kv_heads, QUERY_TILE, num_heads // num_kv_heads, head_dim)
+    out = out.transpose(1, 2).reshape(-1, num_heads, head_dim)
+    return out[:num_queries].to(q.dtype)
+
+
+def _attend_tiles(tiles: Tensor, positions: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """tiles [T, Hk, R, D], positions [T * QUERY_TILE], keys [N, Hk, KEY_TILE, D], values [N, Hk, KEY_TILE, D + 1]."""
+    num_tiles, num_kv_heads, rows, _ = tiles.shape
+    num_key_tiles = min(keys.shape[0], int(positions[-1]) // KEY_TILE + 1)
+    group = rows // QUERY_TILE
+    row_positions = positions.repeat_interleave(group).view(num_tiles, 1, rows, 1)
+    scores = []
+    for j in range(num_key_tiles):
+        product = torch.matmul(tiles, keys[j].transpose(-1, -2))
+        key_positions = torch.arange(j * KEY_TILE, (j + 1) * KEY_TILE, device=tiles.device)
+        hidden = key_positions > row_positions
+        if window is not None:
+            hidden = hidden | (key_positions <= row_positions - window)
+        scores.append(product.masked_fill(hidden, -torch.inf))
+    highest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0).unsqueeze(-1)
+    total = torch.zeros(num_tiles, num_kv_heads, rows, values.shape[-1], device=tiles.device)
+    for j, score in enumerate(scores):
+        # float64, because PyTorch's vector and scalar float32 `exp` differ in the last bit.
+        weights = torch.exp((score - highest).double()).float()
+        total += torch.matmul(weights, values[j])
+    return total[..., :-1] / total[..., -1:]

@@ -1,0 +1,13 @@
+"""Writing keys and values into the paged cache, in plain PyTorch."""
+
+from torch import Tensor
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write row i of k and v [M, Hk, D] to slot slot_mapping[i] of the caches [num_blocks, block_size, Hk, D].
+
+    A slot is block * block_size + offset.
+    """
+    slots = slot_mapping.long()
+    k_cache.flatten(0, 1).index_copy_(0, slots, k.to(k_cache.dtype))
+    v_cache.flatten(0, 1).index_copy_(0, slots, v.to(v_cache.dtype))

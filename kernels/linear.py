@@ -1,0 +1,25 @@
+"""The linear layer in plain PyTorch."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ROW_TILE = 8
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`: x [M, K], weight [N, K], bias [N] -> [M, N].
+
+    On CPU a row's bits do not depend on M or on its place: BLAS picks another kernel, with another order of
+    summation, for small M, so rows go through it in tiles of one constant height.
+    """
+    if x.device.type != "cpu":
+        return functional.linear(x, weight, bias)
+    num_rows = x.shape[0]
+    padded = functional.pad(x, (0, 0, 0, -num_rows % ROW_TILE))
+    out = torch.empty(padded.shape[0], weight.shape[0], dtype=x.dtype)
+    transposed = weight.t()
+    for start in range(0, num_rows, ROW_TILE):
+        torch.mm(padded[start : start + ROW_TILE], transposed, out=out[start : start + ROW_TILE])
+    out = out[:num_rows]
+    return out if bias is None else out + bias
