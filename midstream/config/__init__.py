@@ -1,0 +1,35 @@
+"""Configuration of every service: one frozen dataclass each, filled from flags and MIDSTREAM_* variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from typing import TypeVar
+
+from midstream.config.detokenizer import DetokenizerConfig
+from midstream.config.loading import parse_config
+from midstream.config.router import RouterConfig
+from midstream.config.scheduler import SchedulerConfig
+from midstream.config.service import ServiceConfig
+from midstream.config.worker import WorkerConfig
+
+__all__ = ["DetokenizerConfig", "RouterConfig", "SchedulerConfig", "WorkerConfig", "load_config", "parse_config"]
+
+ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
+
+# A variable that any service knows may stand in an environment that all share.
+KNOWN_SETTINGS = frozenset(
+    item.name
+    for config_class in (RouterConfig, SchedulerConfig, WorkerConfig, DetokenizerConfig)
+    for item in dataclasses.fields(config_class)
+)
+
+
+def load_config(config_class: type[ServiceConfigT], program: str) -> ServiceConfigT:
+    """The configuration of this process, from its command line and environment.
+
+    Raises:
+        ConfigError: An unknown variable, or a value that does not parse.
+    """
+    return parse_config(config_class, sys.argv[1:], os.environ, program=program, known=KNOWN_SETTINGS)

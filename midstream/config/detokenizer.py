@@ -1,0 +1,17 @@
+"""Settings of the detokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from midstream.config.service import ServiceConfig, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizerConfig(ServiceConfig):
+    """Flags of `python -m detokenizer`."""
+
+    model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
+    port: int = setting(50054, "gRPC port.")
+    schedulers: str = setting("127.0.0.1:50052", "Comma-separated scheduler targets, one per cell.")
+    max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")

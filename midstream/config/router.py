@@ -1,0 +1,26 @@
+"""Settings of the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from midstream.config.service import ServiceConfig, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(ServiceConfig):
+    """Flags of `python -m router`."""
+
+    model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
+    port: int = setting(50051, "gRPC port.")
+    http_port: int = setting(8000, "HTTP port.")
+    schedulers: str = setting(
+        "127.0.0.1:50052", "Comma-separated scheduler targets, one per cell; a dns:/// target is resolved anew."
+    )
+    detokenizers: str = setting(
+        "127.0.0.1:50054", "Comma-separated detokenizer targets; a dns:/// target is resolved anew."
+    )
+    max_pending_bytes: int = setting(1 << 20, "Bytes waiting for one slow reader before its stream is cut.")
+    max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
+    max_concurrent_streams: int = setting(4096, "Streams at once on this router.")
+    num_tokenizer_threads: int = setting(2, "Threads that tokenize and render templates.")

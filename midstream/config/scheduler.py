@@ -1,0 +1,39 @@
+"""Settings of the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from midstream.config.service import ServiceConfig, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(ServiceConfig):
+    """Flags of `python -m scheduler`. Names follow TensorRT-LLM's executor configuration."""
+
+    model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
+    port: int = setting(50052, "gRPC port.")
+    worker_port: int = setting(50053, "ZeroMQ port that workers dial.")
+    capacity_policy: str = setting(
+        "guaranteed_no_evict",
+        "Which requests may hold KV blocks.",
+        choices=("guaranteed_no_evict", "max_utilization", "static_batch"),
+    )
+    batching_type: str = setting(
+        "inflight_fused", "How steps are made up.", choices=("inflight_fused", "inflight", "static")
+    )
+    tokens_per_block: int = setting(16, "Tokens in one KV block.")
+    max_batch_size: int = setting(256, "Sequences in one step, over all workers' own limits.")
+    max_num_tokens: int = setting(2048, "Tokens in one step, over all workers' own limits.")
+    max_context_chunk: int = setting(0, "Context tokens of one request in one step; 0: up to max_num_tokens.")
+    max_attention_window: int = setting(0, "Tokens attended to; 0: as the model says.")
+    enable_block_reuse: bool = setting(True, "Reuse KV blocks of shared prefixes.")
+    enable_chunked_context: bool = setting(True, "Split long contexts over steps.")
+    pipeline_depth: int = setting(2, "Steps in flight per worker group.")
+    max_queue_size: int = setting(4096, "Requests that may wait before RESOURCE_EXHAUSTED.")
+    heartbeat_interval_ms: int = setting(500, "How often workers report.")
+    worker_timeout_ms: int = setting(2000, "Silence or lack of progress after which a worker group is given up.")
+    orphan_grace_s: float = setting(30.0, "Seconds that a request nobody is attached to lives on.")
+    finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")
+    max_num_finished: int = setting(8192, "Finished requests that are kept.")
+    journal: str = setting("off", "Where requests and tokens are kept.", choices=("off", "sqlite", "postgres"))

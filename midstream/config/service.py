@@ -1,0 +1,24 @@
+"""Settings that every service has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def setting(default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that is also a flag; `help_text` says its unit and range."""
+    metadata = {"help": help_text, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """Base of the services' configurations."""
+
+    name: str = setting("", "Name of this process in logs and listings; default: the service and its port.")
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    http_port: int = setting(0, "Port of /metrics and /health; 0 picks a free one.")
+    log_level: str = setting("info", "Least level that is logged.", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("json", "How log lines look.", choices=("json", "text"))
+    drain_timeout_s: float = setting(30.0, "Seconds that streams in progress get after SIGTERM.")

@@ -1,0 +1,31 @@
+"""Settings of the GPU (or CPU) worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from midstream.config.service import ServiceConfig, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(ServiceConfig):
+    """Flags of `python -m gpu_worker`."""
+
+    model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
+    scheduler: str = setting("tcp://127.0.0.1:50053", "ZeroMQ address of the scheduler.")
+    group_id: str = setting("", "Name of the worker group; default: host and process.")
+    device: str = setting("auto", "cpu, cuda, cuda:N; auto takes CUDA where there is one.")
+    weights: str = setting(
+        "auto", "Weight storage; auto: what the file holds.", choices=("auto", "f32", "bf16", "int8", "q4")
+    )
+    kv: str = setting("auto", "KV cache storage; auto: the compute type.", choices=("auto", "f32", "bf16", "int8"))
+    kernels: str = setting("auto", "Which CPU kernels run.", choices=("auto", "native", "torch"))
+    tokens_per_block: int = setting(16, "Tokens in one KV block; must equal the scheduler's.")
+    free_memory_fraction: float = setting(
+        0.9, "Share of the memory left after loading and warm-up that the KV pool takes on a GPU; on a CPU 0.25 of it."
+    )
+    max_kv_tokens: int = setting(0, "Most tokens in the KV pool; 0: what the memory fraction gives.")
+    max_batch_size: int = setting(256, "Sequences in one step.")
+    max_num_tokens: int = setting(2048, "Tokens in one step.")
+    max_sequence_length: int = setting(0, "Prompt and output together; 0: as the model says.")
+    num_threads: int = setting(0, "Compute threads on a CPU; 0: one per core.")

@@ -1,0 +1,124 @@
+"""The error tree. Every error that a user can meet is one of these; each class has one gRPC status."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+from protos import generation_pb2 as pb
+
+
+class MidstreamError(Exception):
+    """Base of all errors of this project.
+
+    Attributes:
+        message: What is wrong and what to do, in a sentence.
+        field: Path of the request field or flag at fault, such as `sampling.temperature`; empty when there is none.
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.message = message
+        self.field = field
+
+    def to_proto(self) -> pb.ErrorInfo:
+        """The error as it crosses the wire."""
+        return pb.ErrorInfo(code=self.code.value[0], message=self.message, field=self.field)
+
+
+class InvalidArgumentError(MidstreamError):
+    """A field of a request is out of its range or contradicts another."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class ConfigError(InvalidArgumentError):
+    """A flag, an environment variable or a model folder is wrong; the service does not start."""
+
+
+class NotFoundError(MidstreamError):
+    """No such model, adapter or request."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExistsError(MidstreamError):
+    """The request id is taken by a request with other contents."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class OverloadedError(MidstreamError):
+    """A bounded queue is full.
+
+    Attributes:
+        retry_after_ms: When to try again; sent as the trailing metadata `retry-after-ms`.
+    """
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, *, field: str = "", retry_after_ms: int = 1000) -> None:
+        super().__init__(message, field=field)
+        self.retry_after_ms = retry_after_ms
+
+
+class UnavailableError(MidstreamError):
+    """No worker, scheduler or detokenizer can take the request now; trying again may work."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineError(MidstreamError):
+    """The request's deadline passed."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class AbortedError(MidstreamError):
+    """A client ended the request."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+class UnsupportedError(MidstreamError):
+    """A known feature that this model or worker lacks."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class UnauthenticatedError(MidstreamError):
+    """No credentials, or wrong ones."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class ExecutionError(MidstreamError):
+    """A request failed while it ran."""
+
+
+_LEAVES: tuple[type[MidstreamError], ...] = (
+    InvalidArgumentError,
+    NotFoundError,
+    AlreadyExistsError,
+    OverloadedError,
+    UnavailableError,
+    DeadlineError,
+    AbortedError,
+    UnsupportedError,
+    UnauthenticatedError,
+    ExecutionError,
+)
+_BY_CODE: dict[int, type[MidstreamError]] = {leaf.code.value[0]: leaf for leaf in _LEAVES}
+
+
+def from_status(code: int, message: str, field: str = "") -> MidstreamError:
+    """The error that a gRPC status number stands for; an unknown number is an ExecutionError."""
+    return _BY_CODE.get(code, ExecutionError)(message, field=field)
+
+
+def from_proto(info: pb.ErrorInfo) -> MidstreamError:
+    """The error that `info` carries."""
+    return from_status(info.code, info.message, info.field)

@@ -1,0 +1,1 @@
+"""Protobuf definitions (the specification) and the code generated from them."""
