@@ -1,0 +1,1 @@
+"""Load generation and measurement against a running service."""

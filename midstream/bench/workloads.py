@@ -1,0 +1,99 @@
+"""Request mixes to measure with: prompts as token ids drawn uniformly, greedy, end of sequence ignored."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FIRST_TOKEN_ID = 300
+LAST_TOKEN_ID = 48_999
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One request to send.
+
+    Attributes:
+        token_ids: The prompt.
+        max_tokens: Tokens to generate; exactly as many come back.
+    """
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests and how many of them run at once.
+
+    Attributes:
+        name: As in the tables.
+        requests: In order of arrival.
+        concurrency: Requests in flight at most.
+        counts_input: Throughput is of prompt tokens instead of output tokens.
+    """
+
+    name: str
+    requests: tuple[BenchRequest, ...]
+    concurrency: int
+    counts_input: bool = False
+
+
+def _tokens(generator: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(generator.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(count))
+
+
+def single(generator: random.Random) -> Workload:
+    """One request, 128 in, 128 out."""
+    return Workload("single", (BenchRequest(_tokens(generator, 128), 128),), 1)
+
+
+def mixed(generator: random.Random) -> Workload:
+    """64 at once, prompts of 32 to 256, 128 out."""
+    requests = tuple(BenchRequest(_tokens(generator, generator.randint(32, 256)), 128) for _ in range(64))
+    return Workload("mixed", requests, 64)
+
+
+def prefix(generator: random.Random) -> Workload:
+    """64 at once behind one shared prefix of 512, 32 own, 32 out."""
+    shared = _tokens(generator, 512)
+    return Workload("prefix", tuple(BenchRequest(shared + _tokens(generator, 32), 32) for _ in range(64)), 64)
+
+
+def prefill(generator: random.Random) -> Workload:
+    """16 prompts of 1,024, one token out."""
+    return Workload("prefill", tuple(BenchRequest(_tokens(generator, 1024), 1) for _ in range(16)), 16, True)
+
+
+def chat(generator: random.Random) -> Workload:
+    """96 requests, 64 at once, log-normal lengths."""
+    requests = tuple(
+        BenchRequest(
+            _tokens(generator, _log_normal(generator, 4.8, 0.9, 8, 1024)), _log_normal(generator, 4.4, 0.8, 4, 256)
+        )
+        for _ in range(96)
+    )
+    return Workload("chat", requests, 64)
+
+
+def uniform(
+    generator: random.Random, count: int, num_prompt_tokens: int, max_tokens: int, concurrency: int
+) -> Workload:
+    """`count` requests of one size."""
+    requests = tuple(BenchRequest(_tokens(generator, num_prompt_tokens), max_tokens) for _ in range(count))
+    return Workload(f"uniform-{num_prompt_tokens}-{max_tokens}", requests, concurrency)
+
+
+def _log_normal(generator: random.Random, mean: float, deviation: float, low: int, high: int) -> int:
+    return min(high, max(low, round(math.exp(generator.gauss(mean, deviation)))))
+
+
+WORKLOADS: dict[str, Callable[[random.Random], Workload]] = {
+    "single": single,
+    "mixed": mixed,
+    "prefix": prefix,
+    "prefill": prefill,
+    "chat": chat,
+}
