@@ -1,0 +1,144 @@
+"""Health by progress: a process whose loop hangs is not healthy, however alive it looks. Answered as grpc.health.v1."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_WATCH_INTERVAL_S = 0.25
+
+
+class LoopProgress:
+    """One loop's sign of life: it calls `touch` whenever it gets on, and `idle` before it waits for something to do."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.name = name
+        self._timeout_s = timeout_s
+        self._since: float | None = None  # None: idle
+
+    def touch(self) -> None:
+        """The loop moves; it must touch again, or become idle, within its time limit."""
+        self._since = time.monotonic()
+
+    def idle(self) -> None:
+        """The loop waits, with nothing to do."""
+        self._since = None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the loop has had work in hand for longer than its time limit."""
+        since = self._since
+        return since is not None and time.monotonic() - since > self._timeout_s
+
+
+class Progress:
+    """Health of a process: it serves while no loop is stalled and no reason against it stands.
+
+    Safe to read from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._loops: list[LoopProgress] = []
+        self._reasons: set[str] = set()
+
+    def loop(self, name: str, timeout_s: float = 5.0) -> LoopProgress:
+        """Watches another loop, idle at first."""
+        loop = LoopProgress(name, timeout_s)
+        self._loops.append(loop)
+        return loop
+
+    def set_reason(self, reason: str, stands: bool) -> None:
+        """Adds or withdraws a reason not to serve, such as `draining` or `no worker`."""
+        if stands:
+            self._reasons.add(reason)
+        else:
+            self._reasons.discard(reason)
+
+    def problems(self) -> list[str]:
+        """Stalled loops and standing reasons; empty while the process serves."""
+        return sorted(self._reasons) + [loop.name for loop in self._loops if loop.is_stalled]
+
+
+def add_health(server: grpc.aio.Server, progress: Progress, service: str) -> None:
+    """Answers grpc.health.v1 on `server`, for the whole process (empty name) and for `service`."""
+    health_pb2_grpc.add_HealthServicer_to_server(_AsyncHealth(progress, ("", service)), server)
+
+
+def bind(server: grpc.Server | grpc.aio.Server, host: str, port: int) -> int:
+    """Adds a listening port; 0 takes a free one.
+
+    Returns:
+        The port.
+
+    Raises:
+        OSError: It is taken, or the host is not one of this machine's.
+    """
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from None
+
+
+def _status(progress: Progress) -> int:
+    serving = health_pb2.HealthCheckResponse.SERVING
+    return int(health_pb2.HealthCheckResponse.NOT_SERVING if progress.problems() else serving)
+
+
+class _AsyncHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1, computed at each call."""
+
+    def __init__(self, progress: Progress, names: Sequence[str]) -> None:
+        self._progress = progress
+        self._names = names
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: N802
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
+        return health_pb2.HealthCheckResponse(status=_status(self._progress))
+
+    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:  # noqa: N802
+        known = request.service in self._names
+        last = -1
+        while True:
+            status = _status(self._progress) if known else int(health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != last:
+                yield health_pb2.HealthCheckResponse(status=status)
+                last = status
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+
+
+class _ThreadHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def Check(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return health_pb2.HealthCheckResponse(status=_status(self._progress))
+
+
+class HealthServer:
+    """grpc.health.v1 alone, from a thread: for a process whose own loop is neither asyncio nor gRPC."""
+
+    def __init__(self, host: str, port: int, progress: Progress) -> None:
+        """Binds the port; 0 takes a free one, in `self.port`."""
+        threads = ThreadPoolExecutor(2, thread_name_prefix="health")
+        # Without so_reuseport=0 a second process would share the port in silence.
+        self._server = grpc.server(threads, options=[("grpc.so_reuseport", 0)])
+        health_pb2_grpc.add_HealthServicer_to_server(_ThreadHealth(progress), self._server)
+        self.port = bind(self._server, host, port)
+
+    def start(self) -> None:
+        """Begins to answer."""
+        self._server.start()
+
+    def stop(self) -> None:
+        """Closes the port."""
+        self._server.stop(None).wait()

@@ -1,0 +1,192 @@
+"""What a process says of itself: JSON log lines with the request's id, Prometheus metrics, and an HTTP port for both.
+
+The HTTP server runs in a thread of its own, so `/health` and `/metrics` answer even while the event loop hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+
+PREFIX = "midstream:"
+ALIAS_PREFIX = "vllm:"
+# What gateways and autoscalers read under vLLM's names.
+ALIASED = frozenset(
+    PREFIX + name
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "cache_config_info",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_success",
+        "num_preemptions",
+        "lora_requests_info",
+    )
+)
+LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+# The request that the running task works for; it is in every log line.
+current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
+
+_PLAIN_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, service, logger, message, request_id, and the `extra` fields."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line of JSON."""
+        line: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        request_id = current_request_id.get()
+        if request_id:
+            line["request_id"] = request_id
+        line.update({key: value for key, value in vars(record).items() if key not in _PLAIN_RECORD})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+class TextFormatter(logging.Formatter):
+    """The same for a person's eyes."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)-7s {service} %(message)s%(request)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line of text."""
+        request_id = current_request_id.get()
+        record.request = f" [{request_id}]" if request_id else ""
+        return super().format(record)
+
+
+def configure_logging(service: str, *, level: str = "info", style: str = "json") -> None:
+    """Sends all log records of this process to standard error.
+
+    Args:
+        service: Name of the process, in every line.
+        level: Least level that is logged.
+        style: `json` or `text`.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(service) if style == "json" else TextFormatter(service))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class Metrics:
+    """The Prometheus metrics of one process, named `midstream:NAME`; those that gateways read have vLLM's name too."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+
+    def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        """A count that only grows; shown as `midstream:NAME_total`."""
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        """A value that goes up and down."""
+        return Gauge(PREFIX + name, text, labels, registry=self.registry)
+
+    def histogram(
+        self, name: str, text: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = LATENCY_BUCKETS_S
+    ) -> Histogram:
+        """A distribution; seconds unless `buckets` says otherwise."""
+        return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
+
+    def render(self) -> bytes:
+        """The text that `/metrics` answers."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """All metric families, each aliased one twice."""
+        for family in self.registry.collect():
+            yield family
+            if family.name in ALIASED:
+                yield _alias(family)
+
+
+def _alias(family: Metric) -> Metric:
+    copy = Metric(family.name.replace(PREFIX, ALIAS_PREFIX, 1), family.documentation, family.type, family.unit)
+    copy.samples = [sample._replace(name=sample.name.replace(PREFIX, ALIAS_PREFIX, 1)) for sample in family.samples]
+    return copy
+
+
+# Path -> (status, content type, body).
+Page = Callable[[], tuple[int, str, bytes]]
+
+
+class HttpServer:
+    """`/metrics` and `/health` on a port of their own, served from a thread.
+
+    `/health` answers 200 while `health()` names no stalled loop, else 503.
+    """
+
+    def __init__(self, host: str, port: int, metrics: Metrics, health: Callable[[], list[str]]) -> None:
+        pages: Mapping[str, Page] = {
+            "/metrics": lambda: (200, CONTENT_TYPE_LATEST, metrics.render()),
+            "/health": lambda: _health_page(health()),
+        }
+        self._server = ThreadingHTTPServer((host, port), _handler_of(pages))
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="telemetry-http", daemon=True)
+
+    def start(self) -> None:
+        """Begins to answer."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Closes the port; at most half a second."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _health_page(stalled: list[str]) -> tuple[int, str, bytes]:
+    body = {"status": "NOT_SERVING" if stalled else "SERVING", "stalled": stalled}
+    return (503 if stalled else 200), "application/json", json.dumps(body).encode()
+
+
+def _handler_of(pages: Mapping[str, Page]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10  # seconds that a client may take to send its request
+
+        def do_GET(self) -> None:
+            page = pages.get(self.path.partition("?")[0])
+            status, content_type, body = page() if page else (404, "text/plain", b"not found\n")
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Probes and scrapes are not worth a line."""
+
+    return Handler

@@ -1,0 +1,248 @@
+"""The life of a gRPC server, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from midstream import errors
+from midstream.health import HealthServer, Progress
+from midstream.serving import FIELD_KEY, Server, error_from_rpc, open_channel
+from midstream.telemetry import HttpServer, JsonFormatter, Metrics, current_request_id
+from protos import loads_pb2, service_pb2_grpc
+from protos import stats_pb2 as stats
+
+NAME = "midstream.v1.Midstream"
+
+
+class Raising(service_pb2_grpc.MidstreamServicer):
+    """Unary and streaming calls that raise what they are told; a stream that waits for `release`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.started = asyncio.Event()
+        self.release = asyncio.Event()
+        self.cleaned = asyncio.Event()
+
+    async def Abort(self, request: Any, context: Any) -> loads_pb2.AbortResponse:  # noqa: N802
+        if self.error:
+            raise self.error
+        return loads_pb2.AbortResponse(was_running=True)
+
+    async def GetIterationStats(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> AsyncIterator[stats.IterationStats]:
+        try:
+            yield stats.IterationStats(iter=1)
+            if self.error:
+                raise self.error
+            self.started.set()
+            await self.release.wait()
+            yield stats.IterationStats(iter=2)
+        finally:
+            self.cleaned.set()
+
+
+def raising(error: Exception | None = None) -> Raising:
+    return Raising(error)  # type: ignore[abstract]  # the other calls stay unimplemented
+
+
+async def serve(
+    servicer: Raising, progress: Progress | None = None
+) -> tuple[Server, service_pb2_grpc.MidstreamAsyncStub]:
+    server = Server(NAME, "127.0.0.1", 0, progress or Progress())
+    service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
+    await server.start()
+    stub: Any = service_pb2_grpc.MidstreamStub(open_channel(f"127.0.0.1:{server.port}"))
+    return server, stub
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidArgumentError("must be positive", field="max_tokens"), grpc.StatusCode.INVALID_ARGUMENT),
+        (errors.OverloadedError("queue is full", retry_after_ms=250), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (errors.UnavailableError("no worker"), grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+async def test_a_midstream_error_becomes_its_status_and_comes_back_as_itself(
+    error: errors.MidstreamError, code: grpc.StatusCode
+) -> None:
+    server, stub = await serve(raising(error))
+    with pytest.raises(grpc.aio.AioRpcError) as unary:
+        await stub.Abort(loads_pb2.AbortRequest())
+    with pytest.raises(grpc.aio.AioRpcError) as streaming:
+        _ = [item async for item in stub.GetIterationStats(stats.GetIterationStatsRequest())]
+    await server.stop()
+    for raised in (unary.value, streaming.value):
+        assert raised.code() == code
+        back = error_from_rpc(raised)
+        assert type(back) is type(error)
+        assert (back.message, back.field) == (error.message, error.field)
+        assert getattr(back, "retry_after_ms", None) == getattr(error, "retry_after_ms", None)
+
+
+async def test_an_unexpected_error_is_internal_and_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    server, stub = await serve(raising(ValueError("secret path /etc/x")))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.Abort(loads_pb2.AbortRequest())
+    await server.stop()
+    assert raised.value.code() == grpc.StatusCode.INTERNAL
+    assert "secret" not in str(raised.value.details())
+    assert "secret path" in caplog.text
+
+
+async def test_a_caller_that_leaves_ends_the_generator_at_once() -> None:
+    servicer = raising()
+    server, stub = await serve(servicer)
+    call = stub.GetIterationStats(stats.GetIterationStatsRequest())
+    await servicer.started.wait()
+    call.cancel()
+    await asyncio.wait_for(servicer.cleaned.wait(), 2)
+    await server.stop()
+
+
+async def check(port: int, service: str = "") -> int:
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=2)
+        return int(response.status)
+
+
+async def test_health_follows_progress_and_reasons() -> None:
+    progress = Progress()
+    server, _ = await serve(raising(), progress)
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await check(server.port) == await check(server.port, NAME) == serving
+    with pytest.raises(grpc.aio.AioRpcError, match="no such service"):
+        await check(server.port, "another.Service")
+
+    loop = progress.loop("scheduler loop", timeout_s=0.0)
+    assert await check(server.port) == serving  # idle
+    loop.touch()
+    time.sleep(0.001)  # noqa: ASYNC251 (the clock must move on)
+    assert progress.problems() == ["scheduler loop"]
+    assert await check(server.port) == not_serving
+    loop.idle()
+    assert await check(server.port) == serving
+    progress.set_reason("no worker", stands=True)
+    assert await check(server.port) == not_serving
+    progress.set_reason("no worker", stands=False)
+    assert await check(server.port) == serving
+    await server.stop()
+
+
+async def test_health_watch_reports_each_change() -> None:
+    progress = Progress()
+    server, _ = await serve(raising(), progress)
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+        progress.set_reason("draining", stands=True)
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await server.stop()
+
+
+async def test_health_from_a_thread() -> None:
+    progress = Progress()
+    server = HealthServer("127.0.0.1", 0, progress)
+    server.start()
+    assert await check(server.port) == health_pb2.HealthCheckResponse.SERVING
+    progress.set_reason("no model", stands=True)
+    assert await check(server.port) == health_pb2.HealthCheckResponse.NOT_SERVING
+    server.stop()
+
+
+async def test_sigterm_lets_a_stream_finish_and_takes_nothing_new() -> None:
+    servicer = raising()
+    server, stub = await serve(servicer)
+    call = stub.GetIterationStats(stats.GetIterationStatsRequest())
+    await servicer.started.wait()
+    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=10))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(server.draining.wait(), 2)
+    await asyncio.sleep(0)
+    another: Any = service_pb2_grpc.MidstreamStub(open_channel(f"127.0.0.1:{server.port}"))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await another.Abort(loads_pb2.AbortRequest(), timeout=5)
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    servicer.release.set()
+    assert [item.iter async for item in call] == [1, 2]
+    await asyncio.wait_for(running, 2)
+
+
+async def test_a_stream_longer_than_the_drain_is_cut() -> None:
+    servicer = raising()
+    server, stub = await serve(servicer)
+    call = stub.GetIterationStats(stats.GetIterationStatsRequest())
+    await servicer.started.wait()
+    await server.stop(drain_timeout_s=0.05)
+    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+        _ = [item async for item in call]
+    assert servicer.cleaned.is_set()
+
+
+async def test_a_taken_port_is_an_error() -> None:
+    server = Server(NAME, "127.0.0.1", 0, Progress())
+    with pytest.raises(OSError, match="cannot listen"):
+        Server(NAME, "127.0.0.1", server.port, Progress())
+    await server.stop()
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_metrics_and_health_over_http() -> None:
+    metrics = Metrics()
+    progress = Progress()
+    metrics.gauge("num_requests_running", "Running requests.").set(3)
+    metrics.counter("request_success", "Finished requests.", ("finished_reason",)).labels("stop").inc()
+    metrics.gauge("num_attached_streams", "Streams.").set(5)
+    server = HttpServer("127.0.0.1", 0, metrics, progress.problems)
+    server.start()
+    try:
+        status, text = get(server.port, "/metrics")
+        assert status == 200
+        lines = text.splitlines()
+        assert {"midstream:num_requests_running 3.0", "vllm:num_requests_running 3.0"} <= set(lines)
+        assert 'vllm:request_success_total{finished_reason="stop"} 1.0' in lines
+        assert "midstream:num_attached_streams 5.0" in lines
+        assert not any(line.startswith("vllm:num_attached_streams") for line in lines)
+        assert get(server.port, "/health") == (200, '{"status": "SERVING", "stalled": []}')
+        progress.set_reason("draining", stands=True)
+        assert get(server.port, "/health") == (503, '{"status": "NOT_SERVING", "stalled": ["draining"]}')
+        assert get(server.port, "/other")[0] == 404
+    finally:
+        server.stop()
+
+
+def test_a_log_line_is_json_with_the_request_id() -> None:
+    record = logging.getLogger("x").makeRecord("x", logging.INFO, "f", 1, "took %d ms", (5,), None, extra={"cell": "a"})
+    token = current_request_id.set("r-1")
+    line = json.loads(JsonFormatter("router").format(record))
+    current_request_id.reset(token)
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "info", "service": "router", "logger": "x", "message": "took 5 ms", "request_id": "r-1", "cell": "a",
+    }  # fmt: skip
+    assert FIELD_KEY == "midstream-field"
