@@ -1,0 +1,1 @@
+"""Conversion of model files into model folders."""

@@ -1,0 +1,233 @@
+"""Opening and preparing model folders."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from midstream.errors import ConfigError, UnsupportedError
+from midstream.model_folder import ModelFolder, open_model_folder, prepare_model_folder
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": [7, 8],
+    "pad_token_id": 3,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"weights")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MIDSTREAM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def write_gguf(path: Path, *, architecture: str = "llama", tokenizer: str = "gpt2", pre: str = "smollm") -> Path:
+    """A GGUF file with a vocabulary of 256 bytes, `ab`, and a control token."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    alphabet = sorted(byte_alphabet())
+    tokens = (
+        [*alphabet, "ab", "<end>"] if tokenizer == "gpt2" else ["<unk>", "<s>", "▁", "a", "b", "ab", "▁ab", "<end>"]
+    )
+    kinds = [3 if token in ("<s>", "<end>") else 1 for token in tokens]
+    writer.add_tokenizer_model(tokenizer)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_eos_token_id(len(tokens) - 1)
+    if tokenizer == "gpt2":
+        writer.add_token_merges(["a b"])
+    else:
+        writer.add_bos_token_id(1)
+        writer.add_token_scores([0.0, 0.0, -5.0, -6.0, -7.0, -1.0, -2.0, 0.0])
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_alphabet() -> list[str]:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
+
+
+def test_a_folder_opens_with_what_its_files_say(folder: Path) -> None:
+    model = open_model_folder(str(folder))
+    assert (model.name, model.architecture, model.weights_format) == ("tiny", "llama", "safetensors")
+    assert (model.vocab_size, model.hidden_size, model.num_layers, model.max_sequence_length) == (300, 32, 2, 64)
+    assert (model.end_ids, model.pad_id, model.bos_id) == ((7, 8), 3, None)
+    assert model.chat_template is None
+    assert model.sliding_window is None
+
+
+def test_generation_config_goes_before_config(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 9, "bos_token_id": 1}))
+    model = open_model_folder(str(folder))
+    assert (model.end_ids, model.bos_id, model.pad_id) == ((9,), 1, 3)
+
+
+def test_the_chat_template_comes_from_its_file_or_the_tokenizer_configuration(folder: Path) -> None:
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert open_model_folder(str(folder)).chat_template == "D"
+    (folder / "chat_template.jinja").write_text("J")
+    assert open_model_folder(str(folder)).chat_template == "J"
+
+
+def test_an_unused_sliding_window_is_none(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"sliding_window": 16, "use_sliding_window": False}))
+    assert open_model_folder(str(folder)).sliding_window is None
+
+
+def test_the_fingerprint_tells_weights_and_configuration_apart(folder: Path) -> None:
+    first = open_model_folder(str(folder)).fingerprint
+    assert open_model_folder(str(folder)).fingerprint == first
+    (folder / "midstream.json").unlink()
+    (folder / "model.safetensors").write_bytes(b"WEIGHTS")
+    second = open_model_folder(str(folder)).fingerprint
+    (folder / "midstream.json").unlink()
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 5.0}))
+    assert len({first, second, open_model_folder(str(folder)).fingerprint}) == 3
+
+
+def test_shards_are_found_through_their_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"lacks b\.safetensors"):
+        open_model_folder(str(folder))
+    (folder / "b.safetensors").write_bytes(b"more")
+    assert [file.name for file in open_model_folder(str(folder)).weight_files] == ["a.safetensors", "b.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(ConfigError, match=f"lacks {name}"):
+        open_model_folder(str(folder))
+
+
+def test_a_file_that_changed_since_its_manifest_is_named(folder: Path) -> None:
+    open_model_folder(str(folder))
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not the file"):
+        open_model_folder(str(folder))
+
+
+@pytest.mark.parametrize("value", [0, -1, "32", 1 << 40, None])
+def test_a_dimension_out_of_range_is_named(folder: Path, value: object) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": value}))
+    with pytest.raises(ConfigError, match="hidden_size"):
+        open_model_folder(str(folder))
+
+
+def test_a_shard_outside_the_folder_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../secret"}}))
+    with pytest.raises(ConfigError, match="outside its folder"):
+        open_model_folder(str(folder))
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="no/such/model"):
+        open_model_folder("no/such/model")
+
+
+def test_a_gguf_file_becomes_a_folder(tmp_path: Path, home: Path) -> None:
+    file = write_gguf(tmp_path / "small.gguf")
+    model = open_model_folder(str(file))
+    assert model.path.parent == home / "models"
+    assert (model.name, model.architecture, model.weights_format) == ("small", "llama", "gguf")
+    assert (model.vocab_size, model.hidden_size, model.num_layers, model.end_ids) == (258, 32, 1, (257,))
+    assert model.config["tie_word_embeddings"] is True
+    assert (model.path / "model.gguf").samefile(file)
+    tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
+    ids = tokenizer.encode("ab 10<end>").ids
+    assert [tokenizer.id_to_token(i) for i in ids] == ["ab", "Ġ", "1", "0", "<end>"]
+    assert tokenizer.decode(tokenizer.encode("naïve ab é").ids) == "naïve ab é"
+
+
+def test_a_sentence_piece_vocabulary_merges_by_score(tmp_path: Path) -> None:
+    model = open_model_folder(str(write_gguf(tmp_path / "spm.gguf", tokenizer="llama")))
+    tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
+    assert tokenizer.encode("ab ab").tokens == ["<s>", "▁ab", "▁ab"]
+    assert tokenizer.decode(tokenizer.encode("ab ab").ids) == "ab ab"
+
+
+def test_services_that_start_at_once_prepare_one_folder(tmp_path: Path, home: Path) -> None:
+    file = write_gguf(tmp_path / "small.gguf")
+    found: list[ModelFolder] = []
+    threads = [threading.Thread(target=lambda: found.append(open_model_folder(str(file)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len({model.fingerprint for model in found}) == 1
+    assert [path for path in (home / "models").iterdir() if path.is_dir()] == [found[0].path]
+
+
+def test_another_file_of_the_same_name_gets_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    first = open_model_folder(str(write_gguf(tmp_path / "small.gguf")))
+    second = open_model_folder(str(write_gguf(tmp_path / "other" / "small.gguf", pre="gpt-2")))
+    assert first.path != second.path
+    assert first.name == second.name == "small"
+
+
+def test_a_folder_is_prepared_where_it_is_wanted(tmp_path: Path) -> None:
+    source = open_model_folder(str(write_gguf(tmp_path / "small.gguf")))
+    model = prepare_model_folder(str(tmp_path / "small.gguf"), tmp_path / "out" / "mine")
+    assert model.path == tmp_path / "out" / "mine"
+    assert model.fingerprint == source.fingerprint
+    with pytest.raises(ConfigError, match="exists already"):
+        prepare_model_folder(str(tmp_path / "small.gguf"), tmp_path / "out" / "mine")
+
+
+def test_unknown_gguf_contents_are_refused_and_leave_nothing(tmp_path: Path, home: Path) -> None:
+    with pytest.raises(UnsupportedError, match="'mamba'"):
+        open_model_folder(str(write_gguf(tmp_path / "a.gguf", architecture="mamba")))
+    with pytest.raises(UnsupportedError, match="'chinchilla'"):
+        open_model_folder(str(write_gguf(tmp_path / "b.gguf", pre="chinchilla")))
+    (tmp_path / "c.gguf").write_bytes(b"GGUF" + b"\xff" * 64)
+    with pytest.raises(ConfigError, match=r"c\.gguf is not a readable GGUF file"):
+        open_model_folder(str(tmp_path / "c.gguf"))
+    assert [path for path in (home / "models").iterdir() if path.is_dir()] == []
+
+
+def test_the_embedded_model_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MIDSTREAM_HOME")
+    model = open_model_folder("smollm2")
+    assert (model.name, model.architecture, model.weights_format) == ("smollm2", "llama", "gguf")
+    assert (model.vocab_size, model.hidden_size, model.num_layers, model.end_ids) == (49152, 576, 30, (2,))
+    assert model.chat_template is not None
+    tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
+    assert tokenizer.encode("<|im_start|>user\nHi 42").tokens == ["<|im_start|>", "user", "Ċ", "Hi", "Ġ", "4", "2"]
