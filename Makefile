@@ -1,20 +1,48 @@
-# `make demo` is all a newcomer needs. Everything runs in .venv, which set-up makes.
+# `make demo` and `make test` are all a newcomer needs. Everything runs in .venv, which set-up makes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROTO_BIN := .venv-protos/bin
+PROTO_OUT := .
 
 .PHONY: demo test check format protos bench clean
+
+demo: $(VENV)/.ready
+	@$(BIN)/midstream demo
+
+test: $(VENV)/.ready check
+	@$(BIN)/pytest -q
+
+# All that can be said without running the code.
+check: $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc
+	@echo 'Format and lint' && $(BIN)/ruff format --check -q . && $(BIN)/ruff check -q .
+	@echo 'Generated code' && out=$$(mktemp -d) && trap 'rm -r "$$out"' EXIT && $(MAKE) -s protos PROTO_OUT="$$out" \
+		&& for file in $$(cd "$$out" && find protos -type f); do \
+			diff -u $$file "$$out/$$file" || { echo "$$file is not what protos/*.proto make: run make protos"; exit 1; }; done
+	@echo 'Types' && $(BIN)/mypy --no-error-summary
+	@echo 'Import rules' && $(BIN)/pytest -q --no-header tests/test_imports.py
+
+format: $(VENV)/.ready
+	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format .
+
+protos: $(PROTO_BIN)/protoc-gen-mypy_grpc
+	@PATH=$(CURDIR)/$(PROTO_BIN):$$PATH $(PROTO_BIN)/python -W ignore -m grpc_tools.protoc -I. --python_out=$(PROTO_OUT) --mypy_out=quiet:$(PROTO_OUT) protos/*.proto
+	@PATH=$(CURDIR)/$(PROTO_BIN):$$PATH $(PROTO_BIN)/python -W ignore -m grpc_tools.protoc -I. --grpc_python_out=$(PROTO_OUT) --mypy_grpc_out=quiet:$(PROTO_OUT) \
+		protos/service.proto protos/scheduler.proto protos/detokenizer.proto
+
+# Starts the service on this machine, measures it with every workload, and stops it.
+bench: $(VENV)/.ready
+	@$(BIN)/midstream up --detach --run-dir .run/bench && trap '$(BIN)/midstream down --run-dir .run/bench' EXIT \
+		&& $(BIN)/midstream bench
+
+clean:
+	rm -rf $(VENV) .venv-protos kernels/_build
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -m midstream.setup_env --venv $(VENV)
 	@touch $@
 
+# Generated code asks at run time for at least the protobuf and gRPC of its generator: these are the oldest supported.
 $(PROTO_BIN)/protoc-gen-mypy_grpc:
 	@$(PYTHON) -m venv .venv-protos
 	@$(PROTO_BIN)/pip install -q --disable-pip-version-check grpcio-tools==1.71.2 mypy-protobuf==3.6.0 'setuptools<80' 2>/dev/null
-
-protos: $(PROTO_BIN)/protoc-gen-mypy_grpc
-	@PATH=$(CURDIR)/$(PROTO_BIN):$$PATH $(PROTO_BIN)/python -W ignore -m grpc_tools.protoc -I. --python_out=. --mypy_out=quiet:. protos/*.proto
-	@PATH=$(CURDIR)/$(PROTO_BIN):$$PATH $(PROTO_BIN)/python -W ignore -m grpc_tools.protoc -I. --grpc_python_out=. --mypy_grpc_out=quiet:. \
-		protos/service.proto protos/scheduler.proto protos/detokenizer.proto

