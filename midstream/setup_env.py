@@ -108,7 +108,9 @@ def _environment() -> dict[str, str]:
 def has_environment(venv: Path) -> bool:
     """Whether `venv` holds an interpreter that runs and has pip."""
     python = venv / "bin" / "python"
-    return python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    if not python.exists():
+        return False
+    return subprocess.run([python, "-m", "pip", "--version"], check=False, capture_output=True).returncode == 0
 
 
 def set_up(venv: Path, root: Path) -> None:
