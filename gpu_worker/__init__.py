@@ -1,0 +1,1 @@
+"""The worker: executes the scheduler's steps on a model."""

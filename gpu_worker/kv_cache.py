@@ -1,0 +1,106 @@
+"""The pool of KV blocks."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.step import IntArray
+from midstream.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_CPU_SHARE = 0.25
+_CPU_MAX_BYTES = 4 << 30
+
+
+class KvCache:
+    """Keys and values of all layers in blocks.
+
+    Attributes:
+        keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim].
+    """
+
+    def __init__(
+        self,
+        description: DecoderDescription,
+        num_blocks: int,
+        tokens_per_block: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.tokens_per_block = tokens_per_block
+        shape = (
+            description.num_layers,
+            num_blocks,
+            tokens_per_block,
+            description.num_kv_heads,
+            description.head_dim,
+        )
+        self.keys = _zeros(shape, dtype, device)
+        self.values = _zeros(shape, dtype, device)
+
+    def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
+        """Copies whole blocks in all layers; all sources are read before any target is written."""
+        source, target = torch.from_numpy(sources).long(), torch.from_numpy(targets).long()
+        for cache in (self.keys, self.values):
+            cache[:, target.to(cache.device)] = cache[:, source.to(cache.device)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # From numpy, because its zeros take memory only when they are written.
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: torch.dtype) -> int:
+    """Bytes of one block in all layers."""
+    per_token = 2 * description.num_layers * description.num_kv_heads * description.head_dim * dtype.itemsize
+    return per_token * tokens_per_block
+
+
+def choose_num_blocks(
+    bytes_per_block: int,
+    tokens_per_block: int,
+    *,
+    free_memory_fraction: float,
+    max_kv_tokens: int,
+    max_useful_tokens: int,
+    device: torch.device,
+) -> int:
+    """How many blocks the pool gets.
+
+    Args:
+        bytes_per_block: Of all layers.
+        tokens_per_block: Tokens in a block.
+        free_memory_fraction: Share of the free memory on a GPU; on a CPU a quarter of it, at most 4 GiB.
+        max_kv_tokens: Absolute limit; 0: none.
+        max_useful_tokens: What the largest batch of the longest sequences can fill.
+        device: Whose memory is meant.
+
+    Raises:
+        ConfigError: Not even one block fits.
+    """
+    if not 0.0 < free_memory_fraction <= 1.0:
+        raise ConfigError(f"{free_memory_fraction} is not in (0, 1]", field="free_memory_fraction")
+    if device.type == "cuda":
+        budget = torch.cuda.mem_get_info(device)[0] * free_memory_fraction
+    else:
+        budget = min(psutil.virtual_memory().available * free_memory_fraction * _CPU_SHARE, _CPU_MAX_BYTES)
+    num_blocks = min(int(budget) // bytes_per_block, -(-max_useful_tokens // tokens_per_block))
+    if max_kv_tokens:
+        num_blocks = min(num_blocks, max_kv_tokens // tokens_per_block)
+    if num_blocks < 1:
+        raise ConfigError("no KV block fits; raise max_kv_tokens or free_memory_fraction", field="max_kv_tokens")
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, tokens_per_block, num_blocks * bytes_per_block / 2**30
+    )
+    return num_blocks

@@ -1,0 +1,1 @@
+"""Pieces that models are built of."""

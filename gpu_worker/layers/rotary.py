@@ -1,0 +1,85 @@
+"""The table of rotary position embeddings, for each way of scaling them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from midstream.errors import UnsupportedError
+
+_SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+
+def rotary_table(
+    rope: Mapping[str, Any], head_dim: int, num_positions: int, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines by position, each float32 [num_positions, head_dim / 2].
+
+    Args:
+        rope: `rope_theta`, and `rope_type` with its settings as in config.json.
+        head_dim: Size of a head.
+        num_positions: Rows of the table.
+        factors: Divides the frequencies, [head_dim / 2], in place of `rope`'s own scaling (GGUF files carry it so).
+
+    Raises:
+        UnsupportedError: Another `rope_type`.
+    """
+    kind = rope.get("rope_type", "default")
+    if kind not in _SUPPORTED:
+        raise UnsupportedError(f"rope type {kind!r} is not one of {', '.join(_SUPPORTED)}", field="model")
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    magnitude = 1.0
+    if factors is not None:
+        frequencies = frequencies / factors
+    elif kind == "linear":
+        frequencies = frequencies / float(rope["factor"])
+    elif kind == "llama3":
+        frequencies = _llama3(frequencies, rope)
+    elif kind == "yarn":
+        frequencies, magnitude = _yarn(frequencies, rope, head_dim, num_positions)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Divides long wavelengths by the factor, keeps short ones, and blends between."""
+    factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    original = float(rope["original_max_position_embeddings"])
+    wavelengths = 2 * math.pi / frequencies
+    blend = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    scaled = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    is_between = (wavelengths <= original / low) & (wavelengths >= original / high)
+    return torch.where(is_between, blended, scaled)
+
+
+def _yarn(frequencies: Tensor, rope: Mapping[str, Any], head_dim: int, num_positions: int) -> tuple[Tensor, float]:
+    """Interpolates the dimensions that turn seldom, keeps those that turn often, and a ramp between."""
+    base = float(rope["rope_theta"])
+    original = float(rope.get("original_max_position_embeddings") or num_positions)
+    factor = float(rope.get("factor") or num_positions / original)
+
+    def dimension_of(num_rotations: float) -> float:
+        return head_dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension_of(float(rope.get("beta_fast") or 32)), dimension_of(float(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:
+        all_dims, scale = rope.get("mscale_all_dim"), rope.get("mscale")
+        magnitude = _yarn_magnitude(factor, scale) / _yarn_magnitude(factor, all_dims) if scale and all_dims else None
+    if magnitude is None:
+        magnitude = _yarn_magnitude(factor, 1.0)
+    return frequencies / factor * ramp + frequencies * (1 - ramp), float(magnitude)
+
+
+def _yarn_magnitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

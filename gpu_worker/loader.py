@@ -1,0 +1,68 @@
+"""Loads a model: chooses device, number types and kernels, and reads the weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.models.decoder import Decoder, TorchDecoder
+from gpu_worker.models.description import DecoderDescription, describe
+from gpu_worker.weights.decoder_weights import DecoderWeights
+from midstream.config import WorkerConfig
+from midstream.errors import ConfigError, UnsupportedError
+from midstream.model_folder import ModelFolder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run.
+
+    Attributes:
+        dtype: What it computes in.
+        kv_dtype: What keys and values are kept in.
+    """
+
+    description: DecoderDescription
+    decoder: Decoder
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+def load_model(config: WorkerConfig, folder: ModelFolder) -> LoadedModel:
+    """Reads `folder` as `config` says.
+
+    Raises:
+        ConfigError: The device is not there, or the folder is damaged.
+        UnsupportedError: The model or a setting is not known here.
+    """
+    description = describe(folder.config)
+    device = _device(config.device)
+    dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
+    kv_dtype = {"auto": dtype, "f32": torch.float32, "bf16": torch.bfloat16}.get(config.kv)
+    if kv_dtype is None:
+        raise UnsupportedError(f"a KV cache in {config.kv} is not supported", field="kv")
+    started = time.perf_counter()
+    weights = DecoderWeights(folder, description, config.weights)
+    decoder = TorchDecoder(description, weights, dtype, device)
+    logger.info("loaded %s (%s) on %s in %.1f s", folder.name, "PyTorch", device, time.perf_counter() - started)
+    return LoadedModel(description, decoder, device, dtype, kv_dtype)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"{name!r} is not a device; use auto, cpu, cuda or cuda:N", field="device") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{name!r} is not a device; use auto, cpu, cuda or cuda:N", field="device")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ConfigError(f"this machine has no device {name!r}", field="device")
+    return device

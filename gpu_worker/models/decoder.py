@@ -1,0 +1,148 @@
+"""The decoder in PyTorch: the Llama family, as `DecoderDescription` says, over the operations of `kernels`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import kernels
+from gpu_worker.kv_cache import KvCache
+from gpu_worker.layers.rotary import rotary_table
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
+from gpu_worker.weights.progress import with_progress
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """One flattened forward pass over M tokens of B sequences; all int32, on the model's device.
+
+    Attributes:
+        token_ids, positions, slot_mapping: [M], sequence after sequence.
+        query_starts: [B + 1]; sequence i has tokens query_starts[i]:query_starts[i + 1].
+        context_lens: [B]; positions known to each sequence, these tokens included.
+        block_tables: [B, most blocks of one sequence].
+        sampled: [S]; indices into the M tokens whose logits are wanted.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    sampled: Tensor
+
+
+class Decoder(Protocol):
+    """A model that computes over the paged cache."""
+
+    def forward(self, inputs: ForwardInputs, kv: KvCache) -> Tensor:
+        """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return kernels.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: _Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    attention_output: _Linear
+    post_attention_norm: Tensor
+    gate_up: _Linear
+    down: _Linear
+
+
+class TorchDecoder:
+    """Computes in `dtype` on `device`; matrices hold the values of their stored format."""
+
+    def __init__(
+        self, description: DecoderDescription, weights: DecoderWeights, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Loads the weights, showing progress."""
+        self._description = description
+        self._dtype, self._device = dtype, device
+        self._embedding = self._place(weights.embedding().dense())
+        self._layers = [
+            self._layer(layer) for layer in with_progress(weights.layers(), description.num_layers, "loading layers")
+        ]
+        self._final_norm = self._place(weights.final_norm())
+        head = weights.head()
+        self._head = self._embedding if head is None else self._place(head.dense())
+        cos, sin = rotary_table(
+            description.rope, description.head_dim, description.max_sequence_length, weights.rope_factors()
+        )
+        self._cos, self._sin = cos.to(device), sin.to(device)
+
+    def forward(self, inputs: ForwardInputs, kv: KvCache) -> Tensor:
+        """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+        eps = self._description.rms_norm_eps
+        positions = inputs.positions.long()
+        cos, sin = self._cos[positions], self._sin[positions]
+        residual = functional.embedding(inputs.token_ids.long(), self._embedding)
+        x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
+        for i, layer in enumerate(self._layers):
+            x = self._attend(i, layer, x, cos, sin, inputs, kv)
+            x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
+            x = layer.down(kernels.silu_mul(layer.gate_up(x)))
+            norm = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._final_norm
+            x, residual = kernels.add_rms_norm(x, residual, norm, eps)
+        return kernels.linear(x[inputs.sampled.long()], self._head).float()
+
+    def _attend(
+        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, inputs: ForwardInputs, kv: KvCache
+    ) -> Tensor:
+        d = self._description
+        num_tokens = x.shape[0]
+        q, k, v = layer.qkv(x).split([size * d.head_dim for size in (d.num_heads, d.num_kv_heads, d.num_kv_heads)], -1)
+        q = q.reshape(num_tokens, d.num_heads, d.head_dim)
+        k = k.reshape(num_tokens, d.num_kv_heads, d.head_dim)
+        v = v.reshape(num_tokens, d.num_kv_heads, d.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = kernels.rms_norm(q, layer.q_norm, d.rms_norm_eps)
+            k = kernels.rms_norm(k, layer.k_norm, d.rms_norm_eps)
+        q, k = kernels.apply_rotary(q, k, cos, sin)
+        kernels.store_kv(k, v, kv.keys[i], kv.values[i], inputs.slot_mapping)
+        out = kernels.paged_attention(
+            q,
+            kv.keys[i],
+            kv.values[i],
+            inputs.block_tables,
+            inputs.query_starts,
+            inputs.context_lens,
+            d.head_dim**-0.5,
+            d.windows[i],
+        )
+        return layer.attention_output(out.flatten(1))
+
+    def _layer(self, weights: LayerWeights) -> _Layer:
+        return _Layer(
+            input_norm=self._place(weights.input_norm),
+            qkv=self._linear(weights.qkv),
+            q_norm=None if weights.q_norm is None else self._place(weights.q_norm),
+            k_norm=None if weights.k_norm is None else self._place(weights.k_norm),
+            attention_output=self._linear(weights.attention_output),
+            post_attention_norm=self._place(weights.post_attention_norm),
+            gate_up=self._linear(weights.gate_up),
+            down=self._linear(weights.down),
+        )
+
+    def _linear(self, weights: LinearWeights) -> _Linear:
+        bias = None if weights.bias is None else self._place(weights.bias)
+        return _Linear(self._place(weights.weight.dense()), bias)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self._device, dtype=self._dtype)

@@ -1,0 +1,1 @@
+"""Weights: from files to what a model computes with."""

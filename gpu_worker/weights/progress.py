@@ -1,0 +1,27 @@
+"""Shows how far the loading of a model is: a bar on a terminal, log lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+logger = logging.getLogger(__name__)
+
+ItemT = TypeVar("ItemT")
+_LINES = 4
+
+
+def with_progress(items: Iterable[ItemT], total: int, text: str) -> Iterator[ItemT]:
+    """`items`, telling a person how many of `total` have gone by."""
+    if sys.stderr.isatty():
+        yield from track(items, total=total, description=text, console=Console(stderr=True), transient=True)
+        return
+    for i, item in enumerate(items, start=1):
+        yield item
+        if i * _LINES // total > (i - 1) * _LINES // total:
+            logger.info("%s: %d of %d", text, i, total)
