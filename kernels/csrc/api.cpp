@@ -1,0 +1,42 @@
+#include "api.h"
+
+#include <cstring>
+
+#include "decoder.h"
+
+using namespace midstream;
+
+int32_t midstream_panel() { return kPanel; }
+
+MidstreamPool* midstream_pool_create(int num_threads, const int* cpus) { return new MidstreamPool(num_threads, cpus); }
+
+void midstream_pool_destroy(MidstreamPool* pool) { delete pool; }
+
+void midstream_linear(MidstreamPool* pool, const MidstreamLinear* weight, int m, const float* x, float* out) {
+  int padded = round_up(weight->k, kBlock);
+  pool->rows.assign(static_cast<size_t>(m) * padded, 0.0f);
+  for (int r = 0; r < m; ++r)
+    std::memcpy(&pool->rows[static_cast<size_t>(r) * padded], x + static_cast<int64_t>(r) * weight->k, weight->k * 4);
+  for (LinearScratch& scratch : pool->linear_scratch) scratch.reserve(m);
+  pool->threads.run([&](int thread) {
+    linear(pool->threads, pool->linear_scratch[thread], *weight, m, pool->rows.data(), padded, Output::kStore, weight->n, out,
+           weight->n);
+  });
+}
+
+MidstreamDecoder* midstream_decoder_create(MidstreamPool* pool, const MidstreamDims* dims, const MidstreamLayer* layers,
+                                           const float* cos, const float* sin) {
+  return new MidstreamDecoder(pool, *dims, layers, cos, sin);
+}
+
+void midstream_decoder_destroy(MidstreamDecoder* decoder) { delete decoder; }
+
+const char* midstream_decoder_forward(MidstreamDecoder* decoder, const MidstreamBatch* batch, float* hidden, int first_layer,
+                                      int last_layer) {
+  return decoder->forward(*batch, hidden, first_layer, last_layer);
+}
+
+void midstream_decoder_logits(MidstreamDecoder* decoder, const MidstreamLinear* head, const float* norm, int m,
+                              const float* hidden, float* out) {
+  decoder->logits(*head, norm, m, hidden, out);
+}

@@ -1,0 +1,68 @@
+// The C interface that kernels/native.py binds.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+struct MidstreamLinear {
+  const void* packed;  // midstream_pack's output
+  const float* bias;   // [n] or null
+  int32_t n, k, format;
+};
+
+struct MidstreamPool;
+
+int32_t midstream_panel();  // output channels of a panel: gate and up weights alternate in rows of this many
+int64_t midstream_packed_bytes(int format, int n, int k);
+// Row i of the packed weight is row row_order[i] of source, or zeros where that is negative. source is float32 [*, k], or
+// for the formats q4 and q8 rows of GGUF blocks.
+void midstream_pack(int format, const void* source, int n, int k, const int* row_order, void* packed);
+
+MidstreamPool* midstream_pool_create(int num_threads, const int* cpus);
+void midstream_pool_destroy(MidstreamPool* pool);
+
+// One decoder layer. Pointers stay the caller's and must outlive the decoder.
+struct MidstreamLayer {
+  MidstreamLinear qkv, o, gate_up, down;
+  const float *attention_norm, *ffn_norm;  // [hidden]
+  const float *q_norm, *k_norm;            // [head_dim] or null
+  void *k_cache, *v_cache;                 // [num_blocks, block_size, num_kv_heads, head_dim]
+  int32_t window;                          // keys that a query sees, itself included; 0 for all
+};
+
+struct MidstreamDims {
+  int32_t hidden, num_heads, num_kv_heads, head_dim, ffn, num_layers;
+  int32_t num_blocks, block_size, num_positions;
+  int32_t is_cache_bf16;  // else float32
+  float eps, scale;
+};
+
+// The tokens of one step, sequence after sequence.
+struct MidstreamBatch {
+  int32_t num_tokens, num_sequences, max_blocks;
+  const int32_t* positions;      // [num_tokens]
+  const int32_t* slot_mapping;   // [num_tokens]: block * block_size + offset
+  const int32_t* query_starts;   // [num_sequences + 1]
+  const int32_t* context_lens;   // [num_sequences]: keys of the sequence, this step's included
+  const int32_t* block_tables;   // [num_sequences, max_blocks]
+};
+
+struct MidstreamDecoder;
+
+// cos and sin are [num_positions, head_dim / 2].
+MidstreamDecoder* midstream_decoder_create(MidstreamPool* pool, const MidstreamDims* dims, const MidstreamLayer* layers,
+                                           const float* cos, const float* sin);
+void midstream_decoder_destroy(MidstreamDecoder* decoder);
+
+// Runs layers first_layer..last_layer-1 on hidden [num_tokens, hidden], in place. Returns null, or what is wrong with the
+// batch; then nothing was written.
+const char* midstream_decoder_forward(MidstreamDecoder* decoder, const MidstreamBatch* batch, float* hidden, int first_layer,
+                                      int last_layer);
+
+// out [m, head.n] = rms_norm(hidden [m, hidden]) head
+void midstream_decoder_logits(MidstreamDecoder* decoder, const MidstreamLinear* head, const float* norm, int m,
+                              const float* hidden, float* out);
+
+// out [m, weight.n] = x [m, weight.k] weight + bias
+void midstream_linear(MidstreamPool* pool, const MidstreamLinear* weight, int m, const float* x, float* out);
+}

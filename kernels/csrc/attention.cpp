@@ -1,0 +1,124 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "transpose.h"
+
+namespace midstream {
+namespace {
+
+constexpr int kVectors = 2;  // of a micro kernel: two make a key tile of 16-lane vectors
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+int padded_dim(int head_dim) { return round_up(head_dim, kVectors * kLanes); }
+
+template <class T> const T* slot(const HeadCache& cache, const void* base, int position) {
+  int64_t index = static_cast<int64_t>(cache.block_table[position / cache.block_size]) * cache.block_size;
+  return static_cast<const T*>(base) + (index + position % cache.block_size) * cache.slot_stride;
+}
+
+// keys [head_dim, kKeyTile]; zero where there is no key.
+template <class T> void gather_keys(const HeadCache& cache, int first, int count, int head_dim, float* keys) {
+  for (int j = 0; j < kKeyTile; j += 8) {
+    const T* rows[8];
+    int valid = std::clamp(count - j, 0, 8);
+    for (int i = 0; i < valid; ++i) rows[i] = slot<T>(cache, cache.keys, first + j + i);
+    for (int d = 0; d < head_dim; d += 8) transpose_8x8(rows, valid, d, keys + d * kKeyTile + j, kKeyTile);
+  }
+}
+
+// values [kKeyTile, padded_dim]; the columns from head_dim on stay zero.
+template <class T> void gather_values(const HeadCache& cache, int first, int count, int head_dim, float* values) {
+  int stride = padded_dim(head_dim);
+  for (int j = 0; j < count; ++j) {
+    const T* row = slot<T>(cache, cache.values, first + j);
+    for (int d = 0; d < head_dim; d += 8) _mm256_storeu_ps(values + j * stride + d, load_eight(row + d));
+  }
+}
+
+// Hides the scores of keys that the query at this position does not see.
+void mask_scores(float* scores, int first_key, int position, int window) {
+  int end = std::min(position + 1 - first_key, kKeyTile);
+  int begin = window ? std::max(position + 1 - window - first_key, 0) : 0;
+  for (int j = std::max(end, 0); j < kKeyTile; ++j) scores[j] = -kInfinity;
+  for (int j = 0; j < std::min(begin, kKeyTile); ++j) scores[j] = -kInfinity;
+}
+
+// Turns scores into weights e^(score - highest so far), and brings the sums so far to the same base.
+void softmax_step(float* scores, float* out, int dim, float& highest, float& total) {
+  F tile_highest = load(scores);
+  for (int j = kLanes; j < kKeyTile; j += kLanes) tile_highest = max(tile_highest, load(scores + j));
+  float next = std::max(highest, max_lanes(tile_highest));
+  F base = set1(next == -kInfinity ? 0.0f : next);
+  float shrink[kLanes];
+  store(shrink, exp(sub(set1(highest), base)));
+  F sum = zero();
+  for (int j = 0; j < kKeyTile; j += kLanes) {
+    F weight = exp(sub(load(scores + j), base));
+    store(scores + j, weight);
+    sum = add(sum, weight);
+  }
+  total = total * shrink[0] + sum_lanes(sum);
+  highest = next;
+  if (shrink[0] == 1.0f) return;
+  for (int d = 0; d < dim; d += kLanes) store(out + d, mul(load(out + d), set1(shrink[0])));
+}
+
+void load_queries(const QueryTile& tile, float* q) {
+  for (int row = 0; row < tile.count * tile.group; ++row) {
+    const float* head = tile.q + (row / tile.group) * tile.q_stride + (row % tile.group) * tile.head_dim;
+    for (int d = 0; d < tile.head_dim; ++d) q[row * tile.head_dim + d] = head[d] * tile.scale;
+  }
+}
+
+void store_outputs(const QueryTile& tile, const float* out, const float* total) {
+  int stride = padded_dim(tile.head_dim);
+  for (int row = 0; row < tile.count * tile.group; ++row) {
+    float* head = tile.out + (row / tile.group) * tile.out_stride + (row % tile.group) * tile.head_dim;
+    for (int d = 0; d < tile.head_dim; ++d) head[d] = out[row * stride + d] / total[row];
+  }
+}
+
+}  // namespace
+
+void AttentionScratch::reserve(int max_rows, int head_dim) {
+  size_t rows = static_cast<size_t>(max_rows), stride = static_cast<size_t>(padded_dim(head_dim));
+  q.resize(rows * head_dim);
+  keys.assign(static_cast<size_t>(head_dim) * kKeyTile, 0.0f);
+  values.assign(kKeyTile * stride, 0.0f);
+  scores.resize(rows * kKeyTile);
+  out.resize(rows * stride);
+  highest.resize(rows);
+  total.resize(rows);
+}
+
+template <class T> void attend(const HeadCache& cache, const QueryTile& tile, AttentionScratch& scratch) {
+  int rows = tile.count * tile.group, dim = tile.head_dim, stride = padded_dim(dim);
+  float *q = scratch.q.data(), *scores = scratch.scores.data(), *out = scratch.out.data();
+  load_queries(tile, q);
+  std::fill_n(out, rows * stride, 0.0f);
+  std::fill_n(scratch.highest.data(), rows, -kInfinity);
+  std::fill_n(scratch.total.data(), rows, 0.0f);
+
+  int num_keys = tile.first_position + tile.count;
+  int oldest = tile.window ? std::max(tile.first_position + 1 - tile.window, 0) : 0;
+  for (int first = oldest / kKeyTile * kKeyTile; first < num_keys; first += kKeyTile) {
+    int count = std::min(kKeyTile, num_keys - first);
+    gather_keys<T>(cache, first, count, dim, scratch.keys.data());
+    gather_values<T>(cache, first, count, dim, scratch.values.data());
+    multiply<kVectors>(rows, kKeyTile, dim, q, dim, scratch.keys.data(), kKeyTile, scores, kKeyTile, false);
+    for (int row = 0; row < rows; ++row) {
+      float* row_scores = scores + row * kKeyTile;
+      mask_scores(row_scores, first, tile.first_position + row / tile.group, tile.window);
+      softmax_step(row_scores, out + row * stride, stride, scratch.highest[row], scratch.total[row]);
+    }
+    multiply<kVectors>(rows, stride, count, scores, kKeyTile, scratch.values.data(), stride, out, stride, true);
+  }
+  store_outputs(tile, out, scratch.total.data());
+}
+
+template void attend<float>(const HeadCache&, const QueryTile&, AttentionScratch&);
+template void attend<uint16_t>(const HeadCache&, const QueryTile&, AttentionScratch&);
+
+}  // namespace midstream

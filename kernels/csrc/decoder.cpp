@@ -1,0 +1,151 @@
+#include "decoder.h"
+
+#include <algorithm>
+
+#include "row_ops.h"
+
+using namespace midstream;
+
+namespace {
+
+// Rows (queries times heads of a group) that share one pass over the keys.
+constexpr int kAttentionRows = 48;
+
+}  // namespace
+
+MidstreamDecoder::MidstreamDecoder(MidstreamPool* pool, const MidstreamDims& dims, const MidstreamLayer* layers,
+                                   const float* cos, const float* sin)
+    : threads_(pool->threads), pool_(*pool), dims_(dims), layers_(layers, layers + dims.num_layers), cos_(cos), sin_(sin),
+      group_(dims.num_heads / dims.num_kv_heads), queries_per_task_(std::max(1, kAttentionRows / group_)),
+      attention_scratch_(threads_.size()) {
+  for (AttentionScratch& scratch : attention_scratch_) scratch.reserve(queries_per_task_ * group_, dims_.head_dim);
+}
+
+const char* MidstreamDecoder::forward(const MidstreamBatch& batch, float* hidden, int first_layer, int last_layer) {
+  if (const char* problem = check(batch)) return problem;
+  if (first_layer < 0 || last_layer > dims_.num_layers) return "there is no such layer";
+  reserve(batch.num_tokens);
+  plan_attention(batch);
+  threads_.run([&](int thread) {
+    for (int i = first_layer; i < last_layer; ++i) run_layer(thread, layers_[i], batch, hidden);
+  });
+  return nullptr;
+}
+
+void MidstreamDecoder::logits(const MidstreamLinear& head, const float* norm, int m, const float* hidden, float* out) {
+  reserve(m);
+  threads_.run([&](int thread) {
+    norm_rows(m, hidden, norm);
+    run_linear(thread, head, m, normed_, Output::kStore, head.n, out, head.n);
+  });
+}
+
+void MidstreamDecoder::Rows::reserve(int num_rows, int width) {
+  stride = round_up(width, kBlock);
+  if (data.size() < static_cast<size_t>(num_rows * stride)) data.assign(num_rows * stride, 0.0f);
+}
+
+void MidstreamDecoder::reserve(int num_tokens) {
+  for (LinearScratch& scratch : pool_.linear_scratch) scratch.reserve(num_tokens);
+  normed_.reserve(num_tokens, dims_.hidden);
+  qkv_.reserve(num_tokens, (dims_.num_heads + 2 * dims_.num_kv_heads) * dims_.head_dim);
+  attended_.reserve(num_tokens, dims_.num_heads * dims_.head_dim);
+  gated_.reserve(num_tokens, dims_.ffn);
+}
+
+// A wrong index would read or write foreign memory, so every one is looked at.
+const char* MidstreamDecoder::check(const MidstreamBatch& batch) const {
+  int64_t num_slots = static_cast<int64_t>(dims_.num_blocks) * dims_.block_size;
+  for (int i = 0; i < batch.num_tokens; ++i) {
+    if (batch.positions[i] < 0 || batch.positions[i] >= dims_.num_positions) return "a position is out of range";
+    if (batch.slot_mapping[i] < 0 || batch.slot_mapping[i] >= num_slots) return "a slot is out of range";
+  }
+  if (batch.query_starts[0] != 0 || batch.query_starts[batch.num_sequences] != batch.num_tokens)
+    return "query_starts does not cover the tokens";
+  for (int s = 0; s < batch.num_sequences; ++s) {
+    int num_queries = batch.query_starts[s + 1] - batch.query_starts[s], length = batch.context_lens[s];
+    if (num_queries < 0 || length < num_queries) return "a sequence has more queries than context";
+    int num_blocks = (length + dims_.block_size - 1) / dims_.block_size;
+    if (num_blocks > batch.max_blocks) return "a context is longer than its block table";
+    const int32_t* table = batch.block_tables + static_cast<int64_t>(s) * batch.max_blocks;
+    for (int b = 0; b < num_blocks; ++b)
+      if (table[b] < 0 || table[b] >= dims_.num_blocks) return "a block is out of range";
+  }
+  return nullptr;
+}
+
+void MidstreamDecoder::plan_attention(const MidstreamBatch& batch) {
+  tasks_.clear();
+  for (int s = 0; s < batch.num_sequences; ++s)
+    for (int q = batch.query_starts[s]; q < batch.query_starts[s + 1]; q += queries_per_task_) {
+      int count = std::min(queries_per_task_, batch.query_starts[s + 1] - q);
+      for (int head = 0; head < dims_.num_kv_heads; ++head) tasks_.push_back({s, q, count, head});
+    }
+}
+
+void MidstreamDecoder::run_layer(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch, float* hidden) {
+  int m = batch.num_tokens, num_tasks = static_cast<int>(tasks_.size());
+  norm_rows(m, hidden, layer.attention_norm);
+  run_linear(thread, layer.qkv, m, normed_, Output::kStore, layer.qkv.n, qkv_.data.data(), qkv_.stride);
+  threads_.for_each(m, threads_.grain(m), [&](int token) { rotate_and_store(layer, batch, token); });
+  threads_.for_each(num_tasks, threads_.grain(num_tasks), [&](int i) { run_attention(thread, layer, batch, tasks_[i]); });
+  run_linear(thread, layer.o, m, attended_, Output::kAdd, dims_.hidden, hidden, dims_.hidden);
+  norm_rows(m, hidden, layer.ffn_norm);
+  run_linear(thread, layer.gate_up, m, normed_, Output::kSiluMul, dims_.ffn, gated_.data.data(), gated_.stride);
+  run_linear(thread, layer.down, m, gated_, Output::kAdd, dims_.hidden, hidden, dims_.hidden);
+}
+
+void MidstreamDecoder::norm_rows(int m, const float* x, const float* weight) {
+  threads_.for_each(m, threads_.grain(m), [&](int i) {
+    rms_norm_row(x + static_cast<int64_t>(i) * dims_.hidden, weight, dims_.hidden, dims_.eps, normed_.row(i));
+  });
+}
+
+void MidstreamDecoder::run_linear(int thread, const MidstreamLinear& weight, int m, Rows& x, Output output, int num_outputs,
+                                  float* out, int64_t stride) {
+  linear(threads_, pool_.linear_scratch[thread], weight, m, x.data.data(), x.stride, output, num_outputs, out, stride);
+}
+
+void MidstreamDecoder::rotate_and_store(const MidstreamLayer& layer, const MidstreamBatch& batch, int token) {
+  int dim = dims_.head_dim, num_rotated = dims_.num_heads + dims_.num_kv_heads;
+  int64_t angles = static_cast<int64_t>(batch.positions[token]) * (dim / 2);
+  float* row = qkv_.row(token);
+  for (int h = 0; h < num_rotated; ++h) {
+    const float* norm = h < dims_.num_heads ? layer.q_norm : layer.k_norm;
+    float* head = row + h * dim;
+    if (norm) rms_norm_row(head, norm, dim, dims_.eps, head);
+    rotate_head(head, cos_ + angles, sin_ + angles, dim);
+  }
+  const float* k = row + dims_.num_heads * dim;
+  const float* v = row + num_rotated * dim;
+  if (dims_.is_cache_bf16) {
+    store_cache<uint16_t>(layer, batch.slot_mapping[token], k, v);
+  } else {
+    store_cache<float>(layer, batch.slot_mapping[token], k, v);
+  }
+}
+
+template <class T>
+void MidstreamDecoder::store_cache(const MidstreamLayer& layer, int slot, const float* k, const float* v) {
+  int width = dims_.num_kv_heads * dims_.head_dim;
+  convert_row(k, width, static_cast<T*>(layer.k_cache) + static_cast<int64_t>(slot) * width);
+  convert_row(v, width, static_cast<T*>(layer.v_cache) + static_cast<int64_t>(slot) * width);
+}
+
+void MidstreamDecoder::run_attention(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch,
+                                     const AttentionTask& task) {
+  int dim = dims_.head_dim, element = dims_.is_cache_bf16 ? 2 : 4;
+  int64_t head_offset = static_cast<int64_t>(task.kv_head) * dim * element;
+  HeadCache cache{static_cast<const char*>(layer.k_cache) + head_offset, static_cast<const char*>(layer.v_cache) + head_offset,
+                  batch.block_tables + static_cast<int64_t>(task.sequence) * batch.max_blocks, dims_.block_size,
+                  static_cast<int64_t>(dims_.num_kv_heads) * dim};
+  int before = batch.context_lens[task.sequence] - (batch.query_starts[task.sequence + 1] - task.first_query);
+  int64_t column = static_cast<int64_t>(task.kv_head) * group_ * dim;
+  QueryTile tile{qkv_.row(task.first_query) + column, attended_.row(task.first_query) + column, qkv_.stride, attended_.stride,
+                 task.num_queries, group_, dim, before, dims_.scale, layer.window};
+  if (dims_.is_cache_bf16) {
+    attend<uint16_t>(cache, tile, attention_scratch_[thread]);
+  } else {
+    attend<float>(cache, tile, attention_scratch_[thread]);
+  }
+}

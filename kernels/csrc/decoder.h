@@ -1,0 +1,45 @@
+// All layers of a decoder in one call.
+#pragma once
+#include "attention.h"
+#include "pool.h"
+
+struct MidstreamDecoder {
+  MidstreamDecoder(MidstreamPool* pool, const MidstreamDims& dims, const MidstreamLayer* layers, const float* cos,
+                   const float* sin);
+
+  const char* forward(const MidstreamBatch& batch, float* hidden, int first_layer, int last_layer);
+  void logits(const MidstreamLinear& head, const float* norm, int m, const float* hidden, float* out);
+
+ private:
+  struct AttentionTask {
+    int sequence, first_query, num_queries, kv_head;
+  };
+  // A matrix of the step; columns from width to stride are zero, as linear wants its input.
+  struct Rows {
+    void reserve(int num_rows, int width);
+    float* row(int i) { return data.data() + i * stride; }
+    std::vector<float> data;
+    int64_t stride = 0;
+  };
+
+  const char* check(const MidstreamBatch& batch) const;
+  void reserve(int num_tokens);
+  void plan_attention(const MidstreamBatch& batch);
+  void run_layer(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch, float* hidden);
+  void norm_rows(int m, const float* x, const float* weight);
+  void rotate_and_store(const MidstreamLayer& layer, const MidstreamBatch& batch, int token);
+  template <class T> void store_cache(const MidstreamLayer& layer, int slot, const float* k, const float* v);
+  void run_attention(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch, const AttentionTask& task);
+  void run_linear(int thread, const MidstreamLinear& weight, int m, Rows& x, midstream::Output output, int num_outputs,
+                  float* out, int64_t stride);
+
+  midstream::ThreadPool& threads_;
+  MidstreamPool& pool_;
+  const MidstreamDims dims_;
+  const std::vector<MidstreamLayer> layers_;
+  const float *cos_, *sin_;
+  const int group_, queries_per_task_;
+  std::vector<midstream::AttentionScratch> attention_scratch_;
+  std::vector<AttentionTask> tasks_;
+  Rows normed_, qkv_, attended_, gated_;
+};

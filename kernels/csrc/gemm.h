@@ -1,0 +1,67 @@
+// The register-blocked matrix product that everything dense runs on.
+#pragma once
+#include <cstdint>
+
+#include "vec.h"
+
+namespace midstream {
+
+// Accumulators fill the registers: 6 x 2 of 16 with AVX2, 6 x 4 of 32 with AVX-512.
+constexpr int kMicroRows = 6;
+#if defined(__AVX512F__)
+constexpr int kMicroVectors = 4;
+#else
+constexpr int kMicroVectors = 2;
+#endif
+
+// c[R, V vectors] (+)= a[R, k] b[k, V vectors]; each element sums over k in order.
+template <int R, int V>
+[[gnu::noinline]] void micro_kernel(const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c, int64_t ldc,
+                                    bool accumulate) {
+  F sum[R][V];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[r][v] = accumulate ? load(c + r * ldc + v * kLanes) : zero();
+  for (int i = 0; i < k; ++i) {
+    F right[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) right[v] = load(b + i * ldb + v * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      F left = set1(a[r * lda + i]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[r][v] = fma(left, right[v], sum[r][v]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) store(c + r * ldc + v * kLanes, sum[r][v]);
+}
+
+template <int V>
+inline void micro_rows(int rows, const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c, int64_t ldc,
+                       bool accumulate) {
+  switch (rows) {
+    case 1: return micro_kernel<1, V>(a, lda, b, ldb, k, c, ldc, accumulate);
+    case 2: return micro_kernel<2, V>(a, lda, b, ldb, k, c, ldc, accumulate);
+    case 3: return micro_kernel<3, V>(a, lda, b, ldb, k, c, ldc, accumulate);
+    case 4: return micro_kernel<4, V>(a, lda, b, ldb, k, c, ldc, accumulate);
+    case 5: return micro_kernel<5, V>(a, lda, b, ldb, k, c, ldc, accumulate);
+    default: return micro_kernel<6, V>(a, lda, b, ldb, k, c, ldc, accumulate);
+  }
+}
+
+// c[m, n] (+)= a[m, k] b[k, n]; n is a multiple of V vectors.
+template <int V>
+inline void multiply(int m, int n, int k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
+                     bool accumulate) {
+  for (int row = 0; row < m; row += kMicroRows) {
+    int rows = m - row < kMicroRows ? m - row : kMicroRows;
+    for (int column = 0; column < n; column += V * kLanes)
+      micro_rows<V>(rows, a + row * lda, lda, b + column, ldb, k, c + row * ldc + column, ldc, accumulate);
+  }
+}
+
+}  // namespace midstream

@@ -1,0 +1,119 @@
+#include "linear.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "gemm.h"
+
+namespace midstream {
+namespace {
+
+// Unpacked weights of this many k's stay in the first-level cache while all rows pass over them.
+constexpr int kTileBlocks = 24 * 1024 / (kPanel * 4 * kBlock);
+
+// Few rows: weights go from memory to registers and are gone.
+template <class Block, int R>
+void sum_direct(const uint8_t* panel, int num_blocks, const float* x, int64_t ldx, float* sums) {
+  F sum[R][kPanelVectors];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; ++v) sum[r][v] = zero();
+  for (int b = 0; b < num_blocks; ++b) {
+    const float* part = x + b * kBlock;
+    Block::unpack(panel + static_cast<int64_t>(b) * Block::kBytes, [&](int k, int v, F w) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r][v] = fma(set1(part[r * ldx + k]), w, sum[r][v]);
+    });
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; ++v) store(sums + r * kPanel + v * kLanes, sum[r][v]);
+}
+
+// Many rows: weights are unpacked once into a tile that all rows use.
+template <class Block>
+void sum_tiled(const uint8_t* panel, int num_blocks, int m, const float* x, int64_t ldx, float* sums, float* tile) {
+  for (int first = 0; first < num_blocks; first += kTileBlocks) {
+    int count = std::min(kTileBlocks, num_blocks - first);
+    for (int b = 0; b < count; ++b) {
+      float* part = tile + b * kBlock * kPanel;
+      Block::unpack(panel + static_cast<int64_t>(first + b) * Block::kBytes,
+                    [&](int k, int v, F w) __attribute__((always_inline)) { store(part + k * kPanel + v * kLanes, w); });
+    }
+    multiply<kMicroVectors>(m, kPanel, count * kBlock, x + first * kBlock, ldx, tile, kPanel, sums, kPanel, first > 0);
+  }
+}
+
+void scale_columns(const float* scales, int m, float* sums) {
+  for (int r = 0; r < m; ++r)
+    for (int v = 0; v < kPanelVectors; ++v)
+      store(sums + r * kPanel + v * kLanes, mul(load(sums + r * kPanel + v * kLanes), load(scales + v * kLanes)));
+}
+
+template <class Block>
+void sum_panel(const uint8_t* panel, int k, int m, const float* x, int64_t ldx, float* sums, float* tile) {
+  int num_blocks = round_up(k, kBlock) / kBlock;
+  if (m == 1) {
+    sum_direct<Block, 1>(panel, num_blocks, x, ldx, sums);
+  } else {
+    sum_tiled<Block>(panel, num_blocks, m, x, ldx, sums, tile);
+  }
+}
+
+// sums [m, kPanel] = x [m, k] panel [k, kPanel]
+void sum_panel(const MidstreamLinear& weight, int panel_index, int m, const float* x, int64_t ldx, float* sums, float* tile) {
+  Format format = static_cast<Format>(weight.format);
+  const uint8_t* panel = static_cast<const uint8_t*>(weight.packed) + panel_index * panel_bytes(format, weight.k);
+  switch (format) {
+    case Format::kF32: return sum_panel<F32Block>(panel, weight.k, m, x, ldx, sums, tile);
+    case Format::kBF16: return sum_panel<BF16Block>(panel, weight.k, m, x, ldx, sums, tile);
+    case Format::kQ4: return sum_panel<Q4Block>(panel, weight.k, m, x, ldx, sums, tile);
+    case Format::kQ8: return sum_panel<Q8Block>(panel, weight.k, m, x, ldx, sums, tile);
+    case Format::kInt8:
+      sum_panel<Int8Block>(panel, weight.k, m, x, ldx, sums, tile);
+      scale_columns(reinterpret_cast<const float*>(panel + panel_bytes(format, weight.k) - kPanel * 4), m, sums);
+  }
+}
+
+// Writes one row of a panel: width columns of out.
+void write_row(Output output, const float* sums, const float* bias, int width, float* out) {
+  float row[kPanel];
+  for (int v = 0; v < kPanelVectors; ++v) {
+    F x = load(sums + v * kLanes);
+    if (output == Output::kSiluMul) x = mul(silu(x), load(bias + v * kLanes));
+    store(row + v * kLanes, x);
+  }
+  bool has_bias = bias && output != Output::kSiluMul;
+  for (int i = 0; i < width; ++i) {
+    float x = has_bias ? row[i] + bias[i] : row[i];
+    out[i] = output == Output::kAdd ? out[i] + x : x;
+  }
+}
+
+}  // namespace
+
+void LinearScratch::reserve(int max_rows) {
+  size_t size = static_cast<size_t>(max_rows) * 2 * kPanel;
+  if (sums.size() < size) sums.resize(size);
+  tile.resize(kTileBlocks * kBlock * kPanel);
+}
+
+void linear(ThreadPool& pool, LinearScratch& scratch, const MidstreamLinear& weight, int m, const float* x, int64_t ldx,
+            Output output, int num_outputs, float* out, int64_t ldout) {
+  float* sums = scratch.sums.data();
+  float* up = sums + static_cast<int64_t>(m) * kPanel;
+  int count = round_up(num_outputs, kPanel) / kPanel;
+  pool.for_each(count, pool.grain(count), [&](int i) {
+    bool is_gated = output == Output::kSiluMul;
+    sum_panel(weight, is_gated ? 2 * i : i, m, x, ldx, sums, scratch.tile.data());
+    if (is_gated) sum_panel(weight, 2 * i + 1, m, x, ldx, up, scratch.tile.data());
+    int first = i * kPanel, width = std::min(kPanel, num_outputs - first);
+    const float* bias = weight.bias ? weight.bias + first : nullptr;
+    for (int r = 0; r < m; ++r)
+      write_row(output, sums + r * kPanel, is_gated ? up + r * kPanel : bias, width, out + r * ldout + first);
+  });
+}
+
+}  // namespace midstream

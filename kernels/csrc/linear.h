@@ -1,0 +1,27 @@
+// The linear layer over packed weights.
+#pragma once
+#include "api.h"
+#include "formats.h"
+#include "thread_pool.h"
+
+namespace midstream {
+
+// What becomes of the sums of a linear layer.
+enum class Output {
+  kStore,    // out = sums + bias
+  kAdd,      // out += sums + bias
+  kSiluMul,  // panels alternate between gate and up: out = silu(gate) * up
+};
+
+// Scratch of one thread; reserve() may allocate, the rest of a step does not.
+struct LinearScratch {
+  std::vector<float> sums, tile;
+  void reserve(int max_rows);
+};
+
+// Called by every thread of a running team. x [m, ldx] has zeros from weight.k up to a multiple of kBlock; out [m, ldout]
+// is written in columns 0..n-1 only, where n is weight.n (for kSiluMul num_outputs). Bits of a row do not depend on m.
+void linear(ThreadPool& pool, LinearScratch& scratch, const MidstreamLinear& weight, int m, const float* x, int64_t ldx,
+            Output output, int num_outputs, float* out, int64_t ldout);
+
+}  // namespace midstream

@@ -1,0 +1,43 @@
+// Operations on single rows: norms, rotary embedding, and the step from floats to the cache's element type.
+#pragma once
+#include <cstring>
+
+#include "vec.h"
+
+namespace midstream {
+
+inline uint16_t to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// out[width] = x / rms(x) * weight. Whole vectors first, then the rest one by one: the order depends on width only.
+inline void rms_norm_row(const float* x, const float* weight, int width, float eps, float* out) {
+  int whole = width / kLanes * kLanes;
+  F squares = zero();
+  for (int i = 0; i < whole; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+  float sum = sum_lanes(squares);
+  for (int i = whole; i < width; ++i) sum += x[i] * x[i];
+  float inverse = 1.0f / std::sqrt(sum / static_cast<float>(width) + eps);
+  for (int i = 0; i < whole; i += kLanes) store(out + i, mul(mul(load(x + i), set1(inverse)), load(weight + i)));
+  for (int i = whole; i < width; ++i) out[i] = x[i] * inverse * weight[i];
+}
+
+// Turns the pairs (i, i + dim / 2) of one head in place; cos and sin have dim / 2 values.
+inline void rotate_head(float* head, const float* cos, const float* sin, int dim) {
+  int half = dim / 2;
+  for (int i = 0; i < half; ++i) {
+    float first = head[i], second = head[i + half];
+    head[i] = first * cos[i] - second * sin[i];
+    head[i + half] = second * cos[i] + first * sin[i];
+  }
+}
+
+inline void convert_row(const float* from, int count, float* to) { std::memcpy(to, from, static_cast<size_t>(count) * 4); }
+inline void convert_row(const float* from, int count, uint16_t* to) {
+  for (int i = 0; i < count; ++i) to[i] = to_bf16(from[i]);
+}
+
+}  // namespace midstream

@@ -1,0 +1,55 @@
+// Vectors of 8 floats: the leaves that differ between instruction sets (AVX2 + FMA + F16C).
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace midstream {
+namespace avx2 {
+
+using F = __m256;
+using I = __m256i;
+constexpr int kLanes = 8;
+
+inline F zero() { return _mm256_setzero_ps(); }
+inline F set1(float x) { return _mm256_set1_ps(x); }
+inline F load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm256_div_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+// For a NaN in b the result is that NaN.
+inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+inline F min(F a, F b) { return _mm256_min_ps(a, b); }
+inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F zero_where_less(F x, F bound, F y) { return _mm256_andnot_ps(_mm256_cmp_ps(x, bound, _CMP_LT_OQ), y); }
+inline F load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+inline I set1_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+inline I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
+inline I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
+template <int n> I shift_left(I a) { return _mm256_slli_epi32(a, n); }
+template <int n> I shift_right(I a) { return _mm256_srli_epi32(a, n); }
+template <int n> I shift_right_signed(I a) { return _mm256_srai_epi32(a, n); }
+inline F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+inline I to_int(F a) { return _mm256_cvtps_epi32(a); }
+inline F as_float(I a) { return _mm256_castsi256_ps(a); }
+inline I as_int(F a) { return _mm256_castps_si256(a); }
+
+// Lane i is added to lane i + 4, then i + 2, then i + 1.
+inline float sum_lanes(F x) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline float max_lanes(F x) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+}  // namespace avx2
+}  // namespace midstream

@@ -1,0 +1,48 @@
+// Vectors of 16 floats: the leaves that differ between instruction sets (AVX-512).
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace midstream {
+namespace avx512 {
+
+using F = __m512;
+using I = __m512i;
+constexpr int kLanes = 16;
+
+inline F zero() { return _mm512_setzero_ps(); }
+inline F set1(float x) { return _mm512_set1_ps(x); }
+inline F load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+// For a NaN in b the result is that NaN.
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F zero_where_less(F x, F bound, F y) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), y);
+}
+inline F load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
+inline I set1_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline I load_int(const void* p) { return _mm512_loadu_si512(p); }
+inline I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
+inline I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
+template <int n> I shift_left(I a) { return _mm512_slli_epi32(a, n); }
+template <int n> I shift_right(I a) { return _mm512_srli_epi32(a, n); }
+template <int n> I shift_right_signed(I a) { return _mm512_srai_epi32(a, n); }
+inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+inline I to_int(F a) { return _mm512_cvtps_epi32(a); }
+inline F as_float(I a) { return _mm512_castsi512_ps(a); }
+inline I as_int(F a) { return _mm512_castps_si512(a); }
+
+inline float sum_lanes(F x) { return _mm512_reduce_add_ps(x); }
+inline float max_lanes(F x) { return _mm512_reduce_max_ps(x); }
+
+}  // namespace avx512
+}  // namespace midstream

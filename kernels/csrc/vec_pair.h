@@ -1,0 +1,47 @@
+// Vectors of 16 floats made of two AVX2 halves, so that the 16-lane code can be tested on any AVX2 machine.
+#pragma once
+#include "vec_avx2.h"
+
+namespace midstream {
+namespace pair {
+
+struct F { __m256 a, b; };
+struct I { __m256i a, b; };
+constexpr int kLanes = 16;
+
+inline F zero() { return {avx2::zero(), avx2::zero()}; }
+inline F set1(float x) { return {avx2::set1(x), avx2::set1(x)}; }
+inline F load(const float* p) { return {avx2::load(p), avx2::load(p + 8)}; }
+inline void store(float* p, F x) { avx2::store(p, x.a); avx2::store(p + 8, x.b); }
+inline F add(F x, F y) { return {avx2::add(x.a, y.a), avx2::add(x.b, y.b)}; }
+inline F sub(F x, F y) { return {avx2::sub(x.a, y.a), avx2::sub(x.b, y.b)}; }
+inline F mul(F x, F y) { return {avx2::mul(x.a, y.a), avx2::mul(x.b, y.b)}; }
+inline F div(F x, F y) { return {avx2::div(x.a, y.a), avx2::div(x.b, y.b)}; }
+inline F fma(F x, F y, F z) { return {avx2::fma(x.a, y.a, z.a), avx2::fma(x.b, y.b, z.b)}; }
+inline F max(F x, F y) { return {avx2::max(x.a, y.a), avx2::max(x.b, y.b)}; }
+inline F min(F x, F y) { return {avx2::min(x.a, y.a), avx2::min(x.b, y.b)}; }
+inline F round(F x) { return {avx2::round(x.a), avx2::round(x.b)}; }
+inline F zero_where_less(F x, F bound, F y) {
+  return {avx2::zero_where_less(x.a, bound.a, y.a), avx2::zero_where_less(x.b, bound.b, y.b)};
+}
+inline F load_half(const uint16_t* p) { return {avx2::load_half(p), avx2::load_half(p + 8)}; }
+
+inline I set1_int(uint32_t x) { return {avx2::set1_int(x), avx2::set1_int(x)}; }
+inline I load_int(const void* p) { return {avx2::load_int(p), avx2::load_int(static_cast<const char*>(p) + 32)}; }
+inline I bit_and(I x, I y) { return {avx2::bit_and(x.a, y.a), avx2::bit_and(x.b, y.b)}; }
+inline I add_int(I x, I y) { return {avx2::add_int(x.a, y.a), avx2::add_int(x.b, y.b)}; }
+template <int n> I shift_left(I x) { return {avx2::shift_left<n>(x.a), avx2::shift_left<n>(x.b)}; }
+template <int n> I shift_right(I x) { return {avx2::shift_right<n>(x.a), avx2::shift_right<n>(x.b)}; }
+template <int n> I shift_right_signed(I x) {
+  return {avx2::shift_right_signed<n>(x.a), avx2::shift_right_signed<n>(x.b)};
+}
+inline F to_float(I x) { return {avx2::to_float(x.a), avx2::to_float(x.b)}; }
+inline I to_int(F x) { return {avx2::to_int(x.a), avx2::to_int(x.b)}; }
+inline F as_float(I x) { return {avx2::as_float(x.a), avx2::as_float(x.b)}; }
+inline I as_int(F x) { return {avx2::as_int(x.a), avx2::as_int(x.b)}; }
+
+inline float sum_lanes(F x) { return avx2::sum_lanes(avx2::add(x.a, x.b)); }
+inline float max_lanes(F x) { return avx2::max_lanes(avx2::max(x.a, x.b)); }
+
+}  // namespace pair
+}  // namespace midstream
