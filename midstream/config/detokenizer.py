@@ -15,3 +15,4 @@ class DetokenizerConfig(ServiceConfig):
     port: int = setting(50054, "gRPC port.")
     schedulers: str = setting("127.0.0.1:50052", "Comma-separated scheduler targets, one per cell.")
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
+    max_pending_bytes: int = setting(8 << 20, "Bytes of one request that may wait for a slow router.")

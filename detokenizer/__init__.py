@@ -1,0 +1,1 @@
+"""Detokenizers turn tokens into text and find stop words."""

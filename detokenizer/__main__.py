@@ -1,0 +1,72 @@
+"""`python -m detokenizer`: tokens in from schedulers, text out to routers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+
+from detokenizer.feed import FeedPool
+from detokenizer.incremental import decoder_factory
+from detokenizer.servicer import DetokenizerServicer
+from midstream.config import DetokenizerConfig, load_config
+from midstream.errors import ConfigError, MidstreamError
+from midstream.health import Progress
+from midstream.model_folder import open_model_folder
+from midstream.serving import Server
+from midstream.telemetry import HttpServer, Metrics, configure_logging
+from midstream.tokenizer import Tokenizer
+from protos import detokenizer_pb2_grpc
+
+SERVICE = "midstream.v1.Detokenizer"
+
+
+async def serve(config: DetokenizerConfig) -> None:
+    """Runs the service until SIGTERM.
+
+    Raises:
+        ConfigError: The model folder or a setting is wrong.
+        OSError: A port is taken.
+    """
+    folder = open_model_folder(config.model)
+    decoders = decoder_factory(Tokenizer(folder.path))
+    progress, metrics = Progress(), Metrics()
+    num_tokens = metrics.counter("detokenized_tokens", "Tokens that came over the feeds.")
+    detokenizer_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
+    pool = FeedPool(config.schedulers, detokenizer_id, folder.end_ids, config.max_message_bytes, num_tokens.inc)
+    servicer = DetokenizerServicer(pool, decoders, config.max_pending_bytes)
+    metrics.gauge("num_attached_streams", "Requests attached by routers.").set_function(lambda: servicer.num_attached)
+    metrics.gauge("num_connected_schedulers", "Open token feeds.").set_function(
+        lambda: sum(feed.is_connected for feed in pool.feeds.values())
+    )
+    server = Server(SERVICE, config.host, config.port, progress, max_message_bytes=config.max_message_bytes)
+    detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
+    http = HttpServer(config.host, config.http_port, metrics, progress.problems)
+    feeding = asyncio.create_task(pool.run(), name="feeds")
+    await server.start()
+    http.start()
+    try:
+        await server.run_until_signal(drain=servicer.drain, drain_timeout_s=config.drain_timeout_s)
+    finally:
+        feeding.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await feeding
+        http.stop()
+
+
+def main() -> int:
+    """The process's exit status."""
+    try:
+        config = load_config(DetokenizerConfig, "detokenizer")
+        configure_logging(config.name or f"detokenizer:{config.port}", level=config.log_level, style=config.log_format)
+        asyncio.run(serve(config))
+    except (ConfigError, MidstreamError, OSError) as error:
+        print(f"detokenizer: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

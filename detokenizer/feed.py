@@ -1,0 +1,281 @@
+"""The token feed: one stream to each scheduler, over which all requests' tokens come.
+
+1. A router attaches a request; the pool sends `attach` on the feed of every scheduler (cell), since only the scheduler
+   knows which requests it has. Those that do not know it say so, and the one that does sends `opened`.
+2. Tokens come in batches, each everything new since the last; they go straight to the request's OutputStream.
+3. Where a stop word is found, `stop` goes up, and the end comes down as for any other sequence.
+4. When a feed breaks, it is opened again and everything that hung on it is attached anew. Tokens come from the first
+   one, and the streams drop what they have had. Where the scheduler stays away, streams fail, so that their routers try
+   elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from detokenizer.sequence import TextRules
+from detokenizer.streams import Opened, OutputStream, SequenceEnd
+from midstream.chunk import (
+    FinishReason,
+    extras_from_proto,
+    finish_reason_from_proto,
+    matched_stop_from_proto,
+    perf_metrics_from_proto,
+    usage_from_proto,
+)
+from midstream.discovery import Discovery
+from midstream.errors import NotFoundError, UnavailableError, from_proto
+from midstream.serving import open_channel
+from protos import scheduler_pb2 as pb
+from protos import scheduler_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_S = 0.1
+# How long streams wait for a lost scheduler before their routers are told.
+_LOST_GRACE_S = 2.0
+
+
+class SchedulerFeed:
+    """The stream to one scheduler.
+
+    Attributes:
+        target: Its address.
+        is_connected: Whether the stream is open.
+        num_reconnects: Times it was opened again.
+    """
+
+    def __init__(self, pool: FeedPool, target: str, detokenizer_id: str, end_ids: tuple[int, ...]) -> None:
+        self.target = target
+        self.is_connected = False
+        self.num_reconnects = -1
+        self._pool = pool
+        self._detokenizer_id = detokenizer_id
+        self._end_ids = end_ids
+        self._streams: dict[int, OutputStream] = {}
+        self._commands: deque[pb.FeedCommand] = deque()
+        self._wake = asyncio.Event()
+
+    def attach(self, stream: OutputStream) -> None:
+        """Asks for a request's tokens, now or once the feed is open."""
+        self._streams[stream.feed_number] = stream
+        if self.is_connected:
+            self._send(_attach(stream))
+        else:
+            self._give_up_later([stream.feed_number])
+
+    def detach(self, stream: OutputStream) -> None:
+        """Asks for no more; nothing happens if it was not attached."""
+        if self._streams.pop(stream.feed_number, None) is not None and self.is_connected:
+            self._send(pb.FeedCommand(detach=pb.FeedDetach(stream=stream.feed_number)))
+
+    def has(self, stream: OutputStream) -> bool:
+        """Whether it is attached, or will be once the feed is open."""
+        return stream.feed_number in self._streams
+
+    def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
+        """Tells the scheduler where a sequence ends. After a reconnect the stop word is found again and told again."""
+        stop = pb.FeedStop(
+            stream=stream.feed_number, sequence_index=sequence_index, num_tokens=num_tokens, stop_word=stop_word
+        )
+        self._send(pb.FeedCommand(stop=stop))
+
+    async def run(self) -> None:
+        """Keeps the feed open until cancelled."""
+        async with open_channel(self.target, max_message_bytes=self._pool.max_message_bytes) as channel:
+            while True:
+                try:
+                    await self._run_once(channel)
+                except grpc.aio.AioRpcError as error:
+                    logger.info("feed of %s broke: %s", self.target, error.details(), extra={"scheduler": self.target})
+                self.is_connected = False
+                self._give_up_later(list(self._streams))
+                await asyncio.sleep(_RECONNECT_S)
+
+    async def _run_once(self, channel: grpc.aio.Channel) -> None:
+        stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[assignment]
+        call = stub.TokenFeed(wait_for_ready=True)
+        self._commands.clear()
+        await call.write(pb.FeedCommand(hello=pb.FeedHello(detokenizer_id=self._detokenizer_id)))
+        self._commands.extend(_attach(stream) for stream in self._streams.values())
+        self.is_connected = True
+        self.num_reconnects += 1
+        self._wake.set()
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while isinstance(batch := await call.read(), pb.FeedBatch):
+                self._dispatch(batch)
+        finally:
+            writer.cancel()
+            call.cancel()
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]) -> None:
+        while True:
+            while self._commands:
+                await call.write(self._commands.popleft())
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _send(self, command: pb.FeedCommand) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _give_up_later(self, lost: list[int]) -> None:
+        asyncio.get_running_loop().call_later(_LOST_GRACE_S, self._give_up, lost)
+
+    def _give_up(self, lost: list[int]) -> None:
+        """Fails what hung on a feed that has not come back."""
+        for number in () if self.is_connected else lost:
+            stream = self._streams.get(number)
+            if stream is not None:
+                stream.fail(UnavailableError(f"the scheduler at {self.target} cannot be reached"))
+
+    def _dispatch(self, batch: pb.FeedBatch) -> None:
+        for opened in batch.opened:
+            self._open(opened)
+        self._push_tokens(batch)
+        for outputs in batch.outputs:
+            stream = self._streams.get(outputs.stream)
+            if stream is not None:
+                extras = extras_from_proto(outputs)
+                stream.add_outputs(outputs.sequence_index, outputs.token_offset, extras)
+        for end in batch.sequence_ends:
+            stream = self._streams.get(end.stream)
+            if stream is not None:
+                stream.end_sequence(_sequence_end(end))
+        for ended in batch.ended:
+            stream = self._streams.pop(ended.stream, None)
+            if stream is not None:
+                stream.end(
+                    usage_from_proto(ended.usage) if ended.HasField("usage") else None,
+                    perf_metrics_from_proto(ended.perf_metrics) if ended.HasField("perf_metrics") else None,
+                    from_proto(ended.error) if ended.HasField("error") else None,
+                )
+
+    def _push_tokens(self, batch: pb.FeedBatch) -> None:
+        token_ids, offsets, streams = batch.token_ids[:], batch.token_offsets[:], self._streams
+        sequence_indices = batch.sequence_indices[:] or [0] * len(offsets)
+        lengths = batch.num_tokens[:] or [1] * len(offsets)
+        start = 0
+        for number, sequence_index, offset, length in zip(
+            batch.streams, sequence_indices, offsets, lengths, strict=True
+        ):
+            stream = streams.get(number)
+            if stream is not None:
+                stream.push(self, sequence_index, offset, token_ids[start : start + length])
+            start += length
+        self._pool.count_tokens(len(token_ids))
+
+    def _open(self, opened: pb.FeedOpened) -> None:
+        stream = self._streams.get(opened.stream)
+        if stream is None:
+            return
+        if opened.HasField("num_prompt_tokens"):
+            stream.open(_opened(opened, self._end_ids))
+            self._pool.claim(stream, self)
+        else:
+            del self._streams[opened.stream]
+            self._pool.refused(stream, opened)
+
+
+class FeedPool:
+    """The feeds of all schedulers."""
+
+    def __init__(
+        self,
+        targets: str,
+        detokenizer_id: str,
+        end_ids: tuple[int, ...],
+        max_message_bytes: int,
+        count_tokens: Callable[[int], None],
+    ) -> None:
+        self.max_message_bytes = max_message_bytes
+        self.count_tokens = count_tokens
+        self.feeds: dict[str, SchedulerFeed] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._detokenizer_id = detokenizer_id
+        self._end_ids = end_ids
+        self._discovery = Discovery(targets, field="schedulers", on_change=self._set_targets)
+        self._waiting: dict[int, OutputStream] = {}  # attached, not claimed yet
+
+    async def run(self) -> None:
+        """Keeps feeds open until cancelled."""
+        try:
+            await self._discovery.run()
+            await asyncio.Event().wait()
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+
+    def attach(self, stream: OutputStream) -> None:
+        """Asks all schedulers for a request."""
+        self._waiting[stream.feed_number] = stream
+        for feed in self.feeds.values():
+            feed.attach(stream)
+
+    def detach(self, stream: OutputStream) -> None:
+        """Asks for no more of it."""
+        self._waiting.pop(stream.feed_number, None)
+        for feed in self.feeds.values():
+            feed.detach(stream)
+
+    def claim(self, stream: OutputStream, owner: SchedulerFeed) -> None:
+        """`owner` has the request, so nobody else does."""
+        if self._waiting.pop(stream.feed_number, None) is not None:
+            for feed in self.feeds.values():
+                if feed is not owner:
+                    feed.detach(stream)
+
+    def refused(self, stream: OutputStream, opened: pb.FeedOpened) -> None:
+        """A scheduler does not have the request, or has lost it, or it cannot be resumed."""
+        error = from_proto(opened.error)
+        if isinstance(error, NotFoundError) and any(feed.has(stream) for feed in self.feeds.values()):
+            return
+        self._waiting.pop(stream.feed_number, None)
+        stream.fail(error)
+
+    def _set_targets(self, targets: list[str]) -> None:
+        for target in set(self.feeds) - set(targets):
+            del self.feeds[target]
+            self._tasks.pop(target).cancel()
+        for target in targets:
+            if target not in self.feeds:
+                feed = self.feeds[target] = SchedulerFeed(self, target, self._detokenizer_id, self._end_ids)
+                self._tasks[target] = asyncio.create_task(feed.run(), name=f"feed-{target}")
+                for stream in self._waiting.values():
+                    feed.attach(stream)
+
+
+def _attach(stream: OutputStream) -> pb.FeedCommand:
+    return pb.FeedCommand(attach=pb.FeedAttach(stream=stream.feed_number, request_id=stream.request_id))
+
+
+def _sequence_end(end: pb.FeedSequenceEnd) -> SequenceEnd:
+    return SequenceEnd(
+        end.sequence_index,
+        finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR,
+        end.num_tokens,
+        matched_stop_from_proto(end),
+        end.cumulative_log_prob if end.HasField("cumulative_log_prob") else None,
+    )
+
+
+def _opened(opened: pb.FeedOpened, end_ids: tuple[int, ...]) -> Opened:
+    stopping, output = opened.stopping, opened.output
+    ends = (stopping.end_id,) if stopping.HasField("end_id") else end_ids
+    rules = TextRules(
+        stop_words=TextRules.words(stopping.stop_words),
+        stop_ids=frozenset(stopping.stop_token_ids).union(() if stopping.ignore_eos else ends),
+        min_tokens=opened.min_tokens,
+        include_stop=stopping.include_stop_in_output,
+        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
+        detokenize=output.detokenize if output.HasField("detokenize") else True,
+        prompt_ids=tuple(opened.prompt_token_ids),
+    )
+    return Opened(opened.num_sequences, rules, opened.streaming, output.return_all_generated_tokens)

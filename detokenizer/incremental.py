@@ -1,0 +1,166 @@
+"""Text of tokens as they come, at a constant cost per token, and never a broken character.
+
+A token stands for bytes; text is what their concatenation says in UTF-8. So a decoder keeps the bytes of an unfinished
+character and nothing else, and the texts of all chunks together are exactly what the tokenizer decodes from all tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from midstream.errors import UnsupportedError
+from midstream.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TextDecoder(Protocol):
+    """State of one sequence."""
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text that these tokens made certain."""
+
+    def finish(self) -> str:
+        """Text of what is left, with U+FFFD for bytes that form no character. Nothing may be decoded after it."""
+
+
+class DecoderFactory(Protocol):
+    """Opens decoders; holds the byte table that they share."""
+
+    def open(self, *, skip_special_tokens: bool) -> TextDecoder:
+        """A decoder at the beginning of a text."""
+
+
+def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
+    """The decoders for a tokenizer.
+
+    Raises:
+        UnsupportedError: The tokenizer decodes in a way that is not known here.
+    """
+    steps: list[dict[str, Any]] = tokenizer.decoder.get("decoders", [tokenizer.decoder])
+    kinds = [str(step.get("type")) for step in steps]
+    if kinds == ["ByteLevel"]:
+        return ByteLevelFactory(tokenizer)
+    replace, strip = {"pattern": {"String": "▁"}, "content": " "}, {"content": " ", "start": 1, "stop": 0}
+    if (
+        kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"])
+        and replace.items() <= steps[0].items()
+        and (len(steps) == 3 or strip.items() <= steps[3].items())
+    ):
+        return ByteFallbackFactory(tokenizer, strip_first_space=len(steps) == 4)
+    raise UnsupportedError(f"the tokenizer's decoder {' + '.join(kinds)} is not supported", field="model")
+
+
+class ByteLevelFactory:
+    """GPT-2's alphabet, in which each character of a vocabulary entry stands for one byte."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        alphabet = _byte_level_alphabet()
+        self._all = [_byte_level_bytes(tokenizer.token(token_id), alphabet) for token_id in _ids(tokenizer)]
+        self._plain = [b"" if i in tokenizer.special_ids else piece for i, piece in enumerate(self._all)]
+
+    def open(self, *, skip_special_tokens: bool) -> TextDecoder:
+        """A decoder at the beginning of a text."""
+        return _ByteLevelDecoder(self._plain if skip_special_tokens else self._all)
+
+
+class _ByteLevelDecoder:
+    __slots__ = ("_pieces", "_rest")
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = pieces
+        self._rest = b""
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        pieces, size = self._pieces, len(self._pieces)
+        data = self._rest + b"".join([pieces[token_id] for token_id in token_ids if token_id < size])
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
+
+    def finish(self) -> str:
+        return self._rest.decode("utf-8", "replace")
+
+
+class ByteFallbackFactory:
+    """SentencePiece's vocabulary: entries are text with ▁ for a space, and <0xNN> for single bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, *, strip_first_space: bool) -> None:
+        self._all = [_fallback_piece(tokenizer.token(token_id)) for token_id in _ids(tokenizer)]
+        self._plain = [None if i in tokenizer.special_ids else piece for i, piece in enumerate(self._all)]
+        self._strip_first_space = strip_first_space
+
+    def open(self, *, skip_special_tokens: bool) -> TextDecoder:
+        """A decoder at the beginning of a text."""
+        return _ByteFallbackDecoder(self._plain if skip_special_tokens else self._all, self._strip_first_space)
+
+
+class _ByteFallbackDecoder:
+    """The tokenizer decodes a run of byte tokens as a whole, so none of it is certain before the run ends."""
+
+    __slots__ = ("_pieces", "_run", "_strip")
+
+    def __init__(self, pieces: list[str | int | None], strip: bool) -> None:
+        self._pieces = pieces
+        self._run = bytearray()
+        self._strip = strip
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        parts: list[str] = []
+        for token_id in token_ids:
+            piece = self._pieces[token_id] if token_id < len(self._pieces) else None
+            if isinstance(piece, int):
+                self._run.append(piece)
+            elif piece is not None:
+                if self._run:
+                    parts.append(self._end_run())
+                parts.append(piece)
+        return self._strip_first("".join(parts))
+
+    def finish(self) -> str:
+        return self._strip_first(self._end_run())
+
+    def _end_run(self) -> str:
+        run, self._run = bytes(self._run), bytearray()
+        try:
+            return run.decode("utf-8")
+        except UnicodeDecodeError:
+            return _REPLACEMENT * len(run)
+
+    def _strip_first(self, text: str) -> str:
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+
+def _ids(tokenizer: Tokenizer) -> range:
+    # Added tokens may lie beyond the count of entries when ids have gaps.
+    return range(max(tokenizer.vocab_size, max(tokenizer.special_ids, default=-1) + 1))
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Printable bytes stand for themselves; the others, in order, for the characters from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _byte_level_bytes(token: str | None, alphabet: dict[str, int]) -> bytes:
+    if token is None:
+        return b""
+    try:
+        return bytes([alphabet[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _fallback_piece(token: str | None) -> str | int | None:
+    if token is None:
+        return None
+    match = _BYTE_TOKEN.fullmatch(token)
+    return int(match[1], 16) if match else token.replace("▁", " ")

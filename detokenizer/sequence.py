@@ -1,0 +1,123 @@
+"""Text of one sequence as a pure function of its tokens: E(k) is the text that is certain after k tokens.
+
+Held back are unfinished characters, possible beginnings of stop words, and the text of a last token that may turn out
+to be the end or stop token. The chunk for tokens [a, b) carries E(b) - E(a), however the tokens arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from detokenizer.incremental import DecoderFactory, TextDecoder
+from detokenizer.stop_words import StopWords, StopWordScanner, stop_words
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How the tokens of a request become text.
+
+    Attributes:
+        stop_words: Text that ends a sequence.
+        stop_ids: Tokens that end a sequence, the model's end ids among them.
+        min_tokens: A stop word ends the sequence only from this many tokens on.
+        include_stop: The stop word or stop token is part of the text.
+        skip_special_tokens: Special tokens are left out.
+        detokenize: False: no text at all.
+        prompt_ids: Tokens of the prompt, where the output begins with it.
+    """
+
+    stop_words: StopWords | None = None
+    stop_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    prompt_ids: tuple[int, ...] = ()
+
+    @staticmethod
+    def words(words: Sequence[str]) -> StopWords | None:
+        """The automaton for `words`, if there are any."""
+        return stop_words(tuple(words)) if words else None
+
+
+class SequenceText:
+    """State of one sequence.
+
+    Attributes:
+        num_tokens: Tokens taken so far.
+        stop_at: Number of tokens up to the one that completed a stop word; None so far.
+        prompt_text: What the prompt made certain; the caller shows it first.
+    """
+
+    __slots__ = ("_decoder", "_held", "_rules", "_scanner", "num_tokens", "prompt_text", "stop_at")
+
+    def __init__(self, rules: TextRules, decoders: DecoderFactory) -> None:
+        self._rules = rules
+        self._decoder: TextDecoder | None = None
+        self._scanner: StopWordScanner | None = None
+        if rules.detokenize or rules.stop_words:
+            self._decoder = decoders.open(skip_special_tokens=rules.skip_special_tokens)
+        if rules.stop_words:
+            self._scanner = StopWordScanner(rules.stop_words, keep_match=rules.include_stop)
+        self._held: int | None = None  # the last token, while it may be the end or stop token
+        self.num_tokens = 0
+        self.stop_at: int | None = None
+        self.prompt_text = self._shown(self._decoder.decode(rules.prompt_ids) if self._decoder else "")
+
+    @property
+    def stop_word(self) -> str | None:
+        """The stop word that was found."""
+        return self._scanner.match if self._scanner else None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes the next tokens and returns the text that they made certain.
+
+        When a stop word is found among them, `stop_at` is set and tokens from there on do not count.
+
+        Precondition: `stop_at` is None, `token_ids` is not empty.
+        """
+        self.num_tokens += len(token_ids)
+        if self._decoder is None:
+            return ""
+        if self._held is not None:
+            token_ids = [self._held, *token_ids]
+            self._held = None
+        if not self._rules.include_stop and token_ids[-1] in self._rules.stop_ids:
+            self._held = token_ids[-1]
+            token_ids = token_ids[:-1]
+        if self._scanner is None:
+            return self._shown(self._decoder.decode(token_ids))
+        last = self.num_tokens - (self._held is not None)
+        return self._shown(self._scan(token_ids, last - len(token_ids), self._decoder, self._scanner))
+
+    def finish(self, *, ends_with_stop_token: bool) -> str:
+        """The rest of the text, once the sequence has ended; a token that waited may still complete a stop word."""
+        if self._decoder is None or self.stop_at is not None:
+            return ""
+        text = ""
+        if self._held is not None and not ends_with_stop_token:
+            held, self._held = self._held, None
+            if self._scanner is None:
+                text = self._decoder.decode((held,))
+            else:
+                text = self._scan((held,), self.num_tokens - 1, self._decoder, self._scanner)
+                if self.stop_at is not None:
+                    return self._shown(text)
+        if self._scanner is not None:
+            text += self._scanner.finish()
+        return self._shown(text + self._decoder.finish())
+
+    def _scan(self, token_ids: Sequence[int], before: int, decoder: TextDecoder, scanner: StopWordScanner) -> str:
+        """Token by token, because the match must name the token that completed it. `before` tokens came earlier."""
+        parts: list[str] = []
+        for count, token_id in enumerate(token_ids, before + 1):
+            parts.append(scanner.scan(decoder.decode((token_id,)), can_stop=count >= self._rules.min_tokens))
+            if scanner.match is not None:
+                self.stop_at = count
+                self._held = None
+                break
+        return "".join(parts)
+
+    def _shown(self, text: str) -> str:
+        return text if self._rules.detokenize else ""

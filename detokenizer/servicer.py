@@ -1,0 +1,141 @@
+"""The detokenizer's gRPC service: one stream per router, over which all its requests' text goes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from detokenizer.feed import FeedPool
+from detokenizer.incremental import DecoderFactory
+from detokenizer.streams import OutputStream
+from midstream.errors import MidstreamError, UnavailableError
+from protos import detokenizer_pb2 as pb
+from protos import detokenizer_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+
+class RouterConnection:
+    """What one router has attached. Streams mark themselves ready; the writer takes everything ready in one batch."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, OutputStream] = {}
+        self._ready: dict[int, OutputStream] = {}
+        self._wake = asyncio.Event()
+
+    def mark_ready(self, stream: OutputStream) -> None:
+        """The stream has something to take."""
+        self._ready[stream.number] = stream
+        self._wake.set()
+
+    async def wait_ready(self) -> None:
+        """Returns when some stream is ready."""
+        await self._wake.wait()
+
+    def refuse(self, number: int, request_id: str, error: MidstreamError) -> pb.StreamBatch:
+        """The answer to an attach that cannot be."""
+        logger.info("refused a stream: %s", error, extra={"request_id": request_id})
+        return pb.StreamBatch(chunks=[pb.StreamChunk(stream=number, error=error.to_proto())])
+
+    def take(self, pool: FeedPool) -> pb.StreamBatch:
+        """Everything ready, one chunk per sequence; streams that are done are forgotten."""
+        self._wake.clear()
+        ready, self._ready = self._ready, {}
+        chunks = []
+        for number, stream in ready.items():
+            chunks += [pb.StreamChunk(stream=number, response=chunk.to_proto()) for chunk in stream.take()]
+            if stream.error is not None and not stream.is_done:
+                chunks.append(pb.StreamChunk(stream=number, error=stream.error.to_proto()))
+            if stream.is_done or stream.error is not None:
+                self.streams.pop(number, None)
+                pool.detach(stream)
+        return pb.StreamBatch(chunks=chunks)
+
+    def detach(self, number: int) -> OutputStream | None:
+        """Forgets a stream."""
+        self._ready.pop(number, None)
+        return self.streams.pop(number, None)
+
+
+class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
+    """Implements protos/detokenizer.proto."""
+
+    def __init__(self, pool: FeedPool, decoders: DecoderFactory, max_pending_bytes: int) -> None:
+        self._pool = pool
+        self._decoders = decoders
+        self._max_pending_bytes = max_pending_bytes
+        self._connections: set[RouterConnection] = set()
+        self._numbers = itertools.count(1)
+        self._is_draining = False
+        self._drained = asyncio.Event()
+
+    @property
+    def num_attached(self) -> int:
+        """Streams that are open now."""
+        return sum(len(connection.streams) for connection in self._connections)
+
+    async def drain(self) -> None:
+        """Takes no new streams and returns when those that are open have ended."""
+        self._is_draining = True
+        self._check_drained()
+        await self._drained.wait()
+
+    async def Stream(  # type: ignore[override]  # noqa: N802 (it writes to the context)
+        self, request_iterator: object, context: grpc.aio.ServicerContext[pb.StreamCommand, pb.StreamBatch]
+    ) -> None:
+        """Serves one router until it leaves."""
+        connection = RouterConnection()
+        self._connections.add(connection)
+        # Tells the router that the stream is open, before there is anything to send.
+        await context.send_initial_metadata(())
+        writer = asyncio.create_task(self._write(connection, context))
+        try:
+            while isinstance(command := await context.read(), pb.StreamCommand):
+                self._obey(command, connection)
+        finally:
+            writer.cancel()
+            self._connections.discard(connection)
+            for stream in connection.streams.values():
+                self._pool.detach(stream)
+            self._check_drained()
+
+    async def _write(self, connection: RouterConnection, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while True:
+            await connection.wait_ready()
+            batch = connection.take(self._pool)
+            if batch.chunks:
+                await context.write(batch)
+            self._check_drained()
+
+    def _obey(self, command: pb.StreamCommand, connection: RouterConnection) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "attach":
+            attach = command.attach
+            stream = OutputStream(
+                attach.stream,
+                attach.request_id,
+                next(self._numbers),
+                attach.from_token_by_sequence[:] or [attach.from_token],
+                connection,
+                self._decoders,
+                self._max_pending_bytes,
+            )
+            connection.streams[attach.stream] = stream
+            if self._is_draining:
+                stream.fail(UnavailableError("the detokenizer is draining"))
+            else:
+                self._pool.attach(stream)
+        elif kind == "detach":
+            left = connection.detach(command.detach.stream)
+            if left is not None:
+                self._pool.detach(left)
+                self._check_drained()
+
+    def _check_drained(self) -> None:
+        if self._is_draining and not self.num_attached:
+            self._drained.set()

@@ -1,0 +1,124 @@
+"""Finds stop words in text that comes in pieces.
+
+The match that ends first in the text wins, and of those that end together the longest. That depends on the text alone,
+so it does not matter where tokens or chunks were cut. An Aho-Corasick automaton gives a constant cost per character,
+and its state says exactly how much text must be held back: the longest end that is the beginning of a stop word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A beginning of one or more stop words.
+
+    Attributes:
+        held: Length of the longest end of it that more text can make a stop word.
+        children: Next character -> node index.
+        word: The longest stop word that ends here; empty when none does.
+        fallback: Node of its longest proper end that is a beginning too.
+    """
+
+    held: int
+    children: dict[str, int]
+    word: str
+    fallback: int
+
+
+class StopWords:
+    """The automaton for a set of words. Immutable, shared by scanners."""
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        """Builds it; `words` are not empty."""
+        self.nodes = _build(words)
+        self.first_characters = frozenset(word[0] for word in words)
+
+
+@functools.lru_cache(maxsize=256)
+def stop_words(words: tuple[str, ...]) -> StopWords:
+    """The automaton for `words`; recent ones are kept."""
+    return StopWords(words)
+
+
+class StopWordScanner:
+    """Scans one sequence's text.
+
+    Attributes:
+        match: The stop word that was found; None so far.
+    """
+
+    __slots__ = ("_held", "_keep_match", "_node", "_words", "match")
+
+    def __init__(self, words: StopWords, *, keep_match: bool) -> None:
+        """With `keep_match`, the text that is let through ends with the match, else before it."""
+        self._words = words
+        self._keep_match = keep_match
+        self._node = 0
+        self._held = ""
+        self.match: str | None = None
+
+    def scan(self, text: str, *, can_stop: bool = True) -> str:
+        """Takes the next piece and returns the text that is certain now.
+
+        Args:
+            text: The piece.
+            can_stop: False: a match that ends in this piece does not count.
+
+        Precondition: `match` is None.
+        """
+        if not self._node and self._words.first_characters.isdisjoint(text):
+            return text
+        nodes, node = self._words.nodes, self._node
+        text = self._held + text
+        for end in range(len(self._held), len(text)):
+            character = text[end]
+            while node and character not in nodes[node].children:
+                node = nodes[node].fallback
+            node = nodes[node].children.get(character, 0)
+            word = nodes[node].word
+            if word and can_stop:
+                self.match = word
+                self._held = ""
+                return text[: end + 1 if self._keep_match else end + 1 - len(word)]
+        self._node = node
+        certain = len(text) - nodes[node].held
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """Text held back in vain; the sequence has ended."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _build(words: tuple[str, ...]) -> tuple[_Node, ...]:
+    children: list[dict[str, int]] = [{}]
+    depths, ends = [0], [""]
+    for word in words:
+        node = 0
+        for character in word:
+            if character not in children[node]:
+                children[node][character] = len(children)
+                children.append({})
+                depths.append(depths[node] + 1)
+                ends.append("")
+            node = children[node][character]
+        ends[node] = word
+    fallbacks = [0] * len(children)
+    held = [0] * len(children)
+    queue = deque(children[0].values())
+    while queue:
+        node = queue.popleft()
+        held[node] = depths[node] if children[node] else held[fallbacks[node]]
+        for character, child in children[node].items():
+            back = fallbacks[node]
+            while back and character not in children[back]:
+                back = fallbacks[back]
+            fallbacks[child] = children[back].get(character, 0)
+            ends[child] = ends[child] or ends[fallbacks[child]]
+            queue.append(child)
+    return tuple(_Node(*parts) for parts in zip(held, children, ends, fallbacks, strict=True))

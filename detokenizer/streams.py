@@ -1,0 +1,272 @@
+"""One request's output for one router, from an offset on.
+
+A stream reads its request's tokens from the first one, because the state of the text follows from all of them, and
+shows those from the router's offset on. What is ready waits in one chunk per sequence, which grows while the router is
+slow: there is no queue. Tokens that come again (the scheduler restarted, the feed was opened anew) are dropped here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from detokenizer.incremental import DecoderFactory
+from detokenizer.sequence import SequenceText, TextRules
+from midstream.chunk import Chunk, Extras, FinishReason, PerfMetrics, Usage
+from midstream.errors import MidstreamError, OverloadedError, UnavailableError
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a scheduler says of a request when its tokens begin to flow."""
+
+    num_sequences: int
+    rules: TextRules
+    is_streaming: bool
+    return_all: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnd:
+    """How a sequence ended; `num_tokens` is the length of its output without the prompt."""
+
+    sequence_index: int
+    reason: FinishReason
+    num_tokens: int
+    matched_stop: str | int | None = None
+    cumulative_log_prob: float | None = None
+
+
+class Sink(Protocol):
+    """The router's connection."""
+
+    def mark_ready(self, stream: OutputStream) -> None:
+        """The stream has something to take, or an error."""
+
+
+class Upstream(Protocol):
+    """The feed that a stream's tokens come from."""
+
+    def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
+        """Tells the scheduler where a sequence ends."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence; offsets in its output count the prompt where the output begins with it."""
+
+    text: SequenceText
+    from_token: int
+    pending: Chunk | None = None
+    has_ended: bool = False
+    num_dropped: int = 0  # tokens that the scheduler counts and that lie behind the stop word
+    all_ids: list[int] = field(default_factory=list)
+    all_text: str = ""
+
+
+class OutputStream:
+    """A request's output for one router.
+
+    Attributes:
+        number: The router's number for it.
+        request_id: The request.
+        feed_number: The feeds' number for it.
+        error: Why it ended without a final chunk; None so far.
+        is_done: Everything was taken, or it failed.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        request_id: str,
+        feed_number: int,
+        from_tokens: Sequence[int],
+        sink: Sink,
+        decoders: DecoderFactory,
+        max_pending_bytes: int,
+    ) -> None:
+        """`from_tokens` holds one offset for all sequences, or one for each."""
+        self.number = number
+        self.request_id = request_id
+        self.feed_number = feed_number
+        self.error: MidstreamError | None = None
+        self.is_done = False
+        self._from_tokens = from_tokens
+        self._sink = sink
+        self._decoders = decoders
+        self._max_pending_bytes = max_pending_bytes
+        self._opened: Opened | None = None
+        self._sequences: list[_Sequence] = []
+        self._has_ended = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a scheduler knows the request."""
+        return self._opened is not None
+
+    def open(self, opened: Opened) -> None:
+        """The request is known. Again after the feed was opened anew: changes nothing."""
+        if self._opened is not None:
+            return
+        self._opened = opened
+        for index in range(opened.num_sequences):
+            offset = self._from_tokens[min(index, len(self._from_tokens) - 1)]
+            sequence = _Sequence(SequenceText(opened.rules, self._decoders), offset)
+            self._sequences.append(sequence)
+            prompt = opened.rules.prompt_ids
+            if prompt:
+                # The offset may lie inside the prompt: the text of what comes before it is worked out and left out.
+                head = SequenceText(_with_prompt(opened.rules, prompt[:offset]), self._decoders).prompt_text
+                self._add(index, sequence, 0, prompt, sequence.text.prompt_text, head)
+        self._flush()
+
+    def push(self, upstream: Upstream, sequence_index: int, token_offset: int, token_ids: Sequence[int]) -> None:
+        """New tokens of a sequence; those that it has already are dropped."""
+        if self._opened is None or sequence_index >= len(self._sequences):
+            return
+        sequence = self._sequences[sequence_index]
+        text = sequence.text
+        token_ids = token_ids[text.num_tokens - token_offset :] if token_offset < text.num_tokens else token_ids
+        if not token_ids or text.stop_at is not None or sequence.has_ended:
+            return
+        if token_offset > text.num_tokens:
+            self.fail(UnavailableError(f"the feed left out tokens {text.num_tokens} to {token_offset}"))
+            return
+        first, num_prompt = text.num_tokens, len(self._opened.rules.prompt_ids)
+        num_before = min(max(sequence.from_token - num_prompt - first, 0), len(token_ids))
+        head = text.push(token_ids[:num_before]) if num_before else ""
+        tail = ""
+        if text.stop_at is None and num_before < len(token_ids):
+            tail = text.push(token_ids[num_before:])
+        if text.stop_at is not None:
+            token_ids = token_ids[: text.stop_at - first]
+            upstream.send_stop(self, sequence_index, text.stop_at, text.stop_word or "")
+        self._add(sequence_index, sequence, num_prompt + first, token_ids, head + tail, head)
+        if self._opened.is_streaming:
+            self._flush()
+
+    def add_outputs(self, sequence_index: int, token_offset: int, extras: Extras) -> None:
+        """Log probabilities and tensors, for tokens from `token_offset` on."""
+        if self._opened is None or sequence_index >= len(self._sequences):
+            return
+        sequence = self._sequences[sequence_index]
+        if len(self._opened.rules.prompt_ids) + token_offset < sequence.from_token and not extras.prompt_log_probs:
+            return
+        chunk = sequence.pending
+        if chunk is None:
+            chunk = sequence.pending = Chunk(sequence_index, self._end_offset(sequence))
+        chunk.extras = chunk.extras + extras if chunk.extras is not None else extras
+
+    def end_sequence(self, end: SequenceEnd) -> None:
+        """A sequence has ended; its last text comes out."""
+        if self._opened is None or end.sequence_index >= len(self._sequences):
+            return
+        sequence = self._sequences[end.sequence_index]
+        if sequence.has_ended:
+            return
+        text = sequence.text
+        if text.num_tokens < end.num_tokens and text.stop_at is None:
+            self.fail(UnavailableError(f"the feed left out tokens {text.num_tokens} to {end.num_tokens}"))
+            return
+        include_stop = self._opened.rules.include_stop
+        rest = text.finish(ends_with_stop_token=isinstance(end.matched_stop, int) and not include_stop)
+        reason, matched = end.reason, end.matched_stop
+        if text.stop_at is not None:
+            # The stop word stands, also where the scheduler heard of it too late.
+            reason, matched = FinishReason.STOP, text.stop_word
+            sequence.num_dropped = max(end.num_tokens - text.stop_at, 0)
+        self._add(end.sequence_index, sequence, self._end_offset(sequence), (), rest, "")
+        chunk = sequence.pending or Chunk(end.sequence_index, self._end_offset(sequence))
+        chunk.is_sequence_final = True
+        chunk.finish_reason, chunk.matched_stop = reason, matched
+        chunk.cumulative_log_prob = end.cumulative_log_prob
+        sequence.pending, sequence.has_ended = chunk, True
+        self._flush()
+
+    def end(self, usage: Usage | None, perf_metrics: PerfMetrics | None, error: MidstreamError | None) -> None:
+        """The request has ended: the last sequence's final chunk is the request's."""
+        if self._opened is None or self._has_ended:
+            return
+        for index, sequence in enumerate(self._sequences):
+            if not sequence.has_ended:
+                reason = FinishReason.ERROR if error else FinishReason.ABORT
+                self.end_sequence(SequenceEnd(index, reason, sequence.text.num_tokens))
+        self._has_ended = True
+        last = next((item for item in reversed(self._sequences) if item.pending is not None), self._sequences[-1])
+        if last.pending is None:
+            index = self._sequences.index(last)
+            last.pending = Chunk(index, self._end_offset(last), is_sequence_final=True)
+        num_dropped = sum(sequence.num_dropped for sequence in self._sequences)
+        if usage is not None and num_dropped:
+            completion = usage.completion_tokens - num_dropped
+            usage = Usage(usage.prompt_tokens, completion, usage.cached_tokens)
+        chunk = last.pending
+        chunk.is_final, chunk.usage, chunk.perf_metrics, chunk.error = True, usage, perf_metrics, error
+        self._flush()
+
+    def fail(self, error: MidstreamError) -> None:
+        """It ends here without a final chunk."""
+        if self.error is None and not self.is_done:
+            self.error = error
+            self._sink.mark_ready(self)
+
+    def take(self) -> list[Chunk]:
+        """Everything that is ready to be sent; sets `is_done` with the final chunk."""
+        if self._opened is None:
+            return []
+        chunks = []
+        for sequence in self._sequences:
+            if sequence.pending is None or not self._is_ready(sequence):
+                continue
+            chunk, sequence.pending = sequence.pending, None
+            if self._opened.return_all:
+                chunk.token_offset, chunk.token_ids, chunk.text = 0, sequence.all_ids[:], sequence.all_text
+            chunks.append(chunk)
+        # The final chunk goes last.
+        chunks.sort(key=lambda chunk: chunk.is_final)
+        self.is_done = bool(chunks) and chunks[-1].is_final
+        return chunks
+
+    def _end_offset(self, sequence: _Sequence) -> int:
+        """Length of the sequence's output so far, or the router's offset where that lies beyond."""
+        num_prompt = len(self._opened.rules.prompt_ids) if self._opened else 0
+        count = sequence.text.num_tokens if sequence.text.stop_at is None else sequence.text.stop_at
+        return max(num_prompt + count, sequence.from_token)
+
+    def _is_ready(self, sequence: _Sequence) -> bool:
+        """The final chunk of the last sequence waits for the request's end, whose usage it carries."""
+        if sequence.has_ended:
+            return self._has_ended or not all(other.has_ended for other in self._sequences)
+        return self._opened is not None and self._opened.is_streaming
+
+    def _add(
+        self, index: int, sequence: _Sequence, offset: int, token_ids: Sequence[int], text: str, hidden_text: str
+    ) -> None:
+        """Puts output from `offset` on in the pending chunk, less what lies before the router's offset.
+
+        `hidden_text` is the part of `text` that belongs to tokens before it.
+        """
+        if self._opened is not None and self._opened.return_all:
+            sequence.all_ids.extend(token_ids)
+            sequence.all_text += text
+            hidden_text = text
+        shown, text = token_ids[max(sequence.from_token - offset, 0) :], text[len(hidden_text) :]
+        if not shown and not text:
+            return
+        offset = max(offset, sequence.from_token)
+        if sequence.pending is None:
+            sequence.pending = Chunk(index, offset, shown, text)
+        else:
+            sequence.pending.append(Chunk(index, offset, shown, text))
+
+    def _flush(self) -> None:
+        pending = [item.pending for item in self._sequences if item.pending is not None and self._is_ready(item)]
+        if pending:
+            self._sink.mark_ready(self)
+        if sum(chunk.num_bytes for chunk in pending) > self._max_pending_bytes:
+            self.fail(OverloadedError("the router reads too slowly"))
+
+
+def _with_prompt(rules: TextRules, prompt: tuple[int, ...]) -> TextRules:
+    return TextRules(skip_special_tokens=rules.skip_special_tokens, detokenize=rules.detokenize, prompt_ids=prompt)

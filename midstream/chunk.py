@@ -1,0 +1,312 @@
+"""A piece of one sequence's output, as detokenizers send it, routers relay it and clients see it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from midstream.errors import MidstreamError, from_proto
+from protos import generation_pb2 as pb
+from protos import scheduler_pb2
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence or request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+_REASON_NUMBERS: dict[FinishReason, pb.FinishReason.ValueType] = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+_REASONS: dict[int, FinishReason] = {number: reason for reason, number in _REASON_NUMBERS.items()}
+
+
+def finish_reason_from_proto(number: int) -> FinishReason | None:
+    """The reason that a protobuf number stands for; None when it is not set."""
+    return _REASONS.get(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; completion tokens over all sequences."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Log probabilities of consecutive tokens: row i belongs to token i and has `top_k` likeliest entries."""
+
+    token_log_probs: tuple[float, ...]
+    top_k: int
+    top_token_ids: tuple[int, ...]
+    top_log_probs: tuple[float, ...]
+    token_ranks: tuple[int, ...]
+
+    @staticmethod
+    def from_proto(message: pb.LogProbs) -> LogProbs:
+        """Copies out of the message."""
+        return LogProbs(
+            tuple(message.token_log_probs),
+            message.top_k,
+            tuple(message.top_token_ids),
+            tuple(message.top_log_probs),
+            tuple(message.token_ranks),
+        )
+
+    def to_proto(self) -> pb.LogProbs:
+        """The message."""
+        return pb.LogProbs(
+            token_log_probs=self.token_log_probs,
+            top_k=self.top_k,
+            top_token_ids=self.top_token_ids,
+            top_log_probs=self.top_log_probs,
+            token_ranks=self.token_ranks,
+        )
+
+    def __add__(self, other: LogProbs) -> LogProbs:
+        return LogProbs(
+            self.token_log_probs + other.token_log_probs,
+            max(self.top_k, other.top_k),
+            self.top_token_ids + other.top_token_ids,
+            self.top_log_probs + other.top_log_probs,
+            self.token_ranks + other.token_ranks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A piece of a dense row-major little-endian tensor; `dtype` is a name such as `float32`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+    data_offset: int = 0
+    is_last: bool = True
+
+    @staticmethod
+    def from_proto(message: pb.Tensor) -> Tensor:
+        """Copies out of the message."""
+        dtype = pb.Tensor.Dtype.Name(message.dtype).removeprefix("DTYPE_").lower()
+        shape = tuple(message.shape)
+        return Tensor(message.name, dtype, shape, message.data, message.data_offset, message.is_last)
+
+    def to_proto(self) -> pb.Tensor:
+        """The message."""
+        return pb.Tensor(
+            name=self.name,
+            dtype=pb.Tensor.Dtype.Value(f"DTYPE_{self.dtype.upper()}"),
+            shape=self.shape,
+            data=self.data,
+            data_offset=self.data_offset,
+            is_last=self.is_last,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PerfMetrics:
+    """When things happened to a request, nanoseconds since the Unix epoch (0: did not happen), and how often."""
+
+    arrival_unix_ns: int = 0
+    first_scheduled_unix_ns: int = 0
+    first_token_unix_ns: int = 0
+    last_token_unix_ns: int = 0
+    num_preemptions: int = 0
+    num_recoveries: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_steps: int = 0
+
+
+_PERF_FIELDS = tuple(PerfMetrics.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What only some requests ask for beside tokens and text."""
+
+    log_probs: LogProbs | None = None
+    prompt_log_probs: LogProbs | None = None
+    tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+        rows = [item for item in (self.log_probs, self.prompt_log_probs) if item is not None]
+        return sum(64 + 16 * (len(item.token_log_probs) + len(item.top_log_probs)) for item in rows) + sum(
+            128 + len(tensor.data) for tensor in self.tensors
+        )
+
+    def __add__(self, other: Extras) -> Extras:
+        return Extras(
+            _join(self.log_probs, other.log_probs),
+            _join(self.prompt_log_probs, other.prompt_log_probs),
+            self.tensors + other.tensors,
+        )
+
+
+def _join(first: LogProbs | None, second: LogProbs | None) -> LogProbs | None:
+    return first + second if first and second else first or second
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence and the text that they made certain.
+
+    Attributes:
+        sequence_index: Which sequence of the request.
+        token_offset: Index of token_ids[0] in the sequence's output.
+        token_ids: The tokens; may be empty in a final chunk. A list is the chunk's own, and grows with `append`.
+        text: New text. It depends on the tokens alone, not on how they were cut into chunks.
+        is_sequence_final: Nothing more follows for this sequence.
+        is_final: Nothing more follows for the request.
+        finish_reason: Set on a sequence's final chunk.
+        matched_stop: The stop word, or the id of the stop token, that ended the sequence.
+        usage: Set on the final chunk.
+        extras: Log probabilities and tensors, where asked for.
+        cumulative_log_prob: Of the whole sequence, on its final chunk, where asked for.
+        perf_metrics: On the final chunk, where asked for.
+        error: Why the request ended in error.
+    """
+
+    sequence_index: int = 0
+    token_offset: int = 0
+    token_ids: Sequence[int] = ()
+    text: str = ""
+    is_sequence_final: bool = False
+    is_final: bool = False
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    usage: Usage | None = None
+    extras: Extras | None = None
+    cumulative_log_prob: float | None = None
+    perf_metrics: PerfMetrics | None = None
+    error: MidstreamError | None = field(default=None, compare=False)
+
+    @property
+    def next_offset(self) -> int:
+        """The offset to resume this sequence at."""
+        return self.token_offset + len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+        return 256 + 4 * len(self.token_ids) + 2 * len(self.text) + (self.extras.num_bytes if self.extras else 0)
+
+    def append(self, later: Chunk) -> None:
+        """Takes in the chunk that follows; one that begins at or before this one (all tokens so far) replaces it.
+
+        Precondition: Same sequence, and later.token_offset <= self.next_offset.
+        """
+        if later.token_ids and later.token_offset <= self.token_offset:
+            self.token_offset, self.token_ids, self.text = later.token_offset, later.token_ids, later.text
+        else:
+            if not isinstance(self.token_ids, list):
+                self.token_ids = list(self.token_ids)
+            self.token_ids.extend(later.token_ids)
+            self.text += later.text
+        if later.extras is not None:
+            self.extras = self.extras + later.extras if self.extras is not None else later.extras
+        if later.is_sequence_final or later.is_final:
+            self.is_sequence_final, self.is_final = later.is_sequence_final, later.is_final
+            self.finish_reason, self.matched_stop = later.finish_reason, later.matched_stop
+            self.cumulative_log_prob, self.usage = later.cumulative_log_prob, later.usage
+            self.perf_metrics, self.error = later.perf_metrics, later.error
+
+    def to_proto(self, request_id: str = "") -> pb.GenerateResponse:
+        """The message; `request_id` may stay empty between services."""
+        response = pb.GenerateResponse(
+            request_id=request_id,
+            sequence_index=self.sequence_index,
+            token_offset=self.token_offset,
+            token_ids=self.token_ids,
+            text=self.text,
+        )
+        if self.extras is not None:
+            if self.extras.log_probs is not None:
+                response.log_probs.CopyFrom(self.extras.log_probs.to_proto())
+            if self.extras.prompt_log_probs is not None:
+                response.prompt_log_probs.CopyFrom(self.extras.prompt_log_probs.to_proto())
+            response.tensors.extend(tensor.to_proto() for tensor in self.extras.tensors)
+        if self.is_sequence_final or self.is_final:
+            self._end_to_proto(response)
+        return response
+
+    def _end_to_proto(self, response: pb.GenerateResponse) -> None:
+        response.is_sequence_final, response.is_final = self.is_sequence_final, self.is_final
+        if self.finish_reason is not None:
+            response.finish_reason = _REASON_NUMBERS[self.finish_reason]
+        if isinstance(self.matched_stop, str):
+            response.matched_stop_word = self.matched_stop
+        elif self.matched_stop is not None:
+            response.matched_stop_token_id = self.matched_stop
+        if self.cumulative_log_prob is not None:
+            response.cumulative_log_prob = self.cumulative_log_prob
+        if self.usage is not None:
+            response.usage.prompt_tokens = self.usage.prompt_tokens
+            response.usage.completion_tokens = self.usage.completion_tokens
+            response.usage.cached_tokens = self.usage.cached_tokens
+        if self.perf_metrics is not None:
+            metrics = {name: getattr(self.perf_metrics, name) for name in _PERF_FIELDS}
+            response.perf_metrics.CopyFrom(pb.PerfMetrics(**metrics))
+        if self.error is not None:
+            response.error.CopyFrom(self.error.to_proto())
+
+    @staticmethod
+    def from_proto(response: pb.GenerateResponse) -> Chunk:
+        """Copies out of the message."""
+        chunk = Chunk(response.sequence_index, response.token_offset, response.token_ids[:], response.text)
+        if response.tensors or response.HasField("log_probs") or response.HasField("prompt_log_probs"):
+            chunk.extras = extras_from_proto(response)
+        if response.is_sequence_final or response.is_final:
+            chunk.is_sequence_final, chunk.is_final = response.is_sequence_final, response.is_final
+            chunk.finish_reason = _REASONS.get(response.finish_reason)
+            chunk.matched_stop = matched_stop_from_proto(response)
+            if response.HasField("cumulative_log_prob"):
+                chunk.cumulative_log_prob = response.cumulative_log_prob
+            if response.HasField("usage"):
+                chunk.usage = usage_from_proto(response.usage)
+            if response.HasField("perf_metrics"):
+                chunk.perf_metrics = perf_metrics_from_proto(response.perf_metrics)
+            if response.HasField("error"):
+                chunk.error = from_proto(response.error)
+        return chunk
+
+
+def usage_from_proto(usage: pb.Usage) -> Usage:
+    """Copies out of the message."""
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+
+
+def perf_metrics_from_proto(metrics: pb.PerfMetrics) -> PerfMetrics:
+    """Copies out of the message."""
+    return PerfMetrics(*(getattr(metrics, name) for name in _PERF_FIELDS))
+
+
+def matched_stop_from_proto(message: pb.GenerateResponse | scheduler_pb2.FeedSequenceEnd) -> str | int | None:
+    """The stop word or stop token that ended the sequence."""
+    if message.matched_stop_word:
+        return message.matched_stop_word
+    return message.matched_stop_token_id if message.HasField("matched_stop_token_id") else None
+
+
+def extras_from_proto(message: pb.GenerateResponse | scheduler_pb2.FeedOutputs) -> Extras:
+    """Copies out of the message."""
+    return Extras(
+        LogProbs.from_proto(message.log_probs) if message.HasField("log_probs") else None,
+        LogProbs.from_proto(message.prompt_log_probs) if message.HasField("prompt_log_probs") else None,
+        tuple(Tensor.from_proto(tensor) for tensor in message.tensors),
+    )

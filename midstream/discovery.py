@@ -1,0 +1,74 @@
+"""Which addresses a setting such as `a:1,b:2` or `dns:///name:port` stands for, now and as that changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+from midstream.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_DNS = "dns:///"
+_INTERVAL_S = 2.0
+
+
+class Discovery:
+    """Keeps a set of `host:port` addresses up to date.
+
+    Attributes:
+        addresses: The current ones, in order of the setting.
+    """
+
+    def __init__(self, targets: str, *, field: str, on_change: Callable[[list[str]], None]) -> None:
+        """Parses `targets`, comma-separated; names behind `dns:///` are resolved anew every two seconds.
+
+        Args:
+            targets: The setting.
+            field: Its name, for errors.
+            on_change: Called with the addresses after each change, the first one included.
+
+        Raises:
+            ConfigError: Empty, or a target without a port.
+        """
+        self._targets = [target.strip() for target in targets.split(",") if target.strip()]
+        self._on_change = on_change
+        self.addresses: list[str] = []
+        if not self._targets:
+            raise ConfigError("needs at least one address", field=field)
+        for target in self._targets:
+            if not target.rpartition(":")[2].isdigit():
+                raise ConfigError(f"{target!r} is not host:port", field=field)
+
+    async def run(self) -> None:
+        """Resolves for as long as it runs; ends at once where there is nothing to resolve anew."""
+        while True:
+            addresses = await self._resolve()
+            if addresses != self.addresses:
+                self.addresses = addresses
+                self._on_change(addresses)
+            if not any(target.startswith(_DNS) for target in self._targets):
+                return
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def _resolve(self) -> list[str]:
+        found: dict[str, None] = {}  # a set that keeps its order
+        for target in self._targets:
+            if not target.startswith(_DNS):
+                found[target] = None
+                continue
+            host, _, port = target.removeprefix(_DNS).rpartition(":")
+            loop = asyncio.get_running_loop()
+            try:
+                infos = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            except OSError as error:
+                # A name without addresses is a service scaled to nothing, or a resolver at fault: what we had stands.
+                logger.warning("cannot resolve %s: %s", target, error)
+                found.update(dict.fromkeys(self.addresses))
+                continue
+            for info in sorted(infos, key=lambda item: str(item[4][0])):
+                address = str(info[4][0])
+                found[f"[{address}]:{port}" if ":" in address else f"{address}:{port}"] = None
+        return list(found)

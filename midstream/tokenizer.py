@@ -1,0 +1,62 @@
+"""The model's tokenizer: text to token ids and back. Reads tokenizer.json alone; no network, no code from the model."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from midstream.errors import ConfigError
+
+
+class Tokenizer:
+    """Safe to use from several threads; encoding releases the interpreter lock.
+
+    Attributes:
+        vocab_size: Ids that the tokenizer knows, special tokens among them.
+        special_ids: Ids of special tokens.
+        decoder: The `decoder` section of tokenizer.json.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Loads `tokenizer.json` of the model folder `path`.
+
+        Raises:
+            ConfigError: The file is missing or damaged.
+        """
+        file = path / "tokenizer.json"
+        try:
+            text = file.read_text(encoding="utf-8")
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self.decoder: dict[str, Any] = json.loads(text).get("decoder") or {}
+        except FileNotFoundError:
+            raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model") from None
+        except Exception as error:
+            # The library raises plain Exception for anything that it cannot read.
+            raise ConfigError(f"{file} is not a tokenizer: {error}", field="model") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` follows the tokenizer's own rules (a BOS, usually)."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids that it does not know give nothing."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's entry of an id, in the tokenizer's own alphabet; None where it has none."""
+        return self._tokenizer.id_to_token(token_id)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry: n characters of text are at least n / longest_token tokens."""
+        return max(len(token) for token in self._tokenizer.get_vocab(with_added_tokens=True))

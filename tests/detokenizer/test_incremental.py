@@ -1,0 +1,136 @@
+"""Text of tokens: any cutting gives what the tokenizer decodes from all of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detokenizer.incremental import DecoderFactory, decoder_factory
+from midstream.errors import ConfigError, UnsupportedError
+from midstream.model_folder import open_model_folder
+from midstream.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(open_model_folder("smollm2").path)
+FACTORY = decoder_factory(TOKENIZER)
+WORDS = ("the", "▁the", "▁", "a", "é", "日", "▁▁", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)))
+
+
+def sentence_piece_folder(folder: Path, *, strip: bool) -> Path:
+    decoders: list[dict[str, object]] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if strip:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    special = [
+        {"id": WORDS.index(word), "content": word, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": True}
+        for word in ("<s>", "</s>")
+    ]  # fmt: skip
+    spec: dict[str, object] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None,
+        "pre_tokenizer": None, "post_processor": None, "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(WORDS)}, "merges": [],
+                  "byte_fallback": True, "unk_token": None},
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return folder
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["strip", "keep"])
+def sentence_piece(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(sentence_piece_folder(tmp_path_factory.mktemp("spm") / "model", strip=request.param))
+
+
+def in_chunks(factory: DecoderFactory, ids: list[int], cuts: list[int], *, skip: bool) -> list[str]:
+    decoder = factory.open(skip_special_tokens=skip)
+    bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    texts = [decoder.decode(ids[a:b]) for a, b in itertools.pairwise(bounds)]
+    return [*texts, decoder.finish()]
+
+
+TEXTS = st.text(max_size=40) | st.sampled_from(
+    ["a 👩‍👩‍👧‍👦 family", "日本語のテキスト", "naïve café\n\n", "🇩🇪🏳️‍🌈", "\ufffd", "<|im_end|> x"]
+)
+CUTS = st.lists(st.integers(0, 80), max_size=8)
+
+
+@given(text=TEXTS, cuts=CUTS, skip=st.booleans())
+def test_text_survives_any_cutting(text: str, cuts: list[int], skip: bool) -> None:
+    ids = TOKENIZER.encode(text)
+    assert "".join(in_chunks(FACTORY, ids, cuts, skip=skip)) == TOKENIZER.decode(ids, skip_special_tokens=skip)
+
+
+@given(ids=st.lists(st.integers(0, 600) | st.integers(0, 49_200), max_size=40), cuts=CUTS, skip=st.booleans())
+def test_any_tokens_survive_any_cutting(ids: list[int], cuts: list[int], skip: bool) -> None:
+    whole = TOKENIZER.decode(ids, skip_special_tokens=skip)
+    assert "".join(in_chunks(FACTORY, ids, cuts, skip=skip)) == whole
+    # What is certain after k tokens does not depend on the cutting before them.
+    one_by_one = in_chunks(FACTORY, ids, list(range(len(ids))), skip=skip)
+    k = min([*cuts, len(ids)])
+    decoder = FACTORY.open(skip_special_tokens=skip)
+    assert decoder.decode(ids[:k]) == "".join(one_by_one[: k + 1])
+
+
+def test_an_emoji_cut_across_tokens_appears_whole() -> None:
+    ids = TOKENIZER.encode("🫠")  # four bytes
+    assert len(ids) > 1
+    decoder = FACTORY.open(skip_special_tokens=True)
+    assert [decoder.decode([token_id]) for token_id in ids] == [""] * (len(ids) - 1) + ["🫠"]
+    assert decoder.finish() == ""
+
+
+def test_an_unfinished_character_ends_as_replacement() -> None:
+    ids = TOKENIZER.encode("🫠")[:-1]
+    decoder = FACTORY.open(skip_special_tokens=True)
+    assert decoder.decode(ids) == ""
+    assert decoder.finish() == "\ufffd" == TOKENIZER.decode(ids)
+
+
+@given(data=st.data(), skip=st.booleans())
+def test_sentence_piece_text_survives_any_cutting(sentence_piece: Tokenizer, data: st.DataObject, skip: bool) -> None:
+    hello = [WORDS.index(f"<0x{byte:02X}>") for byte in "日é🫠".encode()]
+    pieces = st.lists(st.integers(0, len(WORDS) + 2).map(lambda i: [i]) | st.just(hello), max_size=20)
+    ids = [token_id for piece in data.draw(pieces) for token_id in piece]
+    texts = in_chunks(decoder_factory(sentence_piece), ids, data.draw(CUTS), skip=skip)
+    assert "".join(texts) == sentence_piece.decode(ids, skip_special_tokens=skip)
+
+
+def test_cost_per_token_is_constant() -> None:
+    # Bytes that never form a character are the worst case of decoders that wait for one.
+    broken = [i for i in range(600) if TOKENIZER.decode([i]) == "\ufffd"][:1] * 40_000
+
+    def seconds(ids: list[int]) -> float:
+        decoder = FACTORY.open(skip_special_tokens=True)
+        start = time.perf_counter()
+        for token_id in ids:
+            decoder.decode((token_id,))
+        return time.perf_counter() - start
+
+    short = min(seconds(broken[:4_000]) for _ in range(3))
+    assert seconds(broken) < 10 * short * 4  # quadratic cost would be ten times the bound's ten
+
+
+def test_an_unknown_decoder_is_refused(tmp_path: Path) -> None:
+    folder = sentence_piece_folder(tmp_path / "model", strip=True)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(UnsupportedError, match="WordPiece"):
+        decoder_factory(Tokenizer(folder))
+
+
+def test_a_missing_or_damaged_tokenizer_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
