@@ -1,0 +1,60 @@
+"""The `midstream` command.
+
+Each sub-command is a module with `add_arguments(parser)` and `run(arguments)`, which returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import midstream
+from midstream.errors import MidstreamError
+
+# Name -> (module, what it does). Only the module of the command that was asked for is imported.
+COMMANDS = {
+    "up": ("midstream.cli.up", "start everything on this machine"),
+    "status": ("midstream.cli.status", "show what runs: addresses, epochs, health"),
+    "down": ("midstream.cli.down", "stop everything, letting streams finish"),
+    "generate": ("midstream.cli.generate", "stream the answer to one prompt"),
+    "chat": ("midstream.cli.chat", "hold a conversation"),
+    "prepare": ("midstream.cli.prepare", "lay down a model folder"),
+    "demo": ("midstream.cli.demo", "start everything, stream a few answers at once, stop"),
+    "bench": ("midstream.bench.command", "measure a running service"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line `arguments`, by default this process's.
+
+    Returns:
+        The exit status: 0, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = _parser(words).parse_args(words)
+    try:
+        status: int = parsed.run(parsed)
+    except MidstreamError as error:
+        print(f"midstream {parsed.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        return 1
+    return status
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="midstream", description=midstream.__doc__)
+    parser.add_argument("--version", action="version", version=f"midstream {midstream.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module_name, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if name == next((word for word in words if not word.startswith("-")), None):
+            module = importlib.import_module(module_name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser

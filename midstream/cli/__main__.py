@@ -1,0 +1,8 @@
+"""`python -m midstream.cli` is the `midstream` command."""
+
+from __future__ import annotations
+
+from midstream.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

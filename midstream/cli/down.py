@@ -1,0 +1,52 @@
+"""`midstream down`: stops what `midstream up` started."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import time
+
+from rich.console import Console
+
+from midstream.cli.run_dir import RunDir, RunState
+from midstream.cli.supervisor import stop_orphans
+from midstream.cli.up import add_run_dir
+from midstream.errors import ExecutionError
+
+_POLL_INTERVAL_S = 0.05
+_TIMEOUT_S = 120.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    add_run_dir(parser)
+    parser.add_argument("--now", action="store_true", help="Cut streams that are still running.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; stopping what does not run is no error."""
+    run_dir, console = RunDir(arguments.run_dir), Console(highlight=False)
+    state = run_dir.read_state()
+    if state is None or not run_dir.is_supervised():
+        count = stop_orphans(state)
+        console.print(f"Killed {count} processes without a supervisor." if count else "Nothing runs.")
+        return 0
+    with console.status("Stopping"):
+        _stop(run_dir, state, now=arguments.now)
+    console.print("Stopped.")
+    return 0
+
+
+def _stop(run_dir: RunDir, state: RunState, *, now: bool) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(state.supervisor_pid, signal.SIGTERM)
+        if now:
+            time.sleep(_POLL_INTERVAL_S)  # two signals at once may arrive as one
+            os.kill(state.supervisor_pid, signal.SIGTERM)
+    while run_dir.is_supervised():
+        if time.monotonic() > deadline:
+            raise ExecutionError(f"the supervisor (process {state.supervisor_pid}) did not stop in {_TIMEOUT_S:.0f} s")
+        time.sleep(_POLL_INTERVAL_S)

@@ -1,0 +1,164 @@
+"""The run directory: what runs on this machine, on disk, so that other commands and a later start can see it.
+
+RUN_DIR/state.json   written by the supervisor at each change, replaced as a whole
+RUN_DIR/lock         held by the supervisor as long as it lives, so that a stale state is never taken for a live one
+RUN_DIR/logs/        one file per process
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from midstream.errors import ConfigError
+
+
+class ProcessPhase(StrEnum):
+    """Where a process is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    UNHEALTHY = "unhealthy"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """One supervised process.
+
+    Attributes:
+        name: Unique in the run, such as `worker-0`.
+        kind: The Python package that runs: router, scheduler, gpu_worker or detokenizer.
+        addresses: HOST:PORT by protocol (`grpc`, `http`, `zmq`).
+        pid: 0 while it does not run.
+        started_ticks: The kernel's start time of `pid`, which tells it from a later process of the same number.
+        detail: What it does or what is wrong with it, for the display.
+        num_restarts: Starts after the first.
+    """
+
+    name: str
+    kind: str
+    addresses: dict[str, str]
+    log: str
+    phase: ProcessPhase = ProcessPhase.STARTING
+    pid: int = 0
+    started_ticks: int = 0
+    started_unix_s: float = 0.0
+    num_restarts: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """All that one supervisor runs. `phase` is starting, ready, stopping, stopped or failed."""
+
+    model: str
+    phase: ProcessPhase
+    supervisor_pid: int
+    started_unix_s: float
+    processes: tuple[ProcessState, ...]
+    error: str = ""
+
+    def of_kind(self, kind: str) -> list[ProcessState]:
+        """The processes of one kind, in order."""
+        return [process for process in self.processes if process.kind == kind]
+
+
+class RunDir:
+    """A run directory, whether something runs in it or not."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self._state_file = path / "state.json"
+        self._lock_file = path / "lock"
+        self._lock: TextIOWrapper | None = None
+
+    def acquire(self) -> None:
+        """Becomes the one supervisor of this directory, until the process ends or `release`.
+
+        Raises:
+            ConfigError: Another one runs here.
+        """
+        self.logs.mkdir(parents=True, exist_ok=True)
+        lock = self._lock_file.open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise ConfigError(
+                f"Midstream runs already in {self.path}; stop it with `midstream down`, or give another directory",
+                field="--run-dir",
+            ) from None
+        self._lock = lock
+
+    def release(self) -> None:
+        """Gives the directory up."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def is_supervised(self) -> bool:
+        """Whether a supervisor lives here."""
+        if not self._lock_file.exists():
+            return False
+        with self._lock_file.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def write_state(self, state: RunState) -> None:
+        """Replaces the state as a whole."""
+        temporary = self._state_file.with_suffix(".new")
+        temporary.write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
+        temporary.replace(self._state_file)
+
+    def read_state(self) -> RunState | None:
+        """The state last written, also of a run that is over; None when there never was one."""
+        try:
+            text = self._state_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        try:
+            return _parse_state(json.loads(text))
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(f"{self._state_file} is damaged or of another version; delete it") from None
+
+
+def _parse_state(fields: dict[str, Any]) -> RunState:
+    processes = tuple(
+        ProcessState(**(item | {"phase": ProcessPhase(item["phase"])})) for item in fields.pop("processes")
+    )
+    phase = ProcessPhase(fields.pop("phase"))
+    return RunState(**fields, phase=phase, processes=processes)
+
+
+def default_run_dir() -> Path:
+    """$MIDSTREAM_HOME/run, by default ~/.cache/midstream/run."""
+    return Path(os.environ.get("MIDSTREAM_HOME") or "~/.cache/midstream").expanduser() / "run"
+
+
+def started_ticks(pid: int) -> int:
+    """When the kernel started process `pid`, in clock ticks since boot; 0 when there is none (or only its corpse)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 0 if fields[0] == "Z" else int(fields[19])
+
+
+def is_alive(process: ProcessState) -> bool:
+    """Whether the very process that the state names still runs."""
+    return process.pid > 0 and started_ticks(process.pid) == process.started_ticks != 0

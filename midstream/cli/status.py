@@ -1,0 +1,129 @@
+"""`midstream status`: what runs, where, since when, and how it is."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from midstream.cli.health import probe_health
+from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive
+from midstream.cli.up import add_run_dir
+from midstream.serving import open_channel
+from protos import loads_pb2, scheduler_pb2_grpc
+
+_TIMEOUT_S = 2.0
+NOT_RUNNING = "Nothing runs. Start it with: midstream up --detach"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """One process as it is now. `health` is `serving` or what is wrong; `epoch` is set for those that have one."""
+
+    process: ProcessState
+    health: str
+    epoch: int | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    add_run_dir(parser)
+    parser.add_argument("--json", action="store_true", help="For programs.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; 1 when nothing runs."""
+    run_dir = RunDir(arguments.run_dir)
+    state = run_dir.read_state()
+    if state is None or not run_dir.is_supervised():
+        print(json.dumps({"running": False, "processes": []}) if arguments.json else NOT_RUNNING)
+        return 1
+    statuses = asyncio.run(_ask_all(state))
+    if arguments.json:
+        print(json.dumps(_to_json(run_dir, state, statuses), indent=2))
+    else:
+        console = Console(highlight=False)
+        console.print(_table(statuses))
+        console.print(f"{state.model}, {state.phase}; logs in {run_dir.logs}", style="dim")
+    return 0
+
+
+async def _ask_all(state: RunState) -> list[ProcessStatus]:
+    healths = asyncio.gather(*(_ask_health(item) for item in state.processes))
+    epochs = await _ask_epochs(state)
+    return [
+        ProcessStatus(process, health, epochs.get(process.name))
+        for process, health in zip(state.processes, await healths, strict=True)
+    ]
+
+
+async def _ask_health(process: ProcessState) -> str:
+    if not is_alive(process):
+        return str(process.phase if process.phase is not ProcessPhase.READY else ProcessPhase.STOPPED)
+    problem = await probe_health(process.addresses["http"])
+    if problem and process.phase is ProcessPhase.STARTING:
+        return process.detail or "starting"
+    return problem or "serving"
+
+
+async def _ask_epochs(state: RunState) -> dict[str, int]:
+    """Epochs by process name, as the scheduler knows them."""
+    (scheduler,) = state.of_kind("scheduler")
+    async with open_channel(scheduler.addresses["grpc"]) as channel:
+        stub = cast("scheduler_pb2_grpc.SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
+        try:
+            info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return {}
+    return {scheduler.name: info.scheduler_epoch} | {group.group_id: group.epoch for group in info.worker_groups}
+
+
+def _table(statuses: list[ProcessStatus]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "pid", "addresses", "epoch", "health", "restarts", "up"):
+        table.add_column(column)
+    for status in statuses:
+        process = status.process
+        addresses = "  ".join(f"{protocol} {address}" for protocol, address in process.addresses.items())
+        style = "green" if status.health == "serving" else "red"
+        table.add_row(
+            process.name,
+            str(process.pid or "-"),
+            addresses,
+            str(status.epoch or "-"),
+            f"[{style}]{status.health}[/{style}]",
+            str(process.num_restarts),
+            f"{time.time() - process.started_unix_s:.0f} s" if process.pid else "-",
+        )
+    return table
+
+
+def _to_json(run_dir: RunDir, state: RunState, statuses: list[ProcessStatus]) -> dict[str, object]:
+    return {
+        "running": True,
+        "phase": state.phase,
+        "model": state.model,
+        "run_dir": str(run_dir.path),
+        "supervisor_pid": state.supervisor_pid,
+        "processes": [
+            {
+                "name": status.process.name,
+                "kind": status.process.kind,
+                "pid": status.process.pid,
+                "addresses": status.process.addresses,
+                "epoch": status.epoch,
+                "health": status.health,
+                "num_restarts": status.process.num_restarts,
+                "started_unix_s": status.process.started_unix_s,
+                "log": status.process.log,
+            }
+            for status in statuses
+        ],
+    }

@@ -1,0 +1,229 @@
+"""Runs the processes of a service on this machine: starts them, watches their health, restarts what dies, stops all.
+
+A process's life: it is started and `starting` until its /health first answers 200, then `ready`, or `unhealthy` while
+/health says otherwise. When it dies it is `restarting` after a pause that doubles with each death and is forgotten
+after a minute. Only a process that dies before everything was ready once ends the whole run: its settings are wrong.
+To stop, routers go first, so that streams in progress can finish behind them; the scheduler goes last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from midstream.cli.health import probe_health
+from midstream.cli.logs import last_lines, last_message
+from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, started_ticks
+from midstream.cli.topology import ProcessSpec
+from midstream.errors import ExecutionError
+
+_PROBE_INTERVAL_S = 0.2
+_FIRST_BACKOFF_S = 0.25
+_MAX_BACKOFF_S = 10.0
+_BACKOFF_FORGOTTEN_S = 60.0
+_STOP_ORDER = (("router",), ("detokenizer", "gpu_worker"), ("scheduler",))
+# More than the services' own limit for draining.
+_STOP_TIMEOUT_S = 40.0
+
+Observer = Callable[[RunState], None]
+
+
+class Supervisor:
+    """One run of a set of processes.
+
+    Attributes:
+        state: What runs, as last written to the run directory.
+    """
+
+    def __init__(self, run_dir: RunDir, model: str, specs: Sequence[ProcessSpec], observer: Observer) -> None:
+        """Takes the run directory.
+
+        Args:
+            run_dir: Where state and logs go.
+            model: What the state calls the model.
+            specs: The processes.
+            observer: Called with the state at each change.
+
+        Raises:
+            ConfigError: Another supervisor has the directory.
+        """
+        run_dir.acquire()
+        self._run_dir = run_dir
+        self._observer = observer
+        self._processes = [_Process(spec, run_dir.logs / f"{spec.name}.log", self._changed) for spec in specs]
+        self.state = RunState(model, ProcessPhase.STARTING, os.getpid(), time.time(), ())
+
+    async def run(self, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
+        """Runs everything until `stop` is set; then, or when the start fails, stops everything.
+
+        Args:
+            stop: Set it to end the run; set it, clear it and set it again to kill what does not stop.
+            ready: Is set when every process is ready for the first time.
+
+        Raises:
+            ExecutionError: A process died while the service was starting.
+        """
+        stop_orphans(self._run_dir.read_state())
+        self._changed()
+        lives = [asyncio.create_task(process.live(), name=process.name) for process in self._processes]
+        try:
+            await self._wait_until_ready(stop)
+            if not stop.is_set():
+                self._set_phase(ProcessPhase.READY)
+                if ready is not None:
+                    ready.set()
+                await stop.wait()
+        except ExecutionError as error:
+            self.state = dataclasses.replace(self.state, error=str(error))
+            raise
+        finally:
+            self._set_phase(ProcessPhase.STOPPING)
+            await self._stop_all()
+            await asyncio.gather(*lives)
+            self._set_phase(ProcessPhase.FAILED if self.state.error else ProcessPhase.STOPPED)
+            self._run_dir.release()
+
+    def kill(self) -> None:
+        """Ends what is left of the processes without letting them finish."""
+        for process in self._processes:
+            process.send(signal.SIGKILL)
+
+    async def _wait_until_ready(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            if all(process.state.phase is ProcessPhase.READY for process in self._processes):
+                return
+            for process in self._processes:
+                if process.state.num_restarts:
+                    lines = last_lines(process.log, 12)
+                    raise ExecutionError(f"{process.name} stopped while it was starting; its log ends with\n{lines}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _PROBE_INTERVAL_S)
+
+    async def _stop_all(self) -> None:
+        for process in self._processes:
+            process.stopping.set()
+        for kinds in _STOP_ORDER:
+            await asyncio.gather(*(process.stop() for process in self._processes if process.spec.kind in kinds))
+
+    def _set_phase(self, phase: ProcessPhase) -> None:
+        self.state = dataclasses.replace(self.state, phase=phase)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.state = dataclasses.replace(self.state, processes=tuple(process.state for process in self._processes))
+        self._run_dir.write_state(self.state)
+        self._observer(self.state)
+
+
+class _Process:
+    """One process and its successors."""
+
+    def __init__(self, spec: ProcessSpec, log: Path, changed: Callable[[], None]) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.log = log
+        self.stopping = asyncio.Event()
+        self.state = ProcessState(spec.name, spec.kind, spec.addresses, str(log))
+        self._changed = changed
+        self._exited = asyncio.Event()
+        self._backoff_s = _FIRST_BACKOFF_S
+        self.log.write_bytes(b"")
+
+    async def live(self) -> None:
+        """Starts the process, and starts it again whenever it has ended, until `stopping` is set."""
+        while not self.stopping.is_set():
+            code = await self._run_once()
+            if self.stopping.is_set():
+                break
+            reason = f"ended by signal {-code}" if code < 0 else f"exit status {code}"
+            restarts = self.state.num_restarts + 1
+            self._update(phase=ProcessPhase.RESTARTING, pid=0, num_restarts=restarts, detail=reason)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), self._backoff_s)
+            self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
+        self._update(phase=ProcessPhase.STOPPED, pid=0, detail="")
+
+    async def stop(self) -> None:
+        """Asks the process to end, waits, and kills it when it takes too long."""
+        if not self.state.pid:
+            return
+        self._update(phase=ProcessPhase.STOPPING, detail="finishing its streams")
+        self.send(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._exited.wait(), _STOP_TIMEOUT_S)
+        except TimeoutError:
+            self.send(signal.SIGKILL)
+            await self._exited.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal, if the process still runs."""
+        if is_alive(self.state):
+            os.kill(self.state.pid, number)
+
+    async def _run_once(self) -> int:
+        self._exited.clear()
+        with self.log.open("ab") as log:
+            # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which stops the parts in order.
+            process = await asyncio.create_subprocess_exec(
+                *self.spec.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        self._update(
+            phase=ProcessPhase.STARTING,
+            pid=process.pid,
+            started_ticks=started_ticks(process.pid),
+            started_unix_s=time.time(),
+            detail="",
+        )
+        if self.stopping.is_set():  # `stop` came before there was anything to stop
+            self.send(signal.SIGKILL)
+        watch = asyncio.create_task(self._watch_health())
+        code = await process.wait()
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+        self._exited.set()
+        return code
+
+    async def _watch_health(self) -> None:
+        started = time.monotonic()
+        while True:
+            problem = await probe_health(self.spec.addresses["http"])
+            if self.state.phase is not ProcessPhase.STOPPING:
+                self._note_health(problem)
+            if time.monotonic() - started > _BACKOFF_FORGOTTEN_S:
+                self._backoff_s = _FIRST_BACKOFF_S
+            settled = self.state.phase is ProcessPhase.READY
+            await asyncio.sleep(1.0 if settled else _PROBE_INTERVAL_S)
+
+    def _note_health(self, problem: str | None) -> None:
+        if problem is None:
+            self._update(phase=ProcessPhase.READY, detail="")
+        elif self.state.phase is ProcessPhase.STARTING:
+            self._update(detail=last_message(self.log) or problem)
+        else:
+            self._update(phase=ProcessPhase.UNHEALTHY, detail=problem)
+
+    def _update(self, **changes: object) -> None:
+        state = dataclasses.replace(self.state, **changes)  # type: ignore[arg-type]
+        if state != self.state:
+            self.state = state
+            self._changed()
+
+
+def stop_orphans(state: RunState | None) -> int:
+    """Kills what an earlier supervisor left behind when it was killed itself.
+
+    Returns:
+        How many processes.
+    """
+    orphans = [process for process in state.processes if is_alive(process)] if state else []
+    for process in orphans:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    return len(orphans)

@@ -1,0 +1,143 @@
+"""Which processes make up a service on this machine, at which addresses, with which flags."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
+from midstream.errors import ConfigError
+from midstream.model_folder import EMBEDDED_MODEL
+
+HOST = "127.0.0.1"
+# Below the range from which the kernel gives ports to outgoing connections: a restarted process finds its port free.
+_SPARE_PORTS = range(20_000, 32_000)
+# The smallest count of each part, and the largest that one machine can reasonably carry.
+_MAX_REPLICAS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """How to start one process: `python -m KIND FLAGS`."""
+
+    name: str
+    kind: str
+    flags: tuple[str, ...]
+    addresses: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def command(self) -> list[str]:
+        """The command line."""
+        return [sys.executable, "-m", self.kind, "--name", self.name, *self.flags]
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How many of each part run, for which model."""
+
+    model: str = EMBEDDED_MODEL
+    num_routers: int = 1
+    num_detokenizers: int = 1
+    num_workers: int = 1
+
+    def __post_init__(self) -> None:
+        for flag, count in (
+            ("--routers", self.num_routers),
+            ("--detokenizers", self.num_detokenizers),
+            ("--workers", self.num_workers),
+        ):
+            if not 1 <= count <= _MAX_REPLICAS:
+                raise ConfigError(f"{count} is not in 1..{_MAX_REPLICAS}", field=flag)
+
+
+def plan_processes(
+    topology: Topology, num_cores: int | None = None, is_free: Callable[[int], bool] | None = None
+) -> list[ProcessSpec]:
+    """The processes of `topology`: default ports where they are free, spare ones for replicas and where they are not.
+
+    Args:
+        topology: What to run.
+        num_cores: Cores to share among workers; default: those this process may use.
+        is_free: Whether a port can be listened on; default: try.
+    """
+    ports = _Ports(is_free or is_free_port)
+    model = ("--model", topology.model)
+    scheduler = _Addresses(ports)
+    grpc = scheduler.add("grpc", SchedulerConfig.port)
+    zmq = scheduler.add("zmq", SchedulerConfig.worker_port)
+    specs = [
+        ProcessSpec(
+            "scheduler-0",
+            "scheduler",
+            (*model, "--port", str(grpc), "--worker-port", str(zmq), *scheduler.http_flags()),
+            scheduler.taken,
+        )
+    ]
+    cores = num_cores or len(os.sched_getaffinity(0))
+    for index in range(topology.num_workers):
+        name, worker = f"worker-{index}", _Addresses(ports)
+        threads = ("--num-threads", str(max(1, cores // topology.num_workers)))
+        link = ("--scheduler", f"tcp://{HOST}:{zmq}", "--group-id", name)
+        specs.append(ProcessSpec(name, "gpu_worker", (*model, *link, *threads, *worker.http_flags()), worker.taken))
+    for index in range(topology.num_detokenizers):
+        detokenizer = _Addresses(ports)
+        port = detokenizer.add("grpc", DetokenizerConfig.port)
+        flags = (*model, "--port", str(port), "--schedulers", f"{HOST}:{grpc}", *detokenizer.http_flags())
+        specs.append(ProcessSpec(f"detokenizer-{index}", "detokenizer", flags, detokenizer.taken))
+    targets = ",".join(spec.addresses["grpc"] for spec in specs if spec.kind == "detokenizer")
+    for index in range(topology.num_routers):
+        router = _Addresses(ports)
+        port = router.add("grpc", RouterConfig.port)
+        links = ("--schedulers", f"{HOST}:{grpc}", "--detokenizers", targets)
+        http = router.http_flags(RouterConfig.http_port)
+        specs.append(
+            ProcessSpec(f"router-{index}", "router", (*model, "--port", str(port), *links, *http), router.taken)
+        )
+    return specs
+
+
+class _Ports:
+    """Hands out ports that nobody listens on, each once."""
+
+    def __init__(self, is_free: Callable[[int], bool]) -> None:
+        self._is_free = is_free
+        self._taken: set[int] = set()
+
+    def take(self, preferred: int | None) -> int:
+        spare = random.sample(_SPARE_PORTS, 200)
+        for port in [preferred, *spare] if preferred else spare:
+            if port not in self._taken and self._is_free(port):
+                self._taken.add(port)
+                return port
+        raise ConfigError("no free port was found")
+
+
+class _Addresses:
+    """The addresses of one process."""
+
+    def __init__(self, ports: _Ports) -> None:
+        self._ports = ports
+        self.taken: dict[str, str] = {}
+
+    def add(self, protocol: str, preferred: int | None = None) -> int:
+        port = self._ports.take(preferred)
+        self.taken[protocol] = f"{HOST}:{port}"
+        return port
+
+    def http_flags(self, preferred: int | None = None) -> tuple[str, str]:
+        return "--http-port", str(self.add("http", preferred))
+
+
+def is_free_port(port: int) -> bool:
+    """Whether nobody listens on `port` of the loopback address."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,42 @@
+"""A stand-in for any service under the supervisor: answers /health, or misbehaves as it is told.
+
+python -m tests.midstream.fake_service --name NAME --http-port PORT [--mode healthy|crash|stubborn] [--trace FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from midstream.telemetry import HttpServer, Metrics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name")
+    parser.add_argument("--http-port", type=int)
+    parser.add_argument("--mode", default="healthy")
+    parser.add_argument("--trace", type=Path)
+    arguments = parser.parse_args()
+    if arguments.mode == "crash":
+        print(json.dumps({"level": "error", "message": "model: no such folder"}), file=sys.stderr)
+        raise SystemExit(3)
+    terminated = threading.Event()
+    if arguments.mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    server = HttpServer("127.0.0.1", arguments.http_port, Metrics(), list)
+    server.start()
+    terminated.wait()
+    server.stop()
+    with arguments.trace.open("a") as trace:
+        trace.write(f"{arguments.name}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from midstream.cli.run_dir import ProcessPhase, RunDir, RunState, is_alive
+from midstream.cli.supervisor import Supervisor, stop_orphans
+from midstream.cli.topology import ProcessSpec
+from midstream.errors import ConfigError, ExecutionError
+
+FAKE = "tests.midstream.fake_service"
+
+
+class Run:
+    """A supervisor over fake services, and what its observer saw."""
+
+    def __init__(self, path: Path, kinds: dict[str, str], free_port: Callable[[], int], mode: str = "healthy") -> None:
+        self.trace = path / "trace"
+        specs = []
+        for name, kind in kinds.items():
+            port = free_port()
+            flags = ("--http-port", str(port), "--mode", mode, "--trace", str(self.trace))
+            specs.append(FakeSpec(name, kind, flags, {"http": f"127.0.0.1:{port}"}))
+        self.run_dir = RunDir(path / "run")
+        self.changed = asyncio.Event()
+        self.states: list[RunState] = []
+        self.supervisor = Supervisor(self.run_dir, "a-model", specs, self.observe)
+        self.stop, self.ready = asyncio.Event(), asyncio.Event()
+        self.task = asyncio.create_task(self.supervisor.run(self.stop, self.ready))
+
+    def observe(self, state: RunState) -> None:
+        self.states.append(state)
+        self.changed.set()
+
+    async def until(self, holds: Callable[[RunState], bool]) -> RunState:
+        async with asyncio.timeout(20):
+            while not holds(self.supervisor.state):
+                self.changed.clear()
+                await self.changed.wait()
+        return self.supervisor.state
+
+    async def end(self) -> None:
+        self.stop.set()
+        async with asyncio.timeout(20):
+            await self.task
+
+
+class FakeSpec(ProcessSpec):
+    @property
+    def command(self) -> list[str]:
+        command = super().command
+        return [FAKE if word == self.kind else word for word in command]
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    import socket
+
+    def take() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    return take
+
+
+KINDS = {"scheduler-0": "scheduler", "worker-0": "gpu_worker", "router-0": "router"}
+
+
+async def test_all_become_ready_and_stop_routers_first_and_the_scheduler_last(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    run = Run(tmp_path, KINDS, free_port)
+    await run.until(lambda state: state.phase is ProcessPhase.READY)
+    assert all(is_alive(process) for process in run.supervisor.state.processes)
+    await run.end()
+    assert run.trace.read_text().split() == ["router-0", "worker-0", "scheduler-0"]
+    assert not any(is_alive(process) for state in run.states for process in state.processes)
+    assert run.supervisor.state.phase is ProcessPhase.STOPPED
+    assert not run.run_dir.is_supervised()
+
+
+async def test_a_process_that_dies_is_started_again_and_nothing_else_is_touched(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    run = Run(tmp_path, KINDS, free_port)
+    before = {process.name: process.pid for process in (await run.until(_all_ready)).processes}
+    await run.ready.wait()
+    os.kill(before["worker-0"], signal.SIGKILL)
+    await run.until(lambda state: _named(state, "worker-0") == (ProcessPhase.RESTARTING, 1))
+    state = await run.until(lambda state: _named(state, "worker-0") == (ProcessPhase.READY, 1))
+    after = {process.name: process.pid for process in state.processes}
+    assert after["worker-0"] != before["worker-0"]
+    assert {**after, "worker-0": 0} == {**before, "worker-0": 0}
+    assert [process.detail for state in run.states for process in state.processes if process.detail.startswith("ended")]
+    await run.end()
+
+
+async def test_a_process_that_cannot_start_ends_the_run_and_its_log_is_shown(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    run = Run(tmp_path, {"scheduler-0": "scheduler"}, free_port, mode="crash")
+    with pytest.raises(ExecutionError, match=r"scheduler-0 stopped while it was starting(.|\n)*model: no such folder"):
+        await run.task
+    state = run.run_dir.read_state()
+    assert state is not None
+    assert state.phase is ProcessPhase.FAILED
+
+
+async def test_kill_ends_what_does_not_stop(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    run = Run(tmp_path, {"router-0": "router"}, free_port, mode="stubborn")
+    await run.ready.wait()
+    run.stop.set()
+    await run.until(lambda state: _named(state, "router-0")[0] is ProcessPhase.STOPPING)
+    run.supervisor.kill()
+    await run.end()
+
+
+async def test_one_supervisor_per_directory(tmp_path: Path) -> None:
+    first = RunDir(tmp_path)
+    first.acquire()
+    with pytest.raises(ConfigError) as caught:
+        RunDir(tmp_path).acquire()
+    assert caught.value.field == "--run-dir"
+    first.release()
+    second = RunDir(tmp_path)
+    second.acquire()
+    second.release()
+
+
+async def test_the_state_read_is_the_state_written(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    run = Run(tmp_path, KINDS, free_port)
+    await run.until(lambda state: state.phase is ProcessPhase.READY)
+    assert RunDir(tmp_path / "run").read_state() == run.supervisor.state
+    await run.end()
+
+
+async def test_orphans_of_a_killed_supervisor_are_found_and_ended(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    run = Run(tmp_path, KINDS, free_port)
+    state = await run.until(lambda state: state.phase is ProcessPhase.READY)
+    assert stop_orphans(state) == 3
+    await run.end()
+    assert stop_orphans(run.run_dir.read_state()) == 0
+
+
+def _all_ready(state: RunState) -> bool:
+    return bool(state.processes) and all(process.phase is ProcessPhase.READY for process in state.processes)
+
+
+def _named(state: RunState, name: str) -> tuple[ProcessPhase, int]:
+    (process,) = (process for process in state.processes if process.name == name)
+    return process.phase, process.num_restarts

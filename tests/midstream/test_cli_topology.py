@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+
+import pytest
+
+from midstream.cli.topology import Topology, is_free_port, plan_processes
+from midstream.errors import ConfigError
+
+
+def flag(flags: tuple[str, ...], name: str) -> str:
+    return flags[flags.index(name) + 1]
+
+
+def test_every_part_knows_the_addresses_of_those_it_dials() -> None:
+    specs = {spec.name: spec for spec in plan_processes(Topology("a-model", 2, 3, 2), num_cores=4)}
+
+    assert sorted(specs) == [
+        "detokenizer-0", "detokenizer-1", "detokenizer-2", "router-0", "router-1", "scheduler-0", "worker-0",
+        "worker-1",
+    ]  # fmt: skip
+    scheduler = specs["scheduler-0"].addresses
+    detokenizers = ",".join(specs[f"detokenizer-{index}"].addresses["grpc"] for index in range(3))
+    for index in range(2):
+        router = specs[f"router-{index}"].flags
+        assert flag(router, "--schedulers") == scheduler["grpc"]
+        assert flag(router, "--detokenizers") == detokenizers
+        worker = specs[f"worker-{index}"].flags
+        assert flag(worker, "--scheduler") == f"tcp://{scheduler['zmq']}"
+        assert flag(worker, "--group-id") == f"worker-{index}"
+    assert flag(specs["detokenizer-2"].flags, "--schedulers") == scheduler["grpc"]
+    assert all(flag(spec.flags, "--model") == "a-model" for spec in specs.values())
+
+
+def test_no_address_is_given_twice() -> None:
+    specs = plan_processes(Topology("a-model", 3, 3, 3))
+    addresses = [address for spec in specs for address in spec.addresses.values()]
+    assert len(set(addresses)) == len(addresses) == 3 * 2 + 3 * 2 + 3 + 3
+
+
+@pytest.mark.parametrize(("num_cores", "num_workers", "num_threads"), [(2, 1, 2), (2, 2, 1), (2, 5, 1), (16, 3, 5)])
+def test_workers_share_the_cores(num_cores: int, num_workers: int, num_threads: int) -> None:
+    specs = plan_processes(Topology(num_workers=num_workers), num_cores)
+    workers = [spec for spec in specs if spec.kind == "gpu_worker"]
+    assert [flag(spec.flags, "--num-threads") for spec in workers] == [str(num_threads)] * num_workers
+
+
+def test_default_ports_are_taken_where_they_are_free() -> None:
+    specs = {spec.name: spec for spec in plan_processes(Topology(num_routers=2), is_free=lambda port: port != 50052)}
+    assert specs["router-0"].addresses == {"grpc": "127.0.0.1:50051", "http": "127.0.0.1:8000"}
+    assert specs["router-1"].addresses["grpc"] != "127.0.0.1:50051"
+    assert specs["scheduler-0"].addresses["grpc"] != "127.0.0.1:50052"
+    assert specs["scheduler-0"].addresses["zmq"] == "127.0.0.1:50053"
+
+
+def test_a_port_with_a_listener_is_not_free() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        assert not is_free_port(port)
+    assert is_free_port(port)
+
+
+@pytest.mark.parametrize("count", [0, -1, 65])
+def test_a_senseless_count_names_its_flag(count: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Topology(num_detokenizers=count)
+    assert caught.value.field == "--detokenizers"

@@ -1,0 +1,102 @@
+"""Who may import whom, and that no package from outside stands in for one of ours."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SERVICES = frozenset({"router", "scheduler", "gpu_worker", "detokenizer"})
+PACKAGES = SERVICES | {"midstream", "protos", "kernels"}
+
+MAY_IMPORT = {
+    "router": {"midstream", "protos"},
+    "scheduler": {"midstream", "protos"},
+    "detokenizer": {"midstream", "protos"},
+    "gpu_worker": {"midstream", "protos", "kernels"},
+    "midstream": {"protos"},
+    "kernels": set[str](),
+    "protos": set[str](),
+}
+# Weights that arrive in a file, bytes that arrive on a socket: nothing in them may be executed.
+EXECUTES_DATA = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+HEAVY = {"torch", "transformers", "accelerate", "safetensors", "triton"}
+
+
+def source_files(package: str) -> list[Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, package
+    return files
+
+
+def imported_modules(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+def imports_of(package: str) -> set[tuple[str, str]]:
+    """(file, top-level package) for each import in `package`."""
+    return {
+        (str(file.relative_to(ROOT)), module.partition(".")[0])
+        for file in source_files(package)
+        for module in imported_modules(file)
+    }
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_packages_import_only_what_they_may(package: str) -> None:
+    ours = PACKAGES - {package} - MAY_IMPORT[package]
+    assert [found for found in imports_of(package) if found[1] in ours] == []
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES - {"gpu_worker", "kernels"}))
+def test_only_workers_and_kernels_import_torch(package: str) -> None:
+    assert [found for found in imports_of(package) if found[1] == "torch"] == []
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_nothing_that_executes_data_is_imported(package: str) -> None:
+    assert [found for found in imports_of(package) if found[1] in EXECUTES_DATA] == []
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES - {"protos"}))
+def test_nothing_that_executes_data_is_called(package: str) -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in source_files(package)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {"eval", "exec", "torch.load", "np.load", "numpy.load"}
+    ]
+    assert found == []
+
+
+def test_the_package_kernels_is_ours() -> None:
+    spec = importlib.util.find_spec("kernels")
+    assert spec is not None
+    assert spec.origin == str(ROOT / "kernels" / "__init__.py")
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("kernels")
+
+
+@pytest.mark.parametrize("extra", ["router", "scheduler", "detokenizer"])
+def test_light_services_install_without_torch(extra: str) -> None:
+    assert requirements_of(extra).isdisjoint(HEAVY)
+    assert "torch" in requirements_of("worker")
+
+
+def requirements_of(extra: str) -> set[str]:
+    """Names of what `pip install midstream[extra]` asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = project["dependencies"] + project["optional-dependencies"][extra]
+    return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
