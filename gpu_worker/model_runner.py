@@ -14,7 +14,7 @@ from gpu_worker.kv_cache import KvCache, block_bytes, choose_num_blocks
 from gpu_worker.loader import LoadedModel, load_model
 from gpu_worker.rows import Rows
 from gpu_worker.sampler import Sampler
-from gpu_worker.step import GREEDY, NewSequence, Step, StepOutput
+from gpu_worker.step import GREEDY, NewSequence, RowLogProbs, Step, StepOutput
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, ExecutionError, MidstreamError
 from midstream.model_folder import ModelFolder
@@ -22,6 +22,8 @@ from midstream.model_folder import ModelFolder
 logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 16
+# Large enough to use the machine, small enough that a step's decodes do not wait long for its prefills.
+_CPU_NUM_TOKENS, _GPU_NUM_TOKENS = 256, 2048
 
 
 class ModelRunner:
@@ -31,6 +33,7 @@ class ModelRunner:
         model: The loaded model.
         kv: Its KV pool.
         max_sequence_length: Prompt and output together, in tokens.
+        max_num_tokens: Tokens in one step.
     """
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder) -> None:
@@ -49,6 +52,8 @@ class ModelRunner:
                 field="max_sequence_length",
             )
         self._config = config
+        default = _CPU_NUM_TOKENS if self.model.device.type == "cpu" else _GPU_NUM_TOKENS
+        self.max_num_tokens = config.max_num_tokens or default
         self._warm_up()
         self._take_blocks(self._choose_num_blocks())
 
@@ -70,7 +75,7 @@ class ModelRunner:
         rows, is_run = prepared.sampled_rows, prepared.is_run
         token_ids = np.zeros(len(rows), dtype=np.int32)
         errors: list[tuple[int, MidstreamError]] = []
-        log_probs = ()
+        log_probs: tuple[RowLogProbs, ...] = ()
         if prepared.inputs is not None:
             logits = self.model.decoder.forward(prepared.inputs, self.kv)
             if len(logits):
@@ -90,7 +95,7 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Runs the largest step on a GPU, so that what is free afterwards stays free; a small one on a CPU."""
         is_gpu = self.model.device.type == "cuda"
-        num_tokens = self._config.max_num_tokens if is_gpu else _WARM_UP_TOKENS
+        num_tokens = self.max_num_tokens if is_gpu else _WARM_UP_TOKENS
         num_tokens = min(num_tokens, self.max_sequence_length - 1)
         self._take_blocks(-(-(num_tokens + 1) // self._config.tokens_per_block))
         tokens = np.zeros(num_tokens, dtype=np.int32)

@@ -77,7 +77,7 @@ class Rows:
     @property
     def num_rows(self) -> int:
         """Rows there is room for."""
-        return self.lengths.shape[0]
+        return len(self.lengths)
 
     def add(self, new: NewSequence) -> None:
         """Fills a row; a sequence that cannot run here makes the row a failed one."""

@@ -2,7 +2,7 @@
 
 A batch may mix rows of every kind. All rows take part in one argmax, which is all that plain greedy rows need; the
 others are copied out, their logits changed as asked (bias, penalties, min tokens), and those with a temperature are
-drawn by inverting the cumulative distribution at one uniform number per row. No result depends on the rest of the batch.
+drawn by inverting the cumulative distribution at one uniform number per row. No result depends on the batch's rest.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_worker.random import uniforms
 from gpu_worker.rows import Feature, Rows
 from gpu_worker.step import IntArray, RowLogProbs
+from gpu_worker.uniforms import uniforms
 
 # Likeliest tokens that are sorted first; all are where their probability does not reach top_p.
 _NUM_CANDIDATES = 256

@@ -1,5 +1,4 @@
-"""What the worker executes and answers, as plain types: `wire` makes them from protobuf, the model side knows only these.
-"""
+"""What the worker executes and answers, as plain types; `wire` makes them from protobuf."""
 
 from __future__ import annotations
 

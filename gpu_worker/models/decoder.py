@@ -107,7 +107,8 @@ class TorchDecoder:
     ) -> Tensor:
         d = self._description
         num_tokens = x.shape[0]
-        q, k, v = layer.qkv(x).split([size * d.head_dim for size in (d.num_heads, d.num_kv_heads, d.num_kv_heads)], -1)
+        sizes = [heads * d.head_dim for heads in (d.num_heads, d.num_kv_heads, d.num_kv_heads)]
+        q, k, v = torch.split(layer.qkv(x), sizes, dim=-1)
         q = q.reshape(num_tokens, d.num_heads, d.head_dim)
         k = k.reshape(num_tokens, d.num_kv_heads, d.head_dim)
         v = v.reshape(num_tokens, d.num_kv_heads, d.head_dim)

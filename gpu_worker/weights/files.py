@@ -59,13 +59,13 @@ class SafetensorsFiles:
         Raises:
             ConfigError: A file is damaged.
         """
-        self._owners = {}
+        self._owners: dict[str, safe_open] = {}
         for path in paths:
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} is not a readable safetensors file: {error}", field="model") from error
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
+            for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a mapping)
                 self._owners[name] = file
 
     def has(self, name: str) -> bool:
@@ -84,7 +84,7 @@ class SafetensorsFiles:
     def _get(self, name: str) -> Tensor:
         if name not in self._owners:
             raise ConfigError(f"the weights lack the tensor {name}", field="model")
-        tensor: Tensor = self._owners[name].get_tensor(name)
+        tensor: Tensor = self._owners[name].get_tensor(name)  # type: ignore[no-untyped-call]
         if not tensor.is_floating_point():
             raise ConfigError(f"the tensor {name} has type {tensor.dtype}, which is not supported", field="model")
         return tensor

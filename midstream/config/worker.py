@@ -26,6 +26,6 @@ class WorkerConfig(ServiceConfig):
     )
     max_kv_tokens: int = setting(0, "Most tokens in the KV pool; 0: what the memory fraction gives.")
     max_batch_size: int = setting(256, "Sequences in one step.")
-    max_num_tokens: int = setting(2048, "Tokens in one step.")
+    max_num_tokens: int = setting(0, "Tokens in one step; 0: 2048 on a GPU, 256 on a CPU.")
     max_sequence_length: int = setting(0, "Prompt and output together; 0: as the model says.")
     num_threads: int = setting(0, "Compute threads on a CPU; 0: one per core.")

@@ -19,7 +19,7 @@ def uniforms(
     mixed = _mix(seeds + _STEP)
     mixed = _mix((mixed ^ sequence_indices.astype(np.uint64)) + _STEP)
     mixed = _mix((mixed ^ positions.astype(np.uint64)) + _STEP)
-    return (mixed >> np.uint64(11)) * 2.0**-53
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

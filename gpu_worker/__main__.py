@@ -1,0 +1,29 @@
+"""`python -m gpu_worker`."""
+
+from __future__ import annotations
+
+import sys
+
+from midstream.config import WorkerConfig, load_config
+from midstream.errors import MidstreamError
+from midstream.telemetry import configure_logging
+
+_CONFIG_EXIT_CODE = 2
+
+
+def main() -> int:
+    """Runs a worker; returns the exit code: 0 drained, 2 wrong configuration, 3 rejected by the scheduler."""
+    try:
+        config = load_config(WorkerConfig, "gpu_worker")
+        configure_logging(config.name or "gpu_worker", level=config.log_level, style=config.log_format)
+        from gpu_worker.worker import Worker
+
+        worker = Worker(config)
+    except MidstreamError as error:
+        print(f"gpu_worker: {error}", file=sys.stderr)
+        return _CONFIG_EXIT_CODE
+    return worker.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The worker process.
+
+One step's journey: the link's thread receives a StepBatch, checks epoch and order, turns it into a `Step` and puts it
+into the inbox, while the compute loop below still runs the step before it. The loop takes it from there; the runner
+applies it to the rows, runs the model and samples; the output goes to the link, which encodes and sends it while the
+loop is already at the next step. The tokens of a step are in the rows before the next begins, so the scheduler need not
+have seen them to send it.
+
+Compute stays on the main thread, so that its native threads are one team; everything that waits for a network is on
+the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import socket
+import time
+
+import psutil
+import torch
+
+from gpu_worker.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
+from gpu_worker.model_runner import ModelRunner
+from gpu_worker.wire import FEATURES, PROTOCOL_VERSION
+from midstream.config import WorkerConfig
+from midstream.health import Progress
+from midstream.model_folder import ModelFolder, open_model_folder
+from midstream.telemetry import HttpServer, Metrics
+from protos import worker_pb2
+
+logger = logging.getLogger(__name__)
+
+_STALL_S = 30.0
+
+
+class Worker:
+    """Executes the scheduler's steps on one model until it is told to stop."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Loads the model.
+
+        Raises:
+            ConfigError: The model folder or a setting is wrong.
+            UnsupportedError: The model's architecture is not known here.
+        """
+        folder = open_model_folder(config.model)
+        self._runner = ModelRunner(config, folder)
+        metrics, progress = Metrics(), Progress()
+        self._loop = progress.loop("compute", _STALL_S)
+        self._link = SchedulerLink(config.scheduler, _registration(config, folder, self._runner), metrics, _memory)
+        self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
+        self._steps = metrics.counter("worker_steps", "Steps executed.")
+        self._tokens = metrics.counter("worker_tokens", "Tokens sampled.")
+        self._step_seconds = metrics.histogram("worker_step_seconds", "Time of forward pass and sampling of a step.")
+
+    def run(self) -> int:
+        """Serves until SIGTERM, SIGINT or a rejection; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._link.leave())
+        self._http.start()
+        self._link.start()
+        logger.info("ready", extra={"http_port": self._http.port})
+        stopped = self._serve()
+        self._link.join()
+        self._http.stop()
+        logger.log(logging.ERROR if stopped.exit_code else logging.INFO, "stopped: %s", stopped.reason)
+        return stopped.exit_code
+
+    def _serve(self) -> Stopped:
+        while True:
+            self._loop.idle()
+            work = self._link.inbox.get()
+            self._loop.touch()
+            if isinstance(work, WaitingStep):
+                self._execute(work)
+            elif isinstance(work, EpochStarted):
+                self._runner.clear()
+            else:
+                return work
+
+    def _execute(self, work: WaitingStep) -> None:
+        step = work.step
+        if step.epoch != self._link.epoch:
+            return
+        waiting_s = time.perf_counter() - work.received_at
+        try:
+            output = self._runner.run_step(step)
+        except Exception:
+            # On a GPU nothing works after an error of its own, so the process ends there; on a CPU a new epoch will do.
+            logger.exception("step %d failed", step.step_id)
+            if self._runner.model.device.type != "cpu":
+                raise
+            self._link.abandon_epoch()
+            return
+        self._link.send_result(step, output, waiting_s)
+        self._steps.inc()
+        self._tokens.inc(len(output.token_ids))
+        self._step_seconds.observe(output.forward_s)
+
+
+def _registration(config: WorkerConfig, folder: ModelFolder, runner: ModelRunner) -> worker_pb2.Register:
+    host, model = socket.gethostname(), runner.model
+    return worker_pb2.Register(
+        group_id=config.group_id or f"{host}-{os.getpid()}",
+        incarnation=random.SystemRandom().getrandbits(64),
+        model_fingerprint=folder.fingerprint,
+        model=folder.name,
+        tokens_per_block=config.tokens_per_block,
+        num_blocks=runner.kv.num_blocks,
+        vocab_size=model.description.vocab_size,
+        max_sequence_length=runner.max_sequence_length,
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=runner.max_num_tokens,
+        world_size=1,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_dtype=str(model.kv_dtype).removeprefix("torch."),
+        features=FEATURES,
+        host=host,
+        pid=os.getpid(),
+        protocol_version=PROTOCOL_VERSION,
+    )
+
+
+def _memory() -> worker_pb2.MemoryUsage:
+    gpu_bytes = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+    return worker_pb2.MemoryUsage(cpu_bytes=psutil.Process().memory_info().rss, gpu_bytes=gpu_bytes)
