@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 
@@ -10,7 +11,9 @@ import torch
 
 from gpu_worker.models.decoder import Decoder, TorchDecoder
 from gpu_worker.models.description import DecoderDescription, describe
+from gpu_worker.models.native import CpuDecoder, dims_of
 from gpu_worker.weights.decoder_weights import DecoderWeights
+from kernels.cpu import Library, load_library, supports
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model_folder import ModelFolder
@@ -49,9 +52,37 @@ def load_model(config: WorkerConfig, folder: ModelFolder) -> LoadedModel:
         raise UnsupportedError(f"a KV cache in {config.kv} is not supported", field="kv")
     started = time.perf_counter()
     weights = DecoderWeights(folder, description, config.weights)
-    decoder = TorchDecoder(description, weights, dtype, device)
-    logger.info("loaded %s (%s) on %s in %.1f s", folder.name, "PyTorch", device, time.perf_counter() - started)
+    library = _cpu_library(config, description) if device.type == "cpu" else None
+    decoder: Decoder
+    if library is None:
+        decoder, kind = TorchDecoder(description, weights, dtype, device), "PyTorch operations"
+    else:
+        decoder, kind = CpuDecoder(description, weights, library, num_threads(config)), f"{library.isa} kernels"
+    logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
     return LoadedModel(description, decoder, device, dtype, kv_dtype)
+
+
+def num_threads(config: WorkerConfig) -> int:
+    """Compute threads on a CPU."""
+    return config.num_threads or len(os.sched_getaffinity(0))
+
+
+def _cpu_library(config: WorkerConfig, description: DecoderDescription) -> Library | None:
+    """The CPU kernels; None where PyTorch's operations run in their place."""
+    if config.kernels == "torch":
+        return None
+    reason = supports(dims_of(description))
+    if description.has_mlp_bias:
+        reason = "its feed-forward layers have biases"
+    if reason is None:
+        library = load_library()
+        if library is not None:
+            return library
+        reason = "they cannot be built or run here"
+    if config.kernels == "native":
+        raise ConfigError(f"the CPU kernels cannot run this model: {reason}", field="kernels")
+    logger.warning("the CPU kernels cannot run this model, so PyTorch's operations do: %s", reason)
+    return None
 
 
 def _device(name: str) -> torch.device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from gpu_worker.input_batch import InputBatch
 from gpu_worker.kv_cache import KvCache, block_bytes, choose_num_blocks
-from gpu_worker.loader import LoadedModel, load_model
+from gpu_worker.loader import LoadedModel, load_model, num_threads
 from gpu_worker.rows import Rows
 from gpu_worker.sampler import Sampler
 from gpu_worker.step import GREEDY, NewSequence, RowLogProbs, Step, StepOutput
@@ -43,7 +42,7 @@ class ModelRunner:
             ConfigError: The folder or a setting is wrong.
             UnsupportedError: The model's architecture is not known here.
         """
-        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(num_threads(config))
         self.model: LoadedModel = load_model(config, folder)
         self.max_sequence_length = config.max_sequence_length or folder.max_sequence_length
         if self.max_sequence_length > self.model.description.max_sequence_length:
@@ -77,7 +76,7 @@ class ModelRunner:
         errors: list[tuple[int, MidstreamError]] = []
         log_probs: tuple[RowLogProbs, ...] = ()
         if prepared.inputs is not None:
-            logits = self.model.decoder.forward(prepared.inputs, self.kv)
+            logits = self.model.decoder.forward(prepared.inputs)
             if len(logits):
                 run_rows = rows[is_run]
                 sampled = self._sampler.sample(logits, run_rows)
@@ -126,6 +125,7 @@ class ModelRunner:
     def _take_blocks(self, num_blocks: int) -> None:
         model, tokens_per_block = self.model, self._config.tokens_per_block
         self.kv = KvCache(model.description, num_blocks, tokens_per_block, model.kv_dtype, model.device)
+        model.decoder.use_cache(self.kv)
         self._rows = Rows(
             self._config.max_batch_size,
             self.max_sequence_length,

@@ -41,7 +41,10 @@ class ForwardInputs:
 class Decoder(Protocol):
     """A model that computes over the paged cache."""
 
-    def forward(self, inputs: ForwardInputs, kv: KvCache) -> Tensor:
+    def use_cache(self, kv: KvCache) -> None:
+        """Computes over this cache from now on."""
+
+    def forward(self, inputs: ForwardInputs) -> Tensor:
         """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
 
 
@@ -86,10 +89,16 @@ class TorchDecoder:
             description.rope, description.head_dim, description.max_sequence_length, weights.rope_factors()
         )
         self._cos, self._sin = cos.to(device), sin.to(device)
+        self._kv: KvCache | None = None
 
-    def forward(self, inputs: ForwardInputs, kv: KvCache) -> Tensor:
+    def use_cache(self, kv: KvCache) -> None:
+        """Computes over this cache from now on."""
+        self._kv = kv
+
+    def forward(self, inputs: ForwardInputs) -> Tensor:
         """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
-        eps = self._description.rms_norm_eps
+        kv, eps = self._kv, self._description.rms_norm_eps
+        assert kv is not None
         positions = inputs.positions.long()
         cos, sin = self._cos[positions], self._sin[positions]
         residual = functional.embedding(inputs.token_ids.long(), self._embedding)

@@ -34,6 +34,7 @@ class DecoderDescription:
     windows: tuple[int | None, ...]
     ties_embeddings: bool
     normalizes_qk: bool
+    has_mlp_bias: bool
     max_sequence_length: int
 
 
@@ -73,6 +74,7 @@ def describe(config: Mapping[str, Any]) -> DecoderDescription:
         windows=_windows(config, architecture, num_layers),
         ties_embeddings=bool(config.get("tie_word_embeddings", False)),
         normalizes_qk=_FAMILY[architecture],
+        has_mlp_bias=bool(config.get("mlp_bias", False)),
         max_sequence_length=_positive(config, "max_position_embeddings"),
     )
 

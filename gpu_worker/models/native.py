@@ -1,0 +1,119 @@
+"""The decoder on the CPU kernels: all layers in one call, over packed weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gpu_worker.kv_cache import KvCache
+from gpu_worker.layers.rotary import rotary_table
+from gpu_worker.models.decoder import ForwardInputs
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
+from gpu_worker.weights.progress import with_progress
+from gpu_worker.weights.weight import Weight
+from kernels.cpu import DecoderDims, DecoderLayer, Library, NativeDecoder, PackedLinear, ThreadPool, WeightFormat
+
+_FORMATS = {
+    "f32": WeightFormat.F32,
+    "bf16": WeightFormat.BF16,
+    "int8": WeightFormat.INT8,
+    "q4": WeightFormat.Q4_1,
+    "q8": WeightFormat.Q8_0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedLayer:
+    qkv: PackedLinear
+    attention_output: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    weights: LayerWeights
+
+
+class CpuDecoder:
+    """Computes in float32 on `num_threads` threads."""
+
+    def __init__(
+        self, description: DecoderDescription, weights: DecoderWeights, library: Library, num_threads: int
+    ) -> None:
+        """Loads and packs the weights, showing progress."""
+        self._description = description
+        self._library = library
+        self._threads = ThreadPool(library, num_threads)
+        self._embedding = weights.embedding()
+        self._layers = [
+            self._pack_layer(layer)
+            for layer in with_progress(weights.layers(), description.num_layers, "loading layers")
+        ]
+        self._final_norm = weights.final_norm().contiguous()
+        self._head = self._pack(LinearWeights(weights.head() or self._embedding))
+        self._cos, self._sin = rotary_table(
+            description.rope, description.head_dim, description.max_sequence_length, weights.rope_factors()
+        )
+        self._native: NativeDecoder | None = None
+
+    def use_cache(self, kv: KvCache) -> None:
+        """Computes over this cache from now on."""
+        layers = [
+            DecoderLayer(
+                qkv=layer.qkv,
+                o=layer.attention_output,
+                gate_up=layer.gate_up,
+                down=layer.down,
+                attention_norm=layer.weights.input_norm,
+                ffn_norm=layer.weights.post_attention_norm,
+                k_cache=kv.keys[i],
+                v_cache=kv.values[i],
+                q_norm=layer.weights.q_norm,
+                k_norm=layer.weights.k_norm,
+                window=self._description.windows[i],
+            )
+            for i, layer in enumerate(self._layers)
+        ]
+        self._native = NativeDecoder(self._threads, dims_of(self._description), layers, self._cos, self._sin)
+
+    def forward(self, inputs: ForwardInputs) -> Tensor:
+        """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+        assert self._native is not None
+        hidden = self._embedding.take(inputs.token_ids).dense().contiguous()
+        self._native.forward_layers(
+            hidden,
+            inputs.positions,
+            inputs.slot_mapping,
+            inputs.query_starts,
+            inputs.context_lens,
+            inputs.block_tables,
+        )
+        if len(inputs.sampled) != len(hidden):
+            hidden = hidden[inputs.sampled]
+        return self._native.logits(hidden, self._final_norm, self._head)
+
+    def _pack_layer(self, weights: LayerWeights) -> _PackedLayer:
+        gate_up = weights.gate_up.weight
+        return _PackedLayer(
+            qkv=self._pack(weights.qkv),
+            attention_output=self._pack(weights.attention_output),
+            gate_up=PackedLinear(self._library, gate_up.source.chunk(2), _FORMATS[gate_up.format], is_gated=True),
+            down=self._pack(weights.down),
+            weights=weights,
+        )
+
+    def _pack(self, linear: LinearWeights) -> PackedLinear:
+        weight: Weight = linear.weight
+        return PackedLinear(self._library, [weight.source], _FORMATS[weight.format], linear.bias)
+
+
+def dims_of(description: DecoderDescription) -> DecoderDims:
+    """The sizes that the kernels need to know."""
+    return DecoderDims(
+        hidden_size=description.hidden_size,
+        num_heads=description.num_heads,
+        num_kv_heads=description.num_kv_heads,
+        head_dim=description.head_dim,
+        ffn_size=description.intermediate_size,
+        eps=description.rms_norm_eps,
+        scale=description.head_dim**-0.5,
+    )

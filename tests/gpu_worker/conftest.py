@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_worker.model_runner import ModelRunner
+from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral_window": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+}
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    """transformers' model and its folder, of each family."""
+    name, settings = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_tiny_model(folder, name, **settings), folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny_model(folder, "Llama")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_runner(tiny_folder: Path) -> ModelRunner:
+    return make_runner(tiny_folder)

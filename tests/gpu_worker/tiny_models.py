@@ -1,0 +1,139 @@
+"""Tiny random models, made with transformers, as model folders; and a driver that plays the scheduler in process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from gpu_worker.model_runner import ModelRunner
+from gpu_worker.step import GREEDY, NewSequence, SamplingParams, Step, StepOutput
+from midstream.config import WorkerConfig
+from midstream.model_folder import open_model_folder
+
+SHAPE = {
+    "vocab_size": 331,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+
+
+def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Module:
+    """Writes a random model of `family` (such as Llama) to `folder`, and returns transformers' own."""
+    torch.manual_seed(len(family))
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings}, attn_implementation="eager")
+    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Larger than at the start of training, so that a mistake anywhere shows in the logits.
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
+            if "norm" in name:
+                parameter.add_(1)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    (folder / "tokenizer.json").write_text(json.dumps({}))
+    return model
+
+
+def make_runner(folder: Path | str, **settings: Any) -> ModelRunner:
+    """A runner on the CPU with a small KV pool."""
+    config = WorkerConfig(**{"device": "cpu", "max_kv_tokens": 4096, "max_batch_size": 8, **settings})
+    return ModelRunner(config, open_model_folder(str(folder)))
+
+
+def ints(values: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(values, dtype=np.int32)
+
+
+class Driver:
+    """Plays the scheduler for a runner: hands out rows and blocks, and keeps what was sampled."""
+
+    def __init__(self, runner: ModelRunner, tokens_per_block: int = 16) -> None:
+        runner.clear()
+        self.runner = runner
+        self._tokens_per_block = tokens_per_block
+        self._free = list(range(runner.kv.num_blocks))
+        self.tokens: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[int]] = {}
+        self.num_prompt: dict[int, int] = {}
+
+    def sequence(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        num_prompt_tokens: int | None = None,
+        shared_blocks: Sequence[int] = (),
+        sequence_index: int = 0,
+    ) -> NewSequence:
+        """Makes a sequence that may grow to 64 tokens more; `shared_blocks` are the first of its table."""
+        num_blocks = -(-(len(tokens) + 64) // self._tokens_per_block)
+        own = [self._free.pop() for _ in range(num_blocks - len(shared_blocks))]
+        self.blocks[row] = [*shared_blocks, *own]
+        self.tokens[row] = list(tokens)
+        self.num_prompt[row] = num_prompt_tokens or len(tokens)
+        return NewSequence(
+            row=row,
+            token_ids=ints(tokens),
+            num_prompt_tokens=self.num_prompt[row],
+            block_ids=ints(self.blocks[row]),
+            sampling=sampling,
+            sequence_index=sequence_index,
+        )
+
+    def step(
+        self,
+        new: Sequence[NewSequence] = (),
+        contexts: Sequence[tuple[int, int, int]] = (),
+        generation: Sequence[int] = (),
+        **more: Any,
+    ) -> StepOutput:
+        """Runs a step; contexts are (row, start, length)."""
+        context_rows, starts, lengths = zip(*contexts, strict=True) if contexts else ((), (), ())
+        output = self.runner.run_step(
+            Step(
+                new_sequences=tuple(new),
+                context_rows=ints(context_rows),
+                context_starts=ints(starts),
+                context_lengths=ints(lengths),
+                generation_rows=ints(generation),
+                **more,
+            )
+        )
+        sampled = [row for row, start, length in contexts if start + length == len(self.tokens[row])]
+        for row, token in zip([*sampled, *sorted(generation)], output.token_ids.tolist(), strict=True):
+            self.tokens[row].append(token)
+        return output
+
+    def output(self, row: int) -> list[int]:
+        """The tokens that were sampled for `row`."""
+        return self.tokens[row][self.num_prompt[row] :]
+
+    def release(self, row: int) -> None:
+        """Frees a row and its own blocks."""
+        self._free += self.blocks.pop(row)
+        self.step(released_rows=ints([row]))
+
+    def run_alone(
+        self, tokens: Sequence[int], num_new: int, sampling: SamplingParams = GREEDY, *, chunk: int = 10**9
+    ) -> list[int]:
+        """The tokens that a sequence gives by itself."""
+        new = [self.sequence(0, tokens, sampling)]
+        for start in range(0, len(tokens), chunk):
+            self.step(new, [(0, start, min(chunk, len(tokens) - start))])
+            new = []
+        for _ in range(num_new - 1):
+            self.step(generation=[0])
+        output = self.output(0)
+        self.release(0)
+        return output
