@@ -1,0 +1,90 @@
+"""`midstream chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from rich.console import Console
+
+from midstream.cli.connect import add_connection, add_sampling, router_addresses, sampling_of
+from midstream.cli.pace import Pace
+from midstream.client import AsyncClient
+from midstream.errors import MidstreamError, UnsupportedError
+
+_HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C cuts an answer short."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    add_sampling(parser, temperature=0.6, max_tokens=512)
+    add_connection(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command until the user leaves."""
+    addresses = router_addresses(arguments)
+    console = Console(highlight=False)
+    console.print(asyncio.run(_greeting(addresses)), style="bold")
+    console.print(_HELP, style="dim")
+    conversation = Conversation(addresses, arguments, console)
+    while True:
+        try:
+            line = console.input("[bold cyan]you[/bold cyan]  ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return 0
+        if line == "/quit":
+            return 0
+        if line == "/reset":
+            conversation.reset()
+        elif line.startswith("/"):
+            console.print(_HELP, style="dim")
+        elif line:
+            conversation.say(line)
+
+
+class Conversation:
+    """The turns so far; a turn that fails is forgotten."""
+
+    def __init__(self, addresses: list[str], arguments: argparse.Namespace, console: Console) -> None:
+        self._addresses = addresses
+        self._arguments = arguments
+        self._console = console
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all turns."""
+        system = self._arguments.system
+        self._turns = [{"role": "system", "content": system}] if system else []
+
+    def say(self, text: str) -> None:
+        """Streams the answer to `text`."""
+        turns = [*self._turns, {"role": "user", "content": text}]
+        pieces: list[str] = []
+        pace = Pace()
+        try:
+            asyncio.run(self._answer(turns, pieces, pace))
+        except KeyboardInterrupt:  # leaving the call has aborted the request; what was said stands
+            self._console.print(" (cut)", style="dim")
+        except MidstreamError as error:
+            self._console.print(str(error), style="red")
+            return
+        self._turns = [*turns, {"role": "assistant", "content": "".join(pieces)}]
+        self._console.print(str(pace), style="dim")
+
+    async def _answer(self, turns: list[dict[str, str]], pieces: list[str], pace: Pace) -> None:
+        async with AsyncClient(self._addresses) as client:
+            async for chunk in client.generate(messages=turns, sampling=sampling_of(self._arguments)):
+                pace.note(chunk)
+                pieces.append(chunk.text)
+                self._console.out(chunk.text, end="")
+        self._console.print()
+
+
+async def _greeting(addresses: list[str]) -> str:
+    async with AsyncClient(addresses) as client:
+        info = await client.model_info()
+    if not info.has_chat_template:
+        raise UnsupportedError(f"{info.model} has no chat template; use `midstream generate`")
+    return f"{info.model}, {info.max_sequence_length:,} tokens"

@@ -1,0 +1,74 @@
+"""How commands that talk to a service find its routers, and the flags that they share."""
+
+from __future__ import annotations
+
+import argparse
+
+from midstream.cli.run_dir import RunDir
+from midstream.cli.status import NOT_RUNNING
+from midstream.cli.up import add_run_dir
+from midstream.client import AsyncClient, SamplingParams
+from midstream.errors import UnavailableError
+
+
+def add_connection(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say which service is meant."""
+    parser.add_argument(
+        "--address",
+        action="append",
+        metavar="HOST:PORT",
+        help="A router; may repeat. [those that `midstream up` started]",
+    )
+    add_run_dir(parser)
+
+
+def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, max_tokens: int) -> None:
+    """Adds the flags that say how tokens are chosen and when to stop; a default of None is the service's own."""
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"[{max_tokens}]")
+    default = "1" if temperature is None else str(temperature)
+    parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy. [{default}]")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="Keep the likeliest tokens up to this probability. [1]"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0: all. [0]")
+    parser.add_argument("--min-p", type=float, metavar="P", help="Keep tokens this likely against the likeliest. [0]")
+    parser.add_argument("--seed", type=int, metavar="N", help="The same seed gives the same answer. [drawn]")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="End before this text; may repeat.")
+    parser.add_argument("--system", default="", metavar="TEXT", help="System message, for models with a chat template.")
+
+
+def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
+    """The parameters that the flags of `add_sampling` ask for."""
+    return SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        stop=tuple(arguments.stop),
+    )
+
+
+def router_addresses(arguments: argparse.Namespace) -> list[str]:
+    """Routers to talk to.
+
+    Raises:
+        UnavailableError: None was named, and nothing runs.
+    """
+    if arguments.address:
+        return list(arguments.address)
+    run_dir = RunDir(arguments.run_dir)
+    state = run_dir.read_state()
+    if state is None or not run_dir.is_supervised():
+        raise UnavailableError(NOT_RUNNING)
+    return [router.addresses["grpc"] for router in state.of_kind("router")]
+
+
+def open_client(arguments: argparse.Namespace) -> AsyncClient:
+    """A client of the service that is meant; close it.
+
+    Raises:
+        UnavailableError: Nothing runs.
+    """
+    return AsyncClient(router_addresses(arguments))

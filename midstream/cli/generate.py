@@ -1,0 +1,52 @@
+"""`midstream generate`: one prompt in, its answer out as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from rich.console import Console
+
+from midstream.chunk import Chunk
+from midstream.cli.connect import add_connection, add_sampling, open_client, sampling_of
+from midstream.cli.pace import Pace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument("prompt", metavar="PROMPT", help="The text, or `-` for standard input.")
+    parser.add_argument(
+        "--raw", action="store_true", help="Continue the text as it stands, without the model's chat template."
+    )
+    add_sampling(parser, temperature=None, max_tokens=256)
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="The request's deadline. [none]")
+    add_connection(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command: the text goes to standard output, its speed to a terminal's standard error."""
+    pace = asyncio.run(_generate(arguments))
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        console.print(str(pace), style="dim")
+    return 0
+
+
+async def _generate(arguments: argparse.Namespace) -> Pace:
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    async with open_client(arguments) as client:
+        is_chat = not arguments.raw and (await client.model_info()).has_chat_template
+        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        pace = Pace()
+        chunk: Chunk
+        async for chunk in client.generate(
+            None if is_chat else prompt,
+            messages=[*system, {"role": "user", "content": prompt}] if is_chat else None,
+            sampling=sampling_of(arguments),
+            timeout_s=arguments.timeout,
+        ):
+            pace.note(chunk)
+            print(chunk.text, end="", flush=True)
+        print()
+    return pace

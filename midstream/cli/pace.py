@@ -1,0 +1,50 @@
+"""How fast an answer comes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from midstream.chunk import Chunk
+
+
+@dataclass(slots=True)
+class Pace:
+    """Follows one stream from the moment it is made.
+
+    Attributes:
+        num_tokens: Tokens so far.
+        first_s: Seconds to the first token; None before it.
+        last_s: Seconds to the latest token.
+        reason: Why it ended.
+    """
+
+    num_tokens: int = 0
+    first_s: float | None = None
+    last_s: float = 0.0
+    reason: str = ""
+    _started: float = field(default_factory=time.monotonic)
+    _num_first: int = 0
+
+    def note(self, chunk: Chunk) -> None:
+        """A chunk came just now."""
+        if chunk.token_ids:
+            self.last_s = time.monotonic() - self._started
+            self.num_tokens += len(chunk.token_ids)
+            if self.first_s is None:
+                self.first_s, self._num_first = self.last_s, self.num_tokens
+        if chunk.finish_reason is not None:
+            self.reason = chunk.finish_reason.value
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second after the first chunk; 0 while there is no second."""
+        if self.first_s is None or self.last_s <= self.first_s:
+            return 0.0
+        return (self.num_tokens - self._num_first) / (self.last_s - self.first_s)
+
+    def __str__(self) -> str:
+        if self.first_s is None:
+            return self.reason or "waiting"
+        parts = [f"{self.num_tokens} tokens", f"{self.tokens_per_s:.0f} tok/s", f"first after {self.first_s:.2f} s"]
+        return ", ".join([*parts, self.reason] if self.reason else parts)

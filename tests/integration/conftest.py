@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tests.integration.service import Service, Stub, stub_of
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Two routers, three detokenizers, two workers: what every test here shares."""
+    flags = ("--routers", "2", "--detokenizers", "3", "--workers", "2")
+    service = Service.start(tmp_path_factory.mktemp("service"), *flags)
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+async def stub(service: Service) -> AsyncIterator[Stub]:
+    async with stub_of(service.routers()[0]) as stub:
+        yield stub

@@ -1,0 +1,131 @@
+"""A real service on this machine, through `midstream up`, and what tests ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from midstream.serving import open_channel
+from protos import generation_pb2 as pb
+from protos import service_pb2_grpc, stats_pb2
+
+START_TIMEOUT_S = 150
+
+
+def midstream(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command; its exit status and output."""
+    return subprocess.run(
+        [sys.executable, "-m", "midstream.cli", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | environment,
+    )
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service."""
+
+    run_dir: Path
+
+    @classmethod
+    def start(cls, run_dir: Path, *flags: str, **environment: str) -> Service:
+        result = midstream("up", "--detach", "--run-dir", str(run_dir), *flags, timeout=START_TIMEOUT_S, **environment)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return cls(run_dir)
+
+    def stop(self) -> None:
+        result = midstream("down", "--run-dir", str(self.run_dir))
+        assert result.returncode == 0, result.stderr
+
+    def status(self) -> dict[str, Any]:
+        result = midstream("status", "--json", "--run-dir", str(self.run_dir))
+        status: dict[str, Any] = json.loads(result.stdout)
+        return status
+
+    def processes(self, kind: str) -> list[dict[str, Any]]:
+        return [process for process in self.status()["processes"] if process["kind"] == kind]
+
+    def routers(self) -> list[str]:
+        return [process["addresses"]["grpc"] for process in self.processes("router")]
+
+
+Stub = service_pb2_grpc.MidstreamAsyncStub
+
+
+@asynccontextmanager
+async def stub_of(address: str) -> AsyncIterator[Stub]:
+    async with open_channel(address) as channel:
+        yield cast("Stub", service_pb2_grpc.MidstreamStub(channel))
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    token_ids: list[int]
+    final: pb.GenerateResponse
+
+
+async def collect(stub: Stub, request: pb.GenerateRequest, timeout_s: float = 120) -> Answer:
+    """Runs `request` to its end, checking that its chunks cover its tokens exactly once and in order."""
+    text, tokens, last = "", list[int](), None
+    async for response in stub.Generate(request, timeout=timeout_s):
+        assert response.token_offset == len(tokens)
+        assert last is None or not last.is_final
+        tokens += response.token_ids
+        text += response.text
+        last = response
+    assert last is not None
+    assert last.is_final
+    return Answer(text, tokens, last)
+
+
+async def latest_stats(stub: Stub) -> stats_pb2.IterationStats:
+    async for stats in stub.GetIterationStats(stats_pb2.GetIterationStatsRequest(), timeout=10):
+        return stats
+    raise AssertionError("no statistics")
+
+
+async def eventually_idle(stub: Stub, limit_s: float = 20) -> stats_pb2.IterationStats:
+    """The statistics once no request is left; the latest ones when that takes too long."""
+    return await eventually(
+        lambda: latest_stats(stub),
+        lambda stats: (
+            not (stats.num_active_requests or stats.num_queued_requests or stats.kv_cache_stats.used_num_blocks)
+        ),
+        limit_s,
+    )
+
+
+async def eventually(ask: Callable[[], Any], holds: Callable[[Any], bool], limit_s: float) -> Any:
+    """What `ask` gives as soon as it `holds`, or at the limit."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        value = await ask()
+        if holds(value) or time.monotonic() > deadline:
+            return value
+        await asyncio.sleep(0.05)
+
+
+def chat(text: str, **fields: Any) -> pb.GenerateRequest:
+    """A greedy request with one user's turn."""
+    message = pb.ChatMessage(role="user", content=text)
+    sampling = pb.SamplingConfig(temperature=0)
+    return pb.GenerateRequest(**{"chat": pb.ChatInput(messages=[message]), "sampling": sampling} | fields)
+
+
+def tokens(values: Sequence[int], **fields: Any) -> pb.GenerateRequest:
+    """A greedy request of token ids that goes on past the end id."""
+    base = {"sampling": pb.SamplingConfig(temperature=0), "stopping": pb.StoppingConfig(ignore_eos=True)}
+    return pb.GenerateRequest(**{"token_ids": pb.TokenIds(values=values)} | base | fields)

@@ -1,0 +1,100 @@
+"""The `midstream` command against real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.integration.service import Service, midstream
+
+NAMES = [
+    "detokenizer-0",
+    "detokenizer-1",
+    "detokenizer-2",
+    "router-0",
+    "router-1",
+    "scheduler-0",
+    "worker-0",
+    "worker-1",
+]
+
+
+def test_generate_knows_the_capital_of_france(service: Service) -> None:
+    question = "What is the capital of France?"
+    result = midstream(
+        "generate", "--max-tokens", "24", "--temperature", "0", question, "--run-dir", str(service.run_dir)
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in result.stdout
+    assert result.stderr == ""
+
+
+def test_generate_raw_continues_the_text(service: Service) -> None:
+    flags = ("--raw", "--max-tokens", "4", "--temperature", "0", "--run-dir", str(service.run_dir))
+    result = midstream("generate", "One, two, three, four,", *flags)
+    assert result.stdout.strip().startswith("five")
+
+
+def test_generate_names_the_bad_field(service: Service) -> None:
+    result = midstream("generate", "hi", "--temperature", "nan", "--run-dir", str(service.run_dir))
+    assert result.returncode == 1
+    assert "sampling.temperature" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_status_shows_every_process(service: Service) -> None:
+    status = service.status()
+    processes = status["processes"]
+    assert sorted(process["name"] for process in processes) == NAMES
+    assert {process["health"] for process in processes} == {"serving"}
+    assert all(Path(f"/proc/{process['pid']}").exists() for process in processes)
+    with_epoch = {process["name"] for process in processes if process["epoch"]}
+    assert with_epoch == {"scheduler-0", "worker-0", "worker-1"}
+    text = midstream("status", "--run-dir", str(service.run_dir)).stdout
+    assert all(name in text for name in NAMES)
+
+
+def test_a_second_up_in_the_same_directory_is_refused(service: Service) -> None:
+    result = midstream("up", "--detach", "--run-dir", str(service.run_dir))
+    assert result.returncode == 1
+    assert "runs already" in result.stderr
+
+
+def test_a_killed_worker_comes_back(service: Service) -> None:
+    before = {process["name"]: process for process in service.processes("gpu_worker")}
+    os.kill(before["worker-1"]["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        after = {process["name"]: process for process in service.processes("gpu_worker")}
+        if after["worker-1"]["num_restarts"] == 1 and after["worker-1"]["health"] == "serving":
+            break
+        time.sleep(0.2)
+    assert after["worker-1"]["num_restarts"] == 1
+    assert after["worker-1"]["pid"] != before["worker-1"]["pid"]
+    assert after["worker-0"]["pid"] == before["worker-0"]["pid"]
+
+
+def test_with_nothing_running_commands_say_how_to_start(tmp_path: Path) -> None:
+    for command in (["generate", "hi"], ["chat"], ["status"]):
+        result = midstream(*command, "--run-dir", str(tmp_path))
+        assert result.returncode == 1
+        assert "midstream up" in result.stdout + result.stderr
+    assert midstream("down", "--run-dir", str(tmp_path)).returncode == 0
+
+
+def test_a_model_folder_that_lacks_a_file_stops_the_start_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    result = midstream("up", "--detach", "--run-dir", str(tmp_path / "run"), "--model", str(tmp_path / "model"))
+    assert result.returncode == 1
+    assert "model.safetensors" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_wrong_setting_stops_the_start_and_is_named(tmp_path: Path) -> None:
+    result = midstream("up", "--detach", "--run-dir", str(tmp_path / "run"), MIDSTREAM_MAX_BATCH_SIZ="8")
+    assert result.returncode == 1
+    assert "MIDSTREAM_MAX_BATCH_SIZE" in result.stdout + result.stderr
+    assert midstream("status", "--run-dir", str(tmp_path / "run")).returncode == 1
