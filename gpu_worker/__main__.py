@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from midstream.config import WorkerConfig, load_config
 from midstream.errors import MidstreamError
+from midstream.model_folder import open_model_folder
 from midstream.telemetry import configure_logging
 
 _CONFIG_EXIT_CODE = 2
@@ -16,9 +18,11 @@ def main() -> int:
     try:
         config = load_config(WorkerConfig, "gpu_worker")
         configure_logging(config.name or "gpu_worker", level=config.log_level, style=config.log_format)
-        from gpu_worker.worker import Worker
+        logging.captureWarnings(True)
+        folder = open_model_folder(config.model)
+        from gpu_worker.worker import Worker  # only now, because torch takes seconds to import
 
-        worker = Worker(config)
+        worker = Worker(config, folder)
     except MidstreamError as error:
         print(f"gpu_worker: {error}", file=sys.stderr)
         return _CONFIG_EXIT_CODE

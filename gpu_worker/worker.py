@@ -27,7 +27,7 @@ from gpu_worker.model_runner import ModelRunner
 from gpu_worker.wire import FEATURES, PROTOCOL_VERSION
 from midstream.config import WorkerConfig
 from midstream.health import Progress
-from midstream.model_folder import ModelFolder, open_model_folder
+from midstream.model_folder import ModelFolder
 from midstream.telemetry import HttpServer, Metrics
 from protos import worker_pb2
 
@@ -39,14 +39,13 @@ _STALL_S = 30.0
 class Worker:
     """Executes the scheduler's steps on one model until it is told to stop."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, folder: ModelFolder) -> None:
         """Loads the model.
 
         Raises:
             ConfigError: The model folder or a setting is wrong.
             UnsupportedError: The model's architecture is not known here.
         """
-        folder = open_model_folder(config.model)
         self._runner = ModelRunner(config, folder)
         metrics, progress = Metrics(), Progress()
         self._loop = progress.loop("compute", _STALL_S)

@@ -1,0 +1,243 @@
+"""A real worker process, driven over ZeroMQ by a scripted scheduler."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpu_worker.model_runner import ModelRunner
+from midstream.model_folder import open_model_folder
+from protos import worker_pb2
+from tests.gpu_worker.scripted_scheduler import ScriptedScheduler, greedy, worker_process
+from tests.gpu_worker.tiny_models import Driver
+
+PROMPT = [5, 17, 200, 33, 8, 90, 1]
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Iterator[ScriptedScheduler]:
+    scripted = ScriptedScheduler()
+    yield scripted
+    scripted.close()
+
+
+@pytest.fixture(scope="module")
+def worker(scheduler: ScriptedScheduler, tiny_folder: Path) -> Iterator[subprocess.Popen[str]]:
+    with worker_process(scheduler.address, tiny_folder) as process:
+        scheduler.register(epoch=1)
+        yield process
+
+
+@pytest.fixture
+def epoch(scheduler: ScriptedScheduler, worker: subprocess.Popen[str]) -> int:
+    """A new epoch: the worker has been told to forget the last one and has registered again."""
+    assert worker.poll() is None
+    scheduler.send(epoch_ended=worker_pb2.EpochEnded(epoch=scheduler.epoch))
+    scheduler.register(scheduler.epoch + 1)
+    return scheduler.epoch
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_runner: ModelRunner) -> list[int]:
+    """What PROMPT goes on with."""
+    return Driver(tiny_runner).run_alone(PROMPT, 6)
+
+
+def run_prompt(scheduler: ScriptedScheduler, num_tokens: int) -> list[int]:
+    """Runs PROMPT from step 1 on, two steps in flight."""
+    scheduler.send_step(1, add_sequences=[greedy(0, PROMPT)], context_rows=[0], context_starts=[0], context_lengths=[7])
+    scheduler.send_step(2, generation_rows=[0])
+    tokens = []
+    for step_id in range(1, num_tokens + 1):
+        if 2 <= step_id < num_tokens:
+            scheduler.send_step(step_id + 1, repeat_generation=True)
+        result = scheduler.receive("step_result")
+        assert (result.epoch, result.step_id) == (scheduler.epoch, step_id)
+        tokens += result.token_ids
+    return tokens
+
+
+def test_it_offers_what_it_has(scheduler: ScriptedScheduler, tiny_folder: Path) -> None:
+    with worker_process(scheduler.address, tiny_folder, "--group-id", "g7") as process:
+        offer = scheduler.receive("register", lambda register: register.group_id == "g7")
+        assert offer.pid == process.pid
+        assert offer.model_fingerprint == open_model_folder(str(tiny_folder)).fingerprint
+        assert (offer.tokens_per_block, offer.num_blocks, offer.vocab_size) == (16, 256, 331)
+        assert (offer.max_sequence_length, offer.max_batch_size, offer.max_num_tokens) == (512, 8, 256)
+        assert (offer.world_size, offer.device, offer.dtype, offer.kv_dtype) == (1, "cpu", "float32", "float32")
+        assert "log_probs" in offer.features
+        scheduler.send(rejected=worker_pb2.Rejected(field="tokens_per_block", reason="16 is not 32"))
+        assert process.wait(30) == 3
+        _, log = process.communicate()
+        assert "rejected by the scheduler: tokens_per_block: 16 is not 32" in log
+
+
+def test_steps_are_executed_with_two_in_flight(scheduler: ScriptedScheduler, epoch: int, expected: list[int]) -> None:
+    assert run_prompt(scheduler, 6) == expected
+
+
+def test_a_new_epoch_starts_from_nothing(scheduler: ScriptedScheduler, epoch: int, expected: list[int]) -> None:
+    assert run_prompt(scheduler, 2) == expected[:2]
+    scheduler.send(epoch_ended=worker_pb2.EpochEnded(epoch=epoch))
+    scheduler.register(epoch + 1)
+    assert run_prompt(scheduler, 6) == expected
+
+
+def test_heartbeats_tell_of_progress(scheduler: ScriptedScheduler, epoch: int) -> None:
+    run_prompt(scheduler, 3)
+    heartbeat = scheduler.receive("heartbeat", lambda heartbeat: heartbeat.last_step_id == 3)
+    assert (heartbeat.epoch, heartbeat.num_steps_waiting) == (epoch, 0)
+    assert heartbeat.memory.cpu_bytes > 1 << 20
+
+
+def test_junk_and_stale_messages_change_nothing(scheduler: ScriptedScheduler, epoch: int, expected: list[int]) -> None:
+    scheduler.send_raw(b"\x80\x04\x95junk that is no protobuf\xff\xff")
+    scheduler.send_raw(b"")
+    scheduler.send_raw(b"two", b"frames")
+    scheduler.send_step(1, epoch=epoch - 1, generation_rows=[0])
+    scheduler.send(epoch_ended=worker_pb2.EpochEnded(epoch=epoch - 1))
+    scheduler.send(registered=worker_pb2.Registered(epoch=epoch - 1))
+    assert run_prompt(scheduler, 6) == expected
+
+
+def test_a_repeated_step_is_dropped(scheduler: ScriptedScheduler, epoch: int, expected: list[int]) -> None:
+    assert run_prompt(scheduler, 4) == expected[:4]
+    scheduler.send_step(4, repeat_generation=True)
+    assert list(scheduler.run_step(5, repeat_generation=True).token_ids) == expected[4:5]
+
+
+def test_a_missing_step_ends_the_epoch(scheduler: ScriptedScheduler, epoch: int, expected: list[int]) -> None:
+    run_prompt(scheduler, 2)
+    scheduler.send_step(4, repeat_generation=True)
+    scheduler.register(epoch + 1)
+    assert run_prompt(scheduler, 6) == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"generation_rows": [3]},
+        {"generation_rows": [1 << 20]},
+        {"context_rows": [0], "context_starts": [0], "context_lengths": [1000]},
+        {"block_rows": [0], "block_ids": [1 << 20]},
+        {"block_rows": [0] * 60, "block_ids": [1] * 60},
+        {"context_rows": [0], "context_starts": [0]},
+    ],
+    ids=["inactive row", "no such row", "unknown tokens", "no such block", "long table", "ragged arrays"],
+)
+def test_a_step_that_cannot_be_executed_ends_the_epoch(
+    scheduler: ScriptedScheduler, epoch: int, expected: list[int], fields: dict[str, list[int]]
+) -> None:
+    run_prompt(scheduler, 2)
+    scheduler.send_step(3, **fields)
+    scheduler.send_step(4)
+    scheduler.register(epoch + 1)
+    assert run_prompt(scheduler, 6) == expected
+
+
+def test_a_request_the_worker_cannot_serve_fails_alone(
+    scheduler: ScriptedScheduler, epoch: int, expected: list[int]
+) -> None:
+    guided = greedy(1, PROMPT)
+    guided.guided_decoding.guide = "{}"
+    outside = greedy(2, [1, 331])
+    result = scheduler.run_step(
+        1,
+        add_sequences=[guided, outside, greedy(3, PROMPT)],
+        context_rows=[1, 2, 3],
+        context_starts=[0, 0, 0],
+        context_lengths=[7, 2, 7],
+    )
+    assert list(result.token_ids) == [0, 0, expected[0]]
+    assert [(error.row, error.error.code, error.error.field) for error in result.errors] == [
+        (1, 12, "guided_decoding"),
+        (2, 3, "token_ids"),
+    ]
+    result = scheduler.run_step(2, generation_rows=[3], released_rows=[1, 2])
+    assert (list(result.token_ids), len(result.errors)) == (expected[1:2], 0)
+
+
+def test_a_restarted_scheduler_gets_a_registration(tiny_folder: Path, expected: list[int]) -> None:
+    first = ScriptedScheduler()
+    with worker_process(first.address, tiny_folder):
+        first.register(epoch=1)
+        assert run_prompt(first, 2) == expected[:2]
+        first.close()
+        second = ScriptedScheduler(first.port)
+        stale = second.receive("heartbeat")
+        second.send(epoch_ended=worker_pb2.EpochEnded(epoch=stale.epoch))
+        second.register(epoch=2)
+        assert run_prompt(second, 6) == expected
+        second.close()
+
+
+def test_silence_of_the_scheduler_ends_the_epoch(tiny_folder: Path) -> None:
+    scripted = ScriptedScheduler()
+    with worker_process(scripted.address, tiny_folder):
+        scripted.receive("register")
+        scripted.send(registered=worker_pb2.Registered(epoch=1, heartbeat_interval_ms=50, timeout_ms=200))
+        scripted.receive("heartbeat")
+        scripted.receive("register")
+    scripted.close()
+
+
+def test_sigterm_finishes_what_is_at_hand_and_leaves(tiny_folder: Path) -> None:
+    scripted = ScriptedScheduler()
+    with worker_process(scripted.address, tiny_folder) as process:
+        scripted.register(epoch=1)
+        run_prompt(scripted, 2)
+        process.send_signal(signal.SIGTERM)
+        leave = scripted.receive("leave")
+        assert leave.epoch == 1
+        assert process.wait(30) == 0
+    scripted.close()
+
+
+def test_the_scheduler_can_drain_it(tiny_folder: Path) -> None:
+    scripted = ScriptedScheduler()
+    with worker_process(scripted.address, tiny_folder) as process:
+        scripted.register(epoch=1)
+        scripted.send_step(
+            1, add_sequences=[greedy(0, PROMPT)], context_rows=[0], context_starts=[0], context_lengths=[7]
+        )
+        scripted.send(drain=worker_pb2.DrainWorker())
+        assert scripted.receive("step_result").step_id == 1
+        scripted.receive("leave")
+        assert process.wait(30) == 0
+    scripted.close()
+
+
+def test_health_and_metrics_are_served(tiny_folder: Path) -> None:
+    scripted = ScriptedScheduler()
+    with worker_process(scripted.address, tiny_folder) as process:
+        scripted.register(epoch=1)
+        run_prompt(scripted, 3)
+        scripted.send_raw(b"\xff")
+        scripted.receive("heartbeat")
+        scripted.receive("heartbeat")
+        assert process.stderr is not None
+        ready = next(json.loads(line) for line in process.stderr if '"ready"' in line)
+        with urllib.request.urlopen(f"http://127.0.0.1:{ready['http_port']}/health") as answer:
+            assert json.load(answer)["status"] == "SERVING"
+        with urllib.request.urlopen(f"http://127.0.0.1:{ready['http_port']}/metrics") as answer:
+            metrics = answer.read().decode()
+        assert "midstream:worker_tokens_total 3.0" in metrics
+        assert 'midstream:worker_messages_dropped_total{reason="malformed"} 1.0' in metrics
+    scripted.close()
+
+
+def test_a_wrong_setting_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    for flags, message in (
+        (("--device", "tpu"), "device: 'tpu' is not a device"),
+        (("--model", str(tmp_path)), "lacks config.json"),
+    ):
+        with worker_process("tcp://127.0.0.1:1", tiny_folder, *flags) as process:
+            _, log = process.communicate(timeout=60)
+            assert process.returncode == 2
+            assert message in log
