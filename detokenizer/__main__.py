@@ -12,7 +12,7 @@ from detokenizer.feed import FeedPool
 from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from midstream.config import DetokenizerConfig, load_config
-from midstream.errors import ConfigError, MidstreamError
+from midstream.errors import MidstreamError
 from midstream.health import Progress
 from midstream.model_folder import open_model_folder
 from midstream.serving import Server
@@ -62,7 +62,7 @@ def main() -> int:
         config = load_config(DetokenizerConfig, "detokenizer")
         configure_logging(config.name or f"detokenizer:{config.port}", level=config.log_level, style=config.log_format)
         asyncio.run(serve(config))
-    except (ConfigError, MidstreamError, OSError) as error:
+    except (MidstreamError, OSError) as error:
         print(f"detokenizer: {error}", file=sys.stderr)
         return 2
     return 0

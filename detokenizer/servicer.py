@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from typing import Any
 
 import grpc
@@ -13,11 +12,9 @@ import grpc.aio
 from detokenizer.feed import FeedPool
 from detokenizer.incremental import DecoderFactory
 from detokenizer.streams import OutputStream
-from midstream.errors import MidstreamError, UnavailableError
+from midstream.errors import UnavailableError
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
-
-logger = logging.getLogger(__name__)
 
 
 class RouterConnection:
@@ -36,11 +33,6 @@ class RouterConnection:
     async def wait_ready(self) -> None:
         """Returns when some stream is ready."""
         await self._wake.wait()
-
-    def refuse(self, number: int, request_id: str, error: MidstreamError) -> pb.StreamBatch:
-        """The answer to an attach that cannot be."""
-        logger.info("refused a stream: %s", error, extra={"request_id": request_id})
-        return pb.StreamBatch(chunks=[pb.StreamChunk(stream=number, error=error.to_proto())])
 
     def take(self, pool: FeedPool) -> pb.StreamBatch:
         """Everything ready, one chunk per sequence; streams that are done are forgotten."""
@@ -120,7 +112,8 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
                 attach.stream,
                 attach.request_id,
                 next(self._numbers),
-                attach.from_token_by_sequence[:] or [attach.from_token],
+                attach.from_token,
+                attach.from_token_by_sequence[:],
                 connection,
                 self._decoders,
                 self._max_pending_bytes,

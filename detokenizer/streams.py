@@ -81,18 +81,20 @@ class OutputStream:
         number: int,
         request_id: str,
         feed_number: int,
-        from_tokens: Sequence[int],
+        from_token: int,
+        from_token_by_sequence: Sequence[int],
         sink: Sink,
         decoders: DecoderFactory,
         max_pending_bytes: int,
     ) -> None:
-        """`from_tokens` holds one offset for all sequences, or one for each."""
+        """Shows each sequence from its entry in `from_token_by_sequence` on; those without one from `from_token`."""
         self.number = number
         self.request_id = request_id
         self.feed_number = feed_number
         self.error: MidstreamError | None = None
         self.is_done = False
-        self._from_tokens = from_tokens
+        self._from_token = from_token
+        self._from_token_by_sequence = from_token_by_sequence
         self._sink = sink
         self._decoders = decoders
         self._max_pending_bytes = max_pending_bytes
@@ -111,7 +113,8 @@ class OutputStream:
             return
         self._opened = opened
         for index in range(opened.num_sequences):
-            offset = self._from_tokens[min(index, len(self._from_tokens) - 1)]
+            own = self._from_token_by_sequence[index : index + 1]
+            offset = own[0] if own else self._from_token
             sequence = _Sequence(SequenceText(opened.rules, self._decoders), offset)
             self._sequences.append(sequence)
             prompt = opened.rules.prompt_ids

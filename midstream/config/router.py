@@ -23,4 +23,7 @@ class RouterConfig(ServiceConfig):
     max_pending_bytes: int = setting(1 << 20, "Bytes waiting for one slow reader before its stream is cut.")
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
     max_concurrent_streams: int = setting(4096, "Streams at once on this router.")
+    unavailable_timeout_s: float = setting(
+        30.0, "Seconds that a request without a deadline waits for a part that is away."
+    )
     num_tokenizer_threads: int = setting(2, "Threads that tokenize and render templates.")

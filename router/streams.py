@@ -1,0 +1,121 @@
+"""What waits for one client: the newest output that it has not taken yet, merged.
+
+There is no queue. While a client is slow its next message grows, one chunk per sequence; once more than
+`max_pending_bytes` wait, the stream is cut and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from midstream.chunk import Chunk
+from midstream.errors import MidstreamError, OverloadedError, UnavailableError
+
+
+class ClientStream:
+    """Output of one request on its way to one client.
+
+    Attributes:
+        request_id: The request.
+        is_final: The final chunk has arrived (it may still wait to be taken).
+        overflowed: It was cut because the client reads too slowly.
+    """
+
+    __slots__ = (
+        "_by_sequence", "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
+        "_pending", "_waiter", "is_final", "overflowed", "request_id",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        max_pending_bytes: int,
+        *,
+        from_token: int = 0,
+        from_token_by_sequence: Sequence[int] = (),
+        on_overflow: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The client has `from_token` tokens of each sequence, or those that `from_token_by_sequence` says."""
+        self.request_id = request_id
+        self.is_final = False
+        self.overflowed = False
+        self._from_token = from_token
+        self._by_sequence = from_token_by_sequence
+        self._max_pending_bytes = max_pending_bytes
+        self._on_overflow = on_overflow
+        self._offsets: dict[int, int] = dict(enumerate(from_token_by_sequence))
+        self._pending: dict[int, Chunk] = {}
+        self._num_bytes = 0
+        self._error: MidstreamError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def from_token(self) -> int:
+        """Where sequences that have not begun are to be read from."""
+        return self._from_token
+
+    @property
+    def offsets(self) -> list[int]:
+        """Next offset of each sequence, up to the last that has begun; empty where none has."""
+        size = max(self._offsets, default=-1) + 1
+        return [self._offsets.get(index, self._from_token) for index in range(size)]
+
+    def push(self, chunk: Chunk) -> None:
+        """Adds output; what the stream has already is dropped, and a gap is a reason to attach anew."""
+        index = chunk.sequence_index
+        expected = self._offsets.get(index, self._from_token)
+        after = chunk.next_offset
+        if chunk.token_offset > expected:
+            self.fail(UnavailableError(f"a chunk left out tokens {expected} to {chunk.token_offset}"))
+            return
+        if self.is_final or self.overflowed or (after < expected and not chunk.is_sequence_final):
+            return
+        self._offsets[index] = max(after, expected)
+        self.is_final = chunk.is_final
+        pending = self._pending.get(index)
+        if pending is None:
+            self._pending[index] = chunk
+            self._num_bytes += chunk.num_bytes
+        else:
+            self._num_bytes -= pending.num_bytes
+            pending.append(chunk)
+            self._num_bytes += pending.num_bytes
+        if self._num_bytes > self._max_pending_bytes:
+            self.overflowed = True
+            self._pending.clear()
+            self.fail(OverloadedError("the client reads too slowly"))
+            self._on_overflow()
+        else:
+            self._wake()
+
+    def fail(self, error: MidstreamError) -> None:
+        """The source of the output is gone; `take` raises once everything before is taken."""
+        self._error = error
+        self._wake()
+
+    async def take(self) -> list[Chunk]:
+        """Everything that waits, at least one chunk; the final one last.
+
+        Raises:
+            MidstreamError: What `fail` was given. After UnavailableError, output may go on from another source.
+        """
+        while not self._pending:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        chunks = list(self._pending.values())
+        self._pending = {}
+        self._num_bytes = 0
+        if len(chunks) > 1:
+            chunks.sort(key=lambda chunk: chunk.is_final)
+        return chunks
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
