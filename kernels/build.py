@@ -1,0 +1,104 @@
+"""Building the CPU kernels: `python -m kernels.build` compiles csrc/ once for each instruction set."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+SOURCES = PACKAGE / "csrc"
+
+# -ffp-contract=off: whether a multiplication and an addition are joined must not depend on where code is inlined.
+FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno"]
+ISA_FLAGS = {
+    "avx512": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512vnni",
+        "-mavx512bf16",
+        "-mfma",
+        "-mf16c",
+    ],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+}
+# Processor flags, as /proc/cpuinfo names them, without which a build of that set cannot run.
+ISA_NEEDS = {
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"},
+    "avx2": {"avx2", "fma", "f16c"},
+}
+
+
+class BuildError(Exception):
+    """There is no compiler, or it failed; the message says which."""
+
+
+def library_path(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Return where the library of these very sources and flags lies, or would."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    digest.update(" ".join([*FLAGS, *ISA_FLAGS[isa], *extra_flags]).encode())
+    return _build_dir() / f"midstream-{isa}-{digest.hexdigest()[:16]}.so"
+
+
+def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Compile the library unless it is there, and return its path; raises BuildError."""
+    target = library_path(isa, extra_flags)
+    if target.exists():
+        return target
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildError("no C++ compiler (g++ or clang++) is installed")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        # Several processes may build at once: each moves a whole file into place.
+        made = Path(scratch) / target.name
+        command = [*compiler.split(), *FLAGS, *ISA_FLAGS[isa], *extra_flags, *sources, "-o", str(made)]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise BuildError(f"cannot run {compiler}: {error.strerror}") from error
+        if result.returncode != 0:
+            raise BuildError(f"{compiler} failed for {isa}: {result.stderr.strip()[-2000:]}")
+        made.replace(target)
+    return target
+
+
+def _build_dir() -> Path:
+    beside = PACKAGE / "_build"
+    if os.access(beside if beside.exists() else PACKAGE, os.W_OK):
+        return beside
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "midstream" / "kernels"
+
+
+def main() -> int:
+    """Build for every instruction set, drop what older sources left, and report; 1 if none could be built."""
+    started = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        builds = {isa: pool.submit(build, isa) for isa in ISA_FLAGS}
+    built = []
+    for isa, made in builds.items():
+        try:
+            built.append(made.result())
+        except BuildError as error:
+            print(f"kernels: {isa} not built: {error}", file=sys.stderr)
+        else:
+            print(f"kernels: {isa} ready in {built[-1]}")
+            for old in built[-1].parent.glob(f"midstream-{isa}-*.so"):
+                if old != built[-1]:
+                    old.unlink(missing_ok=True)
+    print(f"kernels: {len(built)} of {len(builds)} built in {time.monotonic() - started:.0f} s")
+    return 0 if built else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""All layers of a decoder in one call of the CPU kernels."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import BatchStruct, DimsStruct, LayerStruct
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.threads import ThreadPool
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class DecoderDims:
+    """Sizes of a decoder; scale multiplies the attention scores."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    eps: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights and cache of one layer.
+
+    qkv [(Hq + 2 Hk) D, hidden], o [hidden, Hq D], gate_up (gated) [2 ffn, hidden], down [hidden, ffn]; norms float32
+    [hidden], q_norm and k_norm [D] (Qwen3); caches [num_blocks, block_size, Hk, D] in float32 or bfloat16. window is
+    the number of keys that a query sees, itself included.
+    """
+
+    qkv: PackedLinear
+    o: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    attention_norm: Tensor
+    ffn_norm: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    window: int | None = None
+
+
+def supports(dims: DecoderDims) -> str | None:
+    """Return why the kernels cannot run such a decoder, or None when they can."""
+    if dims.head_dim % 8 or not 0 < dims.head_dim <= MAX_HEAD_DIM:
+        return f"head size {dims.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if dims.num_heads % dims.num_kv_heads:
+        return f"{dims.num_heads} heads cannot share {dims.num_kv_heads} key-value heads"
+    return None
+
+
+class NativeDecoder:
+    """The layers of a decoder, run by the CPU kernels. One caller at a time."""
+
+    def __init__(
+        self, threads: ThreadPool, dims: DecoderDims, layers: Sequence[DecoderLayer], cos: Tensor, sin: Tensor
+    ) -> None:
+        """Take cos and sin of the rotary angles [num_positions, D / 2], float32; raises ValueError for wrong sizes."""
+        reason = supports(dims)
+        if reason:
+            raise ValueError(reason)
+        for index, layer in enumerate(layers):
+            _check_layer(dims, layer, index, layers[0].k_cache)
+        _check("cos", cos, torch.float32, (cos.shape[0], dims.head_dim // 2))
+        _check("sin", sin, torch.float32, tuple(cos.shape))
+        self._threads, self._library, self.dims = threads, threads.library, dims
+        self._held = (*layers, cos, sin)  # the kernels point into them
+        self._num_layers = len(layers)
+        structs = (LayerStruct * len(layers))(*map(_layer_struct, layers))
+        dims_struct = _dims_struct(dims, layers, cos.shape[0])
+        self._handle: int = self._library.decoder_create(
+            threads.handle, ctypes.byref(dims_struct), structs, cos.data_ptr(), sin.data_ptr()
+        )
+        weakref.finalize(self, self._library.decoder_destroy, self._handle)
+
+    def forward_layers(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        first_layer: int = 0,
+        last_layer: int | None = None,
+    ) -> None:
+        """Run layers first_layer..last_layer - 1 on hidden [M, hidden_size] float32, in place.
+
+        int32: positions and slot_mapping (block * block_size + offset) [M]; query_starts [B + 1], the first row of each
+        sequence and M; context_lens [B], its keys with this step's; block_tables [B, max_blocks]. Raises ValueError for
+        wrong shapes and for indices out of range; then nothing was written.
+        """
+        num_tokens, num_sequences = hidden.shape[0], context_lens.shape[0]
+        _check("hidden", hidden, torch.float32, (num_tokens, self.dims.hidden_size))
+        _check("positions", positions, torch.int32, (num_tokens,))
+        _check("slot_mapping", slot_mapping, torch.int32, (num_tokens,))
+        _check("query_starts", query_starts, torch.int32, (num_sequences + 1,))
+        _check("context_lens", context_lens, torch.int32, (num_sequences,))
+        _check("block_tables", block_tables, torch.int32, (num_sequences, block_tables.shape[1]))
+        batch = BatchStruct(
+            num_tokens,
+            num_sequences,
+            block_tables.shape[1],
+            positions.data_ptr(),
+            slot_mapping.data_ptr(),
+            query_starts.data_ptr(),
+            context_lens.data_ptr(),
+            block_tables.data_ptr(),
+        )
+        last = self._num_layers if last_layer is None else last_layer
+        problem = self._library.decoder_forward(self._handle, ctypes.byref(batch), hidden.data_ptr(), first_layer, last)
+        if problem:
+            raise ValueError(problem.decode())
+
+    def logits(self, hidden: Tensor, norm: Tensor, head: PackedLinear) -> Tensor:
+        """Return head(rms_norm(hidden [M, hidden_size])) with norm [hidden_size] -> [M, vocabulary], float32."""
+        _check("hidden", hidden, torch.float32, (hidden.shape[0], self.dims.hidden_size))
+        _check("norm", norm, torch.float32, (self.dims.hidden_size,))
+        out = torch.empty(hidden.shape[0], head.num_outputs)
+        self._library.decoder_logits(
+            self._handle,
+            ctypes.byref(head.struct),
+            norm.data_ptr(),
+            hidden.shape[0],
+            hidden.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: "
+            f"expected contiguous {dtype} {list(shape)} on cpu"
+        )
+
+
+def _check_layer(dims: DecoderDims, layer: DecoderLayer, index: int, first_cache: Tensor) -> None:
+    q_size, kv_size = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
+    expected = {
+        "qkv": (q_size + 2 * kv_size, dims.hidden_size),
+        "o": (dims.hidden_size, q_size),
+        "gate_up": (2 * dims.ffn_size, dims.hidden_size),
+        "down": (dims.hidden_size, dims.ffn_size),
+    }
+    for name, shape in expected.items():
+        linear: PackedLinear = getattr(layer, name)
+        if (linear.num_outputs, linear.num_inputs) != shape or linear.is_gated != (name == "gate_up"):
+            raise ValueError(
+                f"layer {index}: {name} is {[linear.num_outputs, linear.num_inputs]}: expected {list(shape)}"
+            )
+    for name in ("attention_norm", "ffn_norm"):
+        _check(f"layer {index}: {name}", getattr(layer, name), torch.float32, (dims.hidden_size,))
+    for name in ("q_norm", "k_norm"):
+        if getattr(layer, name) is not None:
+            _check(f"layer {index}: {name}", getattr(layer, name), torch.float32, (dims.head_dim,))
+    if first_cache.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"k_cache is {first_cache.dtype}: expected float32 or bfloat16")
+    shape = (*first_cache.shape[:2], dims.num_kv_heads, dims.head_dim)
+    for name in ("k_cache", "v_cache"):
+        _check(f"layer {index}: {name}", getattr(layer, name), first_cache.dtype, shape)
+    if layer.window is not None and layer.window < 1:
+        raise ValueError(f"layer {index}: window is {layer.window}: expected at least 1")
+
+
+def _layer_struct(layer: DecoderLayer) -> LayerStruct:
+    tensors = (layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm, layer.k_cache, layer.v_cache)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    linears = (linear.struct for linear in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    return LayerStruct(*linears, *pointers, layer.window or 0)
+
+
+def _dims_struct(dims: DecoderDims, layers: Sequence[DecoderLayer], num_positions: int) -> DimsStruct:
+    num_blocks, block_size = layers[0].k_cache.shape[:2]
+    return DimsStruct(
+        hidden=dims.hidden_size,
+        num_heads=dims.num_heads,
+        num_kv_heads=dims.num_kv_heads,
+        head_dim=dims.head_dim,
+        ffn=dims.ffn_size,
+        num_layers=len(layers),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_positions=num_positions,
+        is_cache_bf16=layers[0].k_cache.dtype == torch.bfloat16,
+        eps=dims.eps,
+        scale=dims.scale,
+    )

@@ -1,0 +1,136 @@
+"""The compiled kernels as a ctypes library: structures, signatures, and the choice of the build that runs here."""
+
+import ctypes
+import functools
+import os
+import warnings
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import ClassVar
+
+from kernels.build import ISA_FLAGS, ISA_NEEDS, BuildError, build
+
+
+class LinearStruct(ctypes.Structure):
+    """MidstreamLinear in csrc/api.h."""
+
+    _fields_: ClassVar = [
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("format", c_int32),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """MidstreamLayer in csrc/api.h."""
+
+    _fields_: ClassVar = [
+        *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm", "k_cache", "v_cache")),
+        ("window", c_int32),
+    ]
+
+
+class DimsStruct(ctypes.Structure):
+    """MidstreamDims in csrc/api.h."""
+
+    _fields_: ClassVar = [
+        *((name, c_int32) for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "num_layers")),
+        *((name, c_int32) for name in ("num_blocks", "block_size", "num_positions", "is_cache_bf16")),
+        ("eps", c_float),
+        ("scale", c_float),
+    ]
+
+
+class BatchStruct(ctypes.Structure):
+    """MidstreamBatch in csrc/api.h."""
+
+    _fields_: ClassVar = [
+        *((name, c_int32) for name in ("num_tokens", "num_sequences", "max_blocks")),
+        *((name, c_void_p) for name in ("positions", "slot_mapping", "query_starts", "context_lens", "block_tables")),
+    ]
+
+
+class Library:
+    """One build of the kernels."""
+
+    def __init__(self, path: Path, isa: str) -> None:
+        """Load it; raises OSError when it cannot be loaded."""
+        self.isa = isa
+        self._dll = ctypes.CDLL(str(path))
+        bind = self._bind
+        self.panel = bind("midstream_panel", c_int32)
+        self.packed_bytes = bind("midstream_packed_bytes", c_int64, c_int, c_int, c_int)
+        self.pack = bind("midstream_pack", None, c_int, c_void_p, c_int, c_int, c_void_p, c_void_p)
+        self.pool_create = bind("midstream_pool_create", c_void_p, c_int, c_void_p)
+        self.pool_destroy = bind("midstream_pool_destroy", None, c_void_p)
+        self.linear = bind("midstream_linear", None, c_void_p, POINTER(LinearStruct), c_int, c_void_p, c_void_p)
+        self.decoder_create = bind(
+            "midstream_decoder_create",
+            c_void_p,
+            c_void_p,
+            POINTER(DimsStruct),
+            POINTER(LayerStruct),
+            c_void_p,
+            c_void_p,
+        )
+        self.decoder_destroy = bind("midstream_decoder_destroy", None, c_void_p)
+        self.decoder_forward = bind(
+            "midstream_decoder_forward", c_char_p, c_void_p, POINTER(BatchStruct), c_void_p, c_int, c_int
+        )
+        self.decoder_logits = bind(
+            "midstream_decoder_logits", None, c_void_p, POINTER(LinearStruct), c_void_p, c_int, c_void_p, c_void_p
+        )
+
+    def _bind(self, name: str, result: type | None, *arguments: type) -> "ctypes._NamedFuncPointer":
+        function = getattr(self._dll, name)
+        function.restype = result
+        function.argtypes = arguments
+        return function  # type: ignore[no-any-return]
+
+
+def processor_flags() -> frozenset[str]:
+    """Return the processor's features as /proc/cpuinfo names them; empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
+
+
+def load_library() -> Library | None:
+    """Return the best build of the kernels for this processor, or None after a warning that says why there is none.
+
+    A missing build is compiled first (some seconds). The variable MIDSTREAM_KERNELS names a build (avx512, avx2) or
+    `reference` for none.
+    """
+    return _load(os.environ.get("MIDSTREAM_KERNELS", ""))
+
+
+@functools.cache
+def _load(wanted: str) -> Library | None:
+    # The check runs the kernels, so it imports what imports this module.
+    from kernels.cpu.self_check import find_difference
+
+    if wanted == "reference":
+        return None
+    flags, reasons = processor_flags(), []
+    for isa in [wanted] if wanted else ISA_FLAGS:
+        if isa not in ISA_FLAGS:
+            raise ValueError(f"MIDSTREAM_KERNELS={isa}: expected reference or one of {', '.join(ISA_FLAGS)}")
+        if not flags >= ISA_NEEDS[isa]:
+            reasons.append(f"{isa}: this processor lacks {', '.join(sorted(ISA_NEEDS[isa] - flags))}")
+            continue
+        try:
+            library = Library(build(isa), isa)
+        except (BuildError, OSError) as error:
+            reasons.append(f"{isa}: {error}")
+            continue
+        difference = find_difference(library)
+        if difference is None:
+            return library
+        reasons.append(f"{isa}: {difference}")
+    warnings.warn(f"running the PyTorch reference instead of the CPU kernels ({'; '.join(reasons)})", stacklevel=3)
+    return None

@@ -1,0 +1,124 @@
+"""A look at whether a build of the kernels computes here what the reference does, before it is trusted."""
+
+import torch
+from torch import Tensor
+
+from kernels.attention import paged_attention
+from kernels.cpu.decoder import DecoderDims, DecoderLayer, NativeDecoder
+from kernels.cpu.library import Library
+from kernels.cpu.linear import PackedLinear, WeightFormat
+from kernels.cpu.threads import ThreadPool
+from kernels.kv_store import store_kv
+from kernels.linear import linear
+from kernels.rms_norm import rms_norm
+from kernels.rotary import apply_rotary
+from kernels.silu_mul import silu_mul
+
+NUM_INPUTS, NUM_OUTPUTS = 96, 70
+DIMS = DecoderDims(hidden_size=40, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=72, eps=1e-5, scale=0.25)
+BLOCK_SIZE, CONTEXT_LENS, QUERY_LENS, WINDOW = 4, [37, 5], [35, 1], 30
+
+
+def find_difference(library: Library) -> str | None:
+    """Return where the library's results differ from the reference's, or None when they agree."""
+    generator = torch.Generator().manual_seed(0)
+    threads = ThreadPool(library, 2)
+    for weight_format in WeightFormat:
+        parts, weight = _weights(weight_format, generator)
+        packed = PackedLinear(library, [parts], weight_format)
+        for num_rows in (1, 7):
+            x = torch.randn(num_rows, NUM_INPUTS, generator=generator)
+            if not _is_close(packed(x, threads), linear(x, weight)):
+                return f"its {weight_format.name} linear layer differs from the reference"
+    for cache_dtype in (torch.float32, torch.bfloat16):
+        if not _is_decoder_right(library, threads, cache_dtype, generator):
+            return f"its decoder with a {cache_dtype} cache differs from the reference"
+    return None
+
+
+def _is_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
+    return bool(torch.allclose(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())))
+
+
+def _weights(weight_format: WeightFormat, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return weights as PackedLinear takes them, and the floats that they stand for."""
+    if not weight_format.is_gguf:
+        weight = torch.randn(NUM_OUTPUTS, NUM_INPUTS, generator=generator)
+        if weight_format == WeightFormat.BF16:
+            return weight, weight.bfloat16().float()
+        if weight_format == WeightFormat.INT8:
+            scales = weight.abs().amax(dim=1, keepdim=True) / 127
+            return weight, (weight / scales).round() * scales
+        return weight, weight
+    num_scales, num_bytes = (2, 16) if weight_format == WeightFormat.Q4_1 else (1, 32)
+    shape = (NUM_OUTPUTS, NUM_INPUTS // 32)
+    scales = torch.randn(*shape, num_scales, generator=generator).half()
+    levels = torch.randint(0, 256, (*shape, num_bytes), generator=generator, dtype=torch.uint8)
+    blocks = torch.cat((scales.view(torch.uint8), levels), dim=-1).flatten(1)
+    if weight_format == WeightFormat.Q8_0:
+        return blocks, (levels.view(torch.int8).float() * scales.float()).flatten(1)
+    nibbles = torch.cat((levels & 15, levels >> 4), dim=-1).float()
+    return blocks, (nibbles * scales[..., :1].float() + scales[..., 1:].float()).flatten(1)
+
+
+def _is_decoder_right(
+    library: Library, threads: ThreadPool, cache_dtype: torch.dtype, generator: torch.Generator
+) -> bool:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q_size, kv_size = DIMS.num_heads * DIMS.head_dim, DIMS.num_kv_heads * DIMS.head_dim
+    shapes = {
+        "qkv": (q_size + 2 * kv_size, DIMS.hidden_size),
+        "o": (DIMS.hidden_size, q_size),
+        "gate_up": (2 * DIMS.ffn_size, DIMS.hidden_size),
+        "down": (DIMS.hidden_size, DIMS.ffn_size),
+    }
+    weights = {name: random(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+    norms = {name: random(DIMS.hidden_size) for name in ("attention_norm", "ffn_norm")}
+    norms |= {name: random(DIMS.head_dim) for name in ("q_norm", "k_norm")}
+    tables = torch.arange(20, dtype=torch.int32).flip(0).view(2, 10).contiguous()
+    positions = torch.cat([torch.arange(c - q, c) for c, q in zip(CONTEXT_LENS, QUERY_LENS, strict=True)]).int()
+    sequence = torch.arange(2).repeat_interleave(torch.tensor(QUERY_LENS))
+    slots = (tables[sequence, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).int()
+    starts = torch.tensor([0, *QUERY_LENS]).cumsum(0).int()
+    lengths = torch.tensor(CONTEXT_LENS, dtype=torch.int32)
+    cos, sin = random(40, DIMS.head_dim // 2), random(40, DIMS.head_dim // 2)
+    caches = random(2, 20, BLOCK_SIZE, DIMS.num_kv_heads, DIMS.head_dim).to(cache_dtype)
+    hidden = random(len(positions), DIMS.hidden_size)
+
+    expected_caches, step = caches.clone(), (positions, slots, starts, lengths, tables)
+    expected = _reference_layer(hidden, weights | norms, expected_caches, cos, sin, step)
+    layer = DecoderLayer(
+        qkv=PackedLinear(library, [weights["qkv"]], WeightFormat.F32),
+        o=PackedLinear(library, [weights["o"]], WeightFormat.F32),
+        gate_up=PackedLinear(library, weights["gate_up"].chunk(2), WeightFormat.F32, is_gated=True),
+        down=PackedLinear(library, [weights["down"]], WeightFormat.F32),
+        attention_norm=norms["attention_norm"],
+        ffn_norm=norms["ffn_norm"],
+        q_norm=norms["q_norm"],
+        k_norm=norms["k_norm"],
+        k_cache=caches[0],
+        v_cache=caches[1],
+        window=WINDOW,
+    )
+    NativeDecoder(threads, DIMS, [layer], cos, sin).forward_layers(hidden, *step)
+    # A value next to the middle of two bfloat16 may be rounded to either.
+    tolerance = 1e-4 if cache_dtype == torch.float32 else 1e-2
+    return _is_close(hidden, expected, tolerance) and _is_close(caches.float(), expected_caches.float(), tolerance)
+
+
+def _reference_layer(
+    hidden: Tensor, weights: dict[str, Tensor], caches: Tensor, cos: Tensor, sin: Tensor, step: tuple[Tensor, ...]
+) -> Tensor:
+    positions, slots, starts, lengths, tables = step
+    normed = rms_norm(hidden, weights["attention_norm"], DIMS.eps)
+    heads = linear(normed, weights["qkv"]).view(len(hidden), -1, DIMS.head_dim)
+    q, k, v = torch.split(heads, [DIMS.num_heads, DIMS.num_kv_heads, DIMS.num_kv_heads], dim=1)
+    q, k = rms_norm(q, weights["q_norm"], DIMS.eps), rms_norm(k, weights["k_norm"], DIMS.eps)
+    q, k = apply_rotary(q, k, cos[positions], sin[positions])
+    store_kv(k, v, caches[0], caches[1], slots)
+    attended = paged_attention(q, caches[0], caches[1], tables, starts, lengths, DIMS.scale, WINDOW)
+    hidden = hidden + linear(attended.flatten(1), weights["o"])
+    gate_up = linear(rms_norm(hidden, weights["ffn_norm"], DIMS.eps), weights["gate_up"])
+    return hidden + linear(silu_mul(gate_up), weights["down"])

@@ -1,0 +1,23 @@
+"""The threads that the CPU kernels run on."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+from kernels.cpu.library import Library
+
+
+class ThreadPool:
+    """A team of threads. One caller at a time; it works as the first of them."""
+
+    def __init__(self, library: Library, num_threads: int, cpus: Sequence[int] | None = None) -> None:
+        """Start num_threads - 1 threads, pinned to these processors where given (one for each)."""
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}: expected at least 1")
+        if cpus is not None and len(cpus) != num_threads - 1:
+            raise ValueError(f"cpus has {len(cpus)} processors: expected {num_threads - 1}")
+        self.library = library
+        self.num_threads = num_threads
+        pinned = None if cpus is None else (ctypes.c_int * len(cpus))(*cpus)
+        self.handle: int = library.pool_create(num_threads, pinned)
+        weakref.finalize(self, library.pool_destroy, self.handle)

@@ -1,0 +1,185 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import linear, rms_norm
+from kernels.cpu import DecoderDims, PackedLinear, WeightFormat, supports
+from tests.kernels.libraries import each_build, library, runnable_builds
+from tests.kernels.models import random_decoder
+from tests.kernels.paged import PagedBatch, paged_batch
+
+DIMS = DecoderDims(hidden_size=72, num_heads=6, num_kv_heads=2, head_dim=24, ffn_size=100, eps=1e-5, scale=24**-0.5)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def step(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return batch.positions, batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables
+
+
+@st.composite
+def all_dims(draw: st.DrawFn) -> DecoderDims:
+    head_dim = 8 * draw(st.integers(1, 17))
+    num_kv_heads = draw(st.integers(1, 3))
+    return DecoderDims(
+        hidden_size=draw(st.integers(1, 90)),
+        num_heads=num_kv_heads * draw(st.integers(1, 5)),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=draw(st.integers(1, 150)),
+        eps=1e-5,
+        scale=head_dim**-0.5,
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(runnable_builds),
+    dims=all_dims(),
+    cache_dtype=st.sampled_from(DTYPES),
+    block_size=st.sampled_from([1, 5, 16, 64]),
+    lengths=st.lists(st.tuples(st.integers(1, 130), st.integers(0, 70)), min_size=1, max_size=5),
+    flags=st.tuples(st.booleans(), st.booleans()),
+    window=st.none() | st.integers(1, 80),
+    seed=st.integers(0, 2**30),
+)
+def test_any_step_equals_the_reference(
+    name: str,
+    dims: DecoderDims,
+    cache_dtype: torch.dtype,
+    block_size: int,
+    lengths: list[tuple[int, int]],
+    flags: tuple[bool, bool],
+    window: int | None,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    decoder = random_decoder(dims, 2, *flags, window=window)
+    query_lens, before = [q for q, _ in lengths], [b for _, b in lengths]
+    batch = paged_batch([q + b for q, b in lengths], query_lens, block_size)
+    expected_caches = decoder.caches(batch.num_blocks, block_size, cache_dtype)
+    for i, count in enumerate(before):
+        positions = torch.arange(count)
+        blocks = batch.block_tables[i, positions // block_size].long()
+        shape = (*expected_caches.shape[:2], count, *expected_caches.shape[4:])
+        expected_caches[:, :, blocks, positions % block_size] = torch.randn(shape).to(cache_dtype)
+    caches = expected_caches.clone()
+    hidden = torch.randn(sum(query_lens), dims.hidden_size)
+    expected = decoder.reference(hidden, batch, expected_caches)
+    decoder.native(name, caches).forward_layers(hidden, *step(batch))
+    # A number half way between two bfloat16 may be stored as either, and the second layer sees it.
+    tolerance = 2e-4 if cache_dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(hidden, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(caches, expected_caches, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@each_build
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_token_does_not_depend_on_batch_chunks_or_threads(
+    name: str, cache_dtype: torch.dtype, window: int | None
+) -> None:
+    decoder = random_decoder(DIMS, 2, window=window)
+    lengths = [150, 9, 77]
+    whole = paged_batch(lengths, lengths, block_size=16)
+    hidden = torch.randn(sum(lengths), DIMS.hidden_size)
+    together, together_caches = hidden.clone(), decoder.caches(whole.num_blocks, 16, cache_dtype)
+    decoder.native(name, together_caches).forward_layers(together, *step(whole))
+
+    apart, caches = hidden.clone(), decoder.caches(whole.num_blocks, 16, cache_dtype)
+    native = decoder.native(name, caches, num_threads=3)
+    done, chunks = [0, 0, 0], [1, 30, 2, 17, 1, 64]
+    for turn in range(200):
+        # Each step takes another mixture of sequences and chunk sizes, decodes among them.
+        taken = [min(chunks[(turn + i) % 6] if (turn + i) % 4 else 0, lengths[i] - done[i]) for i in range(3)]
+        busy = [i for i in range(3) if taken[i]]
+        if done == lengths:
+            break
+        if not busy:
+            continue
+        rows = torch.cat([torch.arange(done[i], done[i] + taken[i]) + whole.query_starts[i] for i in busy])
+        part = dataclasses.replace(
+            whole,
+            query_starts=torch.tensor([0, *(taken[i] for i in busy)]).cumsum(0).int(),
+            context_lens=torch.tensor([done[i] + taken[i] for i in busy]).int(),
+            block_tables=whole.block_tables[busy].contiguous(),
+            slot_mapping=whole.slot_mapping[rows],
+            positions=whole.positions[rows],
+        )
+        some = apart[rows]
+        native.forward_layers(some, *step(part))
+        apart[rows] = some
+        done = [d + t for d, t in zip(done, taken, strict=True)]
+    assert done == lengths
+    assert torch.equal(apart, together)
+    assert torch.equal(caches.nan_to_num(7), together_caches.nan_to_num(7))
+
+
+@each_build
+def test_layers_may_be_run_in_parts(name: str) -> None:
+    decoder = random_decoder(DIMS, 3)
+    batch = paged_batch([20], [20], block_size=16)
+    whole = torch.randn(20, DIMS.hidden_size)
+    parts = whole.clone()
+    native = decoder.native(name, decoder.caches(batch.num_blocks, 16, torch.float32))
+    native.forward_layers(whole, *step(batch))
+    native.forward_layers(parts, *step(batch), last_layer=1)
+    native.forward_layers(parts, *step(batch), first_layer=1)
+    assert torch.equal(parts, whole)
+
+
+@each_build
+def test_logits_are_the_head_of_the_final_norm(name: str) -> None:
+    native = random_decoder(DIMS, 1).native(name, random_decoder(DIMS, 1).caches(1, 16, torch.float32))
+    hidden, norm, weight = torch.randn(5, 72), torch.randn(72), torch.randn(333, 72)
+    head = PackedLinear(library(name), [weight], WeightFormat.F32)
+    logits = native.logits(hidden, norm, head)
+    torch.testing.assert_close(logits, linear(rms_norm(hidden, norm, 1e-5), weight), rtol=1e-4, atol=1e-4)
+    assert torch.equal(native.logits(hidden[3:4].clone(), norm, head), logits[3:4])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("positions", 5000, "a position is out of range"),
+        ("slot_mapping", 16 * 3, "a slot is out of range"),
+        ("slot_mapping", -1, "a slot is out of range"),
+        ("block_tables", 99, "a block is out of range"),
+        ("context_lens", 17, "a context is longer than its block table"),
+        ("context_lens", 3, "a sequence has more queries than context"),
+        ("query_starts", 1, "query_starts does not cover the tokens"),
+    ],
+)
+def test_an_index_out_of_range_is_refused_before_anything_is_written(field: str, value: int, message: str) -> None:
+    name = runnable_builds[0]
+    decoder = random_decoder(DIMS, 1)
+    batch = paged_batch([4], [4], block_size=16)
+    getattr(batch, field).view(-1)[0] = value
+    caches = decoder.caches(batch.num_blocks, 16, torch.float32)
+    native = decoder.native(name, caches)
+    hidden = torch.randn(4, DIMS.hidden_size)
+    before = hidden.clone()
+    with pytest.raises(ValueError, match=message):
+        native.forward_layers(hidden, *step(batch))
+    assert torch.equal(hidden, before)
+    assert bool(caches.isnan().all())
+
+
+def test_wrong_tensors_are_named() -> None:
+    decoder = random_decoder(DIMS, 1)
+    batch = paged_batch([4], [4], block_size=16)
+    native = decoder.native(runnable_builds[0], decoder.caches(batch.num_blocks, 16, torch.float32))
+    with pytest.raises(ValueError, match="hidden is"):
+        native.forward_layers(torch.randn(4, 71), *step(batch))
+    broken = dataclasses.replace(batch, slot_mapping=batch.slot_mapping.long())
+    with pytest.raises(ValueError, match="slot_mapping is"):
+        native.forward_layers(torch.randn(4, 72), *step(broken))
+
+
+def test_unsupported_head_sizes_are_reported() -> None:
+    assert supports(DIMS) is None
+    assert "head size 20" in str(supports(dataclasses.replace(DIMS, head_dim=20)))
+    assert "head size 264" in str(supports(dataclasses.replace(DIMS, head_dim=264)))

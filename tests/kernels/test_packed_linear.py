@@ -1,0 +1,102 @@
+import gguf
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.cpu import PackedLinear, WeightFormat
+from tests.kernels.libraries import each_build, library, runnable_builds, threads
+
+GGUF_TYPES = {
+    WeightFormat.Q4_1: gguf.GGMLQuantizationType.Q4_1,
+    WeightFormat.Q8_0: gguf.GGMLQuantizationType.Q8_0,
+}
+
+
+def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tensor]:
+    """What PackedLinear takes, and the floats that it stands for."""
+    if weight_format in GGUF_TYPES:
+        blocks = gguf.quants.quantize(weight.numpy(), GGUF_TYPES[weight_format])
+        floats = gguf.quants.dequantize(blocks, GGUF_TYPES[weight_format])
+        return torch.from_numpy(blocks), torch.from_numpy(floats)
+    if weight_format == WeightFormat.BF16:
+        return weight, weight.bfloat16().float()
+    if weight_format == WeightFormat.INT8:
+        scales = weight.abs().amax(dim=1, keepdim=True) / 127
+        return weight, (weight / scales).round() * scales
+    return weight, weight
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(runnable_builds),
+    weight_format=st.sampled_from(list(WeightFormat)),
+    num_rows=st.integers(1, 40),
+    num_inputs=st.integers(1, 700),
+    num_outputs=st.integers(1, 150),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_any_shape_and_format_equals_the_reference(
+    name: str,
+    weight_format: WeightFormat,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    has_bias: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    if weight_format.is_gguf:
+        num_inputs = -(-num_inputs // 32) * 32
+    source, weight = quantized(torch.randn(num_outputs, num_inputs), weight_format)
+    bias = torch.randn(num_outputs) if has_bias else None
+    x = torch.randn(num_rows, num_inputs)
+    out = PackedLinear(library(name), [source], weight_format, bias)(x, threads(name))
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    # Each of num_inputs terms, and each partial sum, is rounded once.
+    bound = 1e-6 * (x.abs().double() @ weight.abs().double().T) + 1e-6
+    assert bool(((out - expected).abs() <= bound).all())
+
+
+@each_build
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+def test_rows_do_not_depend_on_batch_or_threads(name: str, weight_format: WeightFormat) -> None:
+    source, _ = quantized(torch.randn(200, 576), weight_format)
+    packed = PackedLinear(library(name), [source], weight_format)
+    x = torch.randn(50, 576)
+    whole = packed(x, threads(name))
+    for num_rows in range(1, 20):
+        for begin in (0, 11, 50 - num_rows):
+            rows = slice(begin, begin + num_rows)
+            assert torch.equal(packed(x[rows], threads(name, 1 + num_rows % 3)), whole[rows])
+
+
+@each_build
+def test_parts_are_stacked(name: str) -> None:
+    first, second, x = torch.randn(5, 64), torch.randn(3, 64), torch.randn(2, 64)
+    stacked = PackedLinear(library(name), [first, second], WeightFormat.F32)(x, threads(name))
+    torch.testing.assert_close(stacked, torch.cat((x @ first.T, x @ second.T), dim=1))
+
+
+@each_build
+def test_a_nan_stays_in_its_row(name: str) -> None:
+    x = torch.randn(9, 37)
+    packed = PackedLinear(library(name), [torch.randn(11, 37)], WeightFormat.BF16)
+    clean = packed(x, threads(name))
+    x[4, 3] = torch.nan
+    out = packed(x, threads(name))
+    assert bool(out[4].isnan().all())
+    assert torch.equal(out[[0, 3, 5, 8]], clean[[0, 3, 5, 8]])
+
+
+def test_wrong_input_is_refused() -> None:
+    name = runnable_builds[0]
+    packed = PackedLinear(library(name), [torch.randn(11, 37)], WeightFormat.F32)
+    with pytest.raises(ValueError, match=r"expected contiguous float32 \[M, 37\]"):
+        packed(torch.randn(2, 36), threads(name))
+    with pytest.raises(ValueError, match="expected uint8 rows of GGUF blocks"):
+        PackedLinear(library(name), [torch.randn(2, 32)], WeightFormat.Q4_1)
+    with pytest.raises(ValueError, match="not made of Q8_0 blocks"):
+        PackedLinear(library(name), [torch.zeros(2, 35, dtype=torch.uint8)], WeightFormat.Q8_0)
