@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from midstream.chunk import Chunk
 
@@ -23,13 +24,17 @@ class Pace:
     first_s: float | None = None
     last_s: float = 0.0
     reason: str = ""
-    _started: float = field(default_factory=time.monotonic)
+    _clock: Callable[[], float] = time.monotonic
+    _started: float = 0.0
     _num_first: int = 0
+
+    def __post_init__(self) -> None:
+        self._started = self._clock()
 
     def note(self, chunk: Chunk) -> None:
         """A chunk came just now."""
         if chunk.token_ids:
-            self.last_s = time.monotonic() - self._started
+            self.last_s = self._clock() - self._started
             self.num_tokens += len(chunk.token_ids)
             if self.first_s is None:
                 self.first_s, self._num_first = self.last_s, self.num_tokens

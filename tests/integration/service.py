@@ -8,17 +8,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from midstream.serving import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc, stats_pb2
 
 START_TIMEOUT_S = 150
+
+T = TypeVar("T")
 
 
 def midstream(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -108,7 +110,7 @@ async def eventually_idle(stub: Stub, limit_s: float = 20) -> stats_pb2.Iteratio
     )
 
 
-async def eventually(ask: Callable[[], Any], holds: Callable[[Any], bool], limit_s: float) -> Any:
+async def eventually(ask: Callable[[], Awaitable[T]], holds: Callable[[T], bool], limit_s: float) -> T:
     """What `ask` gives as soon as it `holds`, or at the limit."""
     deadline = time.monotonic() + limit_s
     while True:

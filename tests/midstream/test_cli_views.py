@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from midstream.chunk import Chunk, FinishReason
+from midstream.cli import main
+from midstream.cli.demo_view import DemoView
+from midstream.cli.display import RunDisplay
+from midstream.cli.logs import last_lines, last_message
+from midstream.cli.pace import Pace
+from midstream.cli.run_dir import ProcessPhase, ProcessState, RunState
+
+
+@dataclass
+class Answer:
+    prompt: str
+    text: str = ""
+    pace: Pace = field(default_factory=Pace)
+
+
+def test_answers_that_come_at_once_are_printed_line_by_line() -> None:
+    output = io.StringIO()
+    answers = [Answer("First?"), Answer("Second?")]
+    with DemoView(answers, Console(file=output, width=200)) as view:
+        answers[0].text = "word " * 20  # 99 characters: one full line, the rest may still grow
+        view.advance(0)
+        answers[1].text = "Short."
+        view.advance(1)
+        view.finish(1)
+        answers[0].text += "end"
+        view.finish(0)
+    assert output.getvalue().splitlines() == [
+        "1 > First?",
+        "2 > Second?",
+        "1 | " + " ".join(["word"] * 18),
+        "2 | Short.",
+        "1 | word word end",
+    ]
+
+
+def test_pace_is_counted_from_the_first_chunk() -> None:
+    now = iter([10.0, 10.5, 11.5, 12.5])
+    stream = Pace(_clock=lambda: next(now))
+    assert str(stream) == "waiting"
+    stream.note(Chunk(token_ids=[1, 2], text="a"))
+    stream.note(Chunk(token_ids=[3, 4, 5], text="b"))
+    stream.note(Chunk(token_ids=[6], finish_reason=FinishReason.STOP, is_final=True))
+    assert (stream.num_tokens, stream.first_s, stream.tokens_per_s) == (6, 0.5, 2.0)
+    assert str(stream) == "6 tokens, 2 tok/s, first after 0.50 s, stop"
+
+
+def test_a_run_is_told_in_lines_where_there_is_no_terminal() -> None:
+    output = io.StringIO()
+    process = ProcessState("worker-0", "gpu_worker", {}, "log", ProcessPhase.STARTING, detail="loading")
+    state = RunState("model", ProcessPhase.STARTING, 1, 0.0, (process,))
+    with RunDisplay(Console(file=output, width=200)) as display:
+        display.show(state)
+        display.show(state)
+    assert [line.split()[2:] for line in output.getvalue().splitlines()] == [["worker-0", "starting", "loading"]]
+
+
+def test_the_end_of_a_log_is_readable(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert (last_message(log), last_lines(log, 3)) == ("", "")
+    log.write_text(
+        '{"level": "info", "message": "loading"}\nTraceback:\n{"level": "error", "message": "no folder"}\nbye\n'
+    )
+    assert last_message(log) == "no folder"
+    assert last_lines(log, 3) == "  Traceback:\n  error: no folder\n  bye"
+
+
+@pytest.mark.parametrize("words", [["sideways"], ["up", "--routers", "many"], ["up", "--unknown"], []])
+def test_a_wrong_command_line_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert "usage: midstream" in capsys.readouterr().err
+
+
+def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["up", "--workers", "0", "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "midstream up: --workers: 0 is not in 1..64\n"
+
+
+@pytest.mark.parametrize("command", ["up", "status", "down", "generate", "chat", "prepare", "demo", "bench"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: midstream {command}" in capsys.readouterr().out

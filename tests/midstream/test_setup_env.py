@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from midstream.setup_env import SetupError, Steps, has_environment
+
+
+def script(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def test_steps_are_numbered_and_their_output_goes_to_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    steps = Steps(2, log)
+    steps.run("First", [script("print('noise')"), script("import sys; print('warning', file=sys.stderr)")])
+    steps.run("Second", [])
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == ["[1/2] First", "[1/2] First: 0 s", "[2/2] Second", "[2/2] Second: 0 s"]
+    assert printed.err == ""
+    assert [line for line in log.read_text().splitlines() if not line.startswith("$")] == ["noise", "warning"]
+
+
+def test_a_step_that_fails_shows_the_end_of_its_output_and_names_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(SetupError, match=rf"\[1/1\] Build failed with exit status 3.*{log}"):
+        Steps(1, log).run("Build", [script("print('no such compiler'); raise SystemExit(3)"), script("print('later')")])
+    assert "no such compiler" in capsys.readouterr().err
+    assert "later" not in log.read_text()
+
+
+def test_a_folder_without_an_interpreter_is_no_environment(tmp_path: Path) -> None:
+    assert not has_environment(tmp_path)
+    (tmp_path / "bin").mkdir()
+    broken = tmp_path / "bin" / "python"
+    broken.write_text("#!/bin/false\n")
+    broken.chmod(0o755)
+    assert not has_environment(tmp_path)
