@@ -1,0 +1,27 @@
+"""The model operations as Triton kernels, with the signatures of the PyTorch references.
+
+Importing this package needs `triton`. Under `TRITON_INTERPRET=1`, set before Triton is first imported, the kernels run
+on CPU tensors.
+"""
+
+from kernels.triton.attention import paged_attention
+from kernels.triton.kv_store import store_kv
+from kernels.triton.linear import linear, quantized_linear
+from kernels.triton.lora import add_lora
+from kernels.triton.rms_norm import add_rms_norm, rms_norm
+from kernels.triton.rotary import apply_rotary
+from kernels.triton.sampling import sample
+from kernels.triton.silu_mul import silu_mul
+
+__all__ = [
+    "add_lora",
+    "add_rms_norm",
+    "apply_rotary",
+    "linear",
+    "paged_attention",
+    "quantized_linear",
+    "rms_norm",
+    "sample",
+    "silu_mul",
+    "store_kv",
+]

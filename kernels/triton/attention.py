@@ -1,0 +1,179 @@
+"""Causal attention over block tables: choosing and launching the kernels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.triton.attention_kernels import attend, combine
+
+# Keys between the borders at which batch-invariant decoding splits.
+SEGMENT_KEYS = 512
+_MAX_SPLITS = 64
+_PROGRAMS_PER_PROCESSOR = 3
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class KvScales:
+    """What one step of a quantized cache is worth: keys and values float32 [num_blocks, block_size, Hk]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Tile sizes of `attend`: rows (queries times heads of the group) and keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_launch(group: int, head_dim: int, element_size: int) -> Launch:
+    """Tiles for sequences of many queries."""
+    if head_dim > 128 or element_size > 2:
+        return Launch(max(64, triton.next_power_of_2(group)), 32, 4, 2)
+    return Launch(max(128, triton.next_power_of_2(group)), 64, 8, 3)
+
+
+def decode_launch(group: int, head_dim: int, element_size: int) -> Launch:
+    """Tiles for sequences of one query; 16 rows are the fewest of a matrix instruction."""
+    block_m = max(16, triton.next_power_of_2(group))
+    if head_dim > 128 or element_size > 2:
+        return Launch(block_m, 32, 4, 2)
+    return Launch(block_m, 64, 4, 3)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    scales: KvScales | None = None,
+    is_batch_invariant: bool = False,
+    num_splits: int | None = None,
+) -> Tensor:
+    """Attend as the PyTorch reference does -> [M, Hq, D], D at most 256; reads nothing back from the device.
+
+    Each sequence has at least one query. A row of block_tables may hold anything past the blocks of its sequence. A
+    sequence with one query and context length 0 (padding) gets zeros.
+
+    Args:
+        q: [M, Hq, D], the last dimension contiguous.
+        k_cache: [num_blocks, block_size, Hk, D]: floats, or int8 or float8_e4m3fn with `scales`.
+        v_cache: As k_cache, with its strides.
+        block_tables: int32 [B, most blocks].
+        query_starts: int32 [B + 1].
+        context_lens: int32 [B].
+        scale: Factor of the scores.
+        window: Keys that a query sees, itself included; None: all.
+        scales: For a quantized cache.
+        is_batch_invariant: A query's bits then depend on its own keys alone: not on its neighbours, the batch's size,
+            the chunk it came in or the longest context.
+        num_splits: Programs among which one decode query's keys are divided; None: as many as fill the device.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    if head_dim > 256:
+        raise ValueError(f"head size {head_dim} is more than 256")
+    group, num_sequences = num_heads // num_kv_heads, context_lens.shape[0]
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    is_all_decode = num_tokens == num_sequences
+    prefill = prefill_launch(group, head_dim, q.element_size())
+    decode = decode_launch(group, head_dim, q.element_size())
+    segment_tiles = 0
+    if is_batch_invariant:
+        decode = prefill
+        segment_tiles = SEGMENT_KEYS // prefill.block_n
+        num_splits = max(1, -(-block_tables.shape[1] * block_size // SEGMENT_KEYS))
+    elif num_splits is None:
+        num_splits = _num_splits(num_sequences * num_kv_heads, block_tables.shape[1] * block_size, decode, q.device)
+    partial = torch.empty(num_sequences, num_heads, num_splits, head_dim if num_splits > 1 else 0, device=q.device)
+    state = torch.empty(num_sequences, num_heads, num_splits, 2 if num_splits > 1 else 0, device=q.device)
+    k_scale, v_scale = (scales.keys, scales.values) if scales else (state, state)
+
+    def run(launch: Launch, grid: tuple[int, int, int], splits: int, *, is_decode: bool) -> None:
+        attend[grid](
+            q,
+            k_cache,
+            v_cache,
+            k_scale,
+            v_scale,
+            out,
+            partial,
+            state,
+            block_tables,
+            query_starts,
+            context_lens,
+            num_sequences,
+            scale * _LOG2_E,
+            window or 0,
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            k_cache.stride(0),
+            k_cache.stride(1),
+            k_cache.stride(2),
+            k_scale.stride(0),
+            k_scale.stride(1),
+            block_tables.stride(0),
+            HEAD_DIM=head_dim,
+            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            GROUP=group,
+            BLOCK_M=launch.block_m,
+            BLOCK_N=launch.block_n,
+            BLOCK_SIZE=block_size,
+            NUM_SPLITS=splits,
+            SEGMENT_TILES=segment_tiles,
+            IS_DECODE=is_decode,
+            HAS_WINDOW=window is not None,
+            IS_QUANTIZED=scales is not None,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            enable_fp_fusion=not is_batch_invariant,
+        )
+
+    run(decode, (num_sequences, num_kv_heads, num_splits), num_splits, is_decode=True)
+    if num_splits > 1:
+        combine[(num_sequences, num_heads)](
+            partial,
+            state,
+            out,
+            query_starts,
+            out.stride(0),
+            HEAD_DIM=head_dim,
+            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            NUM_SPLITS=num_splits,
+            BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+            IN_ORDER=is_batch_invariant,
+            num_warps=4,
+            enable_fp_fusion=not is_batch_invariant,
+        )
+    if not is_all_decode:
+        num_tiles = num_tokens // (prefill.block_m // group) + num_sequences
+        run(prefill, (num_tiles, num_kv_heads, 1), 1, is_decode=False)
+    return out
+
+
+def _num_splits(num_programs: int, most_keys: int, launch: Launch, device: torch.device) -> int:
+    """A power of two: enough programs for every processor, each with a key tile at the longest context."""
+    wanted = math.ceil(_PROGRAMS_PER_PROCESSOR * _num_processors(device) / num_programs)
+    useful = max(1, most_keys // launch.block_n)
+    return min(triton.next_power_of_2(wanted) if wanted > 1 else 1, 1 << (useful.bit_length() - 1), _MAX_SPLITS)
+
+
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,359 @@
+"""Causal attention over block tables: the kernels.
+
+A program takes the queries of one KV head's group (`GROUP` heads) at `BLOCK_Q` neighbouring positions as the rows of one
+matrix, and walks over key tiles with a running softmax. Tiles are counted from key 0, so which keys meet in one product
+depends on nothing else in the batch. Single queries (decode) may be split over programs, each of which leaves a partial
+softmax state that `combine` joins.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _merge(top, total, acc, other_top, other_total, other_acc):
+    """Join two softmax states: highest score (base 2) and sum of weights [R], weighted values [R, D]."""
+    highest = tl.maximum(top, other_top)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    ours = tl.exp2(top - safe)
+    others = tl.exp2(other_top - safe)
+    return highest, total * ours + other_total * others, acc * ours[:, None] + other_acc * others[:, None]
+
+
+@triton.jit
+def _walk(
+    top,
+    total,
+    acc,
+    q,
+    positions,
+    first_tile,
+    end_tile,
+    num_keys,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    cache_stride_block,
+    cache_stride_token,
+    scale_stride_block,
+    scale_stride_token,
+    score_scale,
+    window,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add key tiles first_tile..end_tile - 1 to a softmax state; without IS_MASKED every row sees all of these keys."""
+    dims = tl.arange(0, BLOCK_D)
+    for tile in range(first_tile, end_tile):
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        if IS_MASKED:
+            is_key = keys < num_keys
+            blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        else:
+            blocks = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
+        rows = blocks * cache_stride_block + (keys % BLOCK_SIZE) * cache_stride_token
+        places = rows[:, None] + dims[None, :]
+        if HEAD_DIM == BLOCK_D:
+            k = tl.load(k_ptr + places)
+        else:
+            k = tl.load(k_ptr + places, mask=dims[None, :] < HEAD_DIM, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * score_scale
+        if IS_QUANTIZED:
+            scale_places = blocks * scale_stride_block + (keys % BLOCK_SIZE) * scale_stride_token
+            scores *= tl.load(k_scale_ptr + scale_places)[None, :]
+        if IS_MASKED:
+            is_seen = keys[None, :] <= positions[:, None]
+            if HAS_WINDOW:
+                is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
+            scores = tl.where(is_seen, scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        top = highest
+        # What lies past the last key may be anything, NaN included, so it is not read.
+        if IS_MASKED:
+            v = tl.load(v_ptr + places, mask=is_key[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
+        elif HEAD_DIM == BLOCK_D:
+            v = tl.load(v_ptr + places)
+        else:
+            v = tl.load(v_ptr + places, mask=dims[None, :] < HEAD_DIM, other=0.0)
+        if IS_QUANTIZED:
+            if IS_MASKED:
+                weights *= tl.load(v_scale_ptr + scale_places, mask=is_key, other=0.0)[None, :]
+            else:
+                weights *= tl.load(v_scale_ptr + scale_places)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+    return top, total, acc
+
+
+@triton.jit
+def attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    partial_ptr,
+    state_ptr,
+    tables_ptr,
+    starts_ptr,
+    lens_ptr,
+    num_sequences,
+    score_scale,
+    window,
+    q_stride_token,
+    q_stride_head,
+    out_stride_token,
+    cache_stride_block,
+    cache_stride_token,
+    cache_stride_head,
+    scale_stride_block,
+    scale_stride_token,
+    table_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SEGMENT_TILES: tl.constexpr,
+    IS_DECODE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid: (sequences, KV heads, NUM_SPLITS) with IS_DECODE, which takes the sequences of one query only; else
+    (query tiles, KV heads, 1), which leaves those out.
+
+    With SEGMENT_TILES, keys are taken in segments of that many tiles whose states are joined in order, whether one
+    program takes them all or, when decoding, each split is one segment.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    index = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if IS_DECODE:
+        sequence = index
+        first_query = 0
+    else:
+        # A sequence has at most its queries // BLOCK_Q + 1 tiles; find the last sequence that begins at or before ours.
+        low = 0
+        high = num_sequences
+        while low < high:
+            middle = (low + high) // 2
+            if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= index:
+                low = middle + 1
+            else:
+                high = middle
+        sequence = low - 1
+        first_query = (index - tl.load(starts_ptr + sequence) // BLOCK_Q - sequence) * BLOCK_Q
+    start = tl.load(starts_ptr + sequence)
+    num_queries = tl.load(starts_ptr + sequence + 1) - start
+    if IS_DECODE:
+        if num_queries != 1:
+            return
+    elif num_queries == 1:
+        return
+    if first_query >= num_queries:
+        return
+
+    num_keys = tl.load(lens_ptr + sequence)
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    queries = first_query + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    is_row = (rows < BLOCK_Q * GROUP) & (queries < num_queries)
+    lowest = num_keys - num_queries + first_query
+    positions = num_keys - num_queries + queries
+    tokens = (start + queries).to(tl.int64)
+    is_element = is_row[:, None] & (dims[None, :] < HEAD_DIM)
+    q = tl.load(
+        q_ptr + tokens[:, None] * q_stride_token + heads[:, None] * q_stride_head + dims[None, :],
+        mask=is_element,
+        other=0.0,
+    )
+
+    # Keys that some row of the tile sees; no tile before full_end needs a mask.
+    num_seen = tl.minimum(lowest + BLOCK_Q, num_keys)
+    first_tile = 0
+    if HAS_WINDOW:
+        first_tile = tl.maximum(lowest - window + 1, 0) // BLOCK_N
+    end_tile = (num_seen + BLOCK_N - 1) // BLOCK_N
+    full_end = (lowest + 1) // BLOCK_N
+    if IS_DECODE and SEGMENT_TILES > 0:
+        first_tile = tl.maximum(first_tile, split * SEGMENT_TILES)
+        end_tile = tl.minimum(end_tile, (split + 1) * SEGMENT_TILES)
+    elif NUM_SPLITS > 1:
+        tiles_each = (end_tile - first_tile + NUM_SPLITS - 1) // NUM_SPLITS
+        first_tile += split * tiles_each
+        end_tile = tl.minimum(end_tile, first_tile + tiles_each)
+    if HAS_WINDOW:
+        full_end = first_tile
+
+    k_ptr += kv_head * cache_stride_head
+    v_ptr += kv_head * cache_stride_head
+    k_scale_ptr += kv_head
+    v_scale_ptr += kv_head
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # One turn, unless segments are joined here.
+    num_turns = 1
+    first_segment = 0
+    if SEGMENT_TILES > 0 and not IS_DECODE:
+        first_segment = first_tile // SEGMENT_TILES
+        num_turns = (end_tile + SEGMENT_TILES - 1) // SEGMENT_TILES - first_segment
+    for turn in range(num_turns):
+        turn_first = first_tile
+        turn_end = end_tile
+        if SEGMENT_TILES > 0 and not IS_DECODE:
+            turn_first = tl.maximum(first_tile, (first_segment + turn) * SEGMENT_TILES)
+            turn_end = tl.minimum(end_tile, (first_segment + turn + 1) * SEGMENT_TILES)
+        turn_full = tl.minimum(tl.maximum(full_end, turn_first), turn_end)
+        new_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        new_total = tl.zeros([BLOCK_M], tl.float32)
+        new_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if not HAS_WINDOW:
+            new_top, new_total, new_acc = _walk(
+                new_top,
+                new_total,
+                new_acc,
+                q,
+                positions,
+                turn_first,
+                turn_full,
+                num_keys,
+                k_ptr,
+                v_ptr,
+                k_scale_ptr,
+                v_scale_ptr,
+                table_ptr,
+                cache_stride_block,
+                cache_stride_token,
+                scale_stride_block,
+                scale_stride_token,
+                score_scale,
+                window,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_N,
+                BLOCK_SIZE,
+                HAS_WINDOW,
+                IS_QUANTIZED,
+                False,
+                PRECISION,
+            )
+        new_top, new_total, new_acc = _walk(
+            new_top,
+            new_total,
+            new_acc,
+            q,
+            positions,
+            turn_full,
+            turn_end,
+            num_keys,
+            k_ptr,
+            v_ptr,
+            k_scale_ptr,
+            v_scale_ptr,
+            table_ptr,
+            cache_stride_block,
+            cache_stride_token,
+            scale_stride_block,
+            scale_stride_token,
+            score_scale,
+            window,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            BLOCK_SIZE,
+            HAS_WINDOW,
+            IS_QUANTIZED,
+            True,
+            PRECISION,
+        )
+        if SEGMENT_TILES > 0 and not IS_DECODE:
+            top, total, acc = _merge(top, total, acc, new_top, new_total, new_acc)
+        else:
+            top, total, acc = new_top, new_total, new_acc
+
+    if NUM_SPLITS > 1:
+        places = (sequence * tl.num_programs(1) * GROUP + heads).to(tl.int64) * NUM_SPLITS + split
+        tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_element)
+        tl.store(state_ptr + places * 2, top, mask=is_row)
+        tl.store(state_ptr + places * 2 + 1, total, mask=is_row)
+    else:
+        # A padding row has no key and gets zeros.
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = out_ptr + tokens[:, None] * out_stride_token + (heads * HEAD_DIM)[:, None] + dims[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_element)
+
+
+@triton.jit
+def combine(
+    partial_ptr,
+    state_ptr,
+    out_ptr,
+    starts_ptr,
+    out_stride_token,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+):
+    """Join the splits of each single query; grid: (sequences, heads). IN_ORDER joins them one after another."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(starts_ptr + sequence)
+    if tl.load(starts_ptr + sequence + 1) - token != 1:
+        return
+    dims = tl.arange(0, BLOCK_D)
+    first = (sequence * tl.num_programs(1) + head).to(tl.int64) * NUM_SPLITS
+    if IN_ORDER:
+        top = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, BLOCK_D], tl.float32)
+        row = tl.arange(0, 1)
+        for split in range(NUM_SPLITS):
+            place = first + split + row
+            other_top = tl.load(state_ptr + place * 2)
+            other_total = tl.load(state_ptr + place * 2 + 1)
+            other_acc = tl.load(
+                partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], mask=dims[None, :] < HEAD_DIM, other=0.0
+            )
+            top, total, acc = _merge(top, total, acc, other_top, other_total, other_acc)
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = tl.reshape(acc, [BLOCK_D])
+    else:
+        splits = tl.arange(0, BLOCK_SPLITS)
+        is_split = splits < NUM_SPLITS
+        tops = tl.load(state_ptr + (first + splits) * 2, mask=is_split, other=float("-inf"))
+        totals = tl.load(state_ptr + (first + splits) * 2 + 1, mask=is_split, other=0.0)
+        highest = tl.max(tops, 0)
+        factors = tl.exp2(tops - tl.where(highest == float("-inf"), 0.0, highest))
+        total = tl.sum(totals * factors, 0)
+        parts = tl.load(
+            partial_ptr + (first + splits)[:, None] * HEAD_DIM + dims[None, :],
+            mask=is_split[:, None] & (dims[None, :] < HEAD_DIM),
+            other=0.0,
+        )
+        result = tl.sum(parts * factors[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    out = out_ptr + token.to(tl.int64) * out_stride_token + head * HEAD_DIM + dims
+    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
