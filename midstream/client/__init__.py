@@ -1,0 +1,31 @@
+"""The Python client: `AsyncClient` and `Client` stream from any router, and go on at another when theirs is lost."""
+
+from __future__ import annotations
+
+from midstream.chunk import Chunk, FinishReason, LogProbs, PerfMetrics, Usage
+from midstream.client.async_client import AsyncClient
+from midstream.client.info import CellLoad, DetokenizerInfo, ModelInfo, ServerInfo, WorkerGroupInfo
+from midstream.client.request import SamplingParams
+from midstream.client.result import Result, SequenceResult
+from midstream.client.stream import AsyncStream
+from midstream.client.sync_client import Client, Stream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "CellLoad",
+    "Chunk",
+    "Client",
+    "DetokenizerInfo",
+    "FinishReason",
+    "LogProbs",
+    "ModelInfo",
+    "PerfMetrics",
+    "Result",
+    "SamplingParams",
+    "SequenceResult",
+    "ServerInfo",
+    "Stream",
+    "Usage",
+    "WorkerGroupInfo",
+]

@@ -1,0 +1,194 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.json_format import MessageToDict
+
+from midstream.client.info import CellLoad, ModelInfo, ServerInfo
+from midstream.client.request import Message, SamplingParams, set_input
+from midstream.client.stream import AsyncStream, Stub
+from midstream.errors import InvalidArgumentError
+from midstream.serving import DEFAULT_MAX_MESSAGE_BYTES, error_from_rpc, open_channel
+from protos import generation_pb2 as pb
+from protos import loads_pb2, service_pb2_grpc, stats_pb2
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+_T = TypeVar("_T")
+_CALL_TIMEOUT_S = 10.0
+
+
+class AsyncClient:
+    """Talks to the routers of a service; use it as an asynchronous context manager.
+
+    async with AsyncClient(["router-0:50051", "router-1:50051"]) as client:
+        async for chunk in client.generate("Once upon a time", sampling=SamplingParams(max_tokens=64)):
+            print(chunk.text, end="")
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        unavailable_timeout_s: float = 30.0,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
+        """Opens no connection yet.
+
+        Args:
+            addresses: Routers as `host:port` or `dns:///host:port`; requests take turns, and go on at another when one
+                is lost.
+            unavailable_timeout_s: How long a stream without a deadline waits for a router.
+            max_message_bytes: Largest message, each way.
+        """
+        addresses = [addresses] if isinstance(addresses, str) else list(addresses)
+        if not addresses:
+            raise InvalidArgumentError("needs at least one router", field="addresses")
+        self._unavailable_timeout_s = unavailable_timeout_s
+        self._channels = [open_channel(address, max_message_bytes=max_message_bytes) for address in addresses]
+        stubs: list[Stub] = [service_pb2_grpc.MidstreamStub(channel) for channel in self._channels]  # type: ignore[misc]
+        random.shuffle(stubs)
+        self._stubs = itertools.cycle(stubs)
+        self._num_routers = len(stubs)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes all connections; streams in progress end."""
+        for channel in self._channels:
+            await channel.close()
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        sampling: SamplingParams | None = None,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+        streaming: bool = True,
+        priority: int = 0,
+        client_id: str = "",
+        cache_salt: str = "",
+        detached: bool = False,
+    ) -> AsyncStream:
+        """Runs a request; it is sent at the stream's first iteration.
+
+        Args:
+            prompt: Text to continue.
+            token_ids: Or its tokens.
+            messages: Or chat turns, for the model's chat template.
+            tools: Tool definitions, for the template.
+            sampling: How tokens are chosen.
+            model: Name of the served model; empty: whichever is served.
+            request_id: At most 128 characters; made where it is empty.
+            timeout_s: The request's deadline.
+            streaming: False: one chunk per sequence, at its end.
+            priority: -100..100, higher runs sooner.
+            client_id: Whose request it is, for fairness.
+            cache_salt: Prefixes are shared only with requests of the same salt.
+            detached: The request goes on when nobody listens; come back with `resume`.
+
+        Raises:
+            InvalidArgumentError: Not exactly one input, or a value of the wrong type. Ranges are the router's to check.
+        """
+        request = pb.GenerateRequest(
+            request_id=request_id or uuid.uuid4().hex,
+            model=model,
+            streaming=streaming,
+            priority=priority,
+            client_id=client_id,
+            cache_salt=cache_salt,
+            detached=detached,
+        )
+        set_input(request, prompt, token_ids, messages, tools)
+        (sampling or SamplingParams()).fill(request)
+        return self.stream(request, timeout_s=timeout_s)
+
+    def stream(self, request: pb.GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
+        """Runs a request given as the message itself, for fields that `generate` does not name."""
+        request.request_id = request.request_id or uuid.uuid4().hex
+        return AsyncStream(
+            request.request_id,
+            request,
+            self._next_stub,
+            timeout_s=timeout_s,
+            unavailable_timeout_s=self._unavailable_timeout_s,
+        )
+
+    def resume(self, request_id: str, from_token: int = 0, *, timeout_s: float | None = None) -> AsyncStream:
+        """The rest of a running or recently finished request, from a token offset on."""
+        return AsyncStream(
+            request_id,
+            None,
+            self._next_stub,
+            timeout_s=timeout_s,
+            unavailable_timeout_s=self._unavailable_timeout_s,
+            from_token=from_token,
+        )
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request; whether it was running."""
+        request = loads_pb2.AbortRequest(request_id=request_id)
+        return (await self._ask(lambda stub: stub.Abort(request, timeout=_CALL_TIMEOUT_S))).was_running
+
+    async def model_info(self, model: str = "") -> ModelInfo:
+        """The served model.
+
+        Raises:
+            NotFoundError: Another one is served.
+        """
+        request = loads_pb2.GetModelInfoRequest(model=model)
+        return ModelInfo.from_proto(await self._ask(lambda stub: stub.GetModelInfo(request, timeout=_CALL_TIMEOUT_S)))
+
+    async def server_info(self) -> ServerInfo:
+        """The running system."""
+        request = loads_pb2.GetServerInfoRequest()
+        return ServerInfo.from_proto(await self._ask(lambda stub: stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S)))
+
+    async def loads(self) -> list[CellLoad]:
+        """How busy each cell is."""
+        request = loads_pb2.GetLoadsRequest()
+        response = await self._ask(lambda stub: stub.GetLoads(request, timeout=_CALL_TIMEOUT_S))
+        return [CellLoad.from_proto(load) for load in response.cells]
+
+    async def iteration_stats(
+        self, *, follow: bool = False, min_interval_ms: int = 0
+    ) -> AsyncIterator[dict[str, object]]:
+        """Scheduler iterations under TensorRT-LLM's names: the latest, or with `follow` all from now on."""
+        request = stats_pb2.GetIterationStatsRequest(stream=follow, min_interval_ms=min_interval_ms)
+        try:
+            async for stats in self._next_stub().GetIterationStats(request):
+                yield MessageToDict(stats, always_print_fields_with_no_presence=True)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+
+    def _next_stub(self) -> Stub:
+        return next(self._stubs)
+
+    async def _ask(self, call: Callable[[Stub], Awaitable[_T]]) -> _T:
+        """The answer of the first router that is up."""
+        for left in reversed(range(self._num_routers)):
+            try:
+                return await call(self._next_stub())
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or not left:
+                    raise error_from_rpc(error) from None
+        raise AssertionError("unreachable")

@@ -1,0 +1,145 @@
+"""What a caller may ask for, and the message that asks for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from midstream.errors import InvalidArgumentError
+from protos import generation_pb2 as pb
+
+# A chat turn: `role`, `content`, and for tools `tool_calls` (a list), `tool_call_id`, `name`.
+Message = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a sequence ends. None is the service's default, in protos/generation.proto.
+
+    Attributes:
+        max_tokens: Tokens per sequence.
+        temperature: 0 is greedy.
+        seed: The same seed gives the same output.
+        stop: Texts that end a sequence and are not part of it, unless include_stop_in_output.
+        stop_token_ids: Tokens that end a sequence.
+        bad_words: Texts that may not be generated.
+        ignore_eos: Go on past the model's end.
+        embedding_bias: Added to the logits of token ids.
+        num_return_sequences: Independent sequences.
+        log_probs: Report log probabilities of each token and of this many likeliest ones.
+        exclude_input_from_output: False: the output begins with the prompt.
+        return_all_generated_tokens: Each chunk carries everything so far.
+    """
+
+    max_tokens: int | None = None
+    beam_width: int | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    top_p_decay: float | None = None
+    top_p_min: float | None = None
+    top_p_reset_id: int | None = None
+    min_p: float | None = None
+    temperature: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    beam_search_diversity_rate: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    length_penalty: float | None = None
+    early_stopping: int | None = None
+    no_repeat_ngram_size: int | None = None
+    num_return_sequences: int | None = None
+    embedding_bias: Mapping[int, float] | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    end_id: int | None = None
+    ignore_eos: bool = False
+    include_stop_in_output: bool = False
+    log_probs: int | None = None
+    prompt_log_probs: int | None = None
+    exclude_input_from_output: bool = True
+    return_perf_metrics: bool = False
+    return_all_generated_tokens: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def fill(self, request: pb.GenerateRequest) -> None:
+        """Sets the request's fields.
+
+        Raises:
+            InvalidArgumentError: A value that its field cannot hold.
+        """
+        field = ""
+        try:
+            if self.max_tokens is not None:
+                field = "max_tokens"
+                request.max_tokens = self.max_tokens
+            for field in _SAMPLING_FIELDS:
+                value = getattr(self, field)
+                if value is not None:
+                    setattr(request.sampling, field, value)
+            for field in _OUTPUT_FIELDS:
+                value = getattr(self, field)
+                if value is not None:
+                    setattr(request.output, field, value)
+            field = "embedding_bias"
+            request.sampling.embedding_bias.update(self.embedding_bias or {})
+            field = "stopping"
+            request.stopping.MergeFrom(
+                pb.StoppingConfig(
+                    stop_words=self.stop,
+                    stop_token_ids=self.stop_token_ids,
+                    bad_words=self.bad_words,
+                    end_id=self.end_id,
+                    ignore_eos=self.ignore_eos,
+                    include_stop_in_output=self.include_stop_in_output,
+                )
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(str(error), field=field) from None
+
+
+_OWN_FIELDS = {field.name for field in fields(SamplingParams)}
+_SAMPLING_FIELDS = sorted(_OWN_FIELDS.intersection(pb.SamplingConfig.DESCRIPTOR.fields_by_name) - {"embedding_bias"})
+_OUTPUT_FIELDS = sorted(_OWN_FIELDS.intersection(pb.OutputConfig.DESCRIPTOR.fields_by_name))
+
+
+def set_input(
+    request: pb.GenerateRequest,
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Sequence[Message] | None,
+    tools: Sequence[Mapping[str, object]] | None,
+) -> None:
+    """Sets the one input that is given.
+
+    Raises:
+        InvalidArgumentError: None or several are given, or a value is not of its type.
+    """
+    if sum(item is not None for item in (prompt, token_ids, messages)) != 1:
+        raise InvalidArgumentError("give one of prompt, token_ids and messages", field="prompt")
+    try:
+        if prompt is not None:
+            request.prompt = prompt
+        elif token_ids is not None:
+            request.token_ids.values.extend(token_ids)
+        else:
+            request.chat.messages.extend(_message(message) for message in messages or ())
+            request.chat.SetInParent()
+            request.chat.tools_json = json.dumps(tools) if tools else ""
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(str(error), field=request.WhichOneof("input") or "token_ids") from None
+
+
+def _message(message: Message) -> pb.ChatMessage:
+    texts = {key: value for key, value in message.items() if key != "tool_calls" and isinstance(value, str)}
+    unknown = message.keys() - texts.keys() - {"tool_calls"}
+    if unknown or not texts.keys() <= pb.ChatMessage.DESCRIPTOR.fields_by_name.keys():
+        raise ValueError(
+            f"a chat turn has texts role, content, tool_call_id, name and a list tool_calls, not {message}"
+        )
+    calls = message.get("tool_calls")
+    return pb.ChatMessage(tool_calls_json=json.dumps(calls) if calls else "", **texts)

@@ -1,0 +1,61 @@
+"""The whole output of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from midstream.chunk import Chunk, Extras, FinishReason, PerfMetrics, Usage
+
+
+@dataclass(slots=True)
+class SequenceResult:
+    """One sequence; `matched_stop` is the stop word or the id of the stop token that ended it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    extras: Extras | None = None
+    cumulative_log_prob: float | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """All sequences of a request; the properties are the first one's."""
+
+    request_id: str
+    sequences: list[SequenceResult] = field(default_factory=lambda: [SequenceResult()])
+    usage: Usage | None = None
+    perf_metrics: PerfMetrics | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first sequence."""
+        return self.sequences[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the first sequence."""
+        return self.sequences[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first sequence ended."""
+        return self.sequences[0].finish_reason
+
+    def add(self, chunk: Chunk) -> None:
+        """Takes in the next chunk; one with everything so far replaces what was there."""
+        while len(self.sequences) <= chunk.sequence_index:
+            self.sequences.append(SequenceResult())
+        sequence = self.sequences[chunk.sequence_index]
+        if chunk.token_offset < len(sequence.token_ids):
+            sequence.token_ids, sequence.text = [], ""
+        sequence.token_ids.extend(chunk.token_ids)
+        sequence.text += chunk.text
+        if chunk.extras is not None:
+            sequence.extras = sequence.extras + chunk.extras if sequence.extras is not None else chunk.extras
+        if chunk.is_sequence_final:
+            sequence.finish_reason, sequence.matched_stop = chunk.finish_reason, chunk.matched_stop
+            sequence.cumulative_log_prob = chunk.cumulative_log_prob
+        if chunk.is_final:
+            self.usage, self.perf_metrics = chunk.usage, chunk.perf_metrics

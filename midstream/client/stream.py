@@ -1,0 +1,167 @@
+"""One request's output, as an asynchronous iterator that survives the loss of routers.
+
+1. `Generate` goes to a router. Each chunk says which tokens it covers, and the stream keeps the next offset of each
+   sequence.
+2. When the call breaks without a final chunk, the stream goes on at the next router: `Resume` at those offsets, or,
+   where nothing has come yet, the same `Generate` again, which attaches to the first.
+3. That goes on until the deadline, or, without one, until nothing has come for as long as the client waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Self
+
+import grpc
+import grpc.aio
+
+from midstream.chunk import Chunk, FinishReason
+from midstream.client.result import Result
+from midstream.errors import DeadlineError, ExecutionError, MidstreamError
+from midstream.serving import error_from_rpc
+from protos import generation_pb2 as pb
+from protos import service_pb2, service_pb2_grpc
+
+Stub = service_pb2_grpc.MidstreamAsyncStub
+
+# How a call ends when its router dies or drains; CANCELLED by the server, since our own cancel is never read.
+_BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5
+
+
+class AsyncStream:
+    """Iterate over it for chunks, or await `result()`. Leaving it before its end aborts the request (unless detached).
+
+    Attributes:
+        request_id: The request's id; any client can resume by it.
+        num_resumes: Times that the stream went on at another call.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        request: pb.GenerateRequest | None,
+        next_stub: Callable[[], Stub],
+        *,
+        timeout_s: float | None,
+        unavailable_timeout_s: float,
+        from_token: int = 0,
+    ) -> None:
+        """Begins at the first iteration. Without a `request` it resumes at `from_token`."""
+        self.request_id = request_id
+        self.num_resumes = 0
+        self._request = request
+        self._next_stub = next_stub
+        self._timeout_s = timeout_s
+        self._unavailable_timeout_s = unavailable_timeout_s
+        self._from_token = from_token
+        self._offsets: dict[int, int] = {}
+        self._call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse] | None = None
+        self._deadline: float | None = None
+        self._broken_since: float | None = None
+        self._delay = 0.0
+        self._final: Chunk | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk.
+
+        Raises:
+            StopAsyncIteration: After the final chunk of a request that ended well or was aborted.
+            MidstreamError: The request was refused, failed, or passed its deadline.
+        """
+        while True:
+            if self._call is None:
+                self._call = await self._open()
+            try:
+                response = await self._call.read()
+            except grpc.aio.AioRpcError as error:
+                await self._recover(error)
+                continue
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            if not isinstance(response, pb.GenerateResponse):
+                if self._final is None:
+                    raise ExecutionError("the stream ended without a final chunk")
+                _raise_for(self._final)
+                raise StopAsyncIteration
+            chunk = Chunk.from_proto(response)
+            expected = self._offsets.get(chunk.sequence_index, self._from_token)
+            if chunk.next_offset < expected and not chunk.is_sequence_final:
+                continue
+            self._offsets[chunk.sequence_index] = max(chunk.next_offset, expected)
+            self._broken_since, self._delay = None, 0.0
+            if chunk.is_final:
+                self._final = chunk
+            return chunk
+
+    async def result(self) -> Result:
+        """Everything, once the request has ended.
+
+        Raises:
+            MidstreamError: The request was refused, failed, or passed its deadline.
+        """
+        result = Result(self.request_id)
+        async for chunk in self:
+            result.add(chunk)
+        return result
+
+    async def text(self) -> str:
+        """Text of the first sequence, once the request has ended."""
+        return (await self.result()).text
+
+    def cancel(self) -> None:
+        """Leaves the stream; the request is aborted unless it is detached."""
+        if self._call is not None:
+            self._call.cancel()
+
+    async def _open(self) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
+        loop = asyncio.get_running_loop()
+        if self._deadline is None and self._timeout_s is not None:
+            self._deadline = loop.time() + self._timeout_s
+        timeout = None if self._deadline is None else max(self._deadline - loop.time(), 0.001)
+        stub = self._next_stub()
+        if self._request is not None and not self._offsets:
+            return stub.Generate(self._request, timeout=timeout)
+        size = max(self._offsets, default=-1) + 1
+        resume = service_pb2.ResumeRequest(
+            request_id=self.request_id,
+            from_token=self._from_token,
+            from_token_by_sequence=[self._offsets.get(index, self._from_token) for index in range(size)],
+        )
+        return stub.Resume(resume, timeout=timeout)  # type: ignore[return-value]  # only the request's type differs
+
+    async def _recover(self, error: grpc.aio.AioRpcError) -> None:
+        """Returns when the stream should be opened again; else raises."""
+        if self._final is not None:
+            # The router was lost between the final chunk and the status, which the chunk says too.
+            _raise_for(self._final)
+            if error.code() in _BROKEN:
+                raise StopAsyncIteration
+        if error.code() not in _BROKEN:
+            raise error_from_rpc(error) from None
+        now = asyncio.get_running_loop().time()
+        if self._broken_since is None:
+            self._broken_since = now
+        if self._deadline is not None and now >= self._deadline:
+            raise DeadlineError("the deadline passed") from None
+        if now - self._broken_since > self._unavailable_timeout_s:
+            raise error_from_rpc(error) from None
+        self._call = None
+        self.num_resumes += 1
+        await asyncio.sleep(self._delay)
+        self._delay = min(max(2 * self._delay, _FIRST_RETRY_S), _LAST_RETRY_S)
+
+
+def _raise_for(chunk: Chunk) -> None:
+    error: MidstreamError | None = None
+    if chunk.finish_reason is FinishReason.DEADLINE:
+        error = DeadlineError("the request's deadline passed")
+    elif chunk.finish_reason is FinishReason.ERROR:
+        error = chunk.error or ExecutionError("the request failed")
+    if error is not None:
+        raise error

@@ -1,0 +1,128 @@
+"""The synchronous client: the asynchronous one, run by a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from midstream.chunk import Chunk
+from midstream.client.async_client import AsyncClient
+from midstream.client.info import CellLoad, ModelInfo, ServerInfo
+from midstream.client.result import Result
+from midstream.client.stream import AsyncStream
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+
+class Stream:
+    """Iterate over it for chunks, or take `result()`; see AsyncStream."""
+
+    def __init__(self, stream: AsyncStream, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._stream = stream
+        self._run = run
+        self.request_id = stream.request_id
+
+    def __iter__(self) -> Iterator[Chunk]:
+        try:
+            while (chunk := self._run(_next(self._stream))) is not None:
+                yield chunk
+        finally:
+            self._run(_cancel(self._stream))
+
+    def result(self) -> Result:
+        """Everything, once the request has ended."""
+        result: Result = self._run(self._stream.result())
+        return result
+
+    def text(self) -> str:
+        """Text of the first sequence, once the request has ended."""
+        return self.result().text
+
+    def cancel(self) -> None:
+        """Leaves the stream; the request is aborted unless it is detached."""
+        self._run(_cancel(self._stream))
+
+
+class Client:
+    """Talks to the routers of a service; use it as a context manager. Methods are AsyncClient's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes what AsyncClient takes."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-client", daemon=True)
+        self._thread.start()
+        self._client: AsyncClient = self._run(_open(args, kwargs))
+        self.generate = self._streaming(self._client.generate)
+        self.resume = self._streaming(self._client.resume)
+        self.stream = self._streaming(self._client.stream)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all connections and ends the thread."""
+        self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; whether it was running."""
+        return self._run(self._client.abort(request_id))
+
+    def model_info(self, model: str = "") -> ModelInfo:
+        """The served model."""
+        return self._run(self._client.model_info(model))
+
+    def server_info(self) -> ServerInfo:
+        """The running system."""
+        return self._run(self._client.server_info())
+
+    def loads(self) -> list[CellLoad]:
+        """How busy each cell is."""
+        return self._run(self._client.loads())
+
+    def iteration_stats(self) -> list[dict[str, object]]:
+        """The latest iteration's statistics, one entry per cell."""
+        return self._run(_collect(self._client))
+
+    def _streaming(self, method: Callable[_P, AsyncStream]) -> Callable[_P, Stream]:
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> Stream:
+            return Stream(method(*args, **kwargs), self._run)
+
+        return call
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _open(args: Any, kwargs: Any) -> AsyncClient:
+    # Channels belong to the loop that they are made on.
+    return AsyncClient(*args, **kwargs)
+
+
+async def _next(stream: AsyncStream) -> Chunk | None:
+    # StopAsyncIteration cannot cross a future.
+    return await anext(stream, None)
+
+
+async def _cancel(stream: AsyncStream) -> None:
+    stream.cancel()
+
+
+async def _collect(client: AsyncClient) -> list[dict[str, object]]:
+    return [stats async for stats in client.iteration_stats()]
