@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Builds the images midstream-router, -scheduler, -detokenizer and -gpu-worker with buildah.
+#
+#   BASE_IMAGE   what they stand on; unset: a Debian with Python, made here by mmdebstrap, so that no registry is needed
+#   TAG          their tag [0.1.0]
+#   PARTS        which of them [all]
+#
+# Arguments go to buildah: `--build-arg ACCELERATOR=cuda` makes a worker for GPUs, where pip finds PyTorch with CUDA.
+#
+# What pip is told on this machine holds in the builds too: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS (a folder),
+# and the certificates that it trusts. Needs root, or buildah set up for the user.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+tag=${TAG:-0.1.0}
+base=${BASE_IMAGE:-}
+if [ -z "$base" ]; then
+    base=localhost/midstream-base:bookworm
+    if ! buildah inspect --type image "$base" > /dev/null 2>&1; then
+        echo "$base: made by mmdebstrap"
+        rootfs=$(mktemp --suffix=.tar)
+        trap 'rm -f "$rootfs"' EXIT
+        mmdebstrap --quiet --variant=minbase --include=python3,python3-venv,ca-certificates \
+            --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
+            --dpkgopt='path-exclude=/usr/share/locale/*' \
+            --customize-hook='rm -rf "$1"/var/lib/apt/lists/* "$1"/var/cache/apt/*' bookworm "$rootfs"
+        podman import --quiet "$rootfs" "$base" > /dev/null
+    fi
+fi
+
+flags=(--quiet --layers --isolation "${BUILDAH_ISOLATION:-chroot}" --build-arg BASE_IMAGE="$base")
+for name in PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS; do
+    flags+=(--build-arg "$name=${!name:-}")
+done
+[ ! -d "${PIP_FIND_LINKS:-}" ] || flags+=(--volume "$PIP_FIND_LINKS:$PIP_FIND_LINKS:ro")
+# A registry behind a certificate authority of one's own.
+[ -z "${PIP_CERT:-}" ] || flags+=(--volume "$PIP_CERT:/etc/ssl/certs/ca-certificates.crt:ro")
+
+build() {
+    local name=$1 file=$2 started=$SECONDS
+    shift 2
+    nice -n 10 buildah build "${flags[@]}" --tag "localhost/$name:$tag" --file "deploy/containers/$file" "$@" . > /dev/null
+    echo "$name:$tag: $(($(podman image inspect --format '{{.Size}}' "localhost/$name:$tag") / 1000000)) MB," \
+        "built in $((SECONDS - started)) s"
+}
+
+build midstream-model model.Containerfile
+for part in ${PARTS:-router scheduler detokenizer gpu_worker}; do
+    build "midstream-${part//_/-}" "$part.Containerfile" --build-arg "MODEL_IMAGE=localhost/midstream-model:$tag" "$@"
+done

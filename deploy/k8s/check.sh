@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Renders every overlay, validates it against the Kubernetes schemas, unknown fields being errors, and checks manifests and
+# Containerfiles against checkov's policies. Exceptions: checkov.yaml.
+#
+#   check.sh VENV   VENV holds kubernetes-validate and checkov
+set -euo pipefail
+cd "$(dirname "$0")"
+bin=$(realpath "$1")/bin
+
+rendered=$(mktemp -d)
+trap 'rm -r "$rendered"' EXIT
+for overlay in overlays/*/; do
+    name=$(basename "$overlay")
+    kubectl kustomize "$overlay" > "$rendered/$name.yaml"
+    # It warns of LeaderWorkerSet and ScaledObject, whose schemas their own projects have.
+    "$bin/kubernetes-validate" --strict --quiet "$rendered/$name.yaml"
+done
+for file in ../containers/*.Containerfile; do
+    cp "$file" "$rendered/$(basename "$file" .Containerfile).Dockerfile"
+done
+"$bin/checkov" --config-file checkov.yaml --skip-download --compact --quiet --framework kubernetes dockerfile --directory "$rendered"
