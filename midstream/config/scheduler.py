@@ -32,8 +32,15 @@ class SchedulerConfig(ServiceConfig):
     pipeline_depth: int = setting(2, "Steps in flight per worker group.")
     max_queue_size: int = setting(4096, "Requests that may wait before RESOURCE_EXHAUSTED.")
     heartbeat_interval_ms: int = setting(500, "How often workers report.")
-    worker_timeout_ms: int = setting(2000, "Silence or lack of progress after which a worker group is given up.")
+    worker_timeout_ms: int = setting(2000, "Silence after which a worker group is given up.")
+    worker_progress_timeout_ms: int = setting(
+        30_000, "Time without a finished step after which a worker group that still reports is given up."
+    )
+    max_worker_deaths: int = setting(2, "Workers in a row that may die of a request, without a new token in between.")
+    no_worker_timeout_s: float = setting(30.0, "Seconds that a request without a deadline waits for any worker.")
     orphan_grace_s: float = setting(30.0, "Seconds that a request nobody is attached to lives on.")
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")
     max_num_finished: int = setting(8192, "Finished requests that are kept.")
     journal: str = setting("off", "Where requests and tokens are kept.", choices=("off", "sqlite", "postgres"))
+    scheduler_plugin: str = setting("", "Entry point of a scheduler of your own, in the group midstream.schedulers.")
+    max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")

@@ -1,0 +1,54 @@
+"""Numbered items for any number of readers: each has a cursor; the last items are kept, a slow reader loses the oldest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
+
+
+class Broadcast(Generic[ItemT]):
+    """A bounded log of items, numbered from 1.
+
+    Attributes:
+        last_number: Number of the newest item.
+    """
+
+    def __init__(self, max_kept: int) -> None:
+        self.last_number = 0
+        self._items: deque[ItemT] = deque(maxlen=max_kept)
+        self._changed: set[asyncio.Event] = set()
+
+    @property
+    def first_number(self) -> int:
+        """Number of the oldest item that is kept."""
+        return self.last_number - len(self._items) + 1
+
+    def append(self, item: ItemT) -> None:
+        """Adds an item and wakes its readers."""
+        self.last_number += 1
+        self._items.append(item)
+        for event in self._changed:
+            event.set()
+
+    async def follow(self, first: int) -> AsyncIterator[list[tuple[int, ItemT]]]:
+        """Runs of (number, item) from `first` on; a gap in the numbers is what was lost."""
+        changed = asyncio.Event()
+        self._changed.add(changed)
+        try:
+            cursor = first
+            while True:
+                changed.clear()
+                cursor = max(cursor, self.first_number)
+                if cursor > self.last_number:
+                    await changed.wait()
+                    continue
+                skipped = cursor - self.first_number
+                items = list(self._items)[skipped:]
+                yield list(enumerate(items, start=cursor))
+                cursor += len(items)
+        finally:
+            self._changed.discard(changed)

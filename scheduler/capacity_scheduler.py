@@ -1,0 +1,108 @@
+"""Capacity policies: which requests may hold KV blocks of a worker group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from scheduler.groups import WorkerGroup
+from scheduler.request import Request
+
+
+class CapacityScheduler(ABC):
+    """Says which requests hold blocks. A policy keeps no state of its own: everything it needs is in the group."""
+
+    @abstractmethod
+    def can_start(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether the request, which is queued, may take rows and blocks of the group now. Changes nothing.
+
+        A request that `group.blocks` could not hold if it were empty has been refused before.
+        """
+
+    def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
+        """Active requests that must give their blocks back so that the others can take their next step.
+
+        They are queued again ahead of newcomers, and resume by computing their tokens anew. Changes nothing.
+        """
+        return []
+
+
+class GuaranteedNoEvict(CapacityScheduler):
+    """Admits only what can run to its end: blocks for a request's longest output are set aside at its start."""
+
+    def can_start(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether all blocks that it may ever take are there, beside those that others may still take."""
+        return wants_context(group) and has_room_to_the_end(request, group)
+
+
+class MaxUtilization(CapacityScheduler):
+    """Packs as much as fits now; when blocks run short, the newest requests of the lowest priority are paused."""
+
+    def can_start(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether its known tokens and the next one fit, with a little room for the others' growth."""
+        if not wants_context(group) or not _has_rows(request, group):
+            return False
+        cost = group.start_cost(request)
+        headroom = min(len(group.active), group.blocks.num_blocks // 32)
+        return cost.num_blocks + cost.num_blocks_next + headroom <= group.blocks.num_available
+
+    def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
+        """The newest requests, until every other sequence can take the block that its next step needs."""
+        num_missing = _num_blocks_for_generation(group) - group.blocks.num_available
+        if num_missing <= 0:
+            return []
+        paused: list[Request] = []
+        for request in sorted(group.active, key=lambda r: r.order, reverse=True)[: len(group.active) - 1]:
+            paused.append(request)
+            num_missing -= _num_blocks_given_back(request, group)
+            if num_missing <= 0:
+                break
+        return paused
+
+
+class StaticBatch(CapacityScheduler):
+    """Starts a new batch only when the last one has finished; a batch is what can run to its end together."""
+
+    def can_start(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether no request of the batch has run yet, and it fits to its end."""
+        return group.num_on_worker == 0 and has_room_to_the_end(request, group)
+
+
+def wants_context(group: WorkerGroup) -> bool:
+    """Whether the group's next step has tokens to spare; what waits longer can still be overtaken by the urgent."""
+    return group.num_context_tokens < max(1, group.max_num_tokens - len(group.generating))
+
+
+def has_room_to_the_end(request: Request, group: WorkerGroup) -> bool:
+    """Whether rows and blocks for the request's longest output are there, beside what others may still take."""
+    if not _has_rows(request, group):
+        return False
+    cost = group.start_cost(request)
+    return cost.num_blocks + cost.num_blocks_later <= group.blocks.num_available - group.num_reserved_blocks
+
+
+def _has_rows(request: Request, group: WorkerGroup) -> bool:
+    return request.spec.num_sequences <= group.num_free_rows
+
+
+def _num_blocks_for_generation(group: WorkerGroup) -> int:
+    return sum(
+        1
+        for sequence in group.generating
+        if sequence.num_computed == sequence.checkpoint and sequence.num_computed < sequence.request.spec.max_num_tokens
+    )
+
+
+def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
+    """Blocks that nobody else holds, and those that the request would have taken itself."""
+    num_blocks = 0
+    for sequence in request.sequences:
+        num_blocks += sum(1 for block in sequence.table[sequence.num_freed :] if group.blocks.num_owners(block) == 1)
+        num_blocks += sequence.num_computed == sequence.checkpoint < request.spec.max_num_tokens
+    return num_blocks
+
+
+CAPACITY_SCHEDULERS: dict[str, type[CapacityScheduler]] = {
+    "guaranteed_no_evict": GuaranteedNoEvict,
+    "max_utilization": MaxUtilization,
+    "static_batch": StaticBatch,
+}

@@ -1,0 +1,275 @@
+"""The core: events in, effects out. It has no socket, clock, randomness or thread, so it can be simulated and replayed.
+
+One request's journey:
+
+1. `Submitted` puts it into the queue (lifecycle, queue), or refuses it.
+2. A `Turn` starts it on the worker group that has most of its prefix and least to do, once the capacity policy lets it
+   (`_place`); it gets rows and blocks there (groups).
+3. The same turn plans steps for every group with room in its pipeline (`_plan`): the micro-batch policy fills a step
+   (step_builder), and the StepPlan goes out. Two steps are in flight, so the next one waits at the worker when one
+   ends.
+4. `StepDone` brings tokens: they are appended, and sequences that reached their end are ended (results). What they held
+   is
+   free at once, because steps run strictly in order.
+5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and starts again at 2.
+6. It ends once, is kept a while for those who resume, and is forgotten (lifecycle).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from scheduler.core_config import CoreConfig
+from scheduler.effects import Effect
+from scheduler.events import (
+    AbortRequested,
+    Attached,
+    Detached,
+    DrainStarted,
+    Event,
+    Recovered,
+    StepDone,
+    StopWordFound,
+    Submitted,
+    Turn,
+    WorkerBeat,
+    WorkerLeft,
+    WorkerRegistered,
+)
+from scheduler.groups import Clock, WorkerGroup
+from scheduler.lifecycle import Lifecycle
+from scheduler.membership import Membership
+from scheduler.queue import RequestQueue
+from scheduler.request import INVALID_ARGUMENT, Failure, FinishReason, Request
+from scheduler.request_scheduler import RequestScheduler
+from scheduler.results import Results
+from scheduler.stats import IterationStats, Totals
+from scheduler.step_builder import StepBuilder
+from scheduler.timers import Timers
+
+# A generating sequence weighs as much as this many context tokens when groups are compared.
+_TOKENS_PER_ACTIVE_SEQUENCE = 16
+
+
+class SchedulerCore:
+    """All requests and worker groups of one scheduler.
+
+    Attributes:
+        queue: Requests that wait for a group.
+        lifecycle: All requests by id.
+        membership: The worker groups.
+        totals: Counts since the start.
+    """
+
+    def __init__(self, config: CoreConfig, scheduler: RequestScheduler) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.queue = RequestQueue(config.max_queue_size)
+        self.totals = Totals()
+        self._clock = Clock()
+        self._effects: list[Effect] = []
+        self._timers = Timers()
+        self.lifecycle = Lifecycle(
+            config,
+            queue=self.queue,
+            timers=self._timers,
+            totals=self.totals,
+            clock=self._clock,
+            effects=self._effects,
+        )
+        self.membership = Membership(
+            config,
+            lifecycle=self.lifecycle,
+            queue=self.queue,
+            timers=self._timers,
+            totals=self.totals,
+            clock=self._clock,
+            effects=self._effects,
+        )
+        self._results = Results(
+            lifecycle=self.lifecycle,
+            queue=self.queue,
+            totals=self.totals,
+            clock=self._clock,
+            effects=self._effects,
+        )
+        self._num_steps = 0
+        self._handlers: dict[type[Any], Callable[[Any], object]] = {
+            Submitted: self._submit,
+            Recovered: self._recover,
+            AbortRequested: self.lifecycle.abort,
+            Attached: self.lifecycle.attach,
+            Detached: self.lifecycle.detach,
+            StopWordFound: self.lifecycle.stop_word,
+            WorkerRegistered: self.membership.register,
+            WorkerBeat: self.membership.beat,
+            WorkerLeft: self.membership.leave,
+            StepDone: self._take_result,
+            Turn: self._turn,
+            DrainStarted: self._start_drain,
+        }
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Takes an event in.
+
+        Events change what is known; a `Turn` after them makes plans of it. Times never go backwards: an event from the
+        past counts as happening at the time of the one before.
+
+        Returns:
+            What is to be done, in order.
+        """
+        self._clock.now_ns = max(self._clock.now_ns, event.time_ns)
+        self._handlers[type(event)](event)
+        effects = self._effects[:]
+        self._effects.clear()
+        return effects
+
+    @property
+    def next_turn_ns(self) -> int | None:
+        """When a Turn is due though nothing else happens."""
+        return self._timers.next_ns
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """The worker groups, oldest epoch first."""
+        return list(self.membership.groups.values())
+
+    def current_stats(self, time_ns: int) -> IterationStats:
+        """The state of all groups together, with what the last step ran."""
+        return self._results.statistics(self.groups, time_ns, "")
+
+    @property
+    def num_active_requests(self) -> int:
+        """Requests that hold blocks."""
+        return sum(len(group.active) for group in self.membership.groups.values())
+
+    def _submit(self, event: Submitted) -> None:
+        if self.lifecycle.submit(event) is not None and not self.membership.groups:
+            self.membership.watch_lack_of_workers()
+
+    def _recover(self, event: Recovered) -> None:
+        self.lifecycle.recover(event)
+        if not self.membership.groups:
+            self.membership.watch_lack_of_workers()
+
+    def _start_drain(self, _: DrainStarted) -> None:
+        self.lifecycle.is_draining = True
+
+    def _take_result(self, event: StepDone) -> None:
+        group = self.membership.group_of(event)
+        if group is None:
+            return
+        group.last_heard_ns = event.time_ns
+        if not group.in_flight or event.step_id < group.in_flight[0].step_id:
+            self.totals.num_stale_messages += 1  # it came twice
+            return
+        if event.step_id > group.in_flight[-1].step_id:
+            self.membership.end_epoch(group, "it reports a step that was not sent", is_death=False)
+            return
+        group.early_results[event.step_id] = event
+        while group.in_flight and (result := group.early_results.pop(group.in_flight[0].step_id, None)) is not None:
+            if not self._commit(group, result):
+                return
+        self.membership.flush_kv_changes(group)
+
+    def _commit(self, group: WorkerGroup, event: StepDone) -> bool:
+        problem = self._results.problem(group.in_flight[0], event, self.config.vocab_size)
+        if problem:
+            self.membership.end_epoch(group, f"wrong result: {problem}", is_death=True)
+            return False
+        group.last_progress_ns = event.time_ns
+        group.num_beats_ahead = 0
+        group.memory = event.memory
+        self._results.commit(group, group.in_flight.popleft(), event)
+        return True
+
+    def _turn(self, event: Turn) -> None:
+        self._timers.run_due(self._clock.now_ns)
+        self._place()
+        for group in self.membership.groups.values():
+            while len(group.in_flight) < self.config.pipeline_depth and self._plan(group):
+                pass
+            self.membership.flush_kv_changes(group)
+        self.totals.max_num_active_requests = max(self.totals.max_num_active_requests, self.num_active_requests)
+
+    def _place(self) -> None:
+        """Starts queued requests in order, until one has to wait."""
+        while (request := self.queue.head()) is not None:
+            group = self._choose_group(request)
+            if group is None:
+                if not self._refuse_impossible(request):
+                    return
+                continue
+            self.queue.pop(request)
+            cost = group.start_cost(request)
+            if request.times.first_scheduled_ns == 0:
+                request.num_cached_tokens = cost.num_cached_tokens
+                self.totals.prefix_cache_queries += len(request.spec.prompt)
+                self.totals.prefix_cache_hits += cost.num_cached_tokens
+                self.lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
+            group.start(request, self._num_steps)
+
+    def _choose_group(self, request: Request) -> WorkerGroup | None:
+        """The group that can take the request and has the least to do until it is computed."""
+        groups = [group for group in self.membership.groups.values() if self._can_start(request, group)]
+        if len(groups) < 2:
+            return groups[0] if groups else None
+
+        def work(group: WorkerGroup) -> int:
+            cost = group.start_cost(request)
+            others = group.num_context_tokens + _TOKENS_PER_ACTIVE_SEQUENCE * len(group.active)
+            return cost.num_tokens - cost.num_cached_tokens + others
+
+        return min(groups, key=work)
+
+    def _can_start(self, request: Request, group: WorkerGroup) -> bool:
+        if self.membership.is_suspect(request) and any(self.membership.is_suspect(other) for other in group.active):
+            return False
+        return group.is_large_enough(request) and self.scheduler.can_start(request, group)
+
+    def _refuse_impossible(self, request: Request) -> bool:
+        """Ends a request that no group here could run even if it were empty."""
+        groups = self.membership.groups.values()
+        if not groups:
+            return False
+        if any(group.is_large_enough(request) for group in groups):
+            return False
+        failure = _too_large(request, list(groups), self.config.tokens_per_block)
+        self.lifecycle.end(request, FinishReason.ERROR, failure)
+        return True
+
+    def _plan(self, group: WorkerGroup) -> bool:
+        """Plans the group's next step and sends it; False when nothing is to run."""
+        paused = self.scheduler.requests_to_pause(group)
+        self._pause(group, paused)
+        step = StepBuilder(group, self._clock.now_ns, self._num_steps, paused)
+        self.scheduler.schedule(group, step)
+        if step.is_empty:
+            if step.num_stalled and not group.in_flight and len(group.active) > 1:
+                self._pause(group, [max(group.active, key=lambda request: request.order)])
+            return False
+        self._num_steps += 1
+        self._effects.append(step.finish())
+        return True
+
+    def _pause(self, group: WorkerGroup, requests: list[Request]) -> None:
+        for request in requests:
+            group.release(request)
+            request.num_preemptions += 1
+            self.totals.num_preemptions += 1
+            self.membership.requeue(request)
+
+
+def _too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int) -> Failure:
+    spec = request.spec
+    most = max(group.max_batch_size for group in groups)
+    if spec.num_sequences > most:
+        return Failure(INVALID_ARGUMENT, f"the workers run at most {most} at once", "sampling.num_return_sequences")
+    most = max(group.registration.max_sequence_length for group in groups)
+    if spec.max_num_tokens >= most:
+        return Failure(INVALID_ARGUMENT, f"prompt and output take more than the workers' {most} tokens", "max_tokens")
+    needed = min(group.blocks_alone(request) for group in groups) * tokens_per_block
+    most = max(group.blocks.num_blocks for group in groups) * tokens_per_block
+    message = f"prompt and output may take {needed} tokens of KV cache, the workers have {most}"
+    return Failure(INVALID_ARGUMENT, message, "max_tokens")

@@ -1,0 +1,41 @@
+"""What the core is told once, at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreConfig:
+    """Settings of the core; times are nanoseconds.
+
+    Attributes:
+        scheduler_epoch: Of this incarnation; greater than any before.
+        model_fingerprint: Workers must have the same; empty takes any.
+        max_context_chunk: Context tokens of one request in one step; 0 is up to max_num_tokens.
+        attention_window: Tokens attended to; 0 is all. Blocks behind it are given back.
+        max_worker_deaths: Deaths in a row, without a new token in between, that make a request a suspect.
+    """
+
+    scheduler_epoch: int
+    vocab_size: int
+    max_sequence_length: int
+    model_fingerprint: str = ""
+    tokens_per_block: int = 16
+    max_batch_size: int = 256
+    max_num_tokens: int = 2048
+    max_context_chunk: int = 0
+    attention_window: int = 0
+    enable_block_reuse: bool = True
+    enable_chunked_context: bool = True
+    pipeline_depth: int = 2
+    max_queue_size: int = 4096
+    worker_timeout_ns: int = 2_000_000_000
+    progress_timeout_ns: int = 30_000_000_000
+    orphan_grace_ns: int = 30_000_000_000
+    finished_ttl_ns: int = 60_000_000_000
+    no_worker_timeout_ns: int = 30_000_000_000
+    max_num_finished: int = 8192
+    max_worker_deaths: int = 2

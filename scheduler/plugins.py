@@ -1,0 +1,48 @@
+"""Finds schedulers: those that come with Midstream by name, others through entry points of installed packages.
+
+A package offers its own under the group `midstream.schedulers`, as a class without arguments: a RequestScheduler, or a
+CapacityScheduler or MicroBatchScheduler to be combined with the other kind.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from midstream.errors import ConfigError
+from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS, CapacityScheduler
+from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS, MicroBatchScheduler
+from scheduler.request_scheduler import RequestScheduler, SimpleScheduler
+
+ENTRY_POINT_GROUP = "midstream.schedulers"
+
+
+def load_scheduler(name: str, capacity_policy: str, batching_type: str) -> RequestScheduler:
+    """The scheduler to run.
+
+    Args:
+        name: Of an entry point; empty for Midstream's own.
+        capacity_policy: One of CAPACITY_SCHEDULERS.
+        batching_type: One of MICRO_BATCH_SCHEDULERS.
+
+    Raises:
+        ConfigError: There is no such entry point, or it is not a scheduler.
+    """
+    plugin = _load_plugin(name) if name else None
+    if isinstance(plugin, RequestScheduler):
+        return plugin
+    capacity = plugin if isinstance(plugin, CapacityScheduler) else CAPACITY_SCHEDULERS[capacity_policy]()
+    micro_batch = plugin if isinstance(plugin, MicroBatchScheduler) else MICRO_BATCH_SCHEDULERS[batching_type]()
+    return SimpleScheduler(capacity, micro_batch)
+
+
+def _load_plugin(name: str) -> RequestScheduler | CapacityScheduler | MicroBatchScheduler:
+    found = {entry_point.name: entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise ConfigError(
+            f"no installed package offers {name!r} under {ENTRY_POINT_GROUP}; there is {known}", field="scheduler"
+        )
+    plugin = found[name].load()()
+    if not isinstance(plugin, RequestScheduler | CapacityScheduler | MicroBatchScheduler):
+        raise ConfigError(f"{name!r} is a {type(plugin).__name__}, not a scheduler", field="scheduler_plugin")
+    return plugin

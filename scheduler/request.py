@@ -1,0 +1,280 @@
+"""Requests and their sequences, as the core sees them.
+
+A request has one or more sequences; each gives one output. A sequence's tokens are its request's prompt and its own
+output so far, and everything else here can be rebuilt from these: a sequence that is paused, or whose worker died,
+starts again as
+if its output were a part of its prompt.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence as TypingSequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scheduler.groups import WorkerGroup
+
+DEFAULT_RETENTION_PRIORITY = 35
+# First step ordinal of a sequence that takes no results: it is not on a worker, or has ended.
+NO_RESULTS = 1 << 62
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sequence ended; the numbers are those of the protocol."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+class RequestState(enum.Enum):
+    """Where a request is; it moves back to QUEUED when it is paused or loses its worker."""
+
+    QUEUED = "queued"
+    ACTIVE = "active"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why something was refused or ended in error. `code` is a gRPC status code."""
+
+    code: int
+    message: str
+    field: str = ""
+
+
+INVALID_ARGUMENT = 3
+DEADLINE_EXCEEDED = 4
+ALREADY_EXISTS = 6
+RESOURCE_EXHAUSTED = 8
+INTERNAL = 13
+UNAVAILABLE = 14
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """Blocks of the prompt tokens [start, end) are kept with `priority`, for `duration_ns` after their last use."""
+
+    start: int
+    end: int | None
+    priority: int
+    duration_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """What was asked for; never changes.
+
+    Attributes:
+        prompt: Token ids, array type 'I'.
+        max_tokens: Output tokens per sequence; prompt and output fit into the model's length.
+        num_sequences: Outputs asked for.
+        stop_token_ids: Tokens that end a sequence, the end ids among them.
+        min_tokens: A stop token before this many output tokens does not end the sequence.
+        deadline_ns: Unix nanoseconds; None is no deadline.
+        is_cacheable: Cached blocks may stand in for prompt tokens, and others may use this request's.
+        digest: Of the contents; tells a repeated Submit from another request under the same id.
+        payload: The normalized GenerateRequest, serialized; opaque to the core.
+    """
+
+    request_id: str
+    prompt: array[int]
+    max_tokens: int
+    num_sequences: int = 1
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    client_id: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+    lora_name: str = ""
+    is_detached: bool = False
+    is_cacheable: bool = True
+    arrival_ns: int = 0
+    deadline_ns: int | None = None
+    retention: tuple[RetentionRange, ...] = ()
+    decode_priority: int = DEFAULT_RETENTION_PRIORITY
+    decode_duration_ns: int | None = None
+    digest: bytes = b""
+    payload: bytes = b""
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of one sequence whose keys and values are ever computed: the last output token's are not."""
+        return len(self.prompt) + self.max_tokens - 1
+
+
+@dataclass(slots=True)
+class SequenceEnd:
+    """How a sequence ended: with its first `num_tokens` output tokens."""
+
+    reason: FinishReason
+    num_tokens: int
+    stop_word: str = ""
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class ExtraOutput:
+    """What a worker gave beside a token: a serialized RowOutputs, for output tokens from `token_offset` on."""
+
+    token_offset: int
+    data: bytes
+
+
+class Sequence:
+    """One output of a request, and its place on a worker group.
+
+    Attributes:
+        output: Output tokens so far.
+        table: Blocks that hold its tokens' keys and values; those before `num_freed` were given back (sliding window).
+        num_hit_blocks: Leading blocks that others compute or computed.
+        num_reserved: Blocks that it may still take until its end.
+        num_computed: Tokens whose keys and values are in the cache once all planned steps have run.
+        checkpoint: Value of num_computed at which generation needs another block or has reached its length.
+        row: Row at the worker; None while it holds none.
+        is_on_worker: The row was sent to the worker.
+        first_ordinal: Results of steps before this one are not for it.
+        next_publish: Output length at which the next block of generated tokens can be published.
+        block_hashes: Hash chain over its full blocks, as far as it was needed.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "checkpoint",
+        "end",
+        "first_ordinal",
+        "index",
+        "is_on_worker",
+        "last_token_ns",
+        "next_publish",
+        "num_computed",
+        "num_freed",
+        "num_hit_blocks",
+        "num_reserved",
+        "output",
+        "outputs",
+        "request",
+        "row",
+        "table",
+    )
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.output: array[int] = array("I")
+        self.outputs: list[ExtraOutput] = []
+        self.end: SequenceEnd | None = None
+        self.block_hashes: list[int] = []
+        self.last_token_ns = 0
+        self.clear_placement()
+
+    def clear_placement(self) -> None:
+        """Forgets its place at a worker; the tokens stay."""
+        self.table: list[int] = []
+        self.num_freed = 0
+        self.num_hit_blocks = 0
+        self.num_reserved = 0
+        self.num_computed = 0
+        self.checkpoint = 0
+        self.next_publish = 0
+        self.row: int | None = None
+        self.is_on_worker = False
+        self.first_ordinal = NO_RESULTS
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known: prompt and output so far."""
+        return len(self.request.spec.prompt) + len(self.output)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Known tokens that are still to be computed before generation; at least 1 while in its context phase."""
+        return len(self.request.spec.prompt) + len(self.output) - self.num_computed
+
+    def known_tokens(self) -> array[int]:
+        """Prompt and output so far."""
+        return self.request.spec.prompt + self.output
+
+    def tokens_between(self, start: int, end: int) -> array[int]:
+        """Known tokens [start, end)."""
+        prompt = self.request.spec.prompt
+        num_prompt = len(prompt)
+        if end <= num_prompt:
+            return prompt[start:end]
+        if start >= num_prompt:
+            return self.output[start - num_prompt : end - num_prompt]
+        return prompt[start:] + self.output[: end - num_prompt]
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.request.spec.request_id}/{self.index}, {self.num_computed} of {self.num_tokens})"
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Unix nanoseconds by the scheduler's clock; 0 is "did not happen"."""
+
+    arrival_ns: int = 0
+    queued_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    finished_ns: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request on its way.
+
+    Attributes:
+        ordinal: Place in the order of arrival; smaller is older.
+        group: The worker group whose blocks it holds; None while queued or finished.
+        num_cached_tokens: Prompt tokens whose keys and values were in the cache when it first started.
+        num_deaths: Workers that died in a row while they ran it, without a new token in between.
+        num_attached: Detokenizers that read its feed.
+        failure: Set when it ended in error.
+    """
+
+    spec: RequestSpec
+    ordinal: int
+    times: RequestTimes = field(default_factory=RequestTimes)
+    state: RequestState = RequestState.QUEUED
+    sequences: list[Sequence] = field(default_factory=list)
+    group: WorkerGroup | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recoveries: int = 0
+    num_deaths: int = 0
+    num_steps: int = 0
+    num_attached: int = 0
+    orphaned_ns: int = 0
+    waiting_since_ns: int = 0
+    failure: Failure | None = None
+
+    def __post_init__(self) -> None:
+        self.sequences = [Sequence(self, index) for index in range(self.spec.num_sequences)]
+
+    @property
+    def request_id(self) -> str:
+        """The id it was submitted under."""
+        return self.spec.request_id
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts by urgency: higher priority first, then older first."""
+        return (-self.spec.priority, self.ordinal)
+
+    @property
+    def live_sequences(self) -> TypingSequence[Sequence]:
+        """Sequences that have not ended."""
+        return [sequence for sequence in self.sequences if sequence.end is None]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens over all sequences, as far as they count."""
+        return sum(s.end.num_tokens if s.end else len(s.output) for s in self.sequences)

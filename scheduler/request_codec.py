@@ -1,0 +1,96 @@
+"""Between GenerateRequest and the core's RequestSpec. Defaults are filled in here, once."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+from protos import generation_pb2 as pb
+from scheduler.request import DEFAULT_RETENTION_PRIORITY, RequestSpec, RetentionRange
+
+DEFAULT_MAX_TOKENS = 16_384
+_NS_PER_MS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the codec has to know of the model."""
+
+    max_sequence_length: int
+    end_ids: tuple[int, ...]
+
+
+def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: int) -> RequestSpec:
+    """The request as the core takes it.
+
+    Args:
+        request: Checked by a router: token ids, request id and seed are filled.
+        limits: Of the served model.
+        now_ns: Arrival here, from which the timeout counts.
+    """
+    prompt = array("I", request.token_ids.values)
+    sampling = request.sampling
+    room = limits.max_sequence_length - len(prompt)
+    max_tokens = request.max_tokens if request.HasField("max_tokens") else min(room, DEFAULT_MAX_TOKENS)
+    retention = request.kv_retention
+    has_decode_priority = retention.HasField("decode_priority")
+    return RequestSpec(
+        request_id=request.request_id,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        num_sequences=sampling.num_return_sequences or 1,
+        stop_token_ids=frozenset(stop_ids(request, limits)),
+        min_tokens=sampling.min_tokens,
+        client_id=request.client_id,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        lora_name=request.lora.name,
+        is_detached=request.detached,
+        is_cacheable=_is_cacheable(request),
+        arrival_ns=request.arrival_time_unix_ns,
+        deadline_ns=now_ns + request.timeout_ms * _NS_PER_MS if request.HasField("timeout_ms") else None,
+        retention=tuple(_retention_range(item) for item in retention.token_ranges),
+        decode_priority=retention.decode_priority if has_decode_priority else DEFAULT_RETENTION_PRIORITY,
+        decode_duration_ns=(
+            retention.decode_duration_ms * _NS_PER_MS if retention.HasField("decode_duration_ms") else None
+        ),
+        digest=_digest(request),
+        payload=request.SerializeToString(),
+    )
+
+
+def stop_ids(request: pb.GenerateRequest, limits: ModelLimits) -> list[int]:
+    """Tokens that end a sequence: the end ids unless they are ignored, and the stop tokens."""
+    stopping = request.stopping
+    ends: tuple[int, ...] = ()
+    if not stopping.ignore_eos:
+        ends = (stopping.end_id,) if stopping.HasField("end_id") else limits.end_ids
+    return sorted({*ends, *stopping.stop_token_ids})
+
+
+def _is_cacheable(request: pb.GenerateRequest) -> bool:
+    """Cached blocks hold no logits, and virtual tokens have no ids to be found by."""
+    output = request.output
+    wants_prompt = output.HasField("prompt_log_probs") or output.return_context_logits
+    wants_prompt = wants_prompt or any(item.gather_context for item in output.additional_outputs)
+    has_virtual_tokens = request.HasField("prompt_tuning") or request.HasField("prompt_embeddings")
+    return not wants_prompt and not has_virtual_tokens
+
+
+def _retention_range(item: pb.KvRetentionConfig.TokenRange) -> RetentionRange:
+    return RetentionRange(
+        start=item.start,
+        end=item.end if item.HasField("end") else None,
+        priority=item.priority,
+        duration_ns=item.duration_ms * _NS_PER_MS if item.HasField("duration_ms") else None,
+    )
+
+
+def _digest(request: pb.GenerateRequest) -> bytes:
+    """Of what was asked for: a second submit differs in its arrival and in the time that it has left."""
+    contents = pb.GenerateRequest()
+    contents.CopyFrom(request)
+    contents.ClearField("arrival_time_unix_ns")
+    contents.ClearField("timeout_ms")
+    return hashlib.blake2b(contents.SerializeToString(deterministic=True), digest_size=16).digest()

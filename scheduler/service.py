@@ -1,0 +1,167 @@
+"""Puts the scheduler's parts together and runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from midstream.config import SchedulerConfig
+from midstream.errors import ConfigError
+from midstream.health import Progress
+from midstream.model_folder import ModelFolder, open_model_folder
+from midstream.serving import Server
+from midstream.telemetry import HttpServer, Metrics
+from protos import scheduler_pb2, scheduler_pb2_grpc
+from scheduler.core import SchedulerCore
+from scheduler.core_config import CoreConfig
+from scheduler.dispatch import Dispatcher
+from scheduler.engine import Engine
+from scheduler.events import DrainStarted
+from scheduler.journal import Journal
+from scheduler.journal.off import NoJournal
+from scheduler.metrics import SchedulerCollector
+from scheduler.plugins import load_scheduler
+from scheduler.request_codec import ModelLimits
+from scheduler.servicer import SchedulerServicer
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
+
+
+class SchedulerService:
+    """A scheduler process: gRPC for routers and detokenizers, ZeroMQ for workers.
+
+    Attributes:
+        engine: The running core; set by `start`.
+        port: gRPC port. worker_port: ZeroMQ port. http_port: Port of /metrics and /health.
+    """
+
+    engine: Engine
+
+    def __init__(self, config: SchedulerConfig, model: ModelFolder | None = None) -> None:
+        """Opens the model folder and binds the ports.
+
+        Raises:
+            ConfigError: A setting or the model folder is wrong.
+            OSError: A port is taken.
+        """
+        self.config = config
+        self.model = model or open_model_folder(config.model)
+        self.limits = ModelLimits(self.model.max_sequence_length, self.model.end_ids)
+        self.progress = Progress()
+        self.metrics = Metrics()
+        self.server = Server(
+            SERVICE_NAME, config.host, config.port, self.progress, max_message_bytes=config.max_message_bytes
+        )
+        self.port = self.server.port
+        self.dispatcher = Dispatcher(
+            config.host,
+            config.worker_port,
+            limits=self.limits,
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            worker_timeout_ms=config.worker_timeout_ms,
+        )
+        self.worker_port = self.dispatcher.port
+        self.journal = make_journal(config)
+        self._http = HttpServer(config.host, config.http_port, self.metrics, self.progress.problems)
+        self.http_port = self._http.port
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Takes the journal over and begins to serve."""
+        contents = await self.journal.open()
+        core = SchedulerCore(
+            core_config(self.config, self.model, contents.scheduler_epoch),
+            load_scheduler(self.config.scheduler_plugin, self.config.capacity_policy, self.config.batching_type),
+        )
+        self.engine = Engine(core, journal=self.journal, dispatcher=self.dispatcher)
+        for request in contents.requests:
+            self.engine.handle(request)
+        self.metrics.registry.register(SchedulerCollector(core, self.dispatcher))
+        servicer = SchedulerServicer(
+            self.engine,
+            model=self.model,
+            limits=self.limits,
+            cell=self.config.name or f"{self.config.host}:{self.port}",
+            policies=(self.config.capacity_policy, self.config.batching_type, self.config.journal),
+        )
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, self.server.grpc)
+        dispatching = self.dispatcher.run(self.engine.handle_worker_event, self.progress.loop("worker messages"))
+        self._tasks.append(asyncio.create_task(dispatching, name="dispatch"))
+        self._tasks[0].add_done_callback(self._on_dispatch_ended)
+        await self.server.start()
+        self._http.start()
+        logger.info(
+            "serving",
+            extra={"port": self.port, "worker_port": self.worker_port, "scheduler_epoch": contents.scheduler_epoch},
+        )
+
+    def _on_dispatch_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("the loop of worker messages ended", exc_info=task.exception())
+            self.progress.set_reason("the loop of worker messages ended", stands=True)
+
+    async def run(self) -> None:
+        """Serves until SIGTERM, then drains and stops."""
+        await self.start()
+        try:
+            await self.server.run_until_signal(drain=self.drain, drain_timeout_s=self.config.drain_timeout_s)
+        finally:
+            await self.close()
+
+    async def drain(self) -> None:
+        """Takes no new requests; returns when those at hand have ended."""
+        self.engine.handle(DrainStarted(self.engine.now_ns()))
+        await self.engine.wait_until_idle()
+
+    async def stop(self) -> None:
+        """Stops at once."""
+        await self.server.stop()
+        await self.close()
+
+    async def close(self) -> None:
+        """Releases ports and tasks."""
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self.engine.close()
+        await self.journal.close()
+        self.dispatcher.close()
+        self._http.stop()
+
+
+def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: int) -> CoreConfig:
+    """The core's settings."""
+    ns_per_s, ns_per_ms = 1_000_000_000, 1_000_000
+    return CoreConfig(
+        scheduler_epoch=scheduler_epoch,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        model_fingerprint=model.fingerprint,
+        tokens_per_block=config.tokens_per_block,
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        max_context_chunk=config.max_context_chunk,
+        attention_window=config.max_attention_window or model.sliding_window or 0,
+        enable_block_reuse=config.enable_block_reuse,
+        enable_chunked_context=config.enable_chunked_context,
+        pipeline_depth=config.pipeline_depth,
+        max_queue_size=config.max_queue_size,
+        worker_timeout_ns=config.worker_timeout_ms * ns_per_ms,
+        progress_timeout_ns=config.worker_progress_timeout_ms * ns_per_ms,
+        orphan_grace_ns=int(config.orphan_grace_s * ns_per_s),
+        finished_ttl_ns=int(config.finished_ttl_s * ns_per_s),
+        no_worker_timeout_ns=int(config.no_worker_timeout_s * ns_per_s),
+        max_num_finished=config.max_num_finished,
+        max_worker_deaths=config.max_worker_deaths,
+    )
+
+
+def make_journal(config: SchedulerConfig) -> Journal:
+    """The journal that the configuration names."""
+    if config.journal == "off":
+        return NoJournal()
+    raise ConfigError(f"{config.journal!r} is not available in this version; use `off`", field="journal")

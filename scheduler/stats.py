@@ -1,0 +1,115 @@
+"""Statistics of the core: one record per iteration, totals, and distributions of latencies."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BUCKETS_NS = tuple(int(seconds * 1e9) for seconds in LATENCY_BUCKETS_S)
+
+
+class Histogram:
+    """A distribution of durations over LATENCY_BUCKETS_S and one bucket above."""
+
+    __slots__ = ("counts", "sum_ns")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(_BUCKETS_NS) + 1)
+        self.sum_ns = 0
+
+    def observe(self, duration_ns: int) -> None:
+        """Counts one duration, in nanoseconds."""
+        self.counts[bisect_left(_BUCKETS_NS, duration_ns)] += 1
+        self.sum_ns += duration_ns
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the scheduler started."""
+
+    num_iterations: int = 0
+    num_finished_by_reason: dict[str, int] = field(default_factory=dict)
+    num_completed: int = 0
+    num_preemptions: int = 0
+    num_recoveries: int = 0
+    num_worker_deaths: int = 0
+    num_stale_messages: int = 0
+    num_wasted_tokens: int = 0
+    num_conservation_violations: int = 0
+    num_quarantined: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    max_num_active_requests: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    inter_token_latency: Histogram = field(default_factory=Histogram)
+    e2e_request_latency: Histogram = field(default_factory=Histogram)
+    request_queue_time: Histogram = field(default_factory=Histogram)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCounts:
+    """Where requests are."""
+
+    num_active: int = 0
+    num_queued: int = 0
+    num_completed: int = 0
+    max_num_active: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvStats:
+    """Blocks of one group, or of all together; the counts are since each group joined."""
+
+    num_blocks: int = 0
+    num_free: int = 0  # available: free and cached
+    num_used: int = 0
+    num_cached: int = 0
+    tokens_per_block: int = 0
+    allocated: int = 0
+    allocated_new: int = 0
+    reused: int = 0
+    missed: int = 0
+    evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What a step ran and gave."""
+
+    micro_batch_id: int = 0
+    latency_ns: int = 0
+    queue_latency_ns: int = 0  # summed over the requests that ran for the first time
+    num_context_requests: int = 0
+    num_generation_requests: int = 0
+    num_paused_requests: int = 0
+    num_context_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_decoded_tokens: int = 0
+    empty_generation_slots: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def num_scheduled_requests(self) -> int:
+        """Rows that ran."""
+        return self.num_context_requests + self.num_generation_requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationStats:
+    """One iteration of one worker group, a step from its plan to its result; without a group id, the state of all."""
+
+    time_ns: int
+    iteration: int
+    group_id: str
+    requests: RequestCounts
+    kv: KvStats
+    step: StepStats
+    memory: tuple[int, int, int]
+    num_finished_by_reason: dict[str, int]
+    num_stale_messages: int
+    num_conservation_violations: int
+    num_preemptions: int

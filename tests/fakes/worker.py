@@ -1,0 +1,247 @@
+"""A worker without a model: real ZeroMQ and protobuf, hand-calculable tokens. In a thread, or as a process:
+
+python -m tests.fakes.worker --scheduler tcp://127.0.0.1:50053 --model-fingerprint abc --step-ms 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from protos import worker_pb2
+from tests.fakes.model import FakeModel
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeWorkerConfig:
+    """What the fake is and how it fails.
+
+    Attributes:
+        step_ms: Time of a step.
+        end_after: Output tokens after which a row gives an end id; 0 is never.
+        fail_token: A row whose prompt holds it fails.
+        die_token: A step that adds a row whose prompt holds it kills the worker.
+        hang_at_step: It stops computing at this step, and goes on with its heartbeats; 0 is never.
+        wrong_shape_at_step: That result has a token too many.
+        repeat_results: Each result is sent twice.
+        checks: The KV cache is verified at each step; slow.
+    """
+
+    scheduler: str = "tcp://127.0.0.1:50053"
+    group_id: str = "fake"
+    model_fingerprint: str = ""
+    vocab_size: int = 1000
+    tokens_per_block: int = 16
+    num_blocks: int = 1024
+    max_sequence_length: int = 8192
+    max_batch_size: int = 256
+    max_num_tokens: int = 2048
+    protocol_version: int = PROTOCOL_VERSION
+    step_ms: float = 0.0
+    end_after: int = 0
+    fail_token: int = -1
+    die_token: int = -1
+    hang_at_step: int = 0
+    wrong_shape_at_step: int = 0
+    repeat_results: bool = False
+    checks: bool = False
+    attention_window: int = 0
+
+
+class FakeWorker:
+    """One worker group.
+
+    Attributes:
+        epoch: Of the current registration; 0 while there is none.
+        rejected: Why the scheduler refused it.
+        error: What went wrong in its own thread.
+    """
+
+    def __init__(self, config: FakeWorkerConfig) -> None:
+        self.config = config
+        self.epoch = 0
+        self.num_registrations = 0
+        self.rejected: worker_pb2.Rejected | None = None
+        self.error: BaseException | None = None
+        self.registered = threading.Event()
+        self.model = self._new_model()
+        self._incarnation = random.getrandbits(63)
+        self._stop = threading.Event()
+        self._freeze = threading.Event()
+        self._says_goodbye = True
+        self._next_beat = 0.0
+        self._beat_interval = 0.2
+        self._thread = threading.Thread(target=self._run, name=f"fake-worker-{config.group_id}", daemon=True)
+
+    def _new_model(self) -> FakeModel:
+        config = self.config
+        return FakeModel(
+            vocab_size=config.vocab_size,
+            tokens_per_block=config.tokens_per_block,
+            num_blocks=config.num_blocks,
+            end_after=config.end_after,
+            fail_token=config.fail_token if config.fail_token >= 0 else None,
+            checks=config.checks,
+            attention_window=config.attention_window,
+        )
+
+    def start(self) -> FakeWorker:
+        """Runs in a thread."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Leaves, as on SIGTERM."""
+        self._stop.set()
+        self._freeze.clear()
+        self._thread.join(5)
+
+    def kill(self) -> None:
+        """Dies without a word, as by SIGKILL."""
+        self._says_goodbye = False
+        self.stop()
+
+    def freeze(self) -> None:
+        """Stands still, as by SIGSTOP."""
+        self._freeze.set()
+
+    def thaw(self) -> None:
+        """Goes on, as by SIGCONT."""
+        self._freeze.clear()
+
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def run(self) -> None:
+        """Runs in this thread, until stopped."""
+        self._run()
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.connect(self.config.scheduler)
+        try:
+            self._loop(socket)
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            if not self._says_goodbye:
+                socket.setsockopt(zmq.LINGER, 0)
+            socket.close()
+            context.term()
+
+    def _loop(self, socket: zmq.Socket[bytes]) -> None:
+        while not self._stop.is_set():
+            while self._freeze.is_set() and not self._stop.is_set():
+                time.sleep(0.01)
+            self._beat(socket)
+            if socket.poll(20):
+                self._obey(socket, socket.recv())
+            if self.rejected is not None:
+                return
+        if self._says_goodbye and self.epoch:
+            self._send(socket, leave=worker_pb2.Leave(epoch=self.epoch, reason="stopped"))
+
+    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+        if time.monotonic() < self._next_beat:
+            return
+        self._next_beat = time.monotonic() + self._beat_interval
+        if self.epoch:
+            beat = worker_pb2.Heartbeat(epoch=self.epoch, last_step_id=self.model.num_steps)
+            self._send(socket, heartbeat=beat)
+        else:
+            self._send(socket, register=self._registration())
+
+    def _registration(self) -> worker_pb2.Register:
+        config = self.config
+        return worker_pb2.Register(
+            group_id=config.group_id,
+            incarnation=self._incarnation,
+            model_fingerprint=config.model_fingerprint,
+            model="fake",
+            tokens_per_block=config.tokens_per_block,
+            num_blocks=config.num_blocks,
+            vocab_size=config.vocab_size,
+            max_sequence_length=config.max_sequence_length,
+            max_batch_size=config.max_batch_size,
+            max_num_tokens=config.max_num_tokens,
+            world_size=1,
+            device="fake",
+            host="localhost",
+            pid=os.getpid(),
+            protocol_version=config.protocol_version,
+        )
+
+    def _obey(self, socket: zmq.Socket[bytes], frame: bytes) -> None:
+        message = worker_pb2.SchedulerMessage.FromString(frame)
+        kind = message.WhichOneof("message")
+        if kind == "registered":
+            self.epoch = message.registered.epoch
+            self.num_registrations += 1
+            self.model = self._new_model()
+            self._beat_interval = message.registered.heartbeat_interval_ms / 1e3
+            self.registered.set()
+        elif kind == "rejected":
+            self.rejected = message.rejected
+        elif kind == "epoch_ended" and message.epoch_ended.epoch == self.epoch:
+            self.epoch = 0
+            self._next_beat = 0.0
+        elif kind == "drain":
+            self._stop.set()
+        elif kind == "step_batch" and message.step_batch.epoch == self.epoch:
+            self._step(socket, message.step_batch)
+
+    def _step(self, socket: zmq.Socket[bytes], batch: worker_pb2.StepBatch) -> None:
+        config = self.config
+        if config.die_token >= 0 and any(config.die_token in added.token_ids for added in batch.add_sequences):
+            self._says_goodbye = False
+            self._stop.set()
+            return
+        if config.hang_at_step and batch.step_id >= config.hang_at_step:
+            return
+        if config.step_ms:
+            time.sleep(config.step_ms / 1e3)
+        result = self.model.step(batch)
+        if batch.step_id == config.wrong_shape_at_step:
+            result.token_ids.append(0)
+        self._send(socket, step_result=result)
+        if config.repeat_results:
+            self._send(socket, step_result=result)
+
+    def _send(
+        self,
+        socket: zmq.Socket[bytes],
+        *,
+        register: worker_pb2.Register | None = None,
+        heartbeat: worker_pb2.Heartbeat | None = None,
+        step_result: worker_pb2.StepResult | None = None,
+        leave: worker_pb2.Leave | None = None,
+    ) -> None:
+        message = worker_pb2.WorkerMessage(register=register, heartbeat=heartbeat, step_result=step_result, leave=leave)
+        socket.send(message.SerializeToString())
+
+
+def main() -> None:
+    """A process that runs until killed."""
+    parser = argparse.ArgumentParser(description="A worker without a model.")
+    for name, item in FakeWorkerConfig.__dataclass_fields__.items():
+        if isinstance(item.default, bool):
+            parser.add_argument("--" + name.replace("_", "-"), action="store_true")
+        else:
+            parser.add_argument("--" + name.replace("_", "-"), type=type(item.default), default=item.default)
+    FakeWorker(FakeWorkerConfig(**vars(parser.parse_args()))).run()
+
+
+if __name__ == "__main__":
+    main()
