@@ -7,7 +7,7 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -15,11 +15,14 @@ from google.protobuf.json_format import MessageToDict
 
 from midstream.client.info import CellLoad, ModelInfo, ServerInfo
 from midstream.client.request import Message, SamplingParams, set_input
-from midstream.client.stream import AsyncStream, Stub
+from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
 from midstream.serving import DEFAULT_MAX_MESSAGE_BYTES, error_from_rpc, open_channel
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2_grpc, stats_pb2
+
+if TYPE_CHECKING:
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 _T = TypeVar("_T")

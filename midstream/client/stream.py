@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
 import grpc.aio
@@ -21,9 +21,10 @@ from midstream.client.result import Result
 from midstream.errors import DeadlineError, ExecutionError, MidstreamError
 from midstream.serving import error_from_rpc
 from protos import generation_pb2 as pb
-from protos import service_pb2, service_pb2_grpc
+from protos import service_pb2
 
-Stub = service_pb2_grpc.MidstreamAsyncStub
+if TYPE_CHECKING:
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 # How a call ends when its router dies or drains; CANCELLED by the server, since our own cancel is never read.
 _BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})

@@ -1,0 +1,226 @@
+"""A scheduler that feeds what a test tells it to, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from midstream.health import Progress
+from midstream.serving import Server
+from protos import generation_pb2 as pb
+from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
+
+END_ID = 2
+
+
+@dataclass
+class Scripted:
+    """One request: its tokens so far, and its end."""
+
+    request: pb.GenerateRequest
+    num_prompt_tokens: int = 3
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    ends: list[scheduler_pb2.FeedSequenceEnd] = field(default_factory=list)
+    ended: scheduler_pb2.FeedEnded | None = None
+
+
+def scripted_scheduler() -> ScriptedScheduler:
+    """One that knows nothing yet."""
+    return ScriptedScheduler()  # type: ignore[abstract]  # what no test calls stays unimplemented
+
+
+class Feed:
+    """One detokenizer's stream: what it has attached, and how far each was fed."""
+
+    def __init__(self) -> None:
+        self.attached: dict[int, str] = {}
+        self.sent: dict[tuple[int, int], int] = {}
+        self.num_ends: dict[int, int] = {}
+        self.opened: set[int] = set()
+        self.wake = asyncio.Event()
+
+
+class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """Knows what is submitted or `add`ed; tokens come by `emit`, ends by `end`."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Scripted] = {}
+        self.submits: list[scheduler_pb2.SubmitRequest] = []
+        self.aborts: list[str] = []
+        self.stops: list[tuple[str, int, int, str]] = []
+        self.feeds: list[Feed] = []
+        self.submit_errors: list[Exception] = []
+        self.features: tuple[str, ...] = ()
+        self.changed = asyncio.Event()
+        self.server: Server | None = None
+
+    async def start(self, port: int = 0) -> str:
+        """Serves; returns the address."""
+        self.server = Server("midstream.v1.Scheduler", "127.0.0.1", port, Progress())
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, self.server.grpc)
+        await self.server.start()
+        return f"127.0.0.1:{self.server.port}"
+
+    async def stop(self) -> None:
+        """Dies."""
+        assert self.server is not None
+        await self.server.grpc.stop(0)
+        await self.server.stop()
+
+    def add(self, request_id: str, **fields: Any) -> None:
+        """A request that is running."""
+        self.requests[request_id] = Scripted(pb.GenerateRequest(request_id=request_id, **fields))
+
+    def emit(self, request_id: str, token_ids: Iterable[int], sequence_index: int = 0) -> None:
+        """Feeds tokens."""
+        self.requests[request_id].tokens.setdefault(sequence_index, []).extend(token_ids)
+        self._wake()
+
+    def end(
+        self,
+        request_id: str,
+        reason: pb.FinishReason.ValueType = pb.FINISH_REASON_LENGTH,
+        *,
+        sequences: Sequence[int] = (0,),
+        error: pb.ErrorInfo | None = None,
+        **fields: Any,
+    ) -> None:
+        """Ends sequences, and the request with the last of them."""
+        script = self.requests[request_id]
+        for index in sequences:
+            count = fields.pop("num_tokens", len(script.tokens.get(index, ())))
+            script.ends.append(
+                scheduler_pb2.FeedSequenceEnd(sequence_index=index, finish_reason=reason, num_tokens=count, **fields)
+            )
+        if len(script.ends) == max(script.request.sampling.num_return_sequences, 1):
+            usage = pb.Usage(
+                prompt_tokens=script.num_prompt_tokens, completion_tokens=sum(end.num_tokens for end in script.ends)
+            )
+            script.ended = scheduler_pb2.FeedEnded(usage=usage, error=error)
+        self._wake()
+
+    async def until(self, condition: Any) -> None:
+        """Waits for what another part brings about."""
+        async with asyncio.timeout(5):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def Submit(  # noqa: N802
+        self, request: scheduler_pb2.SubmitRequest, context: Any
+    ) -> scheduler_pb2.SubmitResponse:
+        self.submits.append(request)
+        if self.submit_errors:
+            raise self.submit_errors.pop(0)
+        known = request.request.request_id in self.requests
+        if not known:
+            count = len(request.request.token_ids.values)
+            self.requests[request.request.request_id] = Scripted(request.request, count)
+        self.changed.set()
+        return scheduler_pb2.SubmitResponse(scheduler_epoch=1, attached=known, num_sequences=1)
+
+    async def Abort(self, request: loads_pb2.AbortRequest, context: Any) -> loads_pb2.AbortResponse:  # noqa: N802
+        self.aborts.append(request.request_id)
+        script = self.requests.get(request.request_id)
+        running = script is not None and script.ended is None
+        if running:
+            self.end(request.request_id, pb.FINISH_REASON_ABORT)
+        self.changed.set()
+        return loads_pb2.AbortResponse(was_running=running)
+
+    async def GetLoads(self, request: Any, context: Any) -> loads_pb2.GetLoadsResponse:  # noqa: N802
+        return loads_pb2.GetLoadsResponse(cells=[loads_pb2.CellLoad(num_running_requests=len(self.requests))])
+
+    async def GetModelInfo(self, request: Any, context: Any) -> loads_pb2.ModelInfo:  # noqa: N802
+        return loads_pb2.ModelInfo(features=self.features)
+
+    async def GetServerInfo(self, request: Any, context: Any) -> loads_pb2.ServerInfo:  # noqa: N802
+        return loads_pb2.ServerInfo(scheduler_epoch=7)
+
+    async def GetIterationStats(self, request: stats_pb2.GetIterationStatsRequest, context: Any) -> Any:  # noqa: N802
+        for number in range(3 if request.stream else 1):
+            yield stats_pb2.IterationStats(iter=number)
+
+    async def TokenFeed(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: Any, context: Any
+    ) -> None:
+        feed = Feed()
+        self.feeds.append(feed)
+        writer = asyncio.create_task(self._write(feed, context))
+        try:
+            async for command in request_iterator:
+                self._obey(command, feed)
+        finally:
+            writer.cancel()
+            self.feeds.remove(feed)
+
+    def _obey(self, command: scheduler_pb2.FeedCommand, feed: Feed) -> None:
+        if command.HasField("attach"):
+            feed.attached[command.attach.stream] = command.attach.request_id
+            feed.wake.set()
+        elif command.HasField("detach"):
+            feed.attached.pop(command.detach.stream, None)
+        elif command.HasField("stop"):
+            stop = command.stop
+            request_id = feed.attached[stop.stream]
+            self.stops.append((request_id, stop.sequence_index, stop.num_tokens, stop.stop_word))
+        self.changed.set()
+
+    async def _write(self, feed: Feed, context: Any) -> None:
+        while True:
+            await feed.wake.wait()
+            feed.wake.clear()
+            await context.write(self._batch(feed))
+
+    def _batch(self, feed: Feed) -> scheduler_pb2.FeedBatch:
+        batch = scheduler_pb2.FeedBatch(scheduler_epoch=1)
+        for number, request_id in list(feed.attached.items()):
+            script = self.requests.get(request_id)
+            if script is None:
+                error = pb.ErrorInfo(code=5, message=f"no request {request_id}")
+                batch.opened.append(scheduler_pb2.FeedOpened(stream=number, request_id=request_id, error=error))
+                del feed.attached[number]
+                continue
+            if number not in feed.opened:
+                feed.opened.add(number)
+                batch.opened.append(_opened(number, script))
+            for index, tokens in script.tokens.items():
+                sent = feed.sent.get((number, index), 0)
+                if tokens[sent:]:
+                    batch.streams.append(number)
+                    batch.sequence_indices.append(index)
+                    batch.token_offsets.append(sent)
+                    batch.num_tokens.append(len(tokens) - sent)
+                    batch.token_ids.extend(tokens[sent:])
+                    feed.sent[number, index] = len(tokens)
+            for end in script.ends[feed.num_ends.get(number, 0) :]:
+                batch.sequence_ends.add().CopyFrom(end)
+                batch.sequence_ends[-1].stream = number
+            feed.num_ends[number] = len(script.ends)
+            if script.ended is not None:
+                batch.ended.add().CopyFrom(script.ended)
+                batch.ended[-1].stream = number
+                del feed.attached[number]
+        return batch
+
+    def _wake(self) -> None:
+        for feed in self.feeds:
+            feed.wake.set()
+
+
+def _opened(number: int, script: Scripted) -> scheduler_pb2.FeedOpened:
+    request = script.request
+    with_input = request.output.HasField("exclude_input_from_output") and not request.output.exclude_input_from_output
+    return scheduler_pb2.FeedOpened(
+        stream=number,
+        request_id=request.request_id,
+        num_prompt_tokens=script.num_prompt_tokens,
+        num_sequences=max(request.sampling.num_return_sequences, 1),
+        stopping=request.stopping,
+        output=request.output,
+        min_tokens=request.sampling.min_tokens,
+        prompt_token_ids=request.token_ids.values if with_input else [],
+        streaming=request.streaming if request.HasField("streaming") else True,
+    )

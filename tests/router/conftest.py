@@ -1,0 +1,142 @@
+"""Routers and detokenizers on real sockets, in this process, in front of a scripted scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from detokenizer.feed import FeedPool
+from detokenizer.incremental import DecoderFactory, decoder_factory
+from detokenizer.servicer import DetokenizerServicer
+from midstream.client import AsyncClient
+from midstream.health import Progress
+from midstream.model_folder import ModelFolder, open_model_folder
+from midstream.serving import Server
+from midstream.telemetry import Metrics
+from midstream.tokenizer import Tokenizer
+from protos import detokenizer_pb2_grpc, service_pb2_grpc
+from router.cells import Cells
+from router.detokenizer_pool import DetokenizerPool
+from router.generation import Runner
+from router.prompt import PromptBuilder
+from router.servicer import RouterMetrics, RouterServicer
+from tests.detokenizer.scripted_scheduler import scripted_scheduler
+
+MAX_MESSAGE = 64 << 20
+
+
+@pytest.fixture(scope="session")
+def folder() -> ModelFolder:
+    return open_model_folder("smollm2")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folder: ModelFolder) -> Tokenizer:
+    return Tokenizer(folder.path)
+
+
+@pytest.fixture(scope="session")
+def decoders(tokenizer: Tokenizer) -> DecoderFactory:
+    return decoder_factory(tokenizer)
+
+
+class Part:
+    """A service in this process."""
+
+    def __init__(self, server: Server, servicer: object, task: asyncio.Task[None]) -> None:
+        self.server = server
+        self.servicer = servicer
+        self.address = f"127.0.0.1:{server.port}"
+        self._task = task
+
+    async def kill(self) -> None:
+        """Ends it as if it had crashed."""
+        await self.server.grpc.stop(0)
+        await self.server.stop()
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+
+class Cluster:
+    """The parts of one test."""
+
+    def __init__(self, folder: ModelFolder, decoders: DecoderFactory) -> None:
+        self.folder = folder
+        self.decoders = decoders
+        self.scheduler = scripted_scheduler()
+        self.scheduler_address = ""
+        self.prompts = PromptBuilder(folder, 1)
+        self._parts: list[Part] = []
+
+    async def start_scheduler(self) -> None:
+        self.scheduler_address = await self.scheduler.start()
+
+    async def add_detokenizer(self, name: str = "d", max_pending_bytes: int = 8 << 20) -> Part:
+        pool = FeedPool(self.scheduler_address, name, self.folder.end_ids, MAX_MESSAGE, lambda _: None)
+        servicer = DetokenizerServicer(pool, self.decoders, max_pending_bytes)
+        server = Server("midstream.v1.Detokenizer", "127.0.0.1", 0, Progress())
+        detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
+        await server.start()
+        return self._keep(Part(server, servicer, asyncio.create_task(pool.run())))
+
+    async def add_router(
+        self, *detokenizers: Part, max_pending_bytes: int = 1 << 20, unavailable_timeout_s: float = 5.0
+    ) -> Part:
+        cells = Cells(self.scheduler_address, MAX_MESSAGE)
+        pool = DetokenizerPool(",".join(part.address for part in detokenizers) or "127.0.0.1:1", MAX_MESSAGE)
+        runner = Runner(
+            self.folder,
+            self.prompts,
+            cells,
+            pool,
+            max_pending_bytes=max_pending_bytes,
+            unavailable_timeout_s=unavailable_timeout_s,
+        )
+        server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
+        servicer = RouterServicer(runner, cells, RouterMetrics(Metrics()), "r", server.draining)
+        service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
+        await server.start()
+
+        async def run() -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(cells.run())
+                group.create_task(pool.run())
+
+        return self._keep(Part(server, servicer, asyncio.create_task(run())))
+
+    async def close(self) -> None:
+        for part in reversed(self._parts):
+            await part.kill()
+        await self.scheduler.stop()
+        self.prompts.close()
+
+    def _keep(self, part: Part) -> Part:
+        self._parts.append(part)
+        return part
+
+
+@pytest.fixture
+async def cluster(folder: ModelFolder, decoders: DecoderFactory) -> AsyncIterator[Cluster]:
+    cluster = Cluster(folder, decoders)
+    await cluster.start_scheduler()
+    yield cluster
+    await cluster.close()
+
+
+@pytest.fixture
+async def open_client() -> AsyncIterator[Callable[..., AsyncClient]]:
+    async with contextlib.AsyncExitStack() as stack:
+        clients: list[AsyncClient] = []
+
+        def make(*parts: Part, **options: float) -> AsyncClient:
+            client = AsyncClient([part.address for part in parts], unavailable_timeout_s=options.get("wait_s", 5.0))
+            clients.append(client)
+            return client
+
+        yield make
+        for client in clients:
+            stack.push_async_callback(client.close)
