@@ -67,7 +67,12 @@ async def _demo(topology: Topology, console: Console, begin: float) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with RunDisplay(console) as display:
-        supervisor = Supervisor(run_dir, topology.model, plan_processes(topology), display.show)
+
+        def show(state: RunState) -> None:
+            if not stop.is_set():
+                display.show(state)
+
+        supervisor = Supervisor(run_dir, topology.model, plan_processes(topology), show)
         running = asyncio.create_task(supervisor.run(stop, ready))
         started = asyncio.create_task(ready.wait())
         await asyncio.wait((running, started), return_when=asyncio.FIRST_COMPLETED)

@@ -24,7 +24,10 @@ _STYLES = {
 
 
 class RunDisplay:
-    """Follows a run; give it the state whenever it may have changed. A context manager."""
+    """Follows a run; give it the state whenever it may have changed.
+
+    Inside its context a terminal shows a table. Elsewhere, and after the context, changes are lines.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -46,7 +49,7 @@ class RunDisplay:
     def show(self, state: RunState) -> None:
         """Shows `state`."""
         self._state = state
-        if self._console.is_terminal:
+        if self._live.is_started:
             return
         for process in state.processes:
             seen = (process.phase.value, process.detail)

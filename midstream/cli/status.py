@@ -87,20 +87,19 @@ async def _ask_epochs(state: RunState) -> dict[str, int]:
 
 def _table(statuses: list[ProcessStatus]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "pid", "addresses", "epoch", "health", "restarts", "up"):
-        table.add_column(column)
+    for column in ("name", "pid", "health", "up", "restarts", "epoch", "addresses"):
+        table.add_column(column, no_wrap=column != "addresses", overflow="fold")
     for status in statuses:
         process = status.process
-        addresses = "  ".join(f"{protocol} {address}" for protocol, address in process.addresses.items())
         style = "green" if status.health == "serving" else "red"
         table.add_row(
             process.name,
             str(process.pid or "-"),
-            addresses,
-            str(status.epoch or "-"),
             f"[{style}]{status.health}[/{style}]",
-            str(process.num_restarts),
             f"{time.time() - process.started_unix_s:.0f} s" if process.pid else "-",
+            str(process.num_restarts),
+            str(status.epoch or "-"),
+            "\n".join(f"{protocol} {address}" for protocol, address in process.addresses.items()),
         )
     return table
 

@@ -137,7 +137,7 @@ def set_input(
 def _message(message: Message) -> pb.ChatMessage:
     texts = {key: value for key, value in message.items() if key != "tool_calls" and isinstance(value, str)}
     unknown = message.keys() - texts.keys() - {"tool_calls"}
-    if unknown or not texts.keys() <= pb.ChatMessage.DESCRIPTOR.fields_by_name.keys():
+    if unknown or not texts.keys() <= set(pb.ChatMessage.DESCRIPTOR.fields_by_name):
         raise ValueError(
             f"a chat turn has texts role, content, tool_call_id, name and a list tool_calls, not {message}"
         )
