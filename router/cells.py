@@ -36,7 +36,7 @@ class Cell:
         name: Its address.
         stub: Its calls.
         load: Requests it has or will have, by its last word and what was submitted since.
-        features: What its workers can do; None until it said so.
+        features: What its workers can do; None while that is not known.
         is_up: Whether it answered last.
     """
 
@@ -58,7 +58,8 @@ class Cell:
             return
         self.is_up = True
         self.load = sum(cell.num_running_requests + cell.num_queued_requests for cell in loads.cells)
-        self.features = frozenset(info.features)
+        # None while no worker has joined: what it cannot do it will say itself.
+        self.features = frozenset(info.features) or None
 
     async def submit(
         self, request: generation_pb2.GenerateRequest, give_up_at: float, deadline: float | None

@@ -74,6 +74,10 @@ FEATURES: dict[str, Callable[[pb.GenerateRequest], bool]] = {
     "embedding_bias": lambda request: bool(request.sampling.embedding_bias),
     "no_repeat_ngram": lambda request: request.sampling.no_repeat_ngram_size > 0,
     "top_p_decay": lambda request: request.sampling.HasField("top_p_decay"),
+    "penalties": lambda request: any(
+        request.sampling.HasField(name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    ),
+    "min_tokens": lambda request: request.sampling.min_tokens > 0,
 }
 _FEATURE_FIELDS = {
     "beam_search": "sampling.beam_width",
@@ -87,6 +91,8 @@ _FEATURE_FIELDS = {
     "embedding_bias": "sampling.embedding_bias",
     "no_repeat_ngram": "sampling.no_repeat_ngram_size",
     "top_p_decay": "sampling.top_p_decay",
+    "penalties": "sampling",
+    "min_tokens": "sampling.min_tokens",
 }
 
 
