@@ -1,0 +1,231 @@
+"""The sampler against transformers' logits processors and hand-worked cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_worker.rows import Rows
+from gpu_worker.sampler import Sampler
+from gpu_worker.step import GREEDY, NewSequence, SamplingParams
+from gpu_worker.uniforms import uniforms
+from midstream.errors import InvalidArgumentError
+from tests.gpu_worker.tiny_models import ints
+
+VOCAB_SIZE = 1000
+
+
+def make_rows(*sampling: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> Rows:
+    """One row for each of `sampling`, all with the same tokens."""
+    rows = Rows(len(sampling), 64, 16, 8, VOCAB_SIZE)
+    prompt = prompt or [1, 2, 3]
+    for i, params in enumerate(sampling):
+        rows.add(
+            NewSequence(
+                row=i,
+                token_ids=ints(prompt + (output or [])),
+                num_prompt_tokens=len(prompt),
+                sampling=params,
+            )
+        )
+    assert not rows.failed
+    return rows
+
+
+def random_logits(num_rows: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, VOCAB_SIZE, generator=generator) * 3
+
+
+def sample(logits: Tensor, *sampling: SamplingParams, **tokens: list[int]) -> list[int]:
+    rows = make_rows(*sampling, **tokens)
+    return Sampler(rows).sample(logits, ints(range(len(sampling)))).token_ids.tolist()  # type: ignore[no-any-return]
+
+
+def drawn_from(logits: Tensor, params: dict[str, Any], num_draws: int = 4000) -> NDArray[np.float64]:
+    """Shares of tokens among draws with different seeds."""
+    rows = [SamplingParams(seed=seed, **params) for seed in range(num_draws)]
+    tokens = sample(logits.expand(num_draws, -1).contiguous(), *rows)
+    return np.bincount(tokens, minlength=VOCAB_SIZE) / num_draws
+
+
+def processed(logits: Tensor, *processors: Any, ids: list[int] | None = None) -> Tensor:
+    """The logits after transformers' processors."""
+    for processor in processors:
+        logits = processor(torch.tensor([ids or [1, 2, 3]]), logits)
+    return logits
+
+
+def test_greedy_takes_the_first_of_the_highest() -> None:
+    logits = random_logits(3)
+    logits[0, [7, 400]] = 50.0
+    assert sample(logits, GREEDY, GREEDY, GREEDY) == [7, *logits[1:].argmax(dim=1).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("params", "processors"),
+    [
+        ({"temperature": 0.5}, [transformers.TemperatureLogitsWarper(0.5)]),
+        ({"top_k": 5}, [transformers.TopKLogitsWarper(5)]),
+        ({"top_k": 400}, [transformers.TopKLogitsWarper(400)]),
+        ({"top_p": 0.4}, [transformers.TopPLogitsWarper(0.4)]),
+        ({"top_p": 0.999}, [transformers.TopPLogitsWarper(0.999)]),
+        ({"min_p": 0.1}, [transformers.MinPLogitsWarper(0.1)]),
+        (
+            {"temperature": 2.0, "top_k": 300, "top_p": 0.8, "min_p": 0.02},
+            [
+                transformers.TemperatureLogitsWarper(2.0),
+                transformers.TopKLogitsWarper(300),
+                transformers.TopPLogitsWarper(0.8),
+                transformers.MinPLogitsWarper(0.02),
+            ],
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_draws_follow_transformers_distribution(params: dict[str, Any], processors: list[Any]) -> None:
+    logits = random_logits(1, seed=3)
+    expected = processed(logits, *processors).softmax(dim=-1)[0].numpy()
+    shares = drawn_from(logits, params)
+    assert (shares[expected == 0] == 0).all()
+    # Five standard deviations of a share of 4,000 draws.
+    assert (np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / 4000) + 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [({"top_k": 1}, 1), ({"top_k": 2}, 2), ({"top_p": 0.5}, 1), ({"top_p": 0.51}, 2), ({"min_p": 0.5}, 2)],
+    ids=str,
+)
+def test_what_is_kept_of_four_tokens(params: dict[str, Any], kept: int) -> None:
+    """Probabilities 0.5, 0.25, 0.125, 0.125."""
+    logits = torch.full((1, VOCAB_SIZE), -torch.inf)
+    logits[0, :4] = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    assert np.flatnonzero(drawn_from(logits, params, 300)).tolist() == list(range(kept))
+
+
+def test_penalties_equal_transformers_and_count_output_alone() -> None:
+    logits = random_logits(1)
+    output = [5, 5, 9]
+    ids = [1, 2, 3, *output]
+    expected = processed(logits.clone(), transformers.RepetitionPenaltyLogitsProcessor(1.7), ids=ids)
+    expected[0, 5] -= 0.5 + 2 * 0.25
+    expected[0, 9] -= 0.5 + 0.25
+    params = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    for token in (1, 2, 3, 5, 9):
+        # The bias lifts this token to just above and just below the best of the others.
+        others = expected.clone()
+        others[0, token] = -torch.inf
+        gap = float(others.max()) - float(expected[0, token])
+        for extra, is_chosen in ((0.01, True), (-0.01, False)):
+            raw = logits.clone()
+            scale = 1.7 if float(raw[0, token]) < 0 else 1 / 1.7
+            lifted = (
+                float(expected[0, token]) + gap + extra + (float(raw[0, token]) * scale - float(expected[0, token]))
+            )
+            raw[0, token] = lifted / (1.7 if lifted < 0 else 1 / 1.7)
+            chosen = sample(raw, SamplingParams(temperature=0.0, **params), output=output)
+            assert (chosen == [token]) is is_chosen
+
+
+def test_the_bias_comes_before_the_penalties() -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 1], logits[0, 8] = 1.0, 2.0
+    biased = SamplingParams(temperature=0.0, repetition_penalty=2.0, embedding_bias=((1, 4.0),))
+    assert sample(logits, biased) == [1]  # (1 + 4) / 2 > 2
+    assert sample(logits, SamplingParams(temperature=0.0, repetition_penalty=2.0, embedding_bias=((1, 2.5),))) == [8]
+
+
+def test_end_tokens_are_held_back_until_min_tokens() -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 7], logits[0, 8], logits[0, 9] = 3.0, 2.0, 1.0
+    params = SamplingParams(temperature=0.0, min_tokens=2, end_ids=(7, 8))
+    assert sample(logits, params) == [9]
+    assert sample(logits, params, output=[4]) == [9]
+    assert sample(logits, params, output=[4, 4]) == [7]
+
+
+def test_log_probs_are_the_models_own() -> None:
+    logits = random_logits(2)
+    rows = make_rows(SamplingParams(temperature=0.0, log_probs=3, embedding_bias=((11, 100.0),)), GREEDY)
+    sampled = Sampler(rows).sample(logits, ints([0, 1]))
+    assert sampled.token_ids.tolist() == [11, int(logits[1].argmax())]
+    (found,) = sampled.log_probs
+    expected = logits[0].log_softmax(dim=0)
+    assert (found.row, found.token_rank) == (0, int((logits[0] > logits[0, 11]).sum()) + 1)
+    assert found.token_log_prob == pytest.approx(float(expected[11]), abs=1e-5)
+    assert found.top_token_ids == tuple(expected.topk(3).indices.tolist())
+    assert found.top_log_probs == pytest.approx(expected.topk(3).values.tolist(), abs=1e-5)
+
+
+def test_a_row_with_broken_logits_fails_alone() -> None:
+    logits = random_logits(4)
+    logits[0, 500], logits[1, 3], logits[2] = torch.nan, torch.inf, -torch.inf
+    rows = make_rows(SamplingParams(seed=1), GREEDY, SamplingParams(top_k=3), SamplingParams(seed=9))
+    sampled = Sampler(rows).sample(logits, ints(range(4)))
+    assert sampled.is_broken.tolist() == [True, True, True, False]
+    assert sampled.token_ids[3] == sample(logits[3:], SamplingParams(seed=9))[0]
+
+
+def test_a_choice_does_not_depend_on_the_rest_of_the_batch() -> None:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.3},
+        {"top_k": 40},
+        {"top_k": 500, "top_p": 0.7},
+        {"top_p": 0.9999},
+        {"min_p": 0.05, "frequency_penalty": 0.5},
+        {"repetition_penalty": 1.3, "log_probs": 2},
+        {"embedding_bias": ((5, 2.0),), "min_tokens": 9, "end_ids": (4, 6)},
+    ]
+    generator = np.random.default_rng(5)
+    sampling = [SamplingParams(seed=i, **kinds[i % len(kinds)]) for i in range(61)]
+    logits = random_logits(61, seed=4)
+    rows = make_rows(*sampling, output=[5, 5, 8])
+    alone = [int(Sampler(rows).sample(logits[i : i + 1], ints([i])).token_ids[0]) for i in range(61)]
+    for _ in range(20):
+        some = generator.permutation(61)[: generator.integers(1, 62)].astype(np.int32)
+        batch = Sampler(rows).sample(logits[torch.from_numpy(some).long()], some)
+        assert batch.token_ids.tolist() == [alone[i] for i in some]
+
+
+def test_draws_depend_on_seed_sequence_and_position() -> None:
+    rows = make_rows(*[SamplingParams(seed=5)] * 3)
+    rows.add(
+        NewSequence(
+            row=1, token_ids=ints([1, 2, 3]), num_prompt_tokens=3, sampling=SamplingParams(seed=5), sequence_index=1
+        )
+    )
+    rows.append_tokens(ints([2]), ints([4]))
+    logits = torch.zeros(3, VOCAB_SIZE)
+    first, other_sequence, later = Sampler(rows).sample(logits, ints([0, 1, 2])).token_ids.tolist()
+    assert len({first, other_sequence, later}) == 3
+    rows.append_tokens(ints([0]), ints([4]))
+    assert Sampler(rows).sample(logits[:1], ints([0])).token_ids.tolist() == [later]
+
+
+def test_uniforms_are_uniform_and_uncorrelated() -> None:
+    seeds = np.arange(20000, dtype=np.uint64)
+    zeros = np.zeros(20000, dtype=np.int32)
+    by_seed = uniforms(seeds, zeros, zeros)
+    by_position = uniforms(np.zeros_like(seeds), zeros, seeds.astype(np.int32))
+    for numbers in (by_seed, by_position):
+        assert numbers.min() >= 0.0
+        assert numbers.max() < 1.0
+        counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+        assert (np.abs(counts - 1000) < 5 * np.sqrt(1000)).all()
+        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
+    assert abs(np.corrcoef(by_seed, by_position)[0, 1]) < 0.03
+
+
+def test_a_bias_outside_the_vocabulary_fails_its_row() -> None:
+    rows = Rows(1, 64, 16, 8, VOCAB_SIZE)
+    params = SamplingParams(embedding_bias=((VOCAB_SIZE, 1.0),))
+    rows.add(NewSequence(row=0, token_ids=ints([1]), num_prompt_tokens=1, sampling=params))
+    assert isinstance(rows.failed[0], InvalidArgumentError)
