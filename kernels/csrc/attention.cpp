@@ -13,26 +13,49 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 int padded_dim(int head_dim) { return round_up(head_dim, kVectors * kLanes); }
 
-template <class T> const T* slot(const HeadCache& cache, const void* base, int position) {
-  int64_t index = static_cast<int64_t>(cache.block_table[position / cache.block_size]) * cache.block_size;
-  return static_cast<const T*>(base) + (index + position % cache.block_size) * cache.slot_stride;
+// Where the keys and values of a tile lie, in elements from the start of the cache.
+struct TileSlots {
+  int64_t offsets[kKeyTile];
+  int count;
+};
+
+TileSlots find_slots(const HeadCache& cache, int first, int count) {
+  TileSlots slots;
+  slots.count = count;
+  int block = first / cache.block_size, offset = first % cache.block_size;
+  for (int j = 0; j < count; ++j) {
+    int64_t slot = static_cast<int64_t>(cache.block_table[block]) * cache.block_size + offset;
+    slots.offsets[j] = slot * cache.slot_stride;
+    if (++offset == cache.block_size) offset = 0, ++block;
+  }
+  return slots;
+}
+
+// The rows of a tile are scattered, so the processor does not foresee them.
+template <class T> void prefetch(const HeadCache& cache, const TileSlots& slots, int head_dim) {
+  for (int j = 0; j < slots.count; ++j)
+    for (int d = 0; d < head_dim; d += 64 / static_cast<int>(sizeof(T))) {
+      __builtin_prefetch(static_cast<const T*>(cache.keys) + slots.offsets[j] + d);
+      __builtin_prefetch(static_cast<const T*>(cache.values) + slots.offsets[j] + d);
+    }
 }
 
 // keys [head_dim, kKeyTile]; zero where there is no key.
-template <class T> void gather_keys(const HeadCache& cache, int first, int count, int head_dim, float* keys) {
+template <class T> void gather_keys(const HeadCache& cache, const TileSlots& slots, int head_dim, float* keys) {
+  static const T no_key[kMaxHeadDim] = {};
   for (int j = 0; j < kKeyTile; j += 8) {
     const T* rows[8];
-    int valid = std::clamp(count - j, 0, 8);
-    for (int i = 0; i < valid; ++i) rows[i] = slot<T>(cache, cache.keys, first + j + i);
-    for (int d = 0; d < head_dim; d += 8) transpose_8x8(rows, valid, d, keys + d * kKeyTile + j, kKeyTile);
+    for (int i = 0; i < 8; ++i)
+      rows[i] = j + i < slots.count ? static_cast<const T*>(cache.keys) + slots.offsets[j + i] : no_key;
+    for (int d = 0; d < head_dim; d += 8) transpose_8x8(rows, d, keys + d * kKeyTile + j, kKeyTile);
   }
 }
 
-// values [kKeyTile, padded_dim]; the columns from head_dim on stay zero.
-template <class T> void gather_values(const HeadCache& cache, int first, int count, int head_dim, float* values) {
+// values [slots.count, padded_dim]; the columns from head_dim on stay zero.
+template <class T> void gather_values(const HeadCache& cache, const TileSlots& slots, int head_dim, float* values) {
   int stride = padded_dim(head_dim);
-  for (int j = 0; j < count; ++j) {
-    const T* row = slot<T>(cache, cache.values, first + j);
+  for (int j = 0; j < slots.count; ++j) {
+    const T* row = static_cast<const T*>(cache.values) + slots.offsets[j];
     for (int d = 0; d < head_dim; d += 8) _mm256_storeu_ps(values + j * stride + d, load_eight(row + d));
   }
 }
@@ -103,17 +126,21 @@ template <class T> void attend(const HeadCache& cache, const QueryTile& tile, At
 
   int num_keys = tile.first_position + tile.count;
   int oldest = tile.window ? std::max(tile.first_position + 1 - tile.window, 0) : 0;
-  for (int first = oldest / kKeyTile * kKeyTile; first < num_keys; first += kKeyTile) {
-    int count = std::min(kKeyTile, num_keys - first);
-    gather_keys<T>(cache, first, count, dim, scratch.keys.data());
-    gather_values<T>(cache, first, count, dim, scratch.values.data());
+  int first = oldest / kKeyTile * kKeyTile;
+  TileSlots next = find_slots(cache, first, std::min(kKeyTile, num_keys - first));
+  for (; first < num_keys; first += kKeyTile) {
+    TileSlots slots = next;
+    gather_keys<T>(cache, slots, dim, scratch.keys.data());
+    gather_values<T>(cache, slots, dim, scratch.values.data());
+    next = find_slots(cache, first + kKeyTile, std::clamp(num_keys - first - kKeyTile, 0, kKeyTile));
+    prefetch<T>(cache, next, dim);
     multiply<kVectors>(rows, kKeyTile, dim, q, dim, scratch.keys.data(), kKeyTile, scores, kKeyTile, false);
     for (int row = 0; row < rows; ++row) {
       float* row_scores = scores + row * kKeyTile;
       mask_scores(row_scores, first, tile.first_position + row / tile.group, tile.window);
       softmax_step(row_scores, out + row * stride, stride, scratch.highest[row], scratch.total[row]);
     }
-    multiply<kVectors>(rows, stride, count, scores, kKeyTile, scratch.values.data(), stride, out, stride, true);
+    multiply<kVectors>(rows, stride, slots.count, scores, kKeyTile, scratch.values.data(), stride, out, stride, true);
   }
   store_outputs(tile, out, scratch.total.data());
 }
