@@ -45,7 +45,10 @@ def library_path(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     digest.update(" ".join([*FLAGS, *ISA_FLAGS[isa], *extra_flags]).encode())
-    return _build_dir() / f"midstream-{isa}-{digest.hexdigest()[:16]}.so"
+    name = f"midstream-{isa}-{digest.hexdigest()[:16]}.so"
+    # An installation that its user may not write to, a container's for one, brings its libraries along.
+    shipped = PACKAGE / "_build" / name
+    return shipped if shipped.exists() else _build_dir() / name
 
 
 def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
