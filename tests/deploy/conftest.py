@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.deploy.rendering import OVERLAYS, Rendered, render
+
+HAS_KUBECTL = shutil.which("kubectl") is not None
+# Kubernetes's own tool is not for everybody who tests; without it these files have nothing to look at.
+collect_ignore = [] if HAS_KUBECTL else ["test_manifests.py", "test_network_policies.py", "test_services.py"]
+
+
+def pytest_report_header() -> list[str]:
+    return [] if HAS_KUBECTL else ["kubectl is not installed: Kubernetes manifests are not tested"]
+
+
+@pytest.fixture(params=OVERLAYS)
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    return render(request.param)

@@ -1,0 +1,65 @@
+"""The overlays as kubectl renders them."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).parents[2]
+OVERLAYS = ("cpu", "gpu", "ha", "multinode", "keda")
+Manifest = dict[str, Any]
+
+
+class Rendered:
+    """One overlay's objects, by kind and name."""
+
+    def __init__(self, overlay: str) -> None:
+        self.overlay = overlay
+        command = ["kubectl", "kustomize", str(ROOT / "deploy" / "k8s" / "overlays" / overlay)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        self.objects: list[Manifest] = list(yaml.safe_load_all(text))
+
+    def all(self, kind: str) -> list[Manifest]:
+        return [item for item in self.objects if item["kind"] == kind]
+
+    def get(self, kind: str, name: str) -> Manifest:
+        (found,) = (item for item in self.all(kind) if item["metadata"]["name"] == name)
+        return found
+
+    def names(self, kind: str) -> set[str]:
+        return {item["metadata"]["name"] for item in self.all(kind)}
+
+    def config(self) -> dict[str, str]:
+        """The ConfigMap that every part reads."""
+        (found,) = (item for item in self.all("ConfigMap") if item["metadata"]["name"].startswith("midstream-"))
+        return dict(found["data"])
+
+    def pods(self) -> dict[str, Manifest]:
+        """Part -> its pod template."""
+        pods = {item["metadata"]["name"]: item["spec"]["template"] for item in self.all("Deployment")}
+        for item in self.all("LeaderWorkerSet"):
+            pods[item["metadata"]["name"]] = item["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        return pods
+
+
+render = cache(Rendered)
+
+
+def container_of(pod: Manifest) -> Manifest:
+    (container,) = pod["spec"]["containers"]
+    return dict(container)
+
+
+def ports_of(pod: Manifest) -> dict[str, int]:
+    """Name -> number of the container's ports."""
+    return {port["name"]: port["containerPort"] for port in container_of(pod)["ports"]}
+
+
+def labels_match(selector: Manifest, labels: dict[str, str]) -> bool:
+    """Whether a label selector without expressions picks `labels`; the empty one picks everything."""
+    assert set(selector) <= {"matchLabels"}, selector
+    return selector.get("matchLabels", {}).items() <= labels.items()

@@ -1,0 +1,144 @@
+"""Manifests hold together: whatever one object names, another is; and every pod keeps to the rules."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from tests.deploy.rendering import ROOT, Manifest, Rendered, container_of, labels_match, render
+
+# What the platform provides: see docs/operations.md.
+OUTSIDE = {("PersistentVolumeClaim", "models"), ("Secret", "journal")}
+
+
+def references(pod: Manifest) -> set[tuple[str, str]]:
+    """(kind, name) of what a pod needs; optional things are left out."""
+    spec = pod["spec"]
+    found = {("ServiceAccount", spec["serviceAccountName"])}
+    for volume in spec["volumes"]:
+        if "persistentVolumeClaim" in volume:
+            found.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+    for source in container_of(pod)["envFrom"]:
+        kind, reference = ("ConfigMap", "configMapRef") if "configMapRef" in source else ("Secret", "secretRef")
+        if not source[reference].get("optional"):
+            found.add((kind, source[reference]["name"]))
+    return found
+
+
+def test_what_pods_need_exists(rendered: Rendered) -> None:
+    existing = {(item["kind"], item["metadata"]["name"]) for item in rendered.objects}
+    assert set(rendered.pods()) == {"router", "scheduler", "detokenizer", "worker"}
+    for pod in rendered.pods().values():
+        assert references(pod) <= existing | OUTSIDE
+        mounted = {mount["name"] for mount in container_of(pod)["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {item["metadata"].get("namespace") for item in rendered.objects if item["kind"] != "Namespace"} == {
+        "midstream"
+    }
+
+
+def test_pods_are_restricted(rendered: Rendered) -> None:
+    (namespace,) = rendered.all("Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for pod in rendered.pods().values():
+        spec, container = pod["spec"], container_of(pod)
+        assert spec["automountServiceAccountToken"] is False
+        # Else a Service named `x` becomes variables that a setting could be mistaken for.
+        assert spec["enableServiceLinks"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] == 65532
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+        assert "memory" in container["resources"]["limits"]
+        assert all("sizeLimit" in volume["emptyDir"] for volume in spec["volumes"] if "emptyDir" in volume)
+
+
+def test_service_accounts_have_no_rights(rendered: Rendered) -> None:
+    assert not {item["kind"] for item in rendered.objects} & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+    assert all(item["automountServiceAccountToken"] is False for item in rendered.all("ServiceAccount"))
+
+
+def test_deployments_select_their_own_pods(rendered: Rendered) -> None:
+    for deployment in rendered.all("Deployment"):
+        selector = deployment["spec"]["selector"]
+        for other in rendered.all("Deployment"):
+            assert labels_match(selector, other["spec"]["template"]["metadata"]["labels"]) == (other is deployment)
+
+
+def test_each_part_may_lose_one_pod_at_a_time(rendered: Rendered) -> None:
+    assert rendered.names("PodDisruptionBudget") == set(rendered.pods())
+    for budget in rendered.all("PodDisruptionBudget"):
+        assert budget["spec"]["maxUnavailable"] == 1
+        for part, pod in rendered.pods().items():
+            chosen = labels_match(budget["spec"]["selector"], pod["metadata"]["labels"])
+            assert chosen == (part == budget["metadata"]["name"])
+
+
+def test_rolling_updates_keep_what_must_stay(rendered: Rendered) -> None:
+    for part in ("router", "detokenizer"):
+        strategy = rendered.get("Deployment", part)["spec"]["strategy"]
+        assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    scheduler = rendered.get("Deployment", "scheduler")["spec"]["strategy"]
+    # Two at once only where the journal fences the older.
+    assert (scheduler == {"type": "Recreate"}) == (rendered.overlay != "ha")
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "ha", "multinode"])
+def test_autoscalers_have_their_target_and_metric(overlay: str) -> None:
+    rendered = render(overlay)
+    rules = rendered.get("ConfigMap", "prometheus")["data"]["adapter-rules.yaml"]
+    assert rendered.names("HorizontalPodAutoscaler") == {"router", "detokenizer"}
+    for autoscaler in rendered.all("HorizontalPodAutoscaler"):
+        spec = autoscaler["spec"]
+        deployment = rendered.get("Deployment", spec["scaleTargetRef"]["name"])
+        # With a number of its own, each apply would undo the autoscaler's.
+        assert "replicas" not in deployment["spec"]
+        (metric,) = spec["metrics"]
+        assert f"as: {metric['pods']['metric']['name']}\n" in rules
+        assert spec["minReplicas"] >= 2
+        check_behaviour(spec["behavior"])
+
+
+def test_keda_takes_the_autoscalers_place() -> None:
+    rendered = render("keda")
+    assert rendered.names("HorizontalPodAutoscaler") == set()
+    assert rendered.names("ScaledObject") == {"router", "detokenizer", "worker"}
+    for scaled in rendered.all("ScaledObject"):
+        assert scaled["spec"]["scaleTargetRef"]["name"] in rendered.names("Deployment")
+        check_behaviour(scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"])
+
+
+def check_behaviour(behaviour: Manifest) -> None:
+    """Up at once; down slowly, and one at a time."""
+    assert behaviour["scaleUp"]["stabilizationWindowSeconds"] == 0
+    assert behaviour["scaleDown"]["stabilizationWindowSeconds"] >= 300
+    assert [policy["value"] for policy in behaviour["scaleDown"]["policies"]] == [1]
+
+
+def test_a_worker_group_is_the_worker_on_several_nodes() -> None:
+    alone, group = render("gpu").pods()["worker"], render("multinode").pods()["worker"]
+    for key in ("securityContext", "serviceAccountName", "tolerations", "terminationGracePeriodSeconds"):
+        assert group["spec"][key] == alone["spec"][key]
+    one, each = container_of(alone), container_of(group)
+    for key in ("image", "ports", "startupProbe", "readinessProbe", "livenessProbe", "resources", "securityContext"):
+        assert each[key] == one[key]
+    variables = {item["name"]: item.get("value") for item in each["env"]}
+    # The names under which torch.distributed finds its group.
+    assert variables["WORLD_SIZE"] == "$(LWS_GROUP_SIZE)"
+    assert variables["RANK"] == "$(LWS_WORKER_INDEX)"
+    assert variables["MASTER_ADDR"] == "$(LWS_LEADER_ADDRESS)"
+    assert "worker" not in render("multinode").names("Deployment")
+
+
+def test_images_are_of_this_version(rendered: Rendered) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    names = {"router": "router", "scheduler": "scheduler", "detokenizer": "detokenizer", "worker": "gpu-worker"}
+    for part, pod in rendered.pods().items():
+        suffix = "-cuda" if part == "worker" and rendered.overlay in ("gpu", "multinode") else ""
+        assert container_of(pod)["image"] == f"midstream-{names[part]}:{version}{suffix}"

@@ -1,0 +1,97 @@
+"""Who may reach whom, worked out from the NetworkPolicies as a network plug-in does."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+from tests.deploy.rendering import Manifest, Rendered, labels_match, ports_of
+
+
+class Peer(NamedTuple):
+    """A pod, or what stands for one outside."""
+
+    name: str
+    labels: dict[str, str]
+    namespace: dict[str, str]
+
+
+def selects(policy: Manifest, pod: Peer, direction: str) -> bool:
+    spec = policy["spec"]
+    return (
+        pod.namespace.get("kubernetes.io/metadata.name") == "midstream"
+        and direction in spec["policyTypes"]
+        and labels_match(spec["podSelector"], pod.labels)
+    )
+
+
+def rule_admits(rule: Manifest, side: str, other: Peer, port: int) -> bool:
+    if "ports" in rule and port not in [item["port"] for item in rule["ports"]]:
+        return False
+    return side not in rule or any(is_peer(item, other) for item in rule[side])
+
+
+def is_peer(selector: Manifest, other: Peer) -> bool:
+    if "namespaceSelector" in selector:
+        in_namespace = labels_match(selector["namespaceSelector"], other.namespace)
+    else:
+        in_namespace = other.namespace.get("kubernetes.io/metadata.name") == "midstream"
+    return in_namespace and labels_match(selector.get("podSelector", {}), other.labels)
+
+
+def may_reach(policies: list[Manifest], source: Peer, target: Peer, port: int) -> bool:
+    def allowed(pod: Peer, other: Peer, direction: str, side: str) -> bool:
+        binding = [policy for policy in policies if selects(policy, pod, direction)]
+        rules = (rule for policy in binding for rule in policy["spec"].get(direction.lower(), []))
+        return not binding or any(rule_admits(rule, side, other, port) for rule in rules)
+
+    return allowed(source, target, "Egress", "to") and allowed(target, source, "Ingress", "from")
+
+
+def peers(rendered: Rendered) -> dict[str, Peer]:
+    ours = {"kubernetes.io/metadata.name": "midstream"}
+    found = {part: Peer(part, pod["metadata"]["labels"], ours) for part, pod in rendered.pods().items()}
+    outside = {
+        "monitoring": Peer("monitoring", {}, {"kubernetes.io/metadata.name": "monitoring"}),
+        "client": Peer("client", {}, {"kubernetes.io/metadata.name": "app", "midstream/client": "true"}),
+        "stranger": Peer("stranger", {}, {"kubernetes.io/metadata.name": "other"}),
+        "stranger beside": Peer("stranger beside", {}, ours),
+    }
+    return found | outside
+
+
+# Source, target, port.
+ALLOWED = {
+    ("router", "scheduler", 50052),
+    ("router", "detokenizer", 50054),
+    ("detokenizer", "scheduler", 50052),
+    ("worker", "scheduler", 50053),
+    *(("monitoring", part, 8000) for part in ("router", "scheduler", "detokenizer", "worker")),
+    *(("client", "router", port) for port in (50051, 8000)),
+}
+
+
+def test_only_what_must_be_is_reached(rendered: Rendered) -> None:
+    policies, everyone = rendered.all("NetworkPolicy"), peers(rendered)
+    ports = {part: set(ports_of(pod).values()) | {22} for part, pod in rendered.pods().items()}
+    reached = {
+        (source, target, port)
+        for source, target in product(everyone, ports)
+        for port in ports[target]
+        if source != target and may_reach(policies, everyone[source], everyone[target], port)
+    }
+    assert reached == ALLOWED
+
+
+def test_ranks_of_a_worker_group_reach_each_other(rendered: Rendered) -> None:
+    worker = peers(rendered)["worker"]
+    assert may_reach(rendered.all("NetworkPolicy"), worker, worker, 29500) == (rendered.overlay == "multinode")
+
+
+def test_names_are_resolved_by_the_cluster_alone(rendered: Rendered) -> None:
+    system = {"kubernetes.io/metadata.name": "kube-system"}
+    dns, other = Peer("dns", {"k8s-app": "kube-dns"}, system), Peer("other", {"k8s-app": "other"}, system)
+    policies, everyone = rendered.all("NetworkPolicy"), peers(rendered)
+    for part in rendered.pods():
+        assert may_reach(policies, everyone[part], dns, 53)
+        assert not may_reach(policies, everyone[part], other, 53)

@@ -1,0 +1,131 @@
+"""What manifests say of a part is what its code serves: ports, probes, settings, addresses."""
+
+from __future__ import annotations
+
+import pytest
+
+from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig, WorkerConfig, parse_config
+from midstream.config.service import ServiceConfig
+from tests.deploy.rendering import Manifest, Rendered, container_of, ports_of, render
+
+CONFIGS: dict[str, type[ServiceConfig]] = {
+    "router": RouterConfig,
+    "scheduler": SchedulerConfig,
+    "detokenizer": DetokenizerConfig,
+    "worker": WorkerConfig,
+}
+KNOWN = frozenset(name for config in CONFIGS.values() for name in config.__dataclass_fields__)
+# What Kubernetes fills in for a field, in place of the value.
+FIELD_VALUES = {"metadata.name": "part-0", "requests.cpu": "1"}
+
+
+def environment(rendered: Rendered, part: str) -> dict[str, str]:
+    """The variables of a part's container, but for Secrets."""
+    variables = rendered.config()
+    for item in container_of(rendered.pods()[part])["env"]:
+        source = item.get("valueFrom", {})
+        field = source.get("fieldRef", {}).get("fieldPath") or source.get("resourceFieldRef", {}).get("resource")
+        variables[item["name"]] = FIELD_VALUES[field] if field else item["value"]
+    return variables
+
+
+def config_of(rendered: Rendered, part: str) -> ServiceConfig:
+    return parse_config(CONFIGS[part], [], environment(rendered, part), program=part, known=KNOWN)
+
+
+@pytest.mark.parametrize("part", CONFIGS)
+def test_every_setting_is_known_and_parses(rendered: Rendered, part: str) -> None:
+    config = config_of(rendered, part)
+    assert config.host == "0.0.0.0"
+    assert config.name == "part-0"
+
+
+def test_parts_listen_where_their_ports_say(rendered: Rendered) -> None:
+    expected = {"router": {"grpc"}, "scheduler": {"grpc", "zmq"}, "detokenizer": {"grpc"}, "worker": set[str]()}
+    for part, pod in rendered.pods().items():
+        config, ports = config_of(rendered, part), ports_of(pod)
+        assert set(ports) == expected[part] | {"http"}
+        assert ports["http"] == config.http_port
+        if isinstance(config, RouterConfig | SchedulerConfig | DetokenizerConfig):
+            assert ports["grpc"] == config.port
+        if isinstance(config, SchedulerConfig):
+            assert ports["zmq"] == config.worker_port
+        annotations = pod["metadata"]["annotations"]
+        assert annotations["prometheus.io/port"] == str(config.http_port)
+
+
+def test_parts_dial_services_that_exist(rendered: Rendered) -> None:
+    router, detokenizer = config_of(rendered, "router"), config_of(rendered, "detokenizer")
+    worker = config_of(rendered, "worker")
+    assert isinstance(router, RouterConfig)
+    assert isinstance(detokenizer, DetokenizerConfig)
+    assert isinstance(worker, WorkerConfig)
+    dialled = {
+        router.schedulers.removeprefix("dns:///"): "grpc",
+        router.detokenizers.removeprefix("dns:///"): "grpc",
+        detokenizer.schedulers.removeprefix("dns:///"): "grpc",
+        worker.scheduler.removeprefix("tcp://"): "zmq",
+    }
+    for address, port_name in dialled.items():
+        name, _, port = address.rpartition(":")
+        service = rendered.get("Service", name)
+        assert {"name": port_name, "port": int(port)}.items() <= port_named(service, port_name).items()
+    # All addresses of a name in turn, and anew when they change.
+    assert router.schedulers.startswith("dns:///")
+    assert router.detokenizers.startswith("dns:///")
+    assert detokenizer.schedulers.startswith("dns:///")
+
+
+def port_named(service: Manifest, name: str) -> Manifest:
+    (found,) = (port for port in service["spec"]["ports"] if port["name"] == name)
+    return dict(found)
+
+
+def test_services_are_headless_and_reach_their_pods(rendered: Rendered) -> None:
+    assert rendered.names("Service") == {"router", "scheduler", "detokenizer"}
+    for service in rendered.all("Service"):
+        pod = rendered.pods()[service["metadata"]["name"]]
+        assert service["spec"]["clusterIP"] == "None"
+        selected = [
+            part
+            for part, other in rendered.pods().items()
+            if service["spec"]["selector"].items() <= other["metadata"]["labels"].items()
+        ]
+        assert selected == [service["metadata"]["name"]]
+        assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports_of(pod)
+
+
+def test_probes_ask_what_is_served(rendered: Rendered) -> None:
+    for part, pod in rendered.pods().items():
+        container = container_of(pod)
+        for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container[name]
+            if part == "worker":  # its loop is no gRPC server
+                assert probe["httpGet"] == {"path": "/health", "port": "http"}
+            else:
+                assert probe["grpc"] == {"port": ports_of(pod)["grpc"]}
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= (1200 if part == "worker" else 120)
+
+
+def test_grace_outlasts_the_longest_drain(rendered: Rendered) -> None:
+    for part, pod in rendered.pods().items():
+        pause = container_of(pod).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        assert pod["spec"]["terminationGracePeriodSeconds"] > pause + config_of(rendered, part).drain_timeout_s
+        # Clients and routers need time to stop dialling a pod that goes.
+        assert (pause >= 5) == (part in ("router", "detokenizer"))
+
+
+def test_what_the_overlays_are_for() -> None:
+    cpu, gpu = config_of(render("cpu"), "worker"), config_of(render("gpu"), "worker")
+    assert isinstance(cpu, WorkerConfig)
+    assert isinstance(gpu, WorkerConfig)
+    assert (cpu.device, cpu.model, cpu.num_threads) == ("cpu", "/models/smollm2", 1)
+    assert (gpu.device, gpu.model) == ("cuda", "/models/main")
+    for overlay in ("gpu", "multinode"):
+        assert container_of(render(overlay).pods()["worker"])["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    ha = config_of(render("ha"), "scheduler")
+    assert isinstance(ha, SchedulerConfig)
+    assert ha.journal == "postgres"
+    assert render("ha").get("Deployment", "scheduler")["spec"]["replicas"] == 2
+    assert render("cpu").get("Deployment", "scheduler")["spec"]["replicas"] == 1
