@@ -1,10 +1,28 @@
-"""Model operations: the PyTorch reference of each, and the CPU kernels in C++."""
+"""Model operations: the PyTorch reference of each, Triton kernels for GPUs, and C++ kernels for CPUs.
 
-from kernels.attention import paged_attention
-from kernels.kv_store import store_kv
-from kernels.linear import linear
-from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rotary import apply_rotary
-from kernels.silu_mul import silu_mul
+The names here choose by the tensors' device; see `kernels.dispatch`.
+"""
 
-__all__ = ["add_rms_norm", "apply_rotary", "linear", "paged_attention", "rms_norm", "silu_mul", "store_kv"]
+from kernels.dispatch import (
+    add_rms_norm,
+    apply_rotary,
+    linear,
+    paged_attention,
+    rms_norm,
+    set_batch_invariant,
+    silu_mul,
+    store_kv,
+)
+from kernels.quantized_kv import KvScales
+
+__all__ = [
+    "KvScales",
+    "add_rms_norm",
+    "apply_rotary",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "set_batch_invariant",
+    "silu_mul",
+    "store_kv",
+]

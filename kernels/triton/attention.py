@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.quantized_kv import KvScales
 from kernels.triton.attention_kernels import attend, combine
 
 # Keys between the borders at which batch-invariant decoding splits.
@@ -16,14 +17,6 @@ SEGMENT_KEYS = 512
 _MAX_SPLITS = 64
 _PROGRAMS_PER_PROCESSOR = 3
 _LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class KvScales:
-    """What one step of a quantized cache is worth: keys and values float32 [num_blocks, block_size, Hk]."""
-
-    keys: Tensor
-    values: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +31,9 @@ class Launch:
 
 def prefill_launch(group: int, head_dim: int, element_size: int) -> Launch:
     """Tiles for sequences of many queries."""
-    if head_dim > 128 or element_size > 2:
+    if element_size > 2:
+        return Launch(max(32, triton.next_power_of_2(group)), 32, 4, 2)
+    if head_dim > 128:
         return Launch(max(64, triton.next_power_of_2(group)), 32, 4, 2)
     return Launch(max(128, triton.next_power_of_2(group)), 64, 8, 3)
 
@@ -49,6 +44,13 @@ def decode_launch(group: int, head_dim: int, element_size: int) -> Launch:
     if head_dim > 128 or element_size > 2:
         return Launch(block_m, 32, 4, 2)
     return Launch(block_m, 64, 4, 3)
+
+
+def invariant_launch(group: int, head_dim: int, element_size: int) -> Launch:
+    """Tiles for all sequences alike; small enough to hold two softmax states."""
+    if head_dim > 128 or element_size > 2:
+        return Launch(max(32, triton.next_power_of_2(group)), 32, 4, 2)
+    return Launch(max(64, triton.next_power_of_2(group)), 64, 4, 2)
 
 
 def paged_attention(
@@ -95,7 +97,7 @@ def paged_attention(
     decode = decode_launch(group, head_dim, q.element_size())
     segment_tiles = 0
     if is_batch_invariant:
-        decode = prefill
+        decode = prefill = invariant_launch(group, head_dim, q.element_size())
         segment_tiles = SEGMENT_KEYS // prefill.block_n
         num_splits = max(1, -(-block_tables.shape[1] * block_size // SEGMENT_KEYS))
     elif num_splits is None:

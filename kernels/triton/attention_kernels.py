@@ -1,9 +1,9 @@
 """Causal attention over block tables: the kernels.
 
-A program takes the queries of one KV head's group (`GROUP` heads) at `BLOCK_Q` neighbouring positions as the rows of one
-matrix, and walks over key tiles with a running softmax. Tiles are counted from key 0, so which keys meet in one product
-depends on nothing else in the batch. Single queries (decode) may be split over programs, each of which leaves a partial
-softmax state that `combine` joins.
+A program takes the queries of one KV head's group (`GROUP` heads) at `BLOCK_Q` neighbouring positions as the rows of
+one matrix, and walks over key tiles with a running softmax. Tiles are counted from key 0, so which keys meet in one
+product depends on nothing else in the batch. Single queries (decode) may be split over programs, each of which leaves
+a partial softmax state that `combine` joins.
 """
 
 from __future__ import annotations

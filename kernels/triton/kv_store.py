@@ -7,10 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.attention import KvScales
-
-# The largest number of each type of quantized cache.
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+from kernels.quantized_kv import LARGEST, KvScales
 
 
 def store_kv(
@@ -19,10 +16,10 @@ def store_kv(
     """Write row i of k and v [M, Hk, D] to slot slot_mapping[i] of the caches [num_blocks, block_size, Hk, D].
 
     A slot is block * block_size + offset; a negative one (padding) is not written. Into an int8 or float8_e4m3fn cache
-    each head of each token goes divided by its own scale, its largest magnitude over the type's, which is put in `scales`.
+    each head of each token goes divided by its own scale, its largest magnitude over the type's, put in `scales`.
     """
     num_tokens, num_heads, head_dim = k.shape
-    largest = _LARGEST.get(k_cache.dtype)
+    largest = LARGEST.get(k_cache.dtype)
     if (largest is None) != (scales is None):
         raise ValueError(f"a cache of {k_cache.dtype} {'takes no' if largest is None else 'needs'} scales")
     k_scale, v_scale = (scales.keys, scales.values) if scales else (k, v)

@@ -1,7 +1,7 @@
 """Many low-rank adapters in one batch: each row adds the product of its own adapter.
 
-Rows come in tiles of 16. A program takes one tile and one adapter, leaves at once if no row of the tile uses it, and else
-computes the whole tile and writes the rows that do. So nothing is sorted, and a row's bits do not depend on its
+Rows come in tiles of 16. A program takes one tile and one adapter, leaves at once if no row of the tile uses it, and
+else computes the whole tile and writes the rows that do. So nothing is sorted, and a row's bits do not depend on its
 neighbours. Two passes: `_shrink` x A^T, kept in float32, and `_expand`, which adds that times B^T.
 """
 
@@ -101,7 +101,9 @@ def _shrink(
         is_step = (k + steps < inner)[None, :]
         places = rows.to(tl.int64)[:, None] * x_stride + (k + steps)[None, :]
         x = tl.load(x_ptr + places, mask=is_ours[:, None] & is_step, other=0.0)
-        a = tl.load(a_ptr + ranks[:, None] * inner + (k + steps)[None, :], mask=(ranks < RANK)[:, None] & is_step, other=0.0)
+        a = tl.load(
+            a_ptr + ranks[:, None] * inner + (k + steps)[None, :], mask=(ranks < RANK)[:, None] & is_step, other=0.0
+        )
         acc = tl.dot(x, tl.trans(a.to(x.dtype)), acc, input_precision=PRECISION)
     acc *= tl.load(scaling_ptr + adapter)
     target = shrunk_ptr + rows.to(tl.int64)[:, None] * RANK + ranks[None, :]

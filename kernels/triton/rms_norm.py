@@ -26,9 +26,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, total
 
 
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float
-) -> None:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
     if x.dim() > 3 or x.stride(-1) != 1 or (residual is not None and residual.stride(-1) != 1):
         raise ValueError("rows of two or three dimensions, the last one contiguous, are supported")
     size = x.shape[-1]
@@ -84,7 +82,9 @@ def _norm(
     targets = rows[:, None] * SIZE + columns[None, :]
     wide = x.to(tl.float32)
     if ADDS:
-        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask=is_element, other=0.0)
+        residual = tl.load(
+            residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask=is_element, other=0.0
+        )
         # What is normed is the sum as it is kept, rounded.
         x = (wide + residual.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + targets, x, mask=is_element)

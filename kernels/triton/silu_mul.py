@@ -29,4 +29,6 @@ def _silu_mul(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):
     source = gate_up_ptr + row * stride + columns
     gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(source + size, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + columns, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=is_column)
+    tl.store(
+        out_ptr + row * size + columns, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=is_column
+    )

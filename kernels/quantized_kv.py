@@ -1,0 +1,52 @@
+"""A paged cache in int8 or float8, in plain PyTorch: each head of each token has its own scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.attention import paged_attention
+
+# The largest number of each type of quantized cache.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+@dataclass(frozen=True, slots=True)
+class KvScales:
+    """What one unit of a quantized cache is worth: keys and values float32 [num_blocks, block_size, Hk]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def store_quantized_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: KvScales
+) -> None:
+    """Write row i of k and v [M, Hk, D], divided by its scales, to slot slot_mapping[i] of the caches and `scales`."""
+    slots = slot_mapping.long()
+    for source, cache, scale in ((k, k_cache, scales.keys), (v, v_cache, scales.values)):
+        wide = source.float()
+        step = wide.abs().amax(dim=-1) / LARGEST[cache.dtype]
+        wide = wide / torch.where(step == 0, 1.0, step)[..., None]
+        units = (wide + 0.5).floor() if cache.dtype == torch.int8 else wide
+        cache.flatten(0, 1)[slots] = units.to(cache.dtype)
+        scale.flatten(0, 1)[slots] = step
+
+
+def quantized_paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None,
+    scales: KvScales,
+) -> Tensor:
+    """paged_attention over a quantized cache, which is widened as a whole: right, not fast."""
+    keys = k_cache.float() * scales.keys[..., None]
+    values = v_cache.float() * scales.values[..., None]
+    return paged_attention(q, keys, values, block_tables, query_starts, context_lens, scale, window)
