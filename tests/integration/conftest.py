@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.service import Service, Stub, stub_of
+from tests.integration.service import Service, stub_of
+
+if TYPE_CHECKING:
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from midstream.serving import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc, stats_pb2
+
+if TYPE_CHECKING:
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 START_TIMEOUT_S = 150
 
@@ -61,9 +64,6 @@ class Service:
 
     def routers(self) -> list[str]:
         return [process["addresses"]["grpc"] for process in self.processes("router")]
-
-
-Stub = service_pb2_grpc.MidstreamAsyncStub
 
 
 @asynccontextmanager

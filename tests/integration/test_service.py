@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 
 from protos import generation_pb2 as pb
 from protos import loads_pb2
-from tests.integration.service import Service, Stub, chat, collect, eventually_idle, stub_of, tokens
+from tests.integration.service import Service, chat, collect, eventually_idle, stub_of, tokens
+
+if TYPE_CHECKING:
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 CAPITAL = "What is the capital of France?"
 
