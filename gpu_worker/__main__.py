@@ -20,6 +20,7 @@ def main() -> int:
         configure_logging(config.name or "gpu_worker", level=config.log_level, style=config.log_format)
         logging.captureWarnings(True)
         folder = open_model_folder(config.model)
+        logging.getLogger(__name__).info("importing torch")
         from gpu_worker.worker import Worker  # only now, because torch takes seconds to import
 
         worker = Worker(config, folder)

@@ -205,7 +205,7 @@ class _Process:
         if problem is None:
             self._update(phase=ProcessPhase.READY, detail="")
         elif self.state.phase is ProcessPhase.STARTING:
-            self._update(detail=last_message(self.log))
+            self._update(detail=last_message(self.log) or "starting Python")
         else:
             self._update(phase=ProcessPhase.UNHEALTHY, detail=problem)
 
