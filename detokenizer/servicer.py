@@ -38,15 +38,20 @@ class RouterConnection:
         """Everything ready, one chunk per sequence; streams that are done are forgotten."""
         self._wake.clear()
         ready, self._ready = self._ready, {}
-        chunks = []
+        batch = pb.StreamBatch()
+        add = batch.chunks.add
         for number, stream in ready.items():
-            chunks += [pb.StreamChunk(stream=number, response=chunk.to_proto()) for chunk in stream.take()]
+            for chunk in stream.take():
+                item = add()
+                item.stream = number
+                item.response.SetInParent()
+                chunk.fill(item.response)
             if stream.error is not None and not stream.is_done:
-                chunks.append(pb.StreamChunk(stream=number, error=stream.error.to_proto()))
+                add(stream=number, error=stream.error.to_proto())
             if stream.is_done or stream.error is not None:
                 self.streams.pop(number, None)
                 pool.detach(stream)
-        return pb.StreamBatch(chunks=chunks)
+        return batch
 
     def detach(self, number: int) -> OutputStream | None:
         """Forgets a stream."""

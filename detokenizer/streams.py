@@ -99,6 +99,7 @@ class OutputStream:
         self._decoders = decoders
         self._max_pending_bytes = max_pending_bytes
         self._opened: Opened | None = None
+        self._num_prompt = 0  # tokens of the prompt, where the output begins with it
         self._sequences: list[_Sequence] = []
         self._has_ended = False
 
@@ -112,6 +113,7 @@ class OutputStream:
         if self._opened is not None:
             return
         self._opened = opened
+        self._num_prompt = len(opened.rules.prompt_ids)
         for index in range(opened.num_sequences):
             own = self._from_token_by_sequence[index : index + 1]
             offset = own[0] if own else self._from_token
@@ -136,25 +138,28 @@ class OutputStream:
         if token_offset > text.num_tokens:
             self.fail(UnavailableError(f"the feed left out tokens {text.num_tokens} to {token_offset}"))
             return
-        first, num_prompt = text.num_tokens, len(self._opened.rules.prompt_ids)
-        num_before = min(max(sequence.from_token - num_prompt - first, 0), len(token_ids))
-        head = text.push(token_ids[:num_before]) if num_before else ""
-        tail = ""
-        if text.stop_at is None and num_before < len(token_ids):
-            tail = text.push(token_ids[num_before:])
+        first, offset = text.num_tokens, self._num_prompt + text.num_tokens
+        head = tail = ""
+        num_before = sequence.from_token - offset
+        if num_before > 0:
+            head = text.push(token_ids[:num_before])
+            if text.stop_at is None and num_before < len(token_ids):
+                tail = text.push(token_ids[num_before:])
+        else:
+            tail = text.push(token_ids)
         if text.stop_at is not None:
             token_ids = token_ids[: text.stop_at - first]
             upstream.send_stop(self, sequence_index, text.stop_at, text.stop_word or "")
-        self._add(sequence_index, sequence, num_prompt + first, token_ids, head + tail, head)
-        if self._opened.is_streaming:
-            self._flush()
+        self._add(sequence_index, sequence, offset, token_ids, head + tail, head)
+        if self._opened.is_streaming and sequence.pending is not None:
+            self._show(sequence.pending)
 
     def add_outputs(self, sequence_index: int, token_offset: int, extras: Extras) -> None:
         """Log probabilities and tensors, for tokens from `token_offset` on."""
         if self._opened is None or sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[sequence_index]
-        if len(self._opened.rules.prompt_ids) + token_offset < sequence.from_token and not extras.prompt_log_probs:
+        if self._num_prompt + token_offset < sequence.from_token and not extras.prompt_log_probs:
             return
         chunk = sequence.pending
         if chunk is None:
@@ -233,9 +238,8 @@ class OutputStream:
 
     def _end_offset(self, sequence: _Sequence) -> int:
         """Length of the sequence's output so far, or the router's offset where that lies beyond."""
-        num_prompt = len(self._opened.rules.prompt_ids) if self._opened else 0
         count = sequence.text.num_tokens if sequence.text.stop_at is None else sequence.text.stop_at
-        return max(num_prompt + count, sequence.from_token)
+        return max(self._num_prompt + count, sequence.from_token)
 
     def _is_ready(self, sequence: _Sequence) -> bool:
         """The final chunk of the last sequence waits for the request's end, whose usage it carries."""
@@ -254,20 +258,26 @@ class OutputStream:
             sequence.all_ids.extend(token_ids)
             sequence.all_text += text
             hidden_text = text
-        shown, text = token_ids[max(sequence.from_token - offset, 0) :], text[len(hidden_text) :]
-        if not shown and not text:
+        num_hidden = sequence.from_token - offset
+        if num_hidden > 0:
+            offset, token_ids = sequence.from_token, token_ids[num_hidden:]
+        text = text[len(hidden_text) :]
+        if not token_ids and not text:
             return
-        offset = max(offset, sequence.from_token)
+        chunk = Chunk(index, offset, token_ids, text)
         if sequence.pending is None:
-            sequence.pending = Chunk(index, offset, shown, text)
+            sequence.pending = chunk
         else:
-            sequence.pending.append(Chunk(index, offset, shown, text))
+            sequence.pending.append(chunk)
 
     def _flush(self) -> None:
-        pending = [item.pending for item in self._sequences if item.pending is not None and self._is_ready(item)]
-        if pending:
-            self._sink.mark_ready(self)
-        if sum(chunk.num_bytes for chunk in pending) > self._max_pending_bytes:
+        for sequence in self._sequences:
+            if sequence.pending is not None and self._is_ready(sequence):
+                self._show(sequence.pending)
+
+    def _show(self, pending: Chunk) -> None:
+        self._sink.mark_ready(self)
+        if pending.num_bytes > self._max_pending_bytes:
             self.fail(OverloadedError("the router reads too slowly"))
 
 

@@ -169,7 +169,7 @@ class Chunk:
     Attributes:
         sequence_index: Which sequence of the request.
         token_offset: Index of token_ids[0] in the sequence's output.
-        token_ids: The tokens; may be empty in a final chunk. A list is the chunk's own, and grows with `append`.
+        token_ids: The tokens; may be empty in a final chunk. A list is the chunk's own: `append` extends it.
         text: New text. It depends on the tokens alone, not on how they were cut into chunks.
         is_sequence_final: Nothing more follows for this sequence.
         is_final: Nothing more follows for the request.
@@ -226,15 +226,19 @@ class Chunk:
             self.cumulative_log_prob, self.usage = later.cumulative_log_prob, later.usage
             self.perf_metrics, self.error = later.perf_metrics, later.error
 
-    def to_proto(self, request_id: str = "") -> pb.GenerateResponse:
-        """The message; `request_id` may stay empty between services."""
-        response = pb.GenerateResponse(
-            request_id=request_id,
-            sequence_index=self.sequence_index,
-            token_offset=self.token_offset,
-            token_ids=self.token_ids,
-            text=self.text,
-        )
+    def to_proto(self, request_id: str) -> pb.GenerateResponse:
+        """The message."""
+        response = pb.GenerateResponse(request_id=request_id)
+        self.fill(response)
+        return response
+
+    def fill(self, response: pb.GenerateResponse) -> None:
+        """Sets the fields of an empty message; in place, because that costs a third."""
+        if self.sequence_index:
+            response.sequence_index = self.sequence_index
+        response.token_offset = self.token_offset
+        response.token_ids.extend(self.token_ids)
+        response.text = self.text
         if self.extras is not None:
             if self.extras.log_probs is not None:
                 response.log_probs.CopyFrom(self.extras.log_probs.to_proto())
@@ -242,10 +246,9 @@ class Chunk:
                 response.prompt_log_probs.CopyFrom(self.extras.prompt_log_probs.to_proto())
             response.tensors.extend(tensor.to_proto() for tensor in self.extras.tensors)
         if self.is_sequence_final or self.is_final:
-            self._end_to_proto(response)
-        return response
+            self._fill_end(response)
 
-    def _end_to_proto(self, response: pb.GenerateResponse) -> None:
+    def _fill_end(self, response: pb.GenerateResponse) -> None:
         response.is_sequence_final, response.is_final = self.is_sequence_final, self.is_final
         if self.finish_reason is not None:
             response.finish_reason = _REASON_NUMBERS[self.finish_reason]
