@@ -62,4 +62,5 @@ def ports_of(pod: Manifest) -> dict[str, int]:
 def labels_match(selector: Manifest, labels: dict[str, str]) -> bool:
     """Whether a label selector without expressions picks `labels`; the empty one picks everything."""
     assert set(selector) <= {"matchLabels"}, selector
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= labels.items()

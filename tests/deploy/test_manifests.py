@@ -60,7 +60,12 @@ def test_pods_are_restricted(rendered: Rendered) -> None:
 
 
 def test_service_accounts_have_no_rights(rendered: Rendered) -> None:
-    assert not {item["kind"] for item in rendered.objects} & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+    assert not {item["kind"] for item in rendered.objects} & {
+        "Role",
+        "ClusterRole",
+        "RoleBinding",
+        "ClusterRoleBinding",
+    }
     assert all(item["automountServiceAccountToken"] is False for item in rendered.all("ServiceAccount"))
 
 

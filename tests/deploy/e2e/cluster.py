@@ -1,0 +1,182 @@
+"""The `cpu` overlay's Deployments as real containers, without a Kubernetes cluster.
+
+1. kubectl renders the overlay. `podman play kube` starts its Deployments, ConfigMap and volume claim as they are, but
+   for what podman 4 does in its own way: it would publish container ports on the host, and runs probes through systemd.
+2. What is missing of Kubernetes is done here: a pod whose readiness probe succeeds gets its Service's name in the
+   network's DNS, so that a headless Service's name gives the addresses of all its pods. Podman itself restarts
+   containers that end.
+3. A Deployment grows by further Deployments of one replica from the same template, and shrinks by stopping pods with
+   their own grace period.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import urllib.error
+import urllib.request
+from types import TracebackType
+from typing import Self
+
+import grpc
+import yaml  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.deploy.e2e.podman import pod_address, podman
+from tests.deploy.rendering import Manifest, container_of, ports_of, render
+
+# Pods start on the first and join the second, in which their Services' names are, once they are ready.
+NETWORK, SERVICES = "midstream-e2e", "midstream-e2e-services"
+_READY_TIMEOUT_S = 120.0
+_POLL_S = 0.2
+# Scheduler and workers say how many there are; routers and detokenizers leave it to their autoscalers' least.
+_MIN_REPLICAS = {
+    scaler["metadata"]["name"]: scaler["spec"]["minReplicas"] for scaler in render("cpu").all("HorizontalPodAutoscaler")
+}
+
+
+class Cluster:
+    """Starts everything on entry, and leaves nothing behind. `pods` names the running pods of each part."""
+
+    def __init__(self) -> None:
+        self._rendered = render("cpu")
+        self._templates = self._rendered.pods()
+        self._num_added = 0
+        self._named: set[str] = set()
+        self.pods: dict[str, list[str]] = {}
+
+    def __enter__(self) -> Self:
+        self._remove_everything()
+        podman("network", "create", NETWORK)
+        podman("network", "create", SERVICES)
+        try:
+            self._start()
+        except BaseException:
+            self._remove_everything()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove_everything()
+
+    def kill(self, pod: str) -> None:
+        """SIGKILL to the pod's process; podman starts it again."""
+        podman("kill", "--signal", "KILL", container_name(pod))
+
+    def scale(self, part: str, replicas: int) -> None:
+        """Changes how many pods a part has; returns when new ones are ready and old ones have stopped."""
+        pods = self.pods[part]
+        while len(pods) > replicas:
+            self._stop(pods.pop())
+        while len(pods) < replicas:
+            self._num_added += 1
+            deployment = copy.deepcopy(self._rendered.get("Deployment", part))
+            deployment["metadata"]["name"] = f"{part}-{self._num_added}"
+            self._play([self._config_map(), _for_podman(deployment, 1)])
+            pods.append(f"{part}-{self._num_added}-pod-0")
+            self._await_ready(part, pods[-1])
+
+    def address(self, pod: str) -> str:
+        """The pod's IP address."""
+        return pod_address(pod, NETWORK)
+
+    def part_of(self, pod: str) -> str:
+        return next(part for part, pods in self.pods.items() if pod in pods)
+
+    def metrics_address(self, pod: str) -> str:
+        """Where Prometheus finds it."""
+        return f"{self.address(pod)}:{ports_of(self._templates[self.part_of(pod)])['http']}"
+
+    def logs(self, pod: str) -> str:
+        return podman("logs", container_name(pod), check=False)
+
+    def await_ready(self) -> None:
+        """Returns when every pod is ready."""
+        for part, pods in self.pods.items():
+            for pod in pods:
+                self._await_ready(part, pod)
+
+    def _start(self) -> None:
+        deployments = []
+        for deployment in self._rendered.all("Deployment"):
+            name = deployment["metadata"]["name"]
+            replicas = deployment["spec"].get("replicas") or _MIN_REPLICAS[name]
+            deployments.append(_for_podman(deployment, replicas))
+            self.pods[name] = [f"{name}-pod-{index}" for index in range(replicas)]
+        claims = [_owned_claim(claim) for claim in self._rendered.all("PersistentVolumeClaim")]
+        self._play([self._config_map(), *claims, *deployments])
+        self.await_ready()
+
+    def _play(self, objects: list[Manifest]) -> None:
+        podman("play", "kube", "--network", NETWORK, "-", stdin=yaml.safe_dump_all(objects))
+
+    def _config_map(self) -> Manifest:
+        return next(
+            item for item in self._rendered.all("ConfigMap") if item["metadata"]["name"].startswith("midstream-")
+        )
+
+    def _await_ready(self, part: str, pod: str) -> None:
+        container = container_of(self._templates[part])
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while not probe_succeeds(container, self.address(pod)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{pod} is not ready; its log ends with\n{self.logs(pod)[-3000:]}")
+            time.sleep(_POLL_S)
+        if pod not in self._named:
+            self._named.add(pod)
+            infra = podman("pod", "inspect", pod, "--format", "{{.InfraContainerID}}")
+            podman("network", "connect", "--alias", part, SERVICES, infra)
+
+    def _stop(self, pod: str) -> None:
+        grace = self._templates[pod.split("-")[0]]["spec"]["terminationGracePeriodSeconds"]
+        podman("pod", "stop", "--time", str(grace), pod, timeout_s=grace + 60)
+        podman("pod", "rm", "--force", pod)
+
+    def _remove_everything(self) -> None:
+        pods = podman("pod", "ps", "--filter", f"network={NETWORK}", "--format", "{{.Name}}", check=False).split()
+        if pods:
+            podman("pod", "rm", "--force", "--time", "0", *pods)
+        for claim in self._rendered.names("PersistentVolumeClaim"):
+            podman("volume", "rm", "--force", claim, check=False)
+        podman("network", "rm", "--force", NETWORK, SERVICES, check=False)
+
+
+def container_name(pod: str) -> str:
+    """Podman's name of a pod's one container."""
+    return f"{pod}-{pod.split('-')[0]}"
+
+
+def probe_succeeds(container: Manifest, address: str) -> bool:
+    """Does what the kubelet does with the container's readiness probe."""
+    probe = container["readinessProbe"]
+    if "grpc" in probe:
+        with grpc.insecure_channel(f"{address}:{probe['grpc']['port']}") as channel:
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
+            except grpc.RpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    (port,) = (item["containerPort"] for item in container["ports"] if item["name"] == probe["httpGet"]["port"])
+    try:
+        with urllib.request.urlopen(f"http://{address}:{port}{probe['httpGet']['path']}", timeout=1) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _for_podman(deployment: Manifest, replicas: int) -> Manifest:
+    deployment = copy.deepcopy(deployment)
+    deployment["spec"]["replicas"] = replicas
+    for container in deployment["spec"]["template"]["spec"]["containers"]:
+        for key in ("ports", "startupProbe", "readinessProbe", "livenessProbe"):
+            del container[key]
+    return deployment
+
+
+def _owned_claim(claim: Manifest) -> Manifest:
+    """The volume belongs to the pod's user, as fsGroup has it in Kubernetes."""
+    claim = copy.deepcopy(claim)
+    claim["metadata"]["annotations"] = {"volume.podman.io/uid": "65532", "volume.podman.io/gid": "65532"}
+    return claim

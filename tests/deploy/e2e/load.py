@@ -1,0 +1,54 @@
+"""A load from a client's container, with something done at points of its way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.e2e.cluster import SERVICES
+from tests.deploy.e2e.podman import popen
+from tests.deploy.rendering import container_of, ports_of, render
+
+_CLIENT = Path(__file__).parent / "client.py"
+
+Output = dict[str, Any]
+# When this share of all tokens has come, do that.
+Event = tuple[float, Callable[[], object]]
+
+
+def stream(num_requests: int, max_tokens: int, events: Sequence[Event] = ()) -> list[Output]:
+    """Streams `num_requests` at once from a container; `events` happen meanwhile, in order.
+
+    Returns:
+        One entry per request, as client.py prints it.
+    """
+    client = _start(num_requests, max_tokens)
+    assert client.stdout is not None
+    assert client.stderr is not None
+    waiting = list(events)
+    outputs: list[Output] | None = None
+    try:
+        for line in client.stdout:
+            message = json.loads(line)
+            outputs = message.get("outputs")
+            while waiting and message.get("num_tokens", 0) >= waiting[0][0] * num_requests * max_tokens:
+                waiting.pop(0)[1]()
+        assert client.wait(30) == 0, client.stderr.read()
+    finally:
+        client.kill()
+        client.wait()
+    assert outputs is not None
+    assert not waiting, "the load was over before all had happened"
+    return outputs
+
+
+def _start(num_requests: int, max_tokens: int) -> subprocess.Popen[str]:
+    router = render("cpu").pods()["router"]
+    image, port = container_of(router)["image"], ports_of(router)["grpc"]
+    flags = ["--rm", "--read-only", "--network", SERVICES, "--volume", f"{_CLIENT}:/client.py:ro"]
+    arguments = [f"dns:///router:{port}", uuid.uuid4().hex[:8], str(num_requests), str(max_tokens)]
+    return popen("run", *flags, "--entrypoint", "python", f"localhost/{image}", "/client.py", *arguments)

@@ -1,0 +1,49 @@
+"""Calls podman with settings of its own, so that the machine's stay as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+_ENVIRONMENT = os.environ | {"CONTAINERS_CONF": str(Path(__file__).parent / "containers.conf")}
+
+
+class PodmanError(Exception):
+    """A podman command failed; the message has its output."""
+
+
+def podman(*arguments: str, stdin: str | None = None, check: bool = True, timeout_s: float = 120.0) -> str:
+    """Runs `podman ARGUMENTS`; returns what it prints."""
+    result = subprocess.run(
+        ["podman", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=_ENVIRONMENT,
+        timeout=timeout_s,
+        check=False,
+    )
+    if check and result.returncode != 0:
+        raise PodmanError(f"podman {' '.join(arguments)}: {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout.strip()
+
+
+def popen(*arguments: str) -> subprocess.Popen[str]:
+    """Starts `podman ARGUMENTS` with its output on a pipe."""
+    return subprocess.Popen(
+        ["podman", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_ENVIRONMENT,
+    )
+
+
+def pod_address(pod: str, network: str) -> str:
+    """The pod's IP address in a network."""
+    infra = podman("pod", "inspect", pod, "--format", "{{.InfraContainerID}}")
+    networks = json.loads(podman("inspect", infra, "--format", "{{json .NetworkSettings.Networks}}"))
+    return str(networks[network]["IPAddress"])
