@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTO_BIN := .venv-protos/bin
 PROTO_OUT := .
 
-.PHONY: demo test check format protos bench clean
+.PHONY: demo test check format protos bench images check-manifests e2e-containers clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -35,10 +35,20 @@ bench: $(VENV)/.ready
 	@$(BIN)/midstream up --detach --run-dir .run/bench && trap '$(BIN)/midstream down --run-dir .run/bench' EXIT \
 		&& $(BIN)/midstream bench
 
-clean:
-	rm -rf $(VENV) .venv-protos kernels/_build
+# Deployment: docs/operations.md says what these need beyond Python.
+images:
+	@deploy/containers/build.sh
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+check-manifests: .venv-manifests/bin/checkov
+	@deploy/k8s/check.sh .venv-manifests
+
+e2e-containers: $(VENV)/.ready
+	@$(BIN)/pytest -q tests/deploy/e2e/e2e_containers.py tests/deploy/e2e/e2e_metrics.py
+
+clean:
+	rm -rf $(VENV) .venv-protos .venv-manifests kernels/_build
+
+$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@$(PYTHON) -m midstream.setup_env --venv $(VENV)
 	@touch $@
 
@@ -46,3 +56,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 $(PROTO_BIN)/protoc-gen-mypy_grpc:
 	@$(PYTHON) -m venv .venv-protos
 	@$(PROTO_BIN)/pip install -q --disable-pip-version-check grpcio-tools==1.71.2 mypy-protobuf==3.6.0 'setuptools<80' 2>/dev/null
+
+.venv-manifests/bin/checkov:
+	@$(PYTHON) -m venv .venv-manifests
+	@.venv-manifests/bin/pip install -q --disable-pip-version-check checkov kubernetes-validate

@@ -1,0 +1,102 @@
+"""A Prometheus of this machine that scrapes the cluster's pods and evaluates the alert rules."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml  # type: ignore[import-untyped]
+
+from tests.deploy.e2e.cluster import Cluster
+from tests.deploy.rendering import ROOT
+
+MONITORING = ROOT / "deploy" / "k8s" / "monitoring"
+_START_TIMEOUT_S = 30.0
+
+
+class Prometheus:
+    """Runs `prometheus` while it is entered; the pods are those of the cluster at that time."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        # The labels that scrape.yaml gives in a Kubernetes cluster.
+        targets = [
+            {
+                "targets": [cluster.metrics_address(pod)],
+                "labels": {"part": part, "pod": pod, "namespace": "midstream"},
+            }
+            for part, pods in cluster.pods.items()
+            for pod in pods
+        ]
+        self.num_targets = len(targets)
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(MONITORING / "alerts.yaml")],
+            "scrape_configs": [{"job_name": "midstream", "static_configs": targets}],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    "prometheus",
+                    f"--config.file={self._folder / 'prometheus.yml'}",
+                    f"--storage.tsdb.path={self._folder / 'data'}",
+                    f"--web.listen-address={self._address}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while self._num_up() < self.num_targets:
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                self._process.kill()
+                raise TimeoutError((self._folder / "log").read_text(encoding="utf-8")[-3000:])
+            time.sleep(0.2)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+    def query(self, expression: str) -> dict[tuple[tuple[str, str], ...], float]:
+        """Labels -> value of each sample of an instant query.
+
+        Raises:
+            ValueError: The expression does not parse.
+        """
+        result = self._get("query", query=expression)["result"]
+        return {tuple(sorted(sample["metric"].items())): float(sample["value"][1]) for sample in result}
+
+    def rules(self) -> list[dict[str, Any]]:
+        """The alert rules with their health and state."""
+        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
+
+    def _get(self, path: str, **parameters: str) -> dict[str, Any]:
+        url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                data: dict[str, Any] = json.load(answer)["data"]
+                return data
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{parameters}: {error.read().decode()}") from error
+
+    def _num_up(self) -> float:
+        try:
+            return sum(self.query('up{job="midstream"}').values())
+        except (urllib.error.URLError, OSError):
+            return 0.0

@@ -1,0 +1,50 @@
+"""Containerfiles: what runs, on which ports, as whom."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.deploy.rendering import ROOT
+
+CONTAINERS = ROOT / "deploy" / "containers"
+EXPOSED = {
+    "router": {50051, 8000},
+    "scheduler": {50052, 50053, 8000},
+    "detokenizer": {50054, 8000},
+    "gpu_worker": {8000},
+}
+
+
+def containerfile(name: str) -> str:
+    return (CONTAINERS / f"{name}.Containerfile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("part", EXPOSED)
+def test_an_image_runs_its_part_without_rights(part: str) -> None:
+    last_stage = containerfile(part).rpartition("\nFROM ")[2]
+    assert f'ENTRYPOINT ["python", "-m", "{part}"]' in last_stage
+    assert "\nUSER 65532:65532\n" in last_stage
+    (ports,) = re.findall(r"^EXPOSE (.*)$", last_stage, re.MULTILINE)
+    assert set(map(int, ports.split())) == EXPOSED[part]
+    # Compilers and pip stay in the stages before.
+    assert ("apt-get" in last_stage) == (part == "gpu_worker")
+    assert "$PIP" not in last_stage
+
+
+@pytest.mark.parametrize("part", EXPOSED)
+def test_an_image_holds_its_own_packages_alone(part: str) -> None:
+    copied = set(re.findall(r"^COPY (\w+) \1$", containerfile(part), re.MULTILINE))
+    assert copied == {"protos", "midstream", part} | ({"kernels"} if part == "gpu_worker" else set())
+    extra = "worker" if part == "gpu_worker" else part
+    assert f"'.[{extra}]'" in containerfile(part)
+
+
+@pytest.mark.parametrize("name", [*EXPOSED, "model"])
+def test_base_images_can_be_chosen_and_have_tags(name: str) -> None:
+    defaults = dict(re.findall(r"^ARG (\w+_IMAGE)=(\S+)$", containerfile(name), re.MULTILINE))
+    assert "BASE_IMAGE" in defaults
+    assert all(":" in image for image in defaults.values())
+    bases = set(re.findall(r"^FROM (\S+)", containerfile(name), re.MULTILINE))
+    assert bases == {f"${{{name}}}" for name in defaults} | ({"scratch"} if name == "model" else set())
