@@ -92,8 +92,12 @@ class SchedulerFeed:
             while True:
                 try:
                     await self._run_once(channel)
-                except grpc.aio.AioRpcError as error:
-                    logger.info("feed of %s broke: %s", self.target, error.details(), extra={"scheduler": self.target})
+                except* grpc.aio.AioRpcError as group:
+                    error = group.exceptions[0]
+                    logger.info("feed of %s broke: %s", self.target, error, extra={"scheduler": self.target})
+                except* Exception:
+                    # A defect here or there; the feed must not stand still for it.
+                    logger.exception("feed of %s failed", self.target)
                 self.is_connected = False
                 self._give_up_later(list(self._streams))
                 await asyncio.sleep(_RECONNECT_S)
@@ -107,12 +111,13 @@ class SchedulerFeed:
         self.is_connected = True
         self.num_reconnects += 1
         self._wake.set()
-        writer = asyncio.create_task(self._write(call))
         try:
-            while isinstance(batch := await call.read(), pb.FeedBatch):
-                self._dispatch(batch)
+            async with asyncio.TaskGroup() as group:
+                writer = group.create_task(self._write(call))
+                while isinstance(batch := await call.read(), pb.FeedBatch):
+                    self._dispatch(batch)
+                writer.cancel()
         finally:
-            writer.cancel()
             call.cancel()
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]) -> None:

@@ -90,12 +90,13 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         self._connections.add(connection)
         # Tells the router that the stream is open, before there is anything to send.
         await context.send_initial_metadata(())
-        writer = asyncio.create_task(self._write(connection, context))
         try:
-            while isinstance(command := await context.read(), pb.StreamCommand):
-                self._obey(command, connection)
+            async with asyncio.TaskGroup() as group:
+                writer = group.create_task(self._write(connection, context))
+                while isinstance(command := await context.read(), pb.StreamCommand):
+                    self._obey(command, connection)
+                writer.cancel()
         finally:
-            writer.cancel()
             self._connections.discard(connection)
             for stream in connection.streams.values():
                 self._pool.detach(stream)

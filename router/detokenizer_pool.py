@@ -7,7 +7,6 @@ on it is failed with UNAVAILABLE, and whoever runs the request attaches it to an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections import deque
@@ -26,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.1
 _CONNECT_TIMEOUT_S = 2.0
+_REFUSAL_S = 0.5
 
 
 class DetokenizerLink:
@@ -35,12 +35,14 @@ class DetokenizerLink:
         target: Its address.
         is_live: Whether requests can be attached.
         streams: What is attached, by number.
+        refuses_until: Loop time until which it is the last choice.
     """
 
     def __init__(self, target: str, max_message_bytes: int, on_live: asyncio.Event) -> None:
         self.target = target
         self.is_live = False
         self.streams: dict[int, ClientStream] = {}
+        self.refuses_until = 0.0
         self._max_message_bytes = max_message_bytes
         self._on_live = on_live
         self._commands: deque[pb.StreamCommand] = deque()
@@ -71,8 +73,12 @@ class DetokenizerLink:
             while True:
                 try:
                     await self._run_once(channel)
-                except (grpc.aio.AioRpcError, TimeoutError) as error:
+                except* (grpc.aio.AioRpcError, TimeoutError) as group:
+                    error = group.exceptions[0]
                     logger.info("detokenizer %s: %s", self.target, error, extra={"detokenizer": self.target})
+                except* Exception:
+                    # A defect here or there; the link must not stand still for it.
+                    logger.exception("the link to detokenizer %s failed", self.target)
                 finally:
                     self._lose()
                 await asyncio.sleep(_RECONNECT_S)
@@ -85,11 +91,10 @@ class DetokenizerLink:
             await asyncio.wait_for(call.wait_for_connection(), _CONNECT_TIMEOUT_S)
             self.is_live = True
             self._on_live.set()
-            writer = asyncio.create_task(self._write(call))
-            try:
+            async with asyncio.TaskGroup() as group:
+                writer = group.create_task(self._write(call))
                 while isinstance(batch := await call.read(), pb.StreamBatch):
                     self._dispatch(batch)
-            finally:
                 writer.cancel()
         finally:
             call.cancel()
@@ -107,15 +112,18 @@ class DetokenizerLink:
                 stream.push(chunk)
             else:
                 del streams[item.stream]
-                stream.fail(from_proto(item.error))
+                error = from_proto(item.error)
+                if isinstance(error, UnavailableError):
+                    # It drains, or has lost its scheduler: others go first for a while.
+                    self.refuses_until = asyncio.get_running_loop().time() + _REFUSAL_S
+                stream.fail(error)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError):  # the reader sees it too
-            while True:
-                while self._commands:
-                    await call.write(self._commands.popleft())
-                self._wake.clear()
-                await self._wake.wait()
+        while True:
+            while self._commands:
+                await call.write(self._commands.popleft())
+            self._wake.clear()
+            await self._wake.wait()
 
     def _send(self, command: pb.StreamCommand) -> None:
         self._commands.append(command)
@@ -178,7 +186,8 @@ class DetokenizerPool:
         """
         while True:
             live = [link for link in self.links.values() if link.is_live]
-            live = [link for link in live if link is not avoid] or live
+            now = asyncio.get_running_loop().time()
+            live = [link for link in live if link is not avoid and link.refuses_until <= now] or live
             if live:
                 # Equals take turns.
                 self._turn += 1
