@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +69,16 @@ def test_every_expression_has_data_under_load(cluster: Cluster, tmp_path: Path) 
     # The autoscalers see each pod on its own.
     relayed = next(iter(autoscaler_expressions()))
     assert {dict(labels)["pod"] for labels in answers[relayed]} == {dict(labels)["pod"] for labels in num_relaying}
+
+
+def test_alerts_fire() -> None:
+    result = subprocess.run(
+        ["promtool", "test", "rules", str(Path(__file__).parent / "alerts.test.yaml")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    tested = re.findall(r"alertname: (\w+)", (Path(__file__).parent / "alerts.test.yaml").read_text(encoding="utf-8"))
+    groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    assert tested == [rule["alert"] for group in groups for rule in group["rules"]]
