@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     addresses = router_addresses(arguments)
     console = Console(highlight=False)
     console.print(asyncio.run(_greeting(addresses)), style="bold")
-    console.print(_HELP, style="dim")
+    console.print(_HELP, style="dim", soft_wrap=True)
     conversation = Conversation(addresses, arguments, console)
     while True:
         try:
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         if line == "/reset":
             conversation.reset()
         elif line.startswith("/"):
-            console.print(_HELP, style="dim")
+            console.print(_HELP, style="dim", soft_wrap=True)
         elif line:
             conversation.say(line)
 

@@ -32,6 +32,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, 
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0: all. [0]")
     parser.add_argument("--min-p", type=float, metavar="P", help="Keep tokens this likely against the likeliest. [0]")
+    parser.add_argument("--repetition-penalty", type=float, metavar="R", help="Above 1 against repeating. [1]")
     parser.add_argument("--seed", type=int, metavar="N", help="The same seed gives the same answer. [drawn]")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="End before this text; may repeat.")
     parser.add_argument("--system", default="", metavar="TEXT", help="System message, for models with a chat template.")
@@ -45,6 +46,7 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
         top_p=arguments.top_p,
         top_k=arguments.top_k,
         min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
         seed=arguments.seed,
         stop=tuple(arguments.stop),
     )

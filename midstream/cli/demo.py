@@ -24,9 +24,9 @@ from midstream.model_folder import EMBEDDED_MODEL
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
-    "Write four short lines about a river that never stops.",
-    "Explain in two sentences why the sky is blue.",
-    "List three things to pack for a walk in the mountains.",
+    "Tell a very short story about a lighthouse keeper.",
+    "Write a Python function that reverses a string.",
+    "Write a haiku about a river.",
 )
 _MAX_TOKENS = 120
 

@@ -17,6 +17,7 @@ from midstream.cli.pace import Pace
 
 _LINE_WIDTH = 92
 _WIDE = 100
+_MAX_HEIGHT = 14
 
 
 class ShownAnswer(Protocol):
@@ -71,7 +72,8 @@ class DemoView:
     def _render(self) -> Columns:
         width = self._console.width
         num_columns = 2 if width >= _WIDE else 1
-        height = max(6, (self._console.height - 4) // -(-len(self._answers) // num_columns))
+        room = (self._console.height - 4) // -(-len(self._answers) // num_columns)
+        height = min(max(6, room), _MAX_HEIGHT)
         panel_width = width // num_columns - 1
         panels = [self._panel(answer, panel_width, height) for answer in self._answers]
         return Columns(panels, width=panel_width, padding=(0, 0), expand=False)

@@ -26,13 +26,16 @@ START_TIMEOUT_S = 150
 T = TypeVar("T")
 
 
-def midstream(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+def midstream(
+    *arguments: str, timeout: float = 60, stdin: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs the command; its exit status and output."""
     return subprocess.run(
         [sys.executable, "-m", "midstream.cli", *arguments],
         check=False,
         capture_output=True,
         text=True,
+        input=stdin,
         timeout=timeout,
         env=os.environ | environment,
     )
