@@ -201,6 +201,12 @@ class Chunk:
         """The offset to resume this sequence at."""
         return self.token_offset + len(self.token_ids)
 
+    def adds_to(self, num_tokens: int) -> bool:
+        """Whether it brings anything to a reader who has `num_tokens` tokens of the sequence."""
+        if self.is_sequence_final or self.next_offset > num_tokens:
+            return True
+        return not self.token_ids and self.token_offset == num_tokens
+
     @property
     def num_bytes(self) -> int:
         """About how much memory it takes."""

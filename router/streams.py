@@ -23,7 +23,7 @@ class ClientStream:
     """
 
     __slots__ = (
-        "_by_sequence", "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
+        "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
         "_pending", "_waiter", "is_final", "overflowed", "request_id",
     )  # fmt: skip
 
@@ -41,7 +41,6 @@ class ClientStream:
         self.is_final = False
         self.overflowed = False
         self._from_token = from_token
-        self._by_sequence = from_token_by_sequence
         self._max_pending_bytes = max_pending_bytes
         self._on_overflow = on_overflow
         self._offsets: dict[int, int] = dict(enumerate(from_token_by_sequence))
@@ -65,13 +64,12 @@ class ClientStream:
         """Adds output; what the stream has already is dropped, and a gap is a reason to attach anew."""
         index = chunk.sequence_index
         expected = self._offsets.get(index, self._from_token)
-        after = chunk.next_offset
+        if self.is_final or self.overflowed or not chunk.adds_to(expected):
+            return
         if chunk.token_offset > expected:
             self.fail(UnavailableError(f"a chunk left out tokens {expected} to {chunk.token_offset}"))
             return
-        if self.is_final or self.overflowed or (after < expected and not chunk.is_sequence_final):
-            return
-        self._offsets[index] = max(after, expected)
+        self._offsets[index] = max(chunk.next_offset, expected)
         self.is_final = chunk.is_final
         pending = self._pending.get(index)
         if pending is None:

@@ -92,7 +92,7 @@ class AsyncStream:
                 raise StopAsyncIteration
             chunk = Chunk.from_proto(response)
             expected = self._offsets.get(chunk.sequence_index, self._from_token)
-            if chunk.next_offset < expected and not chunk.is_sequence_final:
+            if not chunk.adds_to(expected):
                 continue
             self._offsets[chunk.sequence_index] = max(chunk.next_offset, expected)
             self._broken_since, self._delay = None, 0.0

@@ -1,0 +1,171 @@
+"""The router's parts alone: the client's stream, choice of a cell, discovery."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midstream.chunk import Chunk, Extras, FinishReason, LogProbs, PerfMetrics, Tensor, Usage
+from midstream.discovery import Discovery
+from midstream.errors import ConfigError, OverloadedError, UnavailableError
+from protos import generation_pb2 as pb
+from router.cells import Cell, Cells
+from router.streams import ClientStream
+
+
+def cut(text: str, bounds: list[int]) -> list[Chunk]:
+    edges = [0, *sorted(bounds), len(text)]
+    spans = [(a, b, b == len(text)) for a, b in itertools.pairwise(edges) if a < b]
+    return [
+        Chunk(0, a, [ord(letter) for letter in text[a:b]], text[a:b], is_sequence_final=last, is_final=last)
+        for a, b, last in spans
+    ]
+
+
+TEXT = "abcdefghij"
+
+
+@given(
+    bounds=st.lists(st.integers(1, 9), max_size=6, unique=True),
+    taken=st.sets(st.integers(0, 6)),
+    repeated=st.lists(st.integers(0, 6), max_size=3),
+)
+async def test_merging_and_repeats_change_nothing(bounds: list[int], taken: set[int], repeated: list[int]) -> None:
+    stream = ClientStream("r", 1 << 20)
+    chunks = cut(TEXT, bounds)
+    out: list[Chunk] = []
+    for number, chunk in enumerate(chunks):
+        for again in repeated:
+            if again < number:
+                stream.push(cut(TEXT, bounds)[again])
+        stream.push(chunk)
+        if number in taken:
+            out += await stream.take()
+    if not out or not out[-1].is_final:
+        out += await stream.take()
+    assert "".join(chunk.text for chunk in out) == TEXT
+    assert [token for chunk in out for token in chunk.token_ids] == [ord(letter) for letter in TEXT]
+    assert [chunk.is_final for chunk in out].count(True) == 1
+    assert stream.offsets == [len(TEXT)]
+
+
+async def test_a_gap_is_a_lost_source() -> None:
+    stream = ClientStream("r", 1 << 20, from_token=3)
+    stream.push(Chunk(0, 5, [1], "x"))
+    with pytest.raises(UnavailableError):
+        await stream.take()
+    stream.push(Chunk(0, 3, [1], "x"))
+    assert (await stream.take())[0].token_offset == 3
+
+
+async def test_what_came_before_the_loss_is_taken_first() -> None:
+    stream = ClientStream("r", 1 << 20)
+    stream.push(Chunk(0, 0, [1], "x"))
+    stream.fail(UnavailableError("lost"))
+    assert (await stream.take())[0].text == "x"
+    with pytest.raises(UnavailableError):
+        await stream.take()
+
+
+async def test_too_much_that_waits_cuts_the_stream() -> None:
+    cuts: list[str] = []
+    stream = ClientStream("r", 2_000, on_overflow=lambda: cuts.append("cut"))
+    for offset in range(0, 2_000, 10):
+        stream.push(Chunk(0, offset, [7] * 10, "seven"))
+    assert cuts == ["cut"]
+    with pytest.raises(OverloadedError):
+        await stream.take()
+
+
+def test_a_chunk_survives_the_wire() -> None:
+    chunk = Chunk(
+        sequence_index=2,
+        token_offset=7,
+        token_ids=[1, 2],
+        text="né",
+        is_sequence_final=True,
+        is_final=True,
+        finish_reason=FinishReason.STOP,
+        matched_stop=0,
+        usage=Usage(3, 2, 1),
+        extras=Extras(
+            LogProbs((-0.5, -1.0), 1, (5, 6), (-0.25, -0.75), (1, 2)),
+            LogProbs((-2.0,), 0, (), (), (3,)),
+            (Tensor("t", "float32", (1, 2), b"12345678"),),
+        ),
+        cumulative_log_prob=-1.5,
+        perf_metrics=PerfMetrics(arrival_unix_ns=1, num_steps=9),
+    )
+    message = pb.GenerateResponse.FromString(chunk.to_proto("r").SerializeToString())
+    assert message.request_id == "r"
+    assert Chunk.from_proto(message) == chunk
+    word = Chunk(token_ids=[], is_sequence_final=True, matched_stop="END", finish_reason=FinishReason.LENGTH)
+    assert Chunk.from_proto(word.to_proto("r")) == word
+
+
+async def make_cells(*names: str) -> Cells:
+    cells = Cells(",".join(names), 1 << 20)
+    for name in names:
+        cells.cells[name] = Cell(name, 1 << 20)
+        cells.cells[name].is_up = True
+    return cells
+
+
+async def test_like_prompts_go_to_one_cell_unless_it_is_busy() -> None:
+    cells = await make_cells("a:1", "b:1", "c:1")
+    prompts = [[number] * 64 for number in range(30)]
+    first = [cells.choose(prompt, "").name for prompt in prompts]
+    assert {*first} == {"a:1", "b:1", "c:1"}
+    assert [cells.choose([*prompt, 9, 9], "").name for prompt in prompts] == first
+    busy = cells.choose(prompts[0], "")
+    busy.load = 9
+    assert cells.choose(prompts[0], "") is not busy
+    busy.load = 8
+    assert cells.choose(prompts[0], "") is busy
+    busy.is_up = False
+    assert cells.choose(prompts[0], "") is not busy
+    for cell in cells.cells.values():
+        await cell.close()
+
+
+async def test_no_cell_is_unavailable() -> None:
+    with pytest.raises(UnavailableError):
+        Cells("a:1", 1 << 20).choose([1], "")
+
+
+async def test_discovery_follows_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.discovery._INTERVAL_S", 0.01)
+    answers: list[list[str]] = [["10.0.0.2", "10.0.0.1"], [], ["10.0.0.1", "10.0.0.3"]]
+    changes: list[list[str]] = []
+    done = asyncio.Event()
+
+    async def lookup(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        assert host == "parts"
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        if not found:
+            raise socket.gaierror("nothing")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
+
+    def note(addresses: list[str]) -> None:
+        changes.append(addresses)
+        if len(changes) == 2:
+            done.set()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
+    running = asyncio.create_task(Discovery("dns:///parts:99,x:1", field="f", on_change=note).run())
+    await asyncio.wait_for(done.wait(), 5)
+    running.cancel()
+    # A name that does not resolve for once changes nothing.
+    assert changes == [["10.0.0.1:99", "10.0.0.2:99", "x:1"], ["10.0.0.1:99", "10.0.0.3:99", "x:1"]]
+
+
+@pytest.mark.parametrize("targets", ["", " , ", "host", "host:port"])
+def test_a_setting_without_addresses_is_refused(targets: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Discovery(targets, field="schedulers", on_change=lambda _: None)
+    assert raised.value.field == "schedulers"

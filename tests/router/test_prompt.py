@@ -1,0 +1,136 @@
+"""Prompts: what becomes of text, tokens and conversations, and what a hostile template cannot do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from midstream.model_folder import ModelFolder
+from midstream.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from router.chat_template import ChatTemplate
+from router.prompt import PromptBuilder
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def builder(folder: ModelFolder) -> Iterator[PromptBuilder]:
+    builder = PromptBuilder(folder, 1)
+    yield builder
+    builder.close()
+
+
+async def test_text_and_tokens(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
+    long = "some words, again and again " * 100
+    assert await builder.token_ids(pb.GenerateRequest(prompt="Hello there")) == tokenizer.encode("Hello there")
+    assert await builder.token_ids(pb.GenerateRequest(prompt=long)) == tokenizer.encode(long)
+    assert await builder.token_ids(pb.GenerateRequest(token_ids=pb.TokenIds(values=[5, 6]))) == [5, 6]
+
+
+async def test_a_conversation_is_rendered_with_the_models_template(
+    builder: PromptBuilder, tokenizer: Tokenizer
+) -> None:
+    turns = [pb.ChatMessage(role="system", content="Be brief."), pb.ChatMessage(role="user", content="Hi")]
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    ids = await builder.token_ids(pb.GenerateRequest(chat=pb.ChatInput(messages=turns)))
+    assert ids == tokenizer.encode(text + "<|im_start|>assistant\n", add_special_tokens=False)
+    chat = pb.ChatInput(messages=turns, add_generation_prompt=False)
+    assert await builder.token_ids(pb.GenerateRequest(chat=chat)) == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "request_"),
+    [
+        ("input", pb.GenerateRequest()),
+        ("prompt", pb.GenerateRequest(prompt="")),
+        ("prompt", pb.GenerateRequest(prompt="x" * 3_000_000)),
+        ("token_ids", pb.GenerateRequest(token_ids=pb.TokenIds())),
+        ("chat.messages", pb.GenerateRequest(chat=pb.ChatInput())),
+        ("chat.messages[0].role", pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(content="x")]))),
+        (
+            "chat.tools_json",
+            pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="user")], tools_json="{}")),
+        ),
+        (
+            "chat.tools_json",
+            pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="user")], tools_json="[" * 100_000)),
+        ),
+        (
+            "chat.template_variables_json",
+            pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="u")], template_variables_json="[1]")),
+        ),
+    ],
+)
+async def test_a_bad_input_is_refused_by_name(builder: PromptBuilder, field: str, request_: pb.GenerateRequest) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        await builder.token_ids(request_)
+    assert raised.value.field == field
+
+
+async def test_embeddings_are_not_supported_yet(builder: PromptBuilder) -> None:
+    with pytest.raises(UnsupportedError):
+        await builder.token_ids(pb.GenerateRequest(prompt_embeddings=pb.Tensor(shape=[1, 576])))
+
+
+async def test_bad_words_are_tokenized_with_and_without_a_space(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
+    expected = [tokenizer.encode("cat"), tokenizer.encode(" cat")]
+    assert await builder.bad_word_ids(["cat"]) == expected
+    assert await builder.bad_word_ids([]) == []
+
+
+def test_a_template_sees_what_templates_expect() -> None:
+    source = (
+        "{{ bos_token }}{% for m in messages %}{% if loop.index0 > 1 %}{% break %}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+        "{{ tools | tojson }}{{ mood }}{% if add_generation_prompt %}>{% endif %}{{ range(3) | list }}"
+    )
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    turns = [{"role": "user", "content": text} for text in "abc"]
+    assert (
+        template.render(turns, tools=[{"name": "<é>"}], variables={"mood": "!"}) == '<s>ab[{"name": "<é>"}]!>[0, 1, 2]'
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{% set x = messages.append(1) %}",
+        "{{ raise_exception('no tools') }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[7].content.upper() }}",
+        "{{ 'x' * 99999999 }}",
+        "{{ 9 ** 9 ** 9 }}",
+    ],
+)
+def test_a_template_that_escapes_or_fails_is_refused(source: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        ChatTemplate(source, {}).render(USER)
+    assert raised.value.field == "chat"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(10000000) %}{{ 'x' * 1000 }}{% endfor %}",
+        "{% for i in range(1000000000) %}x{% endfor %}",
+    ],
+)
+def test_a_template_without_end_is_cut_off(source: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(InvalidArgumentError, match=r"takes longer|writes too much"):
+        ChatTemplate(source, {}).render(USER)
+    assert time.monotonic() - start < 10
+
+
+def test_a_template_that_does_not_compile_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="compile"):
+        ChatTemplate("{% for %}", {})

@@ -1,0 +1,150 @@
+"""Every field's range: the values at its ends pass, those beyond are refused by the field's name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from midstream.model_folder import ModelFolder
+from protos import generation_pb2 as pb
+from router.request_checks import FEATURES, check_request, check_supported, fit_to_context
+
+VOCAB = 49_152
+
+
+def sampling(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(sampling=pb.SamplingConfig(**fields))
+
+
+def stopping(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(stopping=pb.StoppingConfig(**fields))
+
+
+def output(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(output=pb.OutputConfig(**fields))
+
+
+def guided(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(guided_decoding=pb.GuidedDecodingConfig(**fields))
+
+
+BAD: list[tuple[str, pb.GenerateRequest]] = [
+    ("request_id", pb.GenerateRequest(request_id="x" * 129)),
+    ("client_id", pb.GenerateRequest(client_id="x" * 129)),
+    ("priority", pb.GenerateRequest(priority=101)),
+    ("priority", pb.GenerateRequest(priority=-101)),
+    ("max_tokens", pb.GenerateRequest(max_tokens=0)),
+    ("token_ids", pb.GenerateRequest(token_ids=pb.TokenIds(values=[5, VOCAB]))),
+    ("token_ids", pb.GenerateRequest(token_ids=pb.TokenIds(values=[2**32 - 1]))),
+    ("sampling.temperature", sampling(temperature=math.nan)),
+    ("sampling.temperature", sampling(temperature=-0.1)),
+    ("sampling.temperature", sampling(temperature=math.inf)),
+    ("sampling.temperature", sampling(temperature=100.1)),
+    ("sampling.top_p", sampling(top_p=0.0)),
+    ("sampling.top_p", sampling(top_p=1.01)),
+    ("sampling.top_p", sampling(top_p=math.nan)),
+    ("sampling.min_p", sampling(min_p=-0.01)),
+    ("sampling.min_p", sampling(min_p=1.5)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=0.0)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=math.inf)),
+    ("sampling.presence_penalty", sampling(presence_penalty=2.1)),
+    ("sampling.frequency_penalty", sampling(frequency_penalty=-2.1)),
+    ("sampling.length_penalty", sampling(length_penalty=math.nan)),
+    ("sampling.beam_width", sampling(beam_width=0)),
+    ("sampling.beam_width", sampling(beam_width=17)),
+    ("sampling.num_return_sequences", sampling(num_return_sequences=0)),
+    ("sampling.num_return_sequences", sampling(num_return_sequences=129)),
+    ("sampling.num_return_sequences", sampling(num_return_sequences=4_000_000_000)),
+    ("sampling.num_return_sequences", sampling(num_return_sequences=3, beam_width=2)),
+    ("sampling.min_tokens", sampling(min_tokens=8193)),
+    ("sampling.embedding_bias", sampling(embedding_bias={VOCAB: 1.0})),
+    ("sampling.embedding_bias", sampling(embedding_bias={1: math.nan})),
+    ("stopping.stop_words", stopping(stop_words=["x"] * 65)),
+    ("stopping.stop_words", stopping(stop_words=["x"] * 100_000)),
+    ("stopping.stop_words", stopping(stop_words=["x" * 257])),
+    ("stopping.stop_words", stopping(stop_words=["fine", ""])),
+    ("stopping.stop_token_ids", stopping(stop_token_ids=[VOCAB])),
+    ("stopping.stop_token_ids", stopping(stop_token_ids=range(65))),
+    ("stopping.bad_words", stopping(bad_words=[""])),
+    ("stopping.bad_word_token_ids", stopping(bad_word_token_ids=[pb.TokenIds()])),
+    ("stopping.bad_word_token_ids", stopping(bad_word_token_ids=[pb.TokenIds(values=[VOCAB])])),
+    ("stopping.end_id", stopping(end_id=VOCAB)),
+    ("output.log_probs", output(log_probs=21)),
+    ("output.prompt_log_probs", output(prompt_log_probs=21)),
+    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="weights.1")])),
+    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="hidden_states.31")])),
+    ("guided_decoding.guide_type", guided(guide="x")),
+    ("guided_decoding.guide", guided(guide_type=pb.GUIDE_TYPE_REGEX)),
+    ("lora.name", pb.GenerateRequest(lora=pb.LoraConfig())),
+    ("speculative.method", pb.GenerateRequest(speculative=pb.SpeculativeConfig(num_draft_tokens=2))),
+    (
+        "speculative.num_draft_tokens",
+        pb.GenerateRequest(speculative=pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP)),
+    ),
+    (
+        "kv_retention.token_ranges.priority",
+        pb.GenerateRequest(
+            kv_retention=pb.KvRetentionConfig(token_ranges=[pb.KvRetentionConfig.TokenRange(priority=101)])
+        ),
+    ),
+    (
+        "kv_retention.token_ranges.end",
+        pb.GenerateRequest(
+            kv_retention=pb.KvRetentionConfig(token_ranges=[pb.KvRetentionConfig.TokenRange(start=5, end=5)])
+        ),
+    ),
+]
+GOOD: list[pb.GenerateRequest] = [
+    pb.GenerateRequest(),
+    pb.GenerateRequest(request_id="x" * 128, priority=-100, max_tokens=1, model="smollm2"),
+    pb.GenerateRequest(token_ids=pb.TokenIds(values=[0, VOCAB - 1])),
+    sampling(temperature=0.0, top_p=1.0, min_p=0.0, top_k=0, presence_penalty=-2, frequency_penalty=2),
+    sampling(temperature=100.0, top_p=1e-6, min_p=1.0, seed=2**64 - 1, num_return_sequences=128),
+    sampling(beam_width=16, num_return_sequences=16),
+    stopping(stop_words=["x" * 256] * 64, stop_token_ids=[VOCAB - 1] * 64, end_id=0),
+    output(log_probs=20, additional_outputs=[pb.AdditionalOutput(name="hidden_states.30")]),
+    guided(guide_type=pb.GUIDE_TYPE_JSON),
+]
+
+
+@pytest.mark.parametrize(("field", "request_"), BAD)
+def test_a_value_out_of_range_is_refused_by_name(folder: ModelFolder, field: str, request_: pb.GenerateRequest) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        check_request(request_, folder)
+    assert raised.value.field == field
+    assert len(raised.value.message) < 200
+
+
+@pytest.mark.parametrize("request_", GOOD)
+def test_a_value_at_the_end_of_its_range_passes(folder: ModelFolder, request_: pb.GenerateRequest) -> None:
+    check_request(request_, folder)
+
+
+def test_an_unknown_model_is_not_found(folder: ModelFolder) -> None:
+    with pytest.raises(NotFoundError, match="smollm2") as raised:
+        check_request(pb.GenerateRequest(model="another"), folder)
+    assert raised.value.field == "model"
+
+
+def test_output_fits_the_context(folder: ModelFolder) -> None:
+    assert fit_to_context(100, None, folder) == 8092
+    assert fit_to_context(100, 10, folder) == 10
+    assert fit_to_context(100, 2**32 - 1, folder) == 8092
+    assert fit_to_context(8191, None, folder) == 1
+    with pytest.raises(InvalidArgumentError, match="8192") as raised:
+        fit_to_context(8192, 1, folder)
+    assert raised.value.field == "prompt"
+
+
+def test_a_feature_that_the_workers_lack_is_unsupported() -> None:
+    request = pb.GenerateRequest(lora=pb.LoraConfig(name="a"), sampling=pb.SamplingConfig(min_tokens=3))
+    check_supported(request, FEATURES)
+    with pytest.raises(UnsupportedError, match="lora"):
+        check_supported(request, FEATURES.keys() - {"lora"})
+    with pytest.raises(UnsupportedError) as raised:
+        check_supported(request, {"lora"})
+    assert raised.value.field == "sampling.min_tokens"
+    check_supported(pb.GenerateRequest(), ())
