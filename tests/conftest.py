@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Triton's kernels run in its interpreter here. It reads this when it is first imported, by whichever package that is.
+os.environ["TRITON_INTERPRET"] = "1"
 
 _REAL_PROCESSES = "tests/integration/"
 

@@ -1,0 +1,157 @@
+"""The attention kernels in Triton's interpreter, which shows that they compute the right thing, not how fast.
+
+16-bit types are float16 here: the interpreter does not multiply bfloat16 matrices.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from kernels import KvScales
+from kernels import triton as operations
+from kernels.triton import attention as launcher
+from tests.kernels import exact
+from tests.kernels.paged import PagedBatch, paged_batch
+
+EPSILON = {torch.float32: 1e-6, torch.float16: 2e-3}
+
+
+def random_cache(
+    batch: PagedBatch, block_size: int, num_kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A cache whose places beyond the sequences hold NaN."""
+    caches = torch.full((2, batch.num_blocks, block_size, num_kv_heads, dim), torch.nan, dtype=dtype)
+    for i, length in enumerate(batch.context_lens.tolist()):
+        positions = torch.arange(length)
+        blocks = batch.block_tables[i, positions // block_size].long()
+        caches[:, blocks, positions % block_size] = torch.randn(2, length, num_kv_heads, dim).to(dtype)
+    return caches[0], caches[1]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, window: int | None = None, *, splits: int | None = None
+) -> Tensor:
+    tables = (batch.block_tables, batch.query_starts, batch.context_lens)
+    return operations.paged_attention(q, k, v, *tables, q.shape[-1] ** -0.5, window, num_splits=splits)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=3),
+    group=st.sampled_from([1, 2, 3, 7]),
+    num_kv_heads=st.integers(1, 2),
+    dim=st.sampled_from([8, 16, 24, 80]),
+    block_size=st.sampled_from([4, 16, 12]),
+    window=st.sampled_from([None, 1, 20]),
+    splits=st.sampled_from([None, 1, 2, 4]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def test_attention_equals_float64(
+    lengths: list[tuple[int, int]],
+    group: int,
+    num_kv_heads: int,
+    dim: int,
+    block_size: int,
+    window: int | None,
+    splits: int | None,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    batch = paged_batch([c for c, _ in lengths], [min(c, q) for c, q in lengths], block_size)
+    k, v = random_cache(batch, block_size, num_kv_heads, dim, dtype)
+    q = torch.randn(int(batch.query_starts[-1]), num_kv_heads * group, dim).to(dtype)
+    out = attend(q, k, v, batch, window, splits=splits)
+    assert exact.error(out, exact.attention(q, k, v, batch, dim**-0.5, window)) < EPSILON[dtype]
+
+
+def test_heads_of_256_and_queries_inside_a_wider_row() -> None:
+    batch = paged_batch([40, 33], [1, 5], 16)
+    k, v = random_cache(batch, 16, 1, 256, torch.float32)
+    rows = torch.randn(6, 4 * 256)
+    q = rows[:, : 2 * 256].view(6, 2, 256)
+    assert exact.error(attend(q, k, v, batch), exact.attention(q, k, v, batch, 1 / 16)) < EPSILON[torch.float32]
+
+
+def test_larger_heads_are_refused() -> None:
+    batch = paged_batch([3], [1], 4)
+    with pytest.raises(ValueError, match="head size 264"):
+        attend(torch.zeros(1, 1, 264), torch.zeros(9, 4, 1, 264), torch.zeros(9, 4, 1, 264), batch)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_padding_rows_give_zeros(splits: int) -> None:
+    batch = paged_batch([30], [1], 4)
+    k, v = random_cache(batch, 4, 2, 16, torch.float32)
+    q = torch.randn(3, 4, 16)
+    tables = torch.cat((batch.block_tables, torch.zeros(2, batch.block_tables.shape[1], dtype=torch.int32)))
+    starts, lens = torch.arange(4, dtype=torch.int32), torch.tensor([30, 0, 0], dtype=torch.int32)
+    out = operations.paged_attention(q, k, v, tables, starts, lens, 0.25, num_splits=splits)
+    assert exact.error(out[:1], exact.attention(q[:1], k, v, batch, 0.25)) < EPSILON[torch.float32]
+    assert not out[1:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_attention_over_a_quantized_cache(dtype: torch.dtype) -> None:
+    lengths, dim = [37, 5, 20], 24
+    whole = paged_batch(lengths, lengths, 4)
+    k, v = torch.randn(2, sum(lengths), 2, dim).unbind()
+    k_cache, v_cache = torch.zeros(2, whole.num_blocks, 4, 2, dim).to(dtype).unbind()
+    scales = KvScales(*torch.zeros(2, whole.num_blocks, 4, 2).unbind())
+    operations.store_kv(k, v, k_cache, v_cache, whole.slot_mapping, scales=scales)
+    batch = PagedBatch(
+        query_starts=torch.tensor([0, 1, 6, 7], dtype=torch.int32),
+        context_lens=whole.context_lens,
+        block_tables=whole.block_tables,
+        slot_mapping=whole.slot_mapping,
+        positions=whole.positions,
+        num_blocks=whole.num_blocks,
+    )
+    q = torch.randn(7, 4, dim)
+    tables = (batch.block_tables, batch.query_starts, batch.context_lens)
+    out = operations.paged_attention(q, k_cache, v_cache, *tables, 0.2, scales=scales)
+    keys, values = k_cache.float() * scales.keys[..., None], v_cache.float() * scales.values[..., None]
+    assert exact.error(out, exact.attention(q, keys, values, batch, 0.2)) < EPSILON[torch.float32]
+
+
+def dot_row_by_row(
+    self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: object, most_imprecise: object
+) -> TensorHandle:
+    products = a.data[:, :, None] * b.data[None, :, :]
+    return TensorHandle(products.sum(1) + d.data, d.dtype.scalar)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_batch_invariant_bits_depend_on_the_query_alone(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    # A matrix instruction treats all rows of its tile alike; the library behind the interpreter's products does not.
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_row_by_row)
+    # Three segments are as good as many, and fast.
+    monkeypatch.setattr(launcher, "SEGMENT_KEYS", 64)
+    lengths, dim, scale = [150, 9], 16, 0.25
+    whole = paged_batch(lengths, lengths, 16)
+    k, v = random_cache(whole, 16, 1, dim, torch.float32)
+    q = torch.randn(sum(lengths), 3, dim)
+
+    def run(i: int, begin: int, end: int, spare_blocks: int) -> Tensor:
+        first = int(whole.query_starts[i])
+        table = torch.nn.functional.pad(whole.block_tables[i : i + 1], (0, spare_blocks))
+        starts, lens = torch.tensor([0, end - begin], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
+        rows = q[first + begin : first + end]
+        return operations.paged_attention(rows, k, v, table, starts, lens, scale, window, is_batch_invariant=True)
+
+    tables = (whole.block_tables, whole.query_starts, whole.context_lens)
+    together = operations.paged_attention(q, k, v, *tables, scale, window, is_batch_invariant=True)
+    assert exact.error(together, exact.attention(q, k, v, whole, scale, window)) < EPSILON[torch.float32]
+    for i, begin, end, spare_blocks in [
+        (0, 149, 150, 0),
+        (0, 149, 150, 9),
+        (0, 130, 150, 0),
+        (0, 63, 64, 4),
+        (1, 2, 9, 0),
+    ]:
+        first = int(whole.query_starts[i])
+        assert torch.equal(run(i, begin, end, spare_blocks), together[first + begin : first + end])

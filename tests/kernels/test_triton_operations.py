@@ -1,0 +1,110 @@
+"""The small kernels in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import KvScales
+from kernels import triton as operations
+from tests.kernels import exact
+
+EPSILON = {torch.float32: 1e-6, torch.float16: 1e-3}
+dtypes = st.sampled_from(list(EPSILON))
+property_test = settings(max_examples=8, deadline=None, derandomize=True)
+
+
+@property_test
+@given(rows=st.integers(1, 9), size=st.integers(1, 300), dtype=dtypes)
+def test_norm_with_residual(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((rows, size), (rows, size), (size,)))
+    normed, total = operations.add_rms_norm(x, residual, weight, 1e-5)
+    assert exact.error(total, x.double() + residual.double()) < EPSILON[dtype]
+    assert exact.error(normed, exact.rms_norm(total, weight, 1e-5)) < EPSILON[dtype]
+
+
+def test_norm_of_heads_inside_a_wider_row() -> None:
+    rows, weight = torch.randn(5, 7 * 24), torch.randn(24)
+    heads = rows[:, 24 : 4 * 24].view(5, 3, 24)
+    assert exact.error(operations.rms_norm(heads, weight, 1e-5), exact.rms_norm(heads, weight, 1e-5)) < 1e-6
+
+
+@property_test
+@given(tokens=st.integers(1, 5), heads=st.integers(1, 5), half=st.integers(1, 40), dtype=dtypes)
+def test_rotary(tokens: int, heads: int, half: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(tokens, (heads + 2) * 2 * half).to(dtype)
+    q = rows[:, : heads * 2 * half].view(tokens, heads, 2 * half)
+    k = rows[:, heads * 2 * half :].view(tokens, 2, 2 * half)
+    angles = torch.randn(tokens, half)
+    turned = operations.apply_rotary(q, k, angles.cos(), angles.sin())
+    for out, x in zip(turned, (q, k), strict=True):
+        assert exact.error(out, exact.rotate(x, angles.cos(), angles.sin())) < EPSILON[dtype]
+
+
+@property_test
+@given(rows=st.integers(1, 4), size=st.integers(1, 1500), dtype=dtypes)
+def test_gated_activation(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.randn(rows, 2 * size).to(dtype)
+    assert exact.error(operations.silu_mul(gate_up), exact.silu_mul(gate_up)) < EPSILON[dtype]
+
+
+def test_kv_goes_to_its_slots_and_padding_nowhere() -> None:
+    rows = torch.randn(4, 5, 24)
+    k, v = rows[:, :2], rows[:, 2:4]
+    k_cache, v_cache = torch.zeros(2, 3, 4, 2, 24).unbind()
+    operations.store_kv(k, v, k_cache, v_cache, torch.tensor([5, -1, 0, 11], dtype=torch.int32))
+    expected = torch.zeros(2, 12, 2, 24)
+    expected[:, [5, 0, 11]] = torch.stack((k, v))[:, [0, 2, 3]]
+    assert torch.equal(torch.stack((k_cache, v_cache)).flatten(1, 2), expected)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.int8, 0.01), (torch.float8_e4m3fn, 0.08)])
+def test_quantized_kv_is_near_what_was_stored(dtype: torch.dtype, error: float) -> None:
+    k, v = torch.randn(2, 3, 2, 24).unbind()
+    k[1] = 0
+    caches = torch.zeros(2, 2, 4, 2, 24).to(dtype)
+    scales = KvScales(*torch.zeros(2, 2, 4, 2).unbind())
+    operations.store_kv(k, v, caches[0], caches[1], torch.tensor([7, 2, 0], dtype=torch.int32), scales=scales)
+    for source, cache, scale in ((k, caches[0], scales.keys), (v, caches[1], scales.values)):
+        stored = (cache.float() * scale[..., None]).flatten(0, 1)
+        assert exact.error(stored[[7, 2, 0]], source) < error
+        assert not stored[[1, 3, 4, 5, 6]].any()
+
+
+def test_scales_and_quantized_caches_go_together() -> None:
+    k, slots = torch.zeros(1, 1, 8), torch.zeros(1, dtype=torch.int32)
+    cache = torch.zeros(1, 4, 1, 8, dtype=torch.int8)
+    with pytest.raises(ValueError, match="needs scales"):
+        operations.store_kv(k, k, cache, cache, slots)
+
+
+@property_test
+@given(rows=st.integers(1, 70), inner=st.integers(1, 100), outer=st.integers(1, 70), biased=st.booleans())
+def test_linear(rows: int, inner: int, outer: int, biased: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, inner), torch.randn(outer, inner)
+    bias = torch.randn(outer) if biased else None
+    whole = operations.linear(x, weight, bias)
+    assert exact.error(whole, exact.linear(x, weight, bias)) < 1e-6
+    units, scale = (weight * 40).to(torch.int8), torch.rand(outer)
+    out = operations.quantized_linear(x, units, scale, bias)
+    assert exact.error(out, exact.linear(x, units * scale[:, None], bias)) < 1e-6
+
+
+@property_test
+@given(rows=st.integers(1, 40), rank=st.integers(1, 20), dtype=dtypes, seed=st.integers(0, 9))
+def test_each_row_has_its_own_adapter(rows: int, rank: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    inner, outer, num_adapters = 70, 50, 3
+    x, y = torch.randn(rows, inner).to(dtype), torch.randn(rows, outer).to(dtype)
+    a, b = torch.randn(num_adapters, rank, inner).to(dtype), torch.randn(num_adapters, outer, rank).to(dtype)
+    scaling, adapters = torch.rand(num_adapters), torch.randint(-1, num_adapters, (rows,), dtype=torch.int32)
+    before = y.clone()
+    operations.add_lora(y, x, a, b, scaling, adapters)
+    assert exact.error(y, exact.lora(before, x, a, b, scaling, adapters)) < EPSILON[dtype]
+    assert torch.equal(y[adapters < 0], before[adapters < 0])

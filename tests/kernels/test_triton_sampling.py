@@ -1,0 +1,63 @@
+"""The sampling kernel in Triton's interpreter, against the worker's sampler."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpu_worker.rows import Rows
+from gpu_worker.sampler import Sampler
+from gpu_worker.step import NewSequence, SamplingParams
+from kernels import triton as operations
+
+
+def drawn_by_worker(logits: Tensor, params: list[SamplingParams]) -> list[int]:
+    rows = Rows(len(params), 64, 16, 64, logits.shape[1])
+    for i, sampling in enumerate(params):
+        tokens = np.zeros(i + 1, dtype=np.int32)
+        rows.add(NewSequence(row=i, token_ids=tokens, num_prompt_tokens=i + 1, sampling=sampling, sequence_index=i % 3))
+    return Sampler(rows).sample(logits, np.arange(len(params), dtype=np.int32)).token_ids.tolist()
+
+
+def drawn_by_kernel(logits: Tensor, params: list[SamplingParams]) -> list[int]:
+    places = torch.arange(len(params), dtype=torch.int32)
+    return operations.sample(
+        logits,
+        torch.tensor([p.temperature for p in params]),
+        torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        torch.tensor([p.top_p for p in params]),
+        torch.tensor([p.min_p for p in params]),
+        torch.from_numpy(np.array([p.seed for p in params], dtype=np.uint64).view(np.int64)),
+        places % 3,
+        places + 1,
+    ).tolist()
+
+
+sampling_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 2, 50, 10_000]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(params=st.lists(sampling_params, min_size=1, max_size=6), num_tokens=st.integers(2, 5000))
+def test_draws_what_the_worker_draws(params: list[SamplingParams], num_tokens: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(len(params), num_tokens) * 4
+    logits[:, 0] = -torch.inf
+    assert drawn_by_kernel(logits, params) == drawn_by_worker(logits, params)
+
+
+def test_tokens_as_likely_as_the_last_kept_one_are_kept() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, 5.0, 0.0, 0.0]]).repeat(8, 1)
+    params = [SamplingParams(top_k=2, seed=seed) for seed in range(8)]
+    drawn = drawn_by_kernel(logits, params)
+    assert drawn == drawn_by_worker(logits, params)
+    assert set(drawn) == {1, 2, 3}
