@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTO_BIN := .venv-protos/bin
 PROTO_OUT := .
 
-.PHONY: demo test check format protos bench images check-manifests e2e-containers clean
+.PHONY: demo test check format protos bench bench-peers images check-manifests e2e-containers clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -34,6 +34,10 @@ protos: $(PROTO_BIN)/protoc-gen-mypy_grpc
 bench: $(VENV)/.ready
 	@$(BIN)/midstream up --detach --run-dir .run/bench && trap '$(BIN)/midstream down --run-dir .run/bench' EXIT \
 		&& $(BIN)/midstream bench
+
+# Installs other engines (10 GB, .venv-peers), runs them and ours in turn, and writes docs/benchmarks.md: about an hour.
+bench-peers: $(VENV)/.ready
+	@$(BIN)/python -m benchmarks.peers --docs docs
 
 # Deployment: docs/operations.md says what these need beyond Python.
 images:

@@ -1,0 +1,35 @@
+"""A peer's own process: opens one peer, runs workloads, and prints each one's figures as a line of JSON.
+
+python -m peers.child NAME HOME MODEL_FOLDER WORKLOADS_JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from .peer import Paths, read_workloads
+from .registry import PEERS, WARM_UP
+
+
+def main() -> None:
+    """Runs the command."""
+    name, home, model_folder, workloads = sys.argv[1:]
+    # What was opened is closed again also when the time is up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Libraries write what they like to descriptor 1; the figures go where it pointed to.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
+        os.dup2(2, 1)
+        with PEERS[name].open(Paths(Path(home), Path(model_folder))) as run:
+            for workload in read_workloads(Path(workloads)):
+                figures = run(workload)
+                if workload.name != WARM_UP:
+                    print(json.dumps(asdict(figures)), file=output, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Which of our figures is held against which peer's, and what the ratio should be.
+
+A ratio is taken within a round, where both had the same tokens minutes apart; what counts is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .peer import Figures
+from .rounds import Measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One line of the table of ratios.
+
+    Attributes:
+        peers: The one with the best median is taken.
+        at_least: Below it, we are too slow.
+        is_gap: Compares the 99th percentile of the time between tokens, peer's over ours, instead of throughput.
+    """
+
+    workload: str
+    ours: str
+    peers: tuple[str, ...]
+    at_least: float
+    aim: float
+    is_gap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """What came of a comparison; higher is better for us.
+
+    Attributes:
+        peer: The best of the peers.
+        median: Over the rounds, as are lowest and highest.
+    """
+
+    comparison: Comparison
+    peer: str
+    median: float
+    lowest: float
+    highest: float
+    num_rounds: int
+
+
+_IN_PROCESS = ("llamacpp", "openvino-fp16", "openvino-int8", "openvino-int4", "vllm-bfloat16", "vllm-float32")
+_VLLM, _VLLM_SERVER = _IN_PROCESS[4:], ("vllm-server-bfloat16", "vllm-server-float32")
+
+COMPARISONS = (
+    Comparison("single", "midstream", ("llamacpp",), 1.0, 1.25),
+    Comparison("single", "midstream-bf16", ("openvino-fp16",), 1.0, 1.1),
+    Comparison("mixed", "midstream", _IN_PROCESS, 1.0, 1.25),
+    Comparison("mixed", "midstream", _VLLM_SERVER, 1.3, 1.6),
+    Comparison("prefix", "midstream", _VLLM, 1.2, 1.5),
+    Comparison("prefill", "midstream", _IN_PROCESS, 0.9, 1.1),
+    Comparison("chat", "midstream", _VLLM_SERVER, 1.3, 1.6),
+    Comparison("chat", "midstream", _VLLM_SERVER, 4.0, 6.0, is_gap=True),
+    Comparison("mixed", "midstream", ("midstream-engine",), 0.95, 0.98),
+)
+
+
+def median_figure(measurements: Sequence[Measurement], peer: str, workload: str) -> float | None:
+    """Median throughput of a peer; None where it has none."""
+    values = by_round(measurements, peer, workload, _tokens_per_s)
+    return statistics.median(values.values()) if values else None
+
+
+def ratio_of(comparison: Comparison, measurements: Sequence[Measurement]) -> Ratio | None:
+    """What came of `comparison`; None where one of the two was not measured."""
+    value = _gap_rate if comparison.is_gap else _tokens_per_s
+    rivals = {peer: by_round(measurements, peer, comparison.workload, value) for peer in comparison.peers}
+    best = max(
+        (peer for peer in rivals if rivals[peer]), key=lambda it: statistics.median(rivals[it].values()), default=""
+    )
+    ours = by_round(measurements, comparison.ours, comparison.workload, value)
+    ratios = [ours[number] / theirs for number, theirs in rivals.get(best, {}).items() if number in ours]
+    if not ratios:
+        return None
+    return Ratio(comparison, best, statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+
+
+def by_round(
+    measurements: Sequence[Measurement], peer: str, workload: str, value: Callable[[Figures], float | None]
+) -> dict[int, float]:
+    """A figure of one peer and workload in each round that has it."""
+    values = {it.round: value(it.figures) for it in measurements if it.peer == peer and it.figures.workload == workload}
+    return {number: figure for number, figure in values.items() if figure is not None}
+
+
+def _tokens_per_s(figures: Figures) -> float:
+    return figures.tokens_per_s
+
+
+def _gap_rate(figures: Figures) -> float | None:
+    """1 over the 99th percentile of the gap, so that higher is better here too."""
+    return 1.0 / figures.inter_token_ms[1] if figures.inter_token_ms else None

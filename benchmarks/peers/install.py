@@ -1,0 +1,59 @@
+"""Installs peers, each step once: a step that is done leaves a mark, and one whose commands changed has none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from midstream.setup_env import SetupError, Steps
+
+from .peer import Paths, Peer, Step
+
+
+def install(peers: Sequence[Peer], paths: Paths) -> dict[str, str]:
+    """Installs what is not there yet, and shows progress.
+
+    Returns:
+        Peers that could not be installed, and why.
+    """
+    paths.home.mkdir(parents=True, exist_ok=True)
+    marks = paths.home / "done"
+    marks.mkdir(exist_ok=True)
+    progress = Steps(len(pending(peers, paths)), paths.home / "install.log")
+    failed: dict[str, str] = {}
+    broken: dict[Step, str] = {}
+    for peer in peers:
+        for step in peer.steps(paths):
+            mark = marks / _key(step)
+            if step not in broken and not mark.exists():
+                try:
+                    progress.run(step.title, step.commands)
+                    mark.touch()
+                except SetupError as error:
+                    broken[step] = str(error)
+            if step in broken:
+                failed[peer.name] = broken[step]
+                break
+    return failed
+
+
+def pending(peers: Iterable[Peer], paths: Paths) -> list[Step]:
+    """Steps that were not done yet, each once, in order."""
+    steps = dict.fromkeys(step for peer in peers for step in peer.steps(paths))
+    return [step for step in steps if not (paths.home / "done" / _key(step)).exists()]
+
+
+def _key(step: Step) -> str:
+    return hashlib.sha256(repr((step.title, step.commands)).encode()).hexdigest()[:16]
+
+
+def make_paths(home: Path, model: str) -> Paths:
+    """The paths for comparing on `model`, which must be the GGUF file's folder.
+
+    Raises:
+        ConfigError: The model is not there.
+    """
+    from midstream.model_folder import open_model_folder
+
+    return Paths(home.resolve(), open_model_folder(model).path)

@@ -1,0 +1,27 @@
+"""Installs what an installed distribution asks for, less some of it. Runs by itself, in the environment it installs to:
+
+python install_requirements.py DISTRIBUTION PACKAGE_LEFT_OUT ...
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Iterable
+from importlib import metadata
+
+
+def without(requirements: Iterable[str], left_out: Collection[str]) -> list[str]:
+    """The requirements, less those of extras and of the packages left out."""
+    kept = []
+    for line in requirements:
+        name = re.match(r"[\w.-]+", line)
+        if name and name[0].lower() not in left_out and "extra ==" not in line:
+            kept.append(line)
+    return kept
+
+
+if __name__ == "__main__":
+    wanted = without(metadata.requires(sys.argv[1]) or (), sys.argv[2:])
+    subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True)

@@ -1,0 +1,73 @@
+"""Midstream through all of its services, as its gRPC clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .peer import ALL_WORKLOADS, Figures, Paths, Runner, Step, Workload
+from .streams import Stream, stream_figures
+
+
+@dataclass(frozen=True, slots=True)
+class MidstreamService:
+    """The service as `midstream up` starts it.
+
+    Attributes:
+        weights: How the worker stores them; auto: 4 bits, as the file does.
+    """
+
+    name: str
+    weights: str
+    workloads: Sequence[str] = ALL_WORKLOADS
+
+    @property
+    def label(self) -> str:
+        return f"Midstream, {'Q4_1' if self.weights == 'auto' else self.weights}, the whole service"
+
+    def python(self, paths: Paths) -> Path:
+        return own_python(paths)
+
+    def steps(self, paths: Paths) -> Sequence[Step]:
+        return ()
+
+    @contextmanager
+    def open(self, paths: Paths) -> Iterator[Runner]:
+        from midstream.cli.run_dir import RunDir
+
+        with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
+            command = [sys.executable, "-m", "midstream.cli"]
+            up = ("up", "--detach", "--model", str(paths.model_folder), "--run-dir", folder)
+            subprocess.run([*command, *up], check=True, env=os.environ | {"MIDSTREAM_WEIGHTS": self.weights})
+            try:
+                state = RunDir(Path(folder)).read_state()
+                assert state is not None
+                addresses = [router.addresses["grpc"] for router in state.of_kind("router")]
+                yield lambda workload: _run(addresses, workload)
+            finally:
+                subprocess.run([*command, "down", "--run-dir", folder], check=True)
+
+
+def own_python(_: Paths) -> Path:
+    """The interpreter of our own environment, in which the comparison itself runs."""
+    return Path(sys.executable)
+
+
+def _run(addresses: Sequence[str], workload: Workload) -> Figures:
+    from midstream.bench import measure, workloads
+
+    requests = tuple(workloads.BenchRequest(it.token_ids, it.max_tokens) for it in workload.requests)
+    converted = workloads.Workload(workload.name, requests, workload.concurrency, workload.counts_input)
+    result = asyncio.run(measure.run_workload(addresses, converted))
+    errors = {times.error for times in result.requests if times.error}
+    if errors:
+        raise RuntimeError(f"requests failed: {', '.join(sorted(errors))}")
+    streams = [Stream(times.started, times.arrivals) for times in result.requests]
+    return stream_figures(workload, streams, result.duration_s)

