@@ -1,4 +1,4 @@
-"""Numbered items for any number of readers: each has a cursor; the last items are kept, a slow reader loses the oldest."""
+"""Numbered items for any number of readers: each has a cursor, the last items are kept, a slow one loses the oldest."""
 
 from __future__ import annotations
 

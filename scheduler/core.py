@@ -187,11 +187,17 @@ class SchedulerCore:
     def _turn(self, event: Turn) -> None:
         self._timers.run_due(self._clock.now_ns)
         self._place()
+        while self._plan_round():
+            self._place()
         for group in self.membership.groups.values():
-            while len(group.in_flight) < self.config.pipeline_depth and self._plan(group):
-                pass
             self.membership.flush_kv_changes(group)
         self.totals.max_num_active_requests = max(self.totals.max_num_active_requests, self.num_active_requests)
+
+    def _plan_round(self) -> bool:
+        """Plans a step for each group with room in its pipeline; False when there was nothing to plan."""
+        depth = self.config.pipeline_depth
+        groups = [group for group in self.membership.groups.values() if len(group.in_flight) < depth]
+        return sum(self._plan(group) for group in groups) > 0
 
     def _place(self) -> None:
         """Starts queued requests in order, until one has to wait."""

@@ -22,7 +22,7 @@ from scheduler.wire import WorkerEvent, decode_worker_message, encode_step
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 256 << 20
+MAX_FRAME_BYTES = 64 << 20
 _HIGH_WATER_MARK = 1000
 
 

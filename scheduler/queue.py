@@ -66,12 +66,16 @@ class _FairQueue:
         client.virtual_time = virtual_time + charge(request)
         if client.requests:
             self._enter(client)
+        elif not self._heap:
+            self._clients.clear()  # nobody waits, so nobody is behind
         if len(self._clients) > 2 * len(self._heap) + 64:
-            self._clients = {
-                name: client
-                for name, client in self._clients.items()
-                if client.requests or client.virtual_time > self._now
-            }
+            self._forget_idle_clients()
+
+    def _forget_idle_clients(self) -> None:
+        """Those that the others have caught up with begin at the present, as everybody new does."""
+        for client_id, client in list(self._clients.items()):
+            if not client.requests and client.virtual_time <= self._now:
+                del self._clients[client_id]
 
     def refund(self, client_id: str, amount: float) -> None:
         client = self._clients.get(client_id)

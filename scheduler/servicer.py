@@ -208,7 +208,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             yield iteration_stats_proto(self._engine.core.current_stats(time.time_ns()))
             return
         iterations = self._engine.iterations
-        async for run in iterations.follow(iterations.last_number + 1):
+        first = iterations.last_number + 1
+        await context.send_initial_metadata(())  # so that the caller knows from where on it follows
+        async for run in iterations.follow(first):
             for _, stats in run if request.min_interval_ms == 0 else run[-1:]:
                 yield iteration_stats_proto(stats)
             await asyncio.sleep(request.min_interval_ms / 1e3)
@@ -221,6 +223,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         """KV events from a sequence number on; `cleared` stands for those that are lost."""
         events, tokens_per_block = self._engine.kv_events, self._engine.core.config.tokens_per_block
         expected = request.start_sequence_number or events.last_number + 1
+        await context.send_initial_metadata(())
         async for run in events.follow(expected):
             batch = stats_pb2.KvEventBatch()
             if run[0][0] > expected:

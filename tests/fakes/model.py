@@ -176,6 +176,7 @@ class FakeModel:
         if self.fail_token is not None and self.fail_token in row.tokens[: row.num_prompt_tokens]:
             error = generation_pb2.ErrorInfo(code=2, message="the row failed")
             result.errors.append(worker_pb2.RowError(row=number, error=error))
+            row.tokens.append(0)
             return 0
         num_output = len(row.tokens) - row.num_prompt_tokens
         if self.end_after and num_output + 1 >= self.end_after and row.end_ids and num_output >= row.min_tokens:

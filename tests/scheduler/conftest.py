@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+DEFAULT_EXAMPLES = 1000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--examples", type=int, default=DEFAULT_EXAMPLES, help="Runs of each state machine (scheduler tests)."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    examples = config.getoption("--examples", default=DEFAULT_EXAMPLES)
+    # The same runs each time, unless more than usual are asked for.
+    settings.register_profile(
+        "scheduler", max_examples=examples, derandomize=examples == DEFAULT_EXAMPLES, deadline=None, database=None
+    )

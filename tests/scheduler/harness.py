@@ -1,0 +1,283 @@
+"""Drives the core by hand: the clock stands still, workers run a step when told to, all that is emitted is checked."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from typing import Any
+
+from protos import generation_pb2, worker_pb2
+from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS
+from scheduler.core import SchedulerCore
+from scheduler.core_config import CoreConfig
+from scheduler.effects import (
+    Accepted,
+    Effect,
+    Emitted,
+    GroupJoined,
+    Refused,
+    RequestEnded,
+    RequestForgotten,
+    SequenceEnded,
+    StepPlan,
+)
+from scheduler.events import Event, StepDone, Submitted, Turn, WorkerLeft, WorkerRegistered
+from scheduler.groups import WorkerGroup
+from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
+from scheduler.request import FinishReason, Request, RequestSpec
+from scheduler.request_codec import ModelLimits
+from scheduler.request_scheduler import RequestScheduler, SimpleScheduler
+from scheduler.wire import decode_worker_message, encode_step
+from tests.fakes.model import FakeModel
+
+VOCAB = 1000
+MS = 1_000_000
+LIMITS = ModelLimits(max_sequence_length=4096, end_ids=(999,))
+
+
+class FakeGroup:
+    """A worker group in memory: plans that wait to be run, results that wait to be delivered."""
+
+    def __init__(self, name: str, registration: WorkerRegistered, model: FakeModel) -> None:
+        self.name = name
+        self.registration = registration
+        self.model = model
+        self.epoch = 0
+        self.plans: deque[StepPlan] = deque()
+        self.batches: deque[worker_pb2.StepBatch] = deque()
+
+    def run(self, time_ns: int) -> StepDone:
+        """Runs the oldest step, through the wire format and back."""
+        self.plans.popleft()
+        result = self.model.step(self.batches.popleft())
+        frame = worker_pb2.WorkerMessage(step_result=result).SerializeToString()
+        event = decode_worker_message(frame, self.registration.connection, time_ns)
+        assert isinstance(event, StepDone)
+        return event
+
+
+class Harness:
+    """A core, its workers, and what it has emitted.
+
+    Attributes:
+        tokens: Emitted tokens by request id and sequence index.
+        ended: Finish reasons by request id.
+        plans: Every step planned, described by `describe`.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: str = "guaranteed_no_evict",
+        batching: str = "inflight_fused",
+        scheduler: RequestScheduler | None = None,
+        **config: Any,
+    ) -> None:
+        settings = {"tokens_per_block": 4, "vocab_size": VOCAB, "max_sequence_length": 4096, "scheduler_epoch": 7}
+        self.config = CoreConfig(**(settings | config))
+        chosen = scheduler or SimpleScheduler(CAPACITY_SCHEDULERS[capacity](), MICRO_BATCH_SCHEDULERS[batching]())
+        self.core = SchedulerCore(self.config, chosen)
+        self.now_ns = 1_000_000_000
+        self.groups: dict[str, FakeGroup] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.refused: dict[str, Refused] = {}
+        self.accepted: dict[str, int] = {}
+        self.forgotten: set[str] = set()
+        self.plans: list[str] = []
+        self.effects: list[Effect] = []
+
+    def add_group(
+        self,
+        name: str = "g",
+        *,
+        num_blocks: int = 64,
+        max_batch_size: int = 64,
+        max_num_tokens: int = 1 << 20,
+        **more: Any,
+    ) -> FakeGroup:
+        """Registers a worker group."""
+        incarnation = more.pop("incarnation", len(self.effects) + 1)
+        end_after, fail_token = more.pop("end_after", 0), more.pop("fail_token", None)
+        registration = WorkerRegistered(
+            time_ns=self.now_ns,
+            connection=f"{name}.{incarnation}".encode(),
+            group_id=name,
+            incarnation=incarnation,
+            model_fingerprint=more.pop("model_fingerprint", ""),
+            tokens_per_block=more.pop("tokens_per_block", self.config.tokens_per_block),
+            num_blocks=num_blocks,
+            vocab_size=more.pop("vocab_size", VOCAB),
+            max_sequence_length=more.pop("max_sequence_length", 4096),
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+            protocol_version=more.pop("protocol_version", 1),
+        )
+        assert not more, more
+        model = FakeModel(
+            vocab_size=VOCAB,
+            tokens_per_block=self.config.tokens_per_block,
+            num_blocks=num_blocks,
+            end_after=end_after,
+            fail_token=fail_token,
+            attention_window=self.config.attention_window,
+        )
+        group = FakeGroup(name, registration, model)
+        self.groups[name] = group
+        self.handle(registration)
+        return group
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Hands an event in and notes the effects."""
+        effects = self.core.handle(event)
+        for effect in effects:
+            self._note(effect)
+        self.effects += effects
+        return effects
+
+    def _note(self, effect: Effect) -> None:
+        if isinstance(effect, StepPlan):
+            group = self.groups[effect.group_id]
+            self.plans.append(describe(effect, self.group(effect.group_id)))
+            if group.epoch == effect.epoch:
+                group.plans.append(effect)
+                batch = worker_pb2.SchedulerMessage.FromString(encode_step(effect, LIMITS)).step_batch
+                group.batches.append(batch)
+        elif isinstance(effect, Emitted):
+            self._note_tokens(effect)
+        elif isinstance(effect, SequenceEnded):
+            end = effect.sequence.end
+            assert end is not None
+            assert end.num_tokens <= len(
+                self.tokens.get((effect.sequence.request.request_id, effect.sequence.index), [])
+            )
+        elif isinstance(effect, RequestEnded):
+            self._note_end(effect.request)
+        elif isinstance(effect, RequestForgotten):
+            self.forgotten.add(effect.request.request_id)
+            del self.ended[effect.request.request_id]
+        elif isinstance(effect, Refused):
+            self.refused[effect.request_id] = effect
+        elif isinstance(effect, Accepted):
+            self.accepted[effect.request.request_id] = self.accepted.get(effect.request.request_id, 0) + 1
+        elif isinstance(effect, GroupJoined):
+            self.groups[effect.group_id].epoch = effect.epoch
+
+    def _note_end(self, request: Request) -> None:
+        assert request.request_id not in self.ended, "a request ended twice"
+        end = request.sequences[0].end
+        assert end is not None
+        self.ended[request.request_id] = end.reason
+
+    def _note_tokens(self, effect: Emitted) -> None:
+        for sequence, length in zip(effect.sequences, effect.lengths, strict=True):
+            key = (sequence.request.request_id, sequence.index)
+            known = self.tokens.setdefault(key, [])
+            assert length > len(known), "a token was emitted twice"
+            known += sequence.output[len(known) : length]
+            last = sequence.request.spec.prompt[-1]
+            expected = [(last + 1 + i) % VOCAB for i in range(length)]
+            assert known == expected or sequence.output[-1] == 999, f"{key}: {known} instead of {expected}"
+
+    def submit(self, request_id: str, prompt: list[int] | int, max_tokens: int = 4, **spec: Any) -> list[Effect]:
+        """Submits a request; a number as prompt is that many tokens of its own."""
+        tokens = prompt if isinstance(prompt, list) else own_prompt(request_id, prompt)
+        self.prompts[request_id] = tokens
+        payload = generation_pb2.GenerateRequest(request_id=request_id).SerializeToString()
+        return self.handle(
+            Submitted(
+                self.now_ns,
+                RequestSpec(
+                    request_id=request_id, prompt=array("I", tokens), max_tokens=max_tokens, payload=payload, **spec
+                ),
+            )
+        )
+
+    def turn(self) -> list[str]:
+        """One turn; the steps that it planned."""
+        before = len(self.plans)
+        self.handle(Turn(self.now_ns))
+        return self.plans[before:]
+
+    def finish_step(self, name: str = "g") -> None:
+        """Runs the oldest step of a group and delivers its result, without a turn."""
+        self.handle(self.groups[name].run(self.now_ns))
+
+    def step(self, name: str = "g") -> list[str]:
+        """Runs the oldest step of a group, delivers its result, and takes a turn; the steps that it planned."""
+        self.finish_step(name)
+        return self.turn()
+
+    def advance(self, milliseconds: int) -> list[str]:
+        """Lets time pass, then takes a turn."""
+        self.now_ns += milliseconds * MS
+        return self.turn()
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Runs until nothing is in flight; the number of steps."""
+        self.turn()
+        for count in range(max_steps):
+            busy = next((group for group in self.groups.values() if group.plans), None)
+            if busy is None:
+                return count
+            self.step(busy.name)
+            self.check()
+        raise AssertionError("it does not come to an end")
+
+    def kill(self, name: str) -> None:
+        """A worker dies: it is silent for longer than its timeout."""
+        del self.groups[name]
+        self.advance(self.config.worker_timeout_ns // MS + 1)
+
+    def leave(self, name: str) -> None:
+        """A worker says goodbye."""
+        group = self.groups.pop(name)
+        self.handle(WorkerLeft(self.now_ns, group.registration.connection, group.epoch))
+
+    def group(self, name: str = "g") -> WorkerGroup:
+        """The core's view of a group."""
+        return next(group for group in self.core.groups if group.group_id == name)
+
+    def check(self) -> None:
+        """R5 in full, for every group."""
+        for group in self.core.groups:
+            assert group.blocks.check(group.held_tables()) == []
+            reserved = sum(s.num_reserved for request in group.active for s in request.sequences if s.row is not None)
+            assert group.num_reserved_blocks == reserved
+            rows = [s.row for request in group.active for s in request.sequences if s.row is not None]
+            assert len(set(rows)) == len(rows) == group.max_batch_size - group.num_free_rows
+
+    def check_is_empty(self) -> None:
+        """Every request has ended, and nothing is held."""
+        self.check()
+        assert self.core.lifecycle.num_unfinished == 0
+        assert len(self.core.queue) == 0
+        for group in self.core.groups:
+            assert group.blocks.num_held == 0
+            assert group.prefix_cache.pending == {}
+            assert not group.context
+            assert not group.generating
+        assert self.core.totals.num_conservation_violations == 0
+
+
+def own_prompt(request_id: str, length: int) -> list[int]:
+    """Tokens that no request of another id begins with."""
+    first = sum(ord(letter) * (7**index) for index, letter in enumerate(request_id)) % 900
+    return [first] + [(first + index) % 900 for index in range(1, length)]
+
+
+def describe(plan: StepPlan, group: WorkerGroup) -> str:
+    """A step in words: `+a b[0:4] | c d`: chunks of context (+ where the row is new), then what generates."""
+    step = next(step for step in group.in_flight if step.step_id == plan.step_id)
+    new = {added.row for added in plan.added}
+    chunks = []
+    for (row, sequence, length, _), start in zip(step.context, plan.context_starts, strict=True):
+        chunks.append(f"{'+' if row in new else ''}{_name(sequence)}[{start}:{start + length}]")
+    generation = [_name(sequence) for sequence in step.generation]
+    return " ".join(chunks) + (" | " if chunks and generation else "") + " ".join(generation)
+
+
+def _name(sequence: Any) -> str:
+    name: str = sequence.request.request_id
+    return name if len(sequence.request.sequences) == 1 else f"{name}/{sequence.index}"

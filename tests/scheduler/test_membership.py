@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from scheduler.effects import EpochEnded, GroupRefused
+from scheduler.events import WorkerBeat
+from scheduler.request import Failure, FinishReason
+from tests.scheduler.harness import MS, Harness
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_fingerprint", "other"),
+        ("tokens_per_block", 8),
+        ("vocab_size", 7),
+        ("protocol_version", 2),
+        ("num_blocks", 0),
+        ("max_sequence_length", 0),
+    ],
+)
+def test_a_worker_that_does_not_fit_is_told_the_field(field: str, value: object) -> None:
+    harness = Harness(model_fingerprint="ours")
+    settings: dict[str, object] = {"model_fingerprint": "ours", field: value}
+    harness.add_group(**settings)  # type: ignore[arg-type]
+    (refused,) = harness.effects
+    assert isinstance(refused, GroupRefused)
+    assert refused.field == field
+    assert harness.core.groups == []
+
+
+def test_epochs_grow_with_each_registration_and_with_the_scheduler() -> None:
+    harness = Harness(scheduler_epoch=7)
+    first = harness.add_group().epoch
+    second = harness.add_group().epoch
+    assert first < second
+    assert [group.epoch for group in harness.core.groups] == [second]
+    assert Harness(scheduler_epoch=8).add_group().epoch > second
+
+
+def test_a_silent_worker_is_given_up_and_its_requests_go_on_elsewhere() -> None:
+    harness = Harness()
+    harness.add_group("g")
+    harness.submit("a", 3, 6)
+    harness.turn()
+    harness.step()
+    harness.step()
+    harness.add_group("h")
+    dead = harness.groups["g"]
+    harness.kill("g")
+    assert [group.group_id for group in harness.core.groups] == []  # `h` was silent as long
+    harness.add_group("h")
+    harness.run()
+    harness.check_is_empty()
+    assert harness.ended == {"a": FinishReason.LENGTH}
+    assert harness.core.lifecycle.requests["a"].num_recoveries == 1
+    # What the dead one still says is dropped and counted.
+    effects = harness.handle(dead.run(harness.now_ns))
+    assert [type(effect) for effect in effects] == [EpochEnded]
+    assert harness.core.totals.num_stale_messages == 1
+
+
+def test_heartbeats_keep_a_worker_but_not_one_that_makes_no_progress() -> None:
+    harness = Harness(progress_timeout_ns=5_000 * MS)
+    group = harness.add_group()
+    harness.submit("a", 3, 6)
+    harness.turn()
+    for _ in range(4):
+        harness.advance(1_000)
+        harness.handle(WorkerBeat(harness.now_ns, group.registration.connection, group.epoch, 0))
+    harness.turn()
+    assert len(harness.core.groups) == 1
+    harness.advance(1_000)
+    assert harness.core.groups == []
+    assert harness.core.totals.num_worker_deaths == 1
+
+
+def test_an_idle_worker_needs_no_progress() -> None:
+    harness = Harness(progress_timeout_ns=5_000 * MS)
+    group = harness.add_group()
+    for _ in range(20):
+        harness.advance(1_000)
+        harness.handle(WorkerBeat(harness.now_ns, group.registration.connection, group.epoch, 0))
+    assert len(harness.core.groups) == 1
+
+
+def test_a_lost_result_ends_the_epoch() -> None:
+    harness = Harness(pipeline_depth=1)
+    group = harness.add_group()
+    harness.submit("a", 3, 6)
+    harness.turn()
+    group.run(harness.now_ns)  # and nobody delivers it
+    beat = WorkerBeat(harness.now_ns, group.registration.connection, group.epoch, 1)
+    harness.handle(beat)
+    assert len(harness.core.groups) == 1  # it may be on its way
+    harness.handle(beat)
+    assert harness.core.groups == []
+    harness.add_group()
+    harness.run()
+    assert harness.ended == {"a": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2], [1000]])
+def test_a_result_of_the_wrong_shape_ends_the_epoch(tokens: list[int]) -> None:
+    harness = Harness()
+    group = harness.add_group()
+    harness.submit("a", 3, 6)
+    harness.turn()
+    result = group.run(harness.now_ns)
+    harness.handle(dataclasses.replace(result, token_ids=tokens))
+    assert harness.core.groups == []
+    assert harness.tokens == {}
+    harness.add_group()
+    harness.run()
+    harness.check_is_empty()
+
+
+def test_a_row_that_fails_ends_its_own_request_alone() -> None:
+    harness = Harness()
+    harness.add_group(fail_token=77)
+    harness.submit("bad", [1, 77], 4)
+    harness.submit("good", 3, 4)
+    harness.run()
+    harness.check_is_empty()
+    assert harness.ended == {"bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
+    assert harness.core.lifecycle.requests["bad"].failure == Failure(2, "the row failed")
+
+
+def die_of(harness: Harness, poison: str) -> None:
+    """Runs; a worker dies of each step that the poison takes part in, and another comes."""
+    incarnation = 100
+    harness.turn()
+    for _ in range(200):
+        plans = harness.groups["g"].plans
+        if not plans:
+            return
+        step_id = plans[0].step_id
+        step = next(step for step in harness.group().in_flight if step.step_id == step_id)
+        if any(request.request_id == poison for request in step.requests()):
+            incarnation += 1
+            harness.add_group(incarnation=incarnation)
+            harness.turn()
+        else:
+            harness.step()
+
+
+def test_a_request_that_kills_workers_alone_is_ended_after_two() -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("poison", 3, 4)
+    die_of(harness, "poison")
+    assert harness.ended == {"poison": FinishReason.ERROR}
+    assert harness.core.totals.num_worker_deaths == 2
+    failure = harness.core.lifecycle.requests["poison"].failure
+    assert failure is not None
+    assert "2 workers" in failure.message
+
+
+def test_a_request_that_kills_workers_does_not_take_its_neighbours_along() -> None:
+    harness = Harness(max_worker_deaths=2)
+    harness.add_group()
+    for number in range(5):
+        harness.submit(f"good{number}", 3, 6)
+        if number == 2:
+            harness.submit("poison", 3, 6)
+    die_of(harness, "poison")
+    harness.check_is_empty()
+    assert harness.ended.pop("poison") is FinishReason.ERROR
+    assert harness.ended == {f"good{number}": FinishReason.LENGTH for number in range(5)}
+    assert harness.core.totals.num_quarantined == 1
+    assert harness.core.totals.num_worker_deaths == 3
+
+
+def test_workers_that_die_of_other_causes_quarantine_nobody() -> None:
+    harness = Harness()
+    harness.add_group()
+    for number in range(5):
+        harness.submit(f"r{number}", 3, 12)
+    harness.turn()
+    for incarnation in range(2, 8):
+        harness.add_group(incarnation=incarnation)
+        harness.turn()
+        harness.step()  # every one makes a token in between
+    harness.run()
+    assert set(harness.ended.values()) == {FinishReason.LENGTH}
+    assert harness.core.totals.num_worker_deaths == 6
+
+
+def test_a_worker_that_leaves_is_no_death() -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("a", 3, 6)
+    harness.turn()
+    harness.leave("g")
+    assert harness.core.lifecycle.requests["a"].num_deaths == 0
+    assert harness.core.totals.num_worker_deaths == 0

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from scheduler.effects import KvChanged
+from scheduler.events import AbortRequested
+from scheduler.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange
+from scheduler.request import RetentionRange
+from tests.scheduler.harness import Harness
+
+PREFIX = list(range(100, 116))  # 4 blocks
+
+
+def changes(harness: Harness) -> list[KvChange]:
+    return [change for effect in harness.effects if isinstance(effect, KvChanged) for change in effect.changes]
+
+
+def test_requests_that_arrive_together_compute_their_prefix_once() -> None:
+    harness = Harness(tokens_per_block=16, max_num_tokens=2048)
+    group = harness.add_group(num_blocks=1024)
+    prefix = [(7 * index) % 900 for index in range(512)]
+    for number in range(64):
+        harness.submit(f"r{number}", [*prefix, number, *range(31)], 4)
+    harness.run()
+    harness.check_is_empty()
+    assert group.model.num_context_tokens == 512 + 64 * 32
+
+
+def test_a_prefix_longer_than_a_step_is_computed_once_too() -> None:
+    harness = Harness(max_num_tokens=6)
+    group = harness.add_group()
+    for request_id in "abc":
+        harness.submit(request_id, [*PREFIX, ord(request_id)], 2)
+    harness.run()
+    harness.check_is_empty()
+    assert group.model.num_context_tokens == 16 + 3
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    harness = Harness()
+    group = harness.add_group()
+    harness.submit("a", PREFIX, 1)
+    harness.run()
+    harness.submit("b", PREFIX, 1)
+    harness.run()
+    assert group.model.num_context_tokens == 16 + 4
+    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 12
+
+
+def test_whoever_waits_takes_over_when_the_writer_is_aborted() -> None:
+    harness = Harness(max_num_tokens=8, pipeline_depth=1)
+    group = harness.add_group()
+    harness.submit("a", [*PREFIX, 1], 2)
+    harness.submit("b", [*PREFIX, 2], 2)
+    assert harness.turn() == ["+a[0:8]"]
+    harness.handle(AbortRequested(harness.now_ns, "a"))
+    harness.run()
+    harness.check_is_empty()
+    assert harness.plans[1] == "+b[8:16]"
+    assert group.model.num_context_tokens == 8 + 9
+
+
+def test_generated_tokens_are_found_by_a_continued_conversation() -> None:
+    harness = Harness()
+    group = harness.add_group()
+    harness.submit("a", [1, 2, 3], 10)
+    harness.run()
+    answer = harness.tokens["a", 0]
+    harness.submit("b", [1, 2, 3, *answer, 50], 1)
+    harness.run()
+    # 12 of the 13 tokens lie in computed, full blocks.
+    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 12
+    assert group.model.num_context_tokens == 3 + 2
+
+
+def test_tenants_and_adapters_do_not_share() -> None:
+    harness = Harness()
+    harness.add_group()
+    for number, extra in enumerate(({}, {"cache_salt": "x"}, {"lora_name": "x"}, {"cache_salt": "y"})):
+        harness.submit(f"r{number}", PREFIX, 1, **extra)
+        harness.run()
+    harness.submit("again", PREFIX, 1, cache_salt="x")
+    harness.run()
+    cached = [request.num_cached_tokens for request in harness.core.lifecycle.requests.values()]
+    assert cached == [0, 0, 0, 0, 12]
+
+
+def test_nothing_is_shared_without_reuse_or_by_requests_that_forbid_it() -> None:
+    harness = Harness(enable_block_reuse=False)
+    harness.add_group()
+    harness.submit("a", PREFIX, 1)
+    harness.submit("b", PREFIX, 1)
+    harness.run()
+    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 0
+    harness = Harness()
+    harness.add_group()
+    harness.submit("a", PREFIX, 1)
+    harness.submit("b", PREFIX, 1, is_cacheable=False)
+    harness.run()
+    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 0
+
+
+def test_kv_events_tell_what_is_stored_and_removed() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(num_blocks=4)
+    harness.submit("a", list(range(1, 10)), 1)  # 2 full blocks and one token
+    harness.run()
+    cleared, stored = changes(harness)
+    assert cleared == CacheCleared()
+    assert isinstance(stored, BlocksStored)
+    assert (stored.parent_hash, stored.token_ids) == (0, tuple(range(1, 9)))
+    harness.submit("b", list(range(50, 63)), 1)  # takes all 4 blocks
+    harness.run()
+    removed = [change for change in changes(harness)[2:] if isinstance(change, BlocksRemoved)]
+    # The end of the chain goes first.
+    assert [change.block_hashes for change in removed] == [stored.block_hashes[1:], stored.block_hashes[:1]]
+    numbered = [effect for effect in harness.effects if isinstance(effect, KvChanged)]
+    first = 1
+    for effect in numbered:
+        assert effect.first_sequence_number == first
+        first += len(effect.changes)
+
+
+def test_retention_keeps_a_system_prompt() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(num_blocks=6)
+    keep = (RetentionRange(start=0, end=8, priority=90),)
+    harness.submit("system", [*range(8), 500], 1, retention=keep)
+    harness.run()
+    for number in range(5):
+        harness.submit(f"other{number}", [600 + number * 20 + i for i in range(13)], 1)  # 4 blocks
+        harness.run()
+    harness.submit("again", [*range(8), 501], 1)
+    harness.run()
+    assert harness.core.lifecycle.requests["again"].num_cached_tokens == 8
+
+
+def test_requests_go_where_their_prefix_is_until_that_group_has_more_to_do() -> None:
+    harness = Harness(tokens_per_block=16)
+    harness.add_group("g")
+    harness.add_group("h")
+    prefix = list(range(64))
+    harness.submit("a", [*prefix, 1], 40)
+    harness.turn()
+    assert len(harness.group("g").active) == 1
+    for number in range(8):
+        harness.submit(f"r{number}", [*prefix, 2, number], 40)
+        harness.turn()
+    # 16 tokens of weight each: four more on g, then h is as good.
+    assert (len(harness.group("g").active), len(harness.group("h").active)) == (5, 4)
+    harness.run()
+    harness.check_is_empty()
+
+
+def test_a_groups_cache_ends_with_its_epoch() -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("a", PREFIX, 1)
+    harness.run()
+    harness.leave("g")
+    harness.add_group()
+    harness.submit("b", PREFIX, 1)
+    harness.run()
+    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 0

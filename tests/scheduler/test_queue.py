@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from scheduler.queue import RequestQueue
+from scheduler.request import Request, RequestSpec
+
+_ordinals = iter(range(1_000_000))
+
+
+def request(name: str, num_prompt: int = 10, max_tokens: int = 10, **spec: Any) -> Request:
+    prompt = array("I", range(num_prompt))
+    return Request(RequestSpec(request_id=name, prompt=prompt, max_tokens=max_tokens, **spec), next(_ordinals))
+
+
+def drain(queue: RequestQueue) -> str:
+    order = ""
+    while (head := queue.head()) is not None:
+        queue.pop(head)
+        order += head.request_id
+    return order
+
+
+def test_one_client_is_served_in_order_of_arrival() -> None:
+    queue = RequestQueue(10)
+    for name in "abc":
+        queue.push(request(name))
+    assert drain(queue) == "abc"
+
+
+def test_higher_priority_goes_first() -> None:
+    queue = RequestQueue(10)
+    for name, priority in (("a", 0), ("b", 5), ("c", -5), ("d", 5)):
+        queue.push(request(name, priority=priority))
+    assert drain(queue) == "bdac"
+
+
+def test_clients_take_turns_by_what_they_are_charged() -> None:
+    queue = RequestQueue(10)
+    for name in "abcd":
+        queue.push(request(name, client_id="heavy"))
+    queue.push(request("x", client_id="light"))
+    queue.push(request("y", client_id="light"))
+    # heavy 0, light 0 -> a (heavy 20), x (light 20), b (40), y (40), then heavy alone.
+    assert drain(queue) == "axbycd"
+
+
+def test_a_client_of_large_requests_gets_fewer_of_them() -> None:
+    queue = RequestQueue(10)
+    for name in "AB":
+        queue.push(request(name, num_prompt=50, client_id="large"))  # 60 tokens each
+    for name in "abcd":
+        queue.push(request(name, client_id="small"))  # 20 tokens each
+    assert drain(queue) == "AabcBd"
+
+
+def test_a_client_that_was_away_does_not_catch_up() -> None:
+    queue = RequestQueue(20)
+    for name in "abcd":
+        queue.push(request(name, client_id="busy"))
+    for _ in range(3):
+        head = queue.head()
+        assert head is not None
+        queue.pop(head)  # busy stands at 60, the present is 40
+    for name in "xyz":
+        queue.push(request(name, client_id="late"))  # begins at 40, not at 0
+    queue.push(request("e", client_id="busy"))
+    assert drain(queue) == "xdyze"
+
+
+def test_what_was_not_used_is_given_back() -> None:
+    queue = RequestQueue(10)
+    first = request("a", max_tokens=1000, client_id="one")
+    queue.push(first)
+    queue.push(request("b", client_id="one"))
+    queue.push(request("x", client_id="two"))
+    queue.push(request("y", client_id="two"))
+    queue.pop(first)  # one stands at 1010
+    queue.refund(first, 1000)  # at 10
+    assert drain(queue) == "xby"
+
+
+def test_requests_that_ran_before_go_before_newcomers_of_their_priority() -> None:
+    queue = RequestQueue(2)
+    old, older = request("o"), request("p")
+    queue.push(request("a"))
+    queue.push(request("u", priority=1))
+    assert queue.is_full
+    queue.put_back(older)
+    queue.put_back(old)
+    assert len(queue) == 4
+    assert drain(queue) == "uopa"
+
+
+def test_a_removed_request_is_passed_over_and_its_tokens_are_not_counted() -> None:
+    queue = RequestQueue(10)
+    requests = [request(name, num_prompt=5) for name in "abc"]
+    for item in requests:
+        queue.push(item)
+    queue.remove(requests[0])
+    queue.remove(requests[1])
+    assert queue.num_tokens == 5
+    assert drain(queue) == "c"
+    assert queue.num_tokens == 0
+
+
+def test_clients_that_are_gone_are_forgotten() -> None:
+    queue = RequestQueue(10)
+    for number in range(1000):
+        item = request("r", client_id=f"client {number}")
+        queue.push(item)
+        queue.pop(item)
+    assert len(queue._fair[0]._clients) < 100

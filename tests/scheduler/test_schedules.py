@@ -1,0 +1,185 @@
+"""Schedules worked out by hand, step by step: `+a[0:8] | b c` is a step with a context chunk of `a`, whose row is new,
+and a generation step of `b` and `c`. Blocks hold 4 tokens, and two steps are in flight unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from tests.scheduler.harness import Harness
+
+
+def schedule(harness: Harness) -> list[str]:
+    harness.run()
+    harness.check_is_empty()
+    return harness.plans
+
+
+def test_fused_steps_hold_generation_and_as_much_context_as_the_budget_leaves() -> None:
+    harness = Harness()
+    harness.add_group(max_num_tokens=8)
+    harness.submit("a", 10, 3)
+    harness.submit("b", 3, 4)
+    assert harness.turn() == ["+a[0:8]", "a[8:10] +b[0:3]"]
+    assert harness.step() == ["a b"]
+    harness.submit("c", 9, 1)
+    assert harness.step() == ["+c[0:6] | a b"]
+    assert schedule(harness)[4:] == ["c[6:9] | b"]
+
+
+def test_nothing_is_scheduled_beyond_a_known_length() -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("a", 3, 3)
+    assert schedule(harness) == ["+a[0:3]", "a", "a"]
+    assert harness.core.totals.num_wasted_tokens == 0
+
+
+def test_a_stop_token_wastes_the_step_that_was_in_flight() -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("a", [5], 9, stop_token_ids=frozenset({7}))
+    assert schedule(harness) == ["+a[0:1]", "a", "a"]
+    assert harness.tokens["a", 0] == [6, 7]
+    assert harness.core.totals.num_wasted_tokens == 1
+
+
+def test_a_chunk_limit_leaves_room_for_others() -> None:
+    harness = Harness(max_context_chunk=4)
+    harness.add_group(max_num_tokens=8)
+    harness.submit("a", 6, 1)
+    harness.submit("b", 6, 1)
+    assert schedule(harness) == ["+a[0:4] +b[0:4]", "a[4:6] b[4:6]"]
+
+
+def test_without_chunked_context_a_prompt_waits_for_a_step_that_holds_all_of_it() -> None:
+    harness = Harness(enable_chunked_context=False, max_num_tokens=8)
+    harness.add_group()
+    harness.submit("a", 6, 2)
+    harness.submit("b", 6, 1)
+    assert schedule(harness) == ["+a[0:6]", "+b[0:6] | a"]
+
+
+def test_inflight_steps_are_context_or_generation_by_turns() -> None:
+    harness = Harness(batching="inflight", pipeline_depth=1)
+    harness.add_group(max_num_tokens=4)
+    harness.submit("a", 3, 5)
+    assert harness.turn() == ["+a[0:3]"]
+    harness.submit("b", 6, 2)
+    assert harness.step() == ["a"]
+    assert schedule(harness)[2:] == ["+b[0:4]", "a", "b[4:6]", "a b", "a"]
+
+
+def test_static_batches_run_in_lockstep_one_after_the_other() -> None:
+    harness = Harness(capacity="static_batch", batching="static", pipeline_depth=1)
+    harness.add_group(max_num_tokens=4, max_batch_size=2)
+    for request_id, num_prompt, max_tokens in (("a", 5, 2), ("b", 3, 4), ("c", 3, 2)):
+        harness.submit(request_id, num_prompt, max_tokens)
+    assert harness.turn() == ["+a[0:4]"]
+    assert harness.step() == ["a[4:5] +b[0:3]"]
+    assert harness.step() == ["a b"]  # only now that all context is computed
+    assert harness.step() == ["b"]
+    harness.finish_step()
+    assert harness.core.current_stats(0).step.empty_generation_slots == 1  # the place of `a`, which has ended
+    assert harness.turn() == ["b"]
+    assert schedule(harness)[5:] == ["+c[0:3]", "c"]  # a new batch only when the last has finished
+
+
+def test_guaranteed_no_evict_sets_blocks_aside_for_the_longest_output() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(num_blocks=4)
+    harness.submit("a", 4, 5)  # 4 + 4 computed tokens: 2 blocks
+    harness.submit("b", 4, 5)  # 2 blocks
+    harness.submit("c", 4, 1)  # 1 block, which is free now but may be needed
+    assert harness.turn() == ["+a[0:4] +b[0:4]"]
+    assert harness.group().blocks.num_available == 2
+    assert harness.group().num_reserved_blocks == 2
+    assert schedule(harness)[1:] == ["a b", "a b", "a b", "a b", "+c[0:4]"]
+    assert harness.core.totals.num_preemptions == 0
+
+
+def test_max_utilization_pauses_the_newest_and_resumes_it_with_its_tokens() -> None:
+    harness = Harness(capacity="max_utilization", pipeline_depth=1)
+    harness.add_group(num_blocks=4)
+    harness.submit("a", 4, 9)  # 12 computed tokens: 3 blocks
+    harness.submit("b", 4, 9)
+    assert harness.turn() == ["+a[0:4] +b[0:4]"]
+    for _ in range(4):
+        assert harness.step() == ["a b"]
+    # Both tables are full, no block is free: `b` gives its two back, and waits for three.
+    for _ in range(4):
+        assert harness.step() == ["a"]
+    assert harness.core.lifecycle.requests["b"].num_preemptions == 1
+    # Its first block is still cached; 4 prompt and 5 output tokens are known.
+    assert harness.step() == ["+b[4:9]"]
+    assert schedule(harness)[10:] == ["b", "b", "b"]
+
+
+def test_max_utilization_pauses_the_lower_priority_before_the_newer() -> None:
+    harness = Harness(capacity="max_utilization", pipeline_depth=1)
+    harness.add_group(num_blocks=4)
+    harness.submit("a", 4, 9)
+    harness.submit("b", 4, 9, priority=1)
+    harness.run()
+    assert harness.core.lifecycle.requests["a"].num_preemptions == 1
+    assert harness.core.lifecycle.requests["b"].num_preemptions == 0
+
+
+def test_a_paused_request_loses_the_token_in_flight_and_makes_it_again() -> None:
+    harness = Harness(capacity="max_utilization")
+    harness.add_group(num_blocks=4)
+    harness.submit("a", 4, 9)
+    harness.submit("b", 4, 9)
+    harness.run()
+    assert harness.core.totals.num_preemptions == 1
+    assert harness.core.totals.num_wasted_tokens == 1
+    assert harness.tokens["b", 0] == [harness.prompts["b"][-1] + 1 + i for i in range(9)]
+
+
+def test_sequences_of_a_request_share_its_prompt_and_copy_its_last_block() -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("a", 10, 3, num_sequences=3)
+    assert harness.turn() == ["+a/0[0:10]", "+a/1[9:10] +a/2[9:10] | a/0"]
+    # 2 full blocks shared, and each its own third.
+    assert harness.group().blocks.num_held == 2 + 3
+    assert [list(plan.copy_source_blocks) for plan in harness.groups["g"].plans] == [[], [2, 2]]
+    assert schedule(harness)[2:] == ["a/0 a/1 a/2", "a/1 a/2"]
+
+
+def test_a_long_window_gives_back_the_blocks_behind_it() -> None:
+    harness = Harness(attention_window=6, pipeline_depth=1)
+    harness.add_group(num_blocks=4)  # 24 tokens would take 6
+    harness.submit("a", 4, 21)
+    harness.turn()
+    most = 0
+    while harness.groups["g"].plans:
+        harness.step()
+        most = max(most, harness.group().blocks.num_held)
+    harness.check_is_empty()
+    assert len(harness.tokens["a", 0]) == 21
+    assert most == 3
+
+
+def test_generation_takes_turns_where_the_budget_is_below_the_batch() -> None:
+    harness = Harness(batching="inflight", pipeline_depth=1)
+    harness.add_group(max_num_tokens=2)
+    for request_id in "abc":
+        harness.submit(request_id, 1, 3)
+    assert schedule(harness) == ["+a[0:1] +b[0:1]", "a b", "+c[0:1]", "a c", "b c"]
+
+
+def test_steady_steps_ship_only_what_changed() -> None:
+    harness = Harness(pipeline_depth=1)
+    group = harness.add_group()
+    harness.submit("a", 3, 9)
+    harness.submit("b", 1, 9)
+    harness.turn()
+    harness.step()
+    assert list(group.batches[0].generation_rows) == [0, 1]
+    assert list(group.batches[0].block_rows) == []
+    harness.step()
+    steady = group.batches[0]
+    assert steady.repeat_generation
+    assert list(steady.generation_rows) == []
+    assert list(steady.block_rows) == [0]  # row 0 begins its second block
+    harness.step()
+    assert list(group.batches[0].block_rows) == []

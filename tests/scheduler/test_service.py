@@ -1,0 +1,379 @@
+"""The scheduler's edges, over real sockets, with the fake worker behind and a detokenizer played by hand in front."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import zmq
+
+from midstream.config import SchedulerConfig
+from midstream.model_folder import ModelFolder
+from midstream.serving import open_channel
+from protos import generation_pb2, loads_pb2, scheduler_pb2, stats_pb2, worker_pb2
+from protos.scheduler_pb2_grpc import SchedulerStub
+from scheduler.service import SchedulerService
+from tests.fakes.worker import FakeWorker, FakeWorkerConfig
+
+MODEL = ModelFolder(
+    path=Path(),
+    name="fake",
+    architecture="llama",
+    vocab_size=1000,
+    hidden_size=8,
+    num_layers=1,
+    max_sequence_length=2048,
+    end_ids=(999,),
+    pad_id=None,
+    bos_id=None,
+    chat_template=None,
+    sliding_window=None,
+    fingerprint="print",
+    weights_format="gguf",
+    weight_files=(),
+    config={},
+)
+WAIT_S = 20
+
+
+class Cell:
+    """A scheduler, its workers and one feed."""
+
+    def __init__(self, service: SchedulerService, stub: Any) -> None:
+        self.service = service
+        self.stub = stub
+        self.workers: list[FakeWorker] = []
+
+    async def worker(self, **settings: Any) -> FakeWorker:
+        address = f"tcp://127.0.0.1:{self.service.worker_port}"
+        chosen: dict[str, Any] = {"scheduler": address, "model_fingerprint": "print", "checks": True} | settings
+        worker = FakeWorker(FakeWorkerConfig(**chosen)).start()
+        self.workers.append(worker)
+        await until(lambda: worker.registered.is_set() or worker.rejected is not None)
+        return worker
+
+    async def submit(self, request_id: str, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Any:
+        request = generation_pb2.GenerateRequest(
+            request_id=request_id, token_ids=generation_pb2.TokenIds(values=prompt), max_tokens=max_tokens, **fields
+        )
+        return await self.stub.Submit(scheduler_pb2.SubmitRequest(request=request, attempt=1))
+
+    async def stats(self) -> stats_pb2.IterationStats:
+        stats: stats_pb2.IterationStats = await self.stub.GetIterationStats(stats_pb2.GetIterationStatsRequest()).read()
+        return stats
+
+
+class Feed:
+    """A detokenizer's end of a token feed: all that came, by stream."""
+
+    def __init__(self, stub: Any, name: str = "detokenizer") -> None:
+        self.call = stub.TokenFeed()
+        self.name = name
+        self.tokens: dict[int, list[int]] = {}
+        self.opened: dict[int, scheduler_pb2.FeedOpened] = {}
+        self.ends: dict[int, scheduler_pb2.FeedSequenceEnd] = {}
+        self.ended: dict[int, scheduler_pb2.FeedEnded] = {}
+
+    async def open(self) -> Feed:
+        await self.call.write(scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id=self.name)))
+        return self
+
+    async def attach(self, stream: int, request_id: str) -> None:
+        attach = scheduler_pb2.FeedAttach(stream=stream, request_id=request_id)
+        await self.call.write(scheduler_pb2.FeedCommand(attach=attach))
+
+    async def read(self) -> None:
+        batch = await asyncio.wait_for(self.call.read(), WAIT_S)
+        assert batch is not grpc.aio.EOF
+        for opened in batch.opened:
+            self.opened[opened.stream] = opened
+            self.tokens[opened.stream] = []
+        start = 0
+        counts = list(batch.num_tokens) or [1] * len(batch.streams)
+        for stream, offset, count in zip(batch.streams, batch.token_offsets, counts, strict=True):
+            assert offset == len(self.tokens[stream])
+            self.tokens[stream] += batch.token_ids[start : start + count]
+            start += count
+        assert start == len(batch.token_ids)
+        self.ends.update({end.stream: end for end in batch.sequence_ends})
+        self.ended.update({ended.stream: ended for ended in batch.ended})
+
+    async def read_until(self, *streams: int) -> None:
+        while not set(streams) <= set(self.ended):
+            await self.read()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 (the other side is a thread)
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def run_cell(**settings: Any) -> AsyncIterator[Cell]:
+    service = SchedulerService(SchedulerConfig(port=0, worker_port=0, **settings), MODEL)
+    await service.start()
+    async with open_channel(f"127.0.0.1:{service.port}") as channel:
+        cell = Cell(service, SchedulerStub(channel))
+        try:
+            yield cell
+        finally:
+            for worker in cell.workers:
+                await asyncio.to_thread(worker.stop)
+            await service.stop()
+    assert [worker.error for worker in cell.workers if worker.error is not None] == []
+
+
+async def test_from_submit_to_the_last_token() -> None:
+    async with run_cell() as cell:
+        await cell.worker()
+        answer = await cell.submit("a", [5, 6, 7], 4)
+        assert not answer.attached
+        assert answer.num_sequences == 1
+        feed = await Feed(cell.stub).open()
+        await feed.attach(1, "a")
+        await feed.read_until(1)
+        assert feed.tokens[1] == [8, 9, 10, 11]
+        assert feed.opened[1].num_prompt_tokens == 3
+        assert feed.opened[1].streaming
+        assert feed.ends[1].finish_reason == generation_pb2.FINISH_REASON_LENGTH
+        usage = feed.ended[1].usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 0)
+        assert feed.ended[1].perf_metrics.first_token_unix_ns > 0
+
+
+async def test_whoever_attaches_later_gets_everything_and_unknown_requests_an_error() -> None:
+    async with run_cell() as cell:
+        await cell.worker()
+        await cell.submit("a", [1], 6)
+        first = await Feed(cell.stub, "one").open()
+        await first.attach(1, "a")
+        await first.read_until(1)
+        second = await Feed(cell.stub, "two").open()
+        await second.attach(7, "a")
+        await second.attach(8, "nobody")
+        await second.read_until(7)
+        assert second.tokens[7] == first.tokens[1] == [2, 3, 4, 5, 6, 7]
+        while 8 not in second.opened:
+            await second.read()
+        assert second.opened[8].error.code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+async def test_submit_again_attaches_and_with_other_contents_is_refused() -> None:
+    async with run_cell() as cell:
+        await cell.submit("a", [1, 2], 6, timeout_ms=60_000, arrival_time_unix_ns=5)
+        again = await cell.submit("a", [1, 2], 6, timeout_ms=50_000, arrival_time_unix_ns=6)
+        assert again.attached
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cell.submit("a", [1, 3], 6)
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+
+
+async def test_errors_name_their_field_and_overload_a_retry_hint() -> None:
+    async with run_cell(max_queue_size=1) as cell:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cell.submit("a", [1, 5000])
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert ("midstream-field", "token_ids") in list(caught.value.trailing_metadata() or ())
+        await cell.submit("b", [1])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cell.submit("c", [1])
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert ("retry-after-ms", "100") in list(caught.value.trailing_metadata() or ())
+
+
+async def test_a_stop_word_frees_the_blocks_and_counts_its_tokens_alone() -> None:
+    async with run_cell() as cell:
+        await cell.worker(step_ms=2)
+        await cell.submit("a", [1], 1000)
+        feed = await Feed(cell.stub).open()
+        await feed.attach(1, "a")
+        while len(feed.tokens.get(1, [])) < 5:
+            await feed.read()
+        stop = scheduler_pb2.FeedStop(stream=1, num_tokens=3, stop_word="so")
+        await feed.call.write(scheduler_pb2.FeedCommand(stop=stop))
+        await feed.read_until(1)
+        assert feed.ends[1].finish_reason == generation_pb2.FINISH_REASON_STOP
+        assert feed.ends[1].num_tokens == 3
+        assert feed.ended[1].usage.completion_tokens == 3
+        assert (await cell.stats()).kv_cache_stats.used_num_blocks == 0
+
+
+async def test_abort_and_deadline_end_the_feed() -> None:
+    async with run_cell() as cell:
+        await cell.worker(step_ms=2)
+        await cell.submit("a", [1], 1000)
+        await cell.submit("b", [1], 1000, timeout_ms=60)
+        feed = await Feed(cell.stub).open()
+        await feed.attach(1, "a")
+        await feed.attach(2, "b")
+        await feed.read()
+        assert (await cell.stub.Abort(loads_pb2.AbortRequest(request_id="a"))).was_running
+        assert not (await cell.stub.Abort(loads_pb2.AbortRequest(request_id="a"))).was_running
+        await feed.read_until(1, 2)
+        assert feed.ends[1].finish_reason == generation_pb2.FINISH_REASON_ABORT
+        assert feed.ends[2].finish_reason == generation_pb2.FINISH_REASON_DEADLINE
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze", "stop"])
+async def test_a_worker_lost_in_the_middle_costs_no_token(how: str) -> None:
+    async with run_cell(worker_timeout_ms=400, heartbeat_interval_ms=50) as cell:
+        first = await cell.worker(group_id="one", step_ms=5)
+        feed = await Feed(cell.stub).open()
+        for stream in range(4):
+            await cell.submit(f"r{stream}", [10 * stream, 3], 60)
+            await feed.attach(stream, f"r{stream}")
+        while len(feed.tokens.get(3, [])) < 10:
+            await feed.read()
+        await cell.worker(group_id="two")
+        getattr(first, how)()
+        await feed.read_until(0, 1, 2, 3)
+        assert all(feed.tokens[stream] == list(range(4, 64)) for stream in range(4))
+        if how == "freeze":
+            first.thaw()
+            await until(lambda: first.num_registrations == 2)
+            assert cell.service.engine.core.totals.num_stale_messages > 0
+        stats = await cell.stats()
+        assert stats.kv_cache_stats.used_num_blocks == 0
+        assert stats.num_conservation_violations == 0
+
+
+async def test_results_that_come_twice_are_taken_once() -> None:
+    async with run_cell() as cell:
+        await cell.worker(repeat_results=True)
+        await cell.submit("a", [1], 30)
+        feed = await Feed(cell.stub).open()
+        await feed.attach(1, "a")
+        await feed.read_until(1)
+        assert feed.tokens[1] == list(range(2, 32))
+
+
+async def test_a_worker_that_does_not_fit_hears_why() -> None:
+    async with run_cell() as cell:
+        worker = await cell.worker(tokens_per_block=8)
+        assert worker.rejected is not None
+        assert worker.rejected.field == "tokens_per_block"
+        assert "is 8, this scheduler needs 16" in worker.rejected.reason
+
+
+async def test_garbage_on_the_worker_port_is_dropped_and_counted() -> None:
+    async with run_cell() as cell:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"tcp://127.0.0.1:{cell.service.worker_port}")
+            socket.send(b"\x80\x04\x95garbage")
+            socket.send(b"")
+            socket.send_multipart([b"", b"two frames"])
+            stale = worker_pb2.StepResult(epoch=3, step_id=1, token_ids=[1])
+            socket.send(worker_pb2.WorkerMessage(step_result=stale).SerializeToString())
+            await until(lambda: cell.service.engine.core.totals.num_stale_messages == 1)
+            assert cell.service.dispatcher.num_malformed == 3
+        await cell.worker()
+        await cell.submit("a", [1], 3)
+        feed = await Feed(cell.stub).open()
+        await feed.attach(1, "a")
+        await feed.read_until(1)
+
+
+async def test_a_huge_frame_does_not_reach_the_scheduler() -> None:
+    async with run_cell() as cell:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"tcp://127.0.0.1:{cell.service.worker_port}")
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            socket.send(bytes((64 << 20) + 1), copy=False)
+            assert await asyncio.to_thread(monitor.poll, WAIT_S * 1000)
+            socket.disable_monitor()
+            monitor.close()
+        assert cell.service.dispatcher.num_malformed == 0
+
+
+async def test_information_about_the_cell() -> None:
+    async with run_cell(name="cell one") as cell:
+        await cell.worker(group_id="one", num_blocks=100)
+        await cell.submit("a", [1] * 20, 1000)
+        feed = await Feed(cell.stub, "d1").open()
+        await feed.attach(1, "a")
+        await feed.read()
+        info = await cell.stub.GetServerInfo(loads_pb2.GetServerInfoRequest())
+        assert [(group.group_id, group.num_blocks) for group in info.worker_groups] == [("one", 100)]
+        assert [(item.detokenizer_id, item.num_attached) for item in info.detokenizers] == [("d1", 1)]
+        assert (info.capacity_policy, info.batching_type, info.journal) == (
+            "guaranteed_no_evict",
+            "inflight_fused",
+            "off",
+        )
+        loads = (await cell.stub.GetLoads(loads_pb2.GetLoadsRequest())).cells
+        assert [(load.cell, load.num_running_requests, load.num_blocks) for load in loads] == [("cell one", 1, 100)]
+        model = await cell.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(model="fake"))
+        assert (model.vocab_size, list(model.end_ids), model.fingerprint) == (1000, [999], "print")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cell.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(model="other"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_statistics_and_kv_events_can_be_followed() -> None:
+    async with run_cell() as cell:
+        iterations = cell.stub.GetIterationStats(stats_pb2.GetIterationStatsRequest(stream=True))
+        events = cell.stub.SubscribeKvEvents(stats_pb2.SubscribeKvEventsRequest(start_sequence_number=1))
+        await iterations.wait_for_connection()
+        await cell.worker()
+        await cell.submit("a", list(range(40)), 2)
+        first = await asyncio.wait_for(iterations.read(), WAIT_S)
+        assert first.inflight_batching_stats.num_ctx_tokens == 40
+        assert first.inflight_batching_stats.num_context_requests == 1
+        assert first.kv_cache_stats.used_num_blocks == 3
+        second = await asyncio.wait_for(iterations.read(), WAIT_S)
+        assert second.iter == first.iter + 1
+        assert second.inflight_batching_stats.num_gen_requests == 1
+        kinds: list[tuple[int, str | None]] = []
+        while len(kinds) < 2:
+            batch = await asyncio.wait_for(events.read(), WAIT_S)
+            kinds += [(event.sequence_number, event.WhichOneof("event")) for event in batch.events]
+        assert kinds == [(1, "cleared"), (2, "stored")]
+        iterations.cancel()
+        events.cancel()
+
+
+async def test_a_drain_lets_requests_finish() -> None:
+    async with run_cell() as cell:
+        await cell.worker(step_ms=2)
+        await cell.submit("a", [1], 30)
+        feed = await Feed(cell.stub).open()
+        await feed.attach(1, "a")
+        await feed.read()
+        draining = asyncio.create_task(cell.service.drain())
+        await feed.read_until(1)
+        await asyncio.wait_for(draining, WAIT_S)
+        assert len(feed.tokens[1]) == 30
+
+
+async def test_a_feed_begins_with_hello() -> None:
+    async with run_cell() as cell:
+        call = cell.stub.TokenFeed()
+        attach = scheduler_pb2.FeedAttach(stream=1, request_id="a")
+        await call.write(scheduler_pb2.FeedCommand(attach=attach))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_slow_reader_costs_a_cursor_and_disturbs_nobody() -> None:
+    async with run_cell() as cell:
+        await cell.worker(checks=False)
+        slow = await Feed(cell.stub, "slow").open()
+        fast = await Feed(cell.stub, "fast").open()
+        for stream in range(8):
+            await cell.submit(f"r{stream}", [stream], 900)
+            await slow.attach(stream, f"r{stream}")
+            await fast.attach(stream, f"r{stream}")
+        await fast.read_until(*range(8))
+        await slow.read_until(*range(8))
+        assert slow.tokens == fast.tokens
+        assert [len(tokens) for tokens in slow.tokens.values()] == [900] * 8
