@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Protocol
 import gguf
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpu_worker.weights.weight import Weight
+from gpu_worker.weights.weight import BLOCK_TYPES, Weight, WeightFormat
 from midstream.errors import ConfigError
+from midstream.prepare.gguf_file import read_gguf_head
 
 _GGUF_TOP = {
     "model.embed_tokens": "token_embd",
@@ -33,6 +36,11 @@ _GGUF_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+_FORMATS: dict[gguf.GGMLQuantizationType, WeightFormat] = {
+    **{kind: name for name, kind in BLOCK_TYPES.items()},
+    gguf.GGMLQuantizationType.F32: "f32",
+    gguf.GGMLQuantizationType.F16: "f32",
 }
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)$")
 
@@ -104,10 +112,8 @@ class GgufFile:
         Raises:
             ConfigError: The file is damaged.
         """
-        try:
-            self._tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-        except (ValueError, IndexError, KeyError, OverflowError) as error:
-            raise ConfigError(f"{path} is not a readable GGUF file: {error}", field="model") from error
+        self._tensors = read_gguf_head(path).tensors
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
         self._permuted_heads = permuted_heads
 
     def has(self, name: str) -> bool:
@@ -116,25 +122,21 @@ class GgufFile:
 
     def matrix(self, name: str) -> Weight:
         """A matrix in the form in which the file holds it."""
-        tensor = self._get(name)
-        kind, columns = tensor.tensor_type, int(tensor.shape[0])
-        with_copy = np.array(tensor.data)  # the reader's memory map is read-only
-        if kind == gguf.GGMLQuantizationType.Q4_1:
-            weight = Weight("q4", torch.from_numpy(with_copy), columns)
-        elif kind == gguf.GGMLQuantizationType.Q8_0:
-            weight = Weight("q8", torch.from_numpy(with_copy), columns)
-        elif kind == gguf.GGMLQuantizationType.F32:
-            weight = Weight("f32", torch.from_numpy(with_copy), columns)
+        kind, columns, data = self._get(name)
+        weight_format = _FORMATS.get(kind)
+        if weight_format is not None and weight_format in BLOCK_TYPES:
+            weight = Weight(weight_format, torch.from_numpy(np.array(data)), columns)
         else:
-            values = torch.from_numpy(gguf.quants.dequantize(with_copy, kind))
-            weight = Weight("f32" if kind == gguf.GGMLQuantizationType.F16 else "bf16", values, columns)
+            # Other quantized types hold no more than bfloat16 does.
+            values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32))
+            weight = Weight(weight_format or "bf16", values, columns)
         order = self._row_order(name, weight.shape[0])
         return weight if order is None else weight.take(order)
 
     def vector(self, name: str) -> Tensor:
         """A vector as float32."""
-        tensor = self._get(name)
-        values = torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        kind, _, data = self._get(name)
+        values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32)).flatten()
         order = self._row_order(name, values.shape[0])
         return values if order is None else values[order]
 
@@ -146,11 +148,22 @@ class GgufFile:
             raise ConfigError(f"the tensor {name} has {num_rows} rows for {num_heads} heads", field="model")
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
 
-    def _get(self, name: str) -> gguf.ReaderTensor:
-        tensor = self._tensors.get(_gguf_name(name))
-        if tensor is None:
+    def _get(self, name: str) -> tuple[gguf.GGMLQuantizationType, int, NDArray[np.uint8]]:
+        """Type, number of columns, and the bytes [num_rows, bytes of a row]."""
+        entry = self._tensors.get(_gguf_name(name))
+        if entry is None:
             raise ConfigError(f"the weights lack the tensor {_gguf_name(name)}", field="model")
-        return tensor
+        try:
+            kind = gguf.GGMLQuantizationType(entry.type)
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise ConfigError(f"the tensor {entry.name} has the unknown type {entry.type}", field="model") from None
+        columns, num_rows = entry.shape[0], math.prod(entry.shape[1:])
+        row_bytes = columns // block_size * block_bytes
+        end = entry.offset + row_bytes * num_rows
+        if columns % block_size or end > len(self._bytes):
+            raise ConfigError(f"the tensor {entry.name} is cut off", field="model")
+        return kind, columns, self._bytes[entry.offset : end].reshape(num_rows, row_bytes)
 
 
 def _gguf_name(name: str) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from midstream.errors import ConfigError, UnsupportedError
+from midstream.prepare.gguf_file import Metadata, MetadataValue, read_gguf_head
 from midstream.prepare.gguf_tokenizer import build_tokenizer
-
-MetadataValue = str | int | float | bool | Sequence[str] | Sequence[int] | Sequence[float]
-Metadata = Mapping[str, MetadataValue]
 
 _ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -32,8 +30,9 @@ def lay_down(gguf_file: Path, folder: Path) -> None:
         ConfigError: The file is not GGUF, or is damaged.
         UnsupportedError: Its architecture or tokenizer is not known here.
     """
-    metadata, tensor_names = read_metadata(gguf_file)
-    _write(folder / "config.json", build_config(metadata, tensor_names))
+    head = read_gguf_head(gguf_file)
+    metadata = head.metadata
+    _write(folder / "config.json", build_config(metadata, set(head.tensors)))
     tokenizer, tokenizer_config = build_tokenizer(metadata)
     _write(folder / "tokenizer.json", tokenizer)
     _write(folder / "tokenizer_config.json", tokenizer_config)
@@ -46,22 +45,6 @@ def lay_down(gguf_file: Path, folder: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def read_metadata(gguf_file: Path) -> tuple[dict[str, MetadataValue], set[str]]:
-    """The key-value part of a GGUF file, and the names of its tensors.
-
-    Raises:
-        ConfigError: The file is not GGUF, or is damaged.
-    """
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(gguf_file)
-        fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-        return fields, {tensor.name for tensor in reader.tensors}
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{gguf_file} is not a readable GGUF file: {error}", field="model") from error
 
 
 def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object]:

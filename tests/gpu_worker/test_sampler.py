@@ -117,7 +117,7 @@ def test_penalties_equal_transformers_and_count_output_alone() -> None:
     expected = processed(logits.clone(), transformers.RepetitionPenaltyLogitsProcessor(1.7), ids=ids)
     expected[0, 5] -= 0.5 + 2 * 0.25
     expected[0, 9] -= 0.5 + 0.25
-    params = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    params: dict[str, Any] = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     for token in (1, 2, 3, 5, 9):
         # The bias lifts this token to just above and just below the best of the others.
         others = expected.clone()

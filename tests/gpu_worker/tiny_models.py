@@ -45,8 +45,9 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
 
 
 def make_runner(folder: Path | str, **settings: Any) -> ModelRunner:
-    """A runner on the CPU with a small KV pool."""
-    config = WorkerConfig(**{"device": "cpu", "max_kv_tokens": 4096, "max_batch_size": 8, **settings})
+    """A runner on the CPU with a small KV pool, on one thread, which is steadier beside other tests."""
+    defaults = {"device": "cpu", "max_kv_tokens": 4096, "max_batch_size": 8, "num_threads": 1}
+    config = WorkerConfig(**{**defaults, **settings})
     return ModelRunner(config, open_model_folder(str(folder)))
 
 

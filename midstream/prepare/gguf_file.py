@@ -1,0 +1,137 @@
+"""Reads the head of a GGUF file: its metadata, and where its tensors lie.
+
+Written for speed (vocabularies have some 100,000 strings) and for distrust: every count is checked against the size of
+the file before anything is allocated by it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from midstream.errors import ConfigError
+
+MetadataValue = str | int | float | bool | list[str] | list[int] | list[float] | list[bool]
+Metadata = Mapping[str, MetadataValue]
+
+_VERSIONS = (2, 3)
+_MAX_DIMS = 4
+_ALIGNMENT = 32
+_STRING, _ARRAY = 8, 9
+# Value type of GGUF -> format of struct.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies.
+
+    Attributes:
+        shape: Fastest dimension first: (columns, rows).
+        type: Number of the GGML type.
+        offset: Of its first byte in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHead:
+    """Metadata and tensor table of a file."""
+
+    metadata: Metadata
+    tensors: dict[str, TensorEntry]
+
+
+def read_gguf_head(path: Path) -> GgufHead:
+    """Reads the metadata and the tensor table of `path`.
+
+    Raises:
+        ConfigError: It is not GGUF, of an unknown version, or damaged.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data).read()
+    except (ValueError, struct.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a readable GGUF file: {error}", field="model") from error
+
+
+class _Reader:
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self._place, self._size = data, 0, len(data)
+
+    def read(self) -> GgufHead:
+        if self._bytes(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version, num_tensors, num_values = self._number("I"), self._number("Q"), self._number("Q")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version} is not one of {_VERSIONS}")
+        # The smallest entries: a key without letters and a byte; a name without letters and no dimension.
+        self._check_count(num_values, 13)
+        metadata = {self._string(): self._value() for _ in range(num_values)}
+        self._check_count(num_tensors, 24)
+        entries = [self._tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 16:
+            raise ValueError(f"general.alignment is {alignment}")
+        start = -(-self._place // alignment) * alignment
+        tensors = {
+            entry.name: TensorEntry(entry.name, entry.shape, entry.type, start + entry.offset) for entry in entries
+        }
+        return GgufHead(metadata, tensors)
+
+    def _tensor(self) -> TensorEntry:
+        name, num_dims = self._string(), self._number("I")
+        if not 0 < num_dims <= _MAX_DIMS:
+            raise ValueError(f"the tensor {name} has {num_dims} dimensions")
+        shape = tuple(self._number("Q") for _ in range(num_dims))
+        kind, offset = self._number("I"), self._number("Q")
+        if offset > self._size:
+            raise ValueError(f"the tensor {name} lies beyond the end of the file")
+        return TensorEntry(name, shape, kind, offset)
+
+    def _value(self) -> MetadataValue:
+        kind = self._number("I")
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array()
+        return self._number(self._format(kind))
+
+    def _array(self) -> list[str] | list[int]:
+        kind, count = self._number("I"), self._number("Q")
+        if kind == _STRING:
+            self._check_count(count, 8)
+            return [self._string() for _ in range(count)]
+        number = self._format(kind)
+        self._check_count(count, struct.calcsize(number))
+        return list(struct.unpack(f"<{count}{number}", self._bytes(count * struct.calcsize(number))))
+
+    def _format(self, kind: int) -> str:
+        if kind not in _NUMBERS:
+            raise ValueError(f"a value has the unknown type {kind}")
+        return _NUMBERS[kind]
+
+    def _string(self) -> str:
+        return self._bytes(self._number("Q")).decode()
+
+    def _number(self, number: str) -> int:
+        value: int
+        (value,) = struct.unpack_from("<" + number, self._data, self._place)
+        self._place += struct.calcsize("<" + number)
+        return value
+
+    def _bytes(self, count: int) -> bytes:
+        self._check_count(count, 1)
+        begin, self._place = self._place, self._place + count
+        return self._data[begin : self._place]
+
+    def _check_count(self, count: int, size: int) -> None:
+        if count * size > self._size - self._place:
+            raise ValueError("it ends too early")

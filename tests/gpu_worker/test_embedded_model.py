@@ -1,0 +1,125 @@
+"""The embedded model: greedy tokens against transformers on the same weights, and equal bits under every mix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from gpu_worker.model_runner import ModelRunner
+from gpu_worker.step import NewSequence
+from midstream.model_folder import ModelFolder, open_model_folder
+from tests.gpu_worker.tiny_models import Driver, make_runner
+
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 20, 25, 31, 33, 40, 50, 64, 80, 100, 150, 260, 400, 1500)
+NUM_NEW = 10
+# Two logits of transformers this close may change places by float32 rounding: our logits and theirs, of the order of
+# 20, differ by up to a few 1e-4 after thirty layers summed in another order.
+BOUND = 2e-3
+
+
+@pytest.fixture(scope="module")
+def folder() -> ModelFolder:
+    return open_model_folder("smollm2")
+
+
+@pytest.fixture(scope="module")
+def runner(folder: ModelFolder) -> ModelRunner:
+    return make_runner("smollm2", max_kv_tokens=12000, max_batch_size=32, max_sequence_length=2048)
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: ModelFolder) -> list[list[int]]:
+    """By turns random tokens and a piece of text."""
+    generator = np.random.default_rng(7)
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    words = Tokenizer.from_file(str(folder.path / "tokenizer.json")).encode(text).ids
+    made = []
+    for i, length in enumerate(LENGTHS):
+        start = int(generator.integers(0, len(words) - length))
+        made.append(words[start : start + length] if i % 2 else generator.integers(300, 49000, length).tolist())
+    return made
+
+
+@pytest.fixture(scope="module")
+def outputs(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
+    """What each prompt gives alone, prefilled in one piece."""
+    return [Driver(runner).run_alone(tokens, NUM_NEW) for tokens in prompts]
+
+
+def run_together(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], max_chunk: int, seed: int, *, share: bool
+) -> list[list[int]]:
+    """All prompts in one batch: random chunks beside decodes, and, with `share`, blocks of earlier prompts."""
+    driver, generator = Driver(runner), np.random.default_rng(seed)
+    new: list[NewSequence] = []
+    done: dict[int, int] = {}
+    for row in generator.permutation(len(prompts)).tolist():
+        tokens = prompts[row]
+        blocks: list[int] = []
+        for other in done:
+            common = 0
+            while common < min(len(tokens) - 1, len(prompts[other])) and tokens[common] == prompts[other][common]:
+                common += 1
+            if share and common // 16 > len(blocks):
+                blocks = driver.blocks[other][: common // 16]
+        new.append(driver.sequence(row, tokens, shared_blocks=blocks))
+        done[row] = len(blocks) * 16
+    waiting = list(done)
+    while waiting or any(len(driver.output(row)) < NUM_NEW for row in done):
+        contexts = []
+        for row in waiting[: int(generator.integers(1, 6))]:
+            length = min(int(generator.integers(1, max_chunk)), len(prompts[row]) - done[row])
+            contexts.append((row, done[row], length))
+        generation = [row for row in done if row not in waiting and len(driver.output(row)) < NUM_NEW]
+        driver.step(new, contexts, generation)
+        new = []
+        for row, start, length in contexts:
+            done[row] = start + length
+        waiting = [row for row in waiting if done[row] < len(prompts[row])]
+    return [driver.output(row) for row in range(len(prompts))]
+
+
+@pytest.mark.parametrize(("max_chunk", "num_prompts"), [(40, 21), (700, 24)])
+def test_outputs_are_bit_identical_in_any_mix(
+    runner: ModelRunner, prompts: list[list[int]], outputs: list[list[int]], max_chunk: int, num_prompts: int
+) -> None:
+    mixed = run_together(runner, prompts[:num_prompts], max_chunk, seed=max_chunk, share=False)
+    assert mixed == outputs[:num_prompts]
+
+
+def test_prefix_hits_change_nothing(runner: ModelRunner, prompts: list[list[int]], outputs: list[list[int]]) -> None:
+    """Each long prompt comes twice; the second run of it reads most of its prefix from the first's blocks."""
+    long = [i for i, tokens in enumerate(prompts) if 16 < len(tokens) < 200]
+    twice = [prompts[i] for i in long for _ in range(2)]
+    assert run_together(runner, twice, 300, seed=1, share=True) == [outputs[i] for i in long for _ in range(2)]
+
+
+# transformers' loading leaves a file to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+def test_greedy_tokens_equal_transformers(
+    folder: ModelFolder, prompts: list[list[int]], outputs: list[list[int]]
+) -> None:
+    """Equal up to the first position where transformers' two top logits lie within BOUND of each other."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder.path,
+        gguf_file="model.gguf",
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    num_compared = 0
+    for tokens, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens + output[:-1]]), logits_to_keep=NUM_NEW).logits[0]
+        top = logits.topk(2, dim=1)
+        for token, best, (first, second) in zip(output, top.indices[:, 0].tolist(), top.values.tolist(), strict=True):
+            if first - second <= BOUND:
+                break
+            assert token == best
+            num_compared += 1
+    assert num_compared >= 0.9 * NUM_NEW * len(prompts)
