@@ -56,7 +56,9 @@ class RunDisplay:
             if self._seen.get(process.name) != seen:
                 self._seen[process.name] = seen
                 elapsed = f"{time.monotonic() - self._start:5.1f} s"
-                self._console.print(f"{elapsed}  {process.name:<14} {process.phase}  {process.detail}".rstrip())
+                self._console.print(
+                    f"{elapsed}  {process.name:<14} {process.phase}  {process.detail}".rstrip(), soft_wrap=True
+                )
 
     def _render(self) -> Table | Text:
         if self._state is None:
