@@ -92,7 +92,7 @@ def _window(sizes: tuple[int, int]) -> int | None:
     return None if sizes[0] < 0 else sizes[0] + 1
 
 
-VERSIONS = {
+VERSIONS: dict[int, tuple[str, dict[str, Any]]] = {
     2: ("flash_attn", {"flash_attn_varlen_func": version_2}),
     3: ("flash_attn_interface", {"flash_attn_with_kvcache": version_3}),
     4: ("flash_attn.cute", {"flash_attn_varlen_func": version_4}),

@@ -19,7 +19,8 @@ def drawn_by_worker(logits: Tensor, params: list[SamplingParams]) -> list[int]:
     for i, sampling in enumerate(params):
         tokens = np.zeros(i + 1, dtype=np.int32)
         rows.add(NewSequence(row=i, token_ids=tokens, num_prompt_tokens=i + 1, sampling=sampling, sequence_index=i % 3))
-    return Sampler(rows).sample(logits, np.arange(len(params), dtype=np.int32)).token_ids.tolist()
+    drawn: list[int] = Sampler(rows).sample(logits, np.arange(len(params), dtype=np.int32)).token_ids.tolist()
+    return drawn
 
 
 def drawn_by_kernel(logits: Tensor, params: list[SamplingParams]) -> list[int]:

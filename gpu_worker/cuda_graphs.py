@@ -1,0 +1,195 @@
+"""Runs a decoder on a GPU: inputs cross in one copy, and steps of decode rows alone replay recorded CUDA graphs.
+
+A step arrives as CPU tensors. If every sequence in it has one token and is sampled, its rows are laid out in one pinned
+buffer as the graph of the next larger batch size expects them, copied to where that graph reads, and the graph is
+replayed; padding rows have no key to attend to and no slot to write. Any other step is copied over and run eagerly. No
+call here waits for the device, except for a pinned buffer whose last copy is still under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_worker.kv_cache import KvCache
+from gpu_worker.models.decoder import Decoder, ForwardInputs
+
+logger = logging.getLogger(__name__)
+
+# Steps in flight, each with a pinned buffer of its own.
+_NUM_BUFFERS = 2
+_NO_SLOT = -1
+_WARM_UP_RUNS = 2
+
+Recorder = Callable[[Callable[[], object]], Callable[[], None]]
+
+
+def graph_sizes(max_batch_size: int) -> list[int]:
+    """Batch sizes that are recorded, ascending: 1, 2, 4, 8, then steps of 16, and the limit itself."""
+    sizes = [size for size in (1, 2, 4, 8) if size < max_batch_size]
+    return [*sizes, *range(16, max_batch_size, 16), max_batch_size]
+
+
+class GraphRecorder:
+    """Records CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
+        """Records the kernels that `run` starts and gives what starts them again."""
+        side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        self._pool = self._pool or graph.pool()
+        return graph.replay
+
+
+class _PinnedBuffers:
+    """Host memory that the device copies from, used in turn."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._tensors = [torch.empty(size, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(_NUM_BUFFERS)]
+        self._copied: list[torch.cuda.Event] = []
+        if self._is_cuda:
+            self._copied = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)]  # type: ignore[no-untyped-call]
+        self._next = 0
+
+    def next(self) -> Tensor:
+        """The buffer whose copy lies furthest back, once that copy is done."""
+        self._next = (self._next + 1) % _NUM_BUFFERS
+        if self._is_cuda:
+            self._copied[self._next].synchronize()
+        return self._tensors[self._next]
+
+    def send(self, source: Tensor, target: Tensor) -> None:
+        """Starts copying a part of the buffer that `next` gave."""
+        target.copy_(source, non_blocking=True)
+        if self._is_cuda:
+            self._copied[self._next].record()
+
+
+class GraphDecoder:
+    """A decoder on a device, given CPU tensors; see the head of this file."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        device: torch.device,
+        *,
+        max_batch_size: int,
+        max_num_tokens: int,
+        max_blocks: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Records nothing yet.
+
+        Args:
+            decoder: Takes inputs on `device`.
+            device: Where it computes.
+            max_batch_size: Sequences in one step.
+            max_num_tokens: Tokens in one step.
+            max_blocks: Blocks of one sequence.
+            recorder: Makes graphs; None: all steps run eagerly.
+        """
+        self._decoder, self._device, self._recorder = decoder, device, recorder
+        self._max_batch_size, self._max_blocks = max_batch_size, max_blocks
+        self._graphs: dict[int, Callable[[], None]] = {}
+        self._logits = torch.empty(0, device=device)
+        # Four numbers for each row, then as much of the block tables as a step uses: filled by one copy.
+        self._arena = torch.zeros(max_batch_size * (4 + max_blocks), dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
+        self._counts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
+        most_eager = 3 * max_num_tokens + max_batch_size * (3 + max_blocks) + 1
+        self._pinned = _PinnedBuffers(device, max(most_eager, self._arena.numel()))
+
+    def use_cache(self, kv: KvCache) -> None:
+        """Computes over this cache from now on; graphs over another are dropped."""
+        self._graphs.clear()
+        self._decoder.use_cache(kv)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Records the graphs over the cache at hand, largest first, so that the smaller ones fit in its memory."""
+        if self._recorder is None:
+            return
+        started = time.perf_counter()
+        for size in reversed(graph_sizes(self._max_batch_size)):
+            inputs = self._static_inputs(size)
+            inputs.slot_mapping.fill_(_NO_SLOT)
+            inputs.context_lens.zero_()
+            if not self._graphs:
+                self._logits = self._decoder.forward(inputs)
+            self._graphs[size] = self._recorder(functools.partial(self._run, inputs, size))
+        logger.info("recorded %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def forward(self, inputs: ForwardInputs) -> Tensor:
+        """Float32 logits [S, vocab_size] on the device, good until the next call."""
+        num_rows = inputs.context_lens.shape[0]
+        is_decode = inputs.token_ids.shape[0] == inputs.sampled.shape[0] == num_rows
+        size = next((size for size in sorted(self._graphs) if size >= num_rows), None) if is_decode else None
+        if size is None:
+            return self._decoder.forward(self._send_all(inputs))
+        self._fill(inputs, size)
+        self._graphs[size]()
+        return self._logits[:num_rows]
+
+    def _run(self, inputs: ForwardInputs, size: int) -> None:
+        # All graphs leave their logits in one place, for these can be larger than all else that they hold.
+        self._logits[:size] = self._decoder.forward(inputs)
+
+    def _static_inputs(self, size: int) -> ForwardInputs:
+        token_ids, positions, slots, lens = self._arena[: 4 * size].view(4, size).unbind()
+        return ForwardInputs(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            query_starts=self._counts[: size + 1],
+            context_lens=lens,
+            block_tables=self._tables[:size],
+            sampled=self._counts[:size],
+        )
+
+    def _fill(self, inputs: ForwardInputs, size: int) -> None:
+        num_rows, num_blocks = inputs.block_tables.shape
+        used = 4 * size + num_rows * num_blocks
+        buffer = self._pinned.next()[:used]
+        values = buffer.numpy()
+        parts = (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens)
+        for head, part, padding in zip(values[: 4 * size].reshape(4, size), parts, (0, 0, _NO_SLOT, 0), strict=True):
+            head[:num_rows] = part.numpy()
+            head[num_rows:] = padding
+        values[4 * size :] = inputs.block_tables.numpy().reshape(-1)
+        self._pinned.send(buffer, self._arena[:used])
+        # What lies behind a row's last block is never read.
+        self._tables[:num_rows, :num_blocks] = self._arena[4 * size : used].view(num_rows, num_blocks)
+
+    def _send_all(self, inputs: ForwardInputs) -> ForwardInputs:
+        names = [field.name for field in fields(ForwardInputs)]
+        arrays: Sequence[NDArray[np.int32]] = [getattr(inputs, name).numpy() for name in names]
+        ends = np.cumsum([array.size for array in arrays])
+        buffer = self._pinned.next()[: ends[-1]]
+        np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy())
+        target = torch.empty(len(buffer), dtype=torch.int32, device=self._device)
+        self._pinned.send(buffer, target)
+        parts = [
+            target[end - array.size : end].view(array.shape) for end, array in zip(ends.tolist(), arrays, strict=True)
+        ]
+        return ForwardInputs(**dict(zip(names, parts, strict=True)))
