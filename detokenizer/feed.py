@@ -92,9 +92,9 @@ class SchedulerFeed:
             while True:
                 try:
                     await self._run_once(channel)
-                except* grpc.aio.AioRpcError as group:
-                    error = group.exceptions[0]
-                    logger.info("feed of %s broke: %s", self.target, error, extra={"scheduler": self.target})
+                except* grpc.aio.AioRpcError:
+                    level = logging.INFO if self.is_connected else logging.DEBUG
+                    logger.log(level, "no feed from scheduler %s", self.target, extra={"scheduler": self.target})
                 except* Exception:
                     # A defect here or there; the feed must not stand still for it.
                     logger.exception("feed of %s failed", self.target)

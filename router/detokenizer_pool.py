@@ -73,9 +73,9 @@ class DetokenizerLink:
             while True:
                 try:
                     await self._run_once(channel)
-                except* (grpc.aio.AioRpcError, TimeoutError) as group:
-                    error = group.exceptions[0]
-                    logger.info("detokenizer %s: %s", self.target, error, extra={"detokenizer": self.target})
+                except* (grpc.aio.AioRpcError, TimeoutError):
+                    level = logging.INFO if self.is_live else logging.DEBUG
+                    logger.log(level, "no link to detokenizer %s", self.target, extra={"detokenizer": self.target})
                 except* Exception:
                     # A defect here or there; the link must not stand still for it.
                     logger.exception("the link to detokenizer %s failed", self.target)

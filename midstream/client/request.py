@@ -121,6 +121,7 @@ def set_input(
     """
     if sum(item is not None for item in (prompt, token_ids, messages)) != 1:
         raise InvalidArgumentError("give one of prompt, token_ids and messages", field="prompt")
+    field = "prompt" if prompt is not None else "token_ids" if token_ids is not None else "messages"
     try:
         if prompt is not None:
             request.prompt = prompt
@@ -131,7 +132,7 @@ def set_input(
             request.chat.SetInParent()
             request.chat.tools_json = json.dumps(tools) if tools else ""
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(str(error), field=request.WhichOneof("input") or "token_ids") from None
+        raise InvalidArgumentError(str(error), field=field) from None
 
 
 def _message(message: Message) -> pb.ChatMessage:

@@ -1,0 +1,270 @@
+"""The client against routers that break in every way, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from midstream.client import AsyncClient, Client, FinishReason, SamplingParams
+from midstream.errors import DeadlineError, InvalidArgumentError, NotFoundError, OverloadedError, UnavailableError
+from midstream.health import Progress
+from midstream.serving import Server
+from protos import generation_pb2 as pb
+from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2
+
+LETTERS = "midstream"
+
+
+def letters(start: int, end: int) -> pb.GenerateResponse:
+    text = LETTERS[start:end]
+    last = end == len(LETTERS)
+    response = pb.GenerateResponse(
+        token_offset=start, token_ids=text.encode(), text=text, is_final=last, is_sequence_final=last
+    )
+    if last:
+        response.finish_reason = pb.FINISH_REASON_STOP
+        response.usage.completion_tokens = len(LETTERS)
+    return response
+
+
+class Router(service_pb2_grpc.MidstreamServicer):
+    """Spells a word, one letter a chunk, and breaks after as many letters as the next entry of `breaks` says."""
+
+    def __init__(self, breaks: list[int]) -> None:
+        self.breaks = breaks
+        self.calls: list[tuple[str, int]] = []
+        self.requests: list[pb.GenerateRequest] = []
+        self.left = asyncio.Event()
+        self.error: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "lost")
+        self.overlap = 0
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
+        self.requests.append(request)
+        self.calls.append(("generate", 0))
+        async for response in self._spell(0, context):
+            yield response
+
+    async def Resume(  # noqa: N802
+        self, request: service_pb2.ResumeRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        offset = request.from_token_by_sequence[0] if request.from_token_by_sequence else request.from_token
+        self.calls.append(("resume", offset))
+        async for response in self._spell(offset, context):
+            yield response
+
+    async def _spell(self, start: int, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        count = self.breaks.pop(0) if self.breaks else len(LETTERS)
+        for offset in range(max(start - self.overlap, 0), min(start + count, len(LETTERS))):
+            yield letters(offset, offset + 1)
+        if start + count < len(LETTERS):
+            await context.abort(*self.error)
+
+    async def Abort(self, request: loads_pb2.AbortRequest, context: Any) -> loads_pb2.AbortResponse:  # noqa: N802
+        return loads_pb2.AbortResponse(was_running=request.request_id == "running")
+
+    async def GetModelInfo(self, request: Any, context: Any) -> loads_pb2.ModelInfo:  # noqa: N802
+        if request.model not in ("", "m"):
+            raise NotFoundError("no such model", field="model")
+        return loads_pb2.ModelInfo(model="m", end_ids=[2], pad_id=0, features=["lora"])
+
+    async def GetServerInfo(self, request: Any, context: Any) -> loads_pb2.ServerInfo:  # noqa: N802
+        return loads_pb2.ServerInfo(
+            worker_groups=[loads_pb2.WorkerGroupInfo(group_id="g", num_blocks=5)],
+            detokenizers=[loads_pb2.DetokenizerInfo(detokenizer_id="d", num_attached_total=3)],
+        )
+
+    async def GetLoads(self, request: Any, context: Any) -> loads_pb2.GetLoadsResponse:  # noqa: N802
+        return loads_pb2.GetLoadsResponse(cells=[loads_pb2.CellLoad(cell="c", num_queued_requests=4)])
+
+    async def GetIterationStats(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> AsyncIterator[stats_pb2.IterationStats]:
+        yield stats_pb2.IterationStats(iter=3, iter_latency_ms=1.5)
+
+
+@contextlib.asynccontextmanager
+async def serving(*breaks: int, kind: Callable[[list[int]], Router] = Router) -> AsyncIterator[tuple[Router, str]]:
+    router = kind(list(breaks))  # the other calls stay unimplemented
+    server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
+    service_pb2_grpc.add_MidstreamServicer_to_server(router, server.grpc)
+    await server.start()
+    yield router, f"127.0.0.1:{server.port}"
+    await server.stop()
+
+
+async def test_a_stream_that_breaks_goes_on_at_its_offset() -> None:
+    async with serving(0, 2, 0, 3) as (router, address), AsyncClient(address) as client:
+        stream = client.generate("w", request_id="r")
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.text for chunk in chunks) == LETTERS
+        assert [chunk.token_offset for chunk in chunks] == list(range(len(LETTERS)))
+        # Nothing had come when the first call broke, so the request is sent again, under its id.
+        assert router.calls == [("generate", 0), ("generate", 0), ("resume", 2), ("resume", 2), ("resume", 5)]
+        assert {request.request_id for request in router.requests} == {"r"}
+        assert stream.num_resumes == 4
+
+
+async def test_what_comes_twice_is_given_once() -> None:
+    async with serving(4) as (router, address), AsyncClient(address) as client:
+        router.overlap = 3
+        result = await client.generate("w").result()
+    assert result.text == LETTERS
+    assert bytes(result.token_ids) == LETTERS.encode()
+
+
+async def test_another_router_takes_over() -> None:
+    async with serving(3) as (first, one), serving(3) as (second, other), AsyncClient([one, other]) as client:
+        result = await client.generate("w").result()
+        assert result.text == LETTERS
+        assert [call for call, _ in first.calls + second.calls].count("generate") == 1
+        assert len(first.calls) >= 1
+        assert len(second.calls) >= 1
+
+
+async def test_a_dead_router_is_passed_over() -> None:
+    async with serving() as (_, address), AsyncClient(["127.0.0.1:1", address]) as client:
+        for _ in range(2):
+            assert await client.generate("w").text() == LETTERS
+            assert (await client.model_info()).model == "m"
+
+
+async def test_without_any_router_it_gives_up_in_time() -> None:
+    async with AsyncClient("127.0.0.1:1", unavailable_timeout_s=0.1) as client:
+        with pytest.raises(UnavailableError):
+            await client.generate("w").result()
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(DeadlineError):
+            await client.generate("w", timeout_s=0.2).result()
+
+
+async def test_a_refusal_is_raised_and_not_tried_again() -> None:
+    async with serving(0) as (router, address), AsyncClient(address) as client:
+        router.error = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        with pytest.raises(OverloadedError, match="full"):
+            await client.generate("w").result()
+        assert len(router.calls) == 1
+
+
+class Silent(Router):
+    """Says one letter and no more."""
+
+    async def _spell(self, start: int, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        yield letters(0, 1)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+
+
+@pytest.mark.parametrize("how", ["cancel the stream", "cancel the task"])
+async def test_leaving_a_stream_ends_the_call(how: str) -> None:
+    async with serving(kind=Silent) as (router, address), AsyncClient(address) as client:
+        stream = client.generate("w")
+        assert (await anext(stream)).text == "m"
+        if how == "cancel the stream":
+            stream.cancel()
+        else:
+            reading = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0)
+            reading.cancel()
+        await asyncio.wait_for(router.left.wait(), 5)
+
+
+async def test_what_is_asked_for_arrives() -> None:
+    sampling = SamplingParams(
+        max_tokens=5, temperature=0.0, seed=7, stop=("a", "b"), stop_token_ids=(3,), ignore_eos=True, log_probs=2,
+        embedding_bias={4: -1.0}, exclude_input_from_output=False, num_return_sequences=2,
+    )  # fmt: skip
+    turns: list[dict[str, object]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+        {"role": "tool", "content": "4", "tool_call_id": "1", "name": "f"},
+    ]
+    async with serving() as (router, address), AsyncClient(address) as client:
+        await client.generate(
+            messages=turns, tools=[{"name": "f"}], sampling=sampling, priority=3, detached=True
+        ).result()
+        request = router.requests[0]
+    assert len(request.request_id) == 32
+    assert (request.max_tokens, request.sampling.temperature, request.sampling.seed) == (5, 0.0, 7)
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("top_p")
+    assert list(request.stopping.stop_words) == ["a", "b"]
+    assert (list(request.stopping.stop_token_ids), request.stopping.ignore_eos) == ([3], True)
+    assert (request.output.log_probs, request.output.exclude_input_from_output) == (2, False)
+    assert dict(request.sampling.embedding_bias) == {4: -1.0}
+    assert (request.priority, request.detached, request.streaming) == (3, True, True)
+    assert [(turn.role, turn.content) for turn in request.chat.messages] == [
+        ("user", "hi"),
+        ("assistant", ""),
+        ("tool", "4"),
+    ]
+    assert request.chat.messages[1].tool_calls_json == '[{"name": "f"}]'
+    assert (request.chat.messages[2].tool_call_id, request.chat.tools_json) == ("1", '[{"name": "f"}]')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "token_ids": [1]}, "prompt"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+        ({"prompt": "a", "sampling": SamplingParams(max_tokens=-1)}, "max_tokens"),
+        ({"prompt": "a", "sampling": SamplingParams(seed=2**64)}, "seed"),
+        ({"prompt": "a", "sampling": SamplingParams(top_k=1.5)}, "top_k"),  # type: ignore[arg-type]
+    ],
+)
+async def test_what_no_message_can_hold_is_refused_here(arguments: dict[str, Any], field: str) -> None:
+    async with AsyncClient() as client:
+        with pytest.raises(InvalidArgumentError) as raised:
+            client.generate(**arguments)
+        assert raised.value.field == field
+
+
+async def test_what_the_service_says_of_itself() -> None:
+    async with serving() as (_, address), AsyncClient(address) as client:
+        info = await client.model_info()
+        assert (info.end_ids, info.pad_id, info.features) == ((2,), 0, frozenset({"lora"}))
+        with pytest.raises(NotFoundError) as raised:
+            await client.model_info("other")
+        assert raised.value.field == "model"
+        server = await client.server_info()
+        assert (server.worker_groups[0].num_blocks, server.detokenizers[0].num_attached_total) == (5, 3)
+        assert (await client.loads())[0].num_queued_requests == 4
+        stats = [item async for item in client.iteration_stats()]
+        assert (stats[0]["iter"], stats[0]["iterLatencyMS"]) == ("3", 1.5)
+        assert await client.abort("running")
+        assert not await client.abort("ended")
+
+
+async def test_the_synchronous_client_does_the_same() -> None:
+    def use(address: str) -> None:
+        with Client(address) as client:
+            chunks = list(client.generate("w", sampling=SamplingParams(temperature=0.0)))
+            assert "".join(chunk.text for chunk in chunks) == LETTERS
+            assert chunks[-1].finish_reason is FinishReason.STOP
+            assert client.generate(token_ids=[1]).text() == LETTERS
+            assert client.resume("r", 3).result().text == LETTERS[3:]
+            assert client.model_info().model == "m"
+            assert client.iteration_stats()[0]["iter"] == "3"
+            for _ in client.generate("w"):
+                break
+            with pytest.raises(NotFoundError):
+                client.model_info("other")
+
+    async with serving(3) as (_, address):
+        await asyncio.to_thread(use, address)
+
+
+async def test_not_a_number_is_for_the_router_to_refuse() -> None:
+    async with serving() as (router, address), AsyncClient(address) as client:
+        await client.generate("w", sampling=SamplingParams(temperature=math.nan)).result()
+        assert math.isnan(router.requests[0].sampling.temperature)

@@ -1,0 +1,190 @@
+"""`python -m router` and `python -m detokenizer` as processes: they drain on SIGTERM, and their death loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from midstream.client import AsyncClient, Result
+from midstream.serving import open_channel
+from midstream.tokenizer import Tokenizer
+from tests.detokenizer.scripted_scheduler import ScriptedScheduler, scripted_scheduler
+
+TEXT = "Every part may die 🫠 and the text goes on: 日本語, naïve, done."
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@dataclass
+class Process:
+    """A service that runs."""
+
+    process: asyncio.subprocess.Process
+    port: int
+    http_port: int
+    log: list[bytes]
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def ready(self) -> None:
+        """Returns once it says SERVING."""
+        async with asyncio.timeout(60), open_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            response = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+    def get(self, path: str) -> str:
+        """A page of its HTTP port."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=5) as response:
+            return str(response.read().decode())
+
+
+Start = Callable[..., "asyncio.Future[Process]"]
+
+
+@pytest.fixture
+async def scheduler() -> AsyncIterator[tuple[ScriptedScheduler, str]]:
+    scheduler = scripted_scheduler()
+    yield scheduler, await scheduler.start()
+    await scheduler.stop()
+
+
+@pytest.fixture
+async def start(scheduler: tuple[ScriptedScheduler, str]) -> AsyncIterator[Start]:
+    processes: list[Process] = []
+    readers: list[asyncio.Task[None]] = []
+
+    async def run(service: str, *flags: str) -> Process:
+        port, http_port = free_port(), free_port()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", service, "--port", str(port), "--http-port", str(http_port),
+            "--schedulers", scheduler[1], *flags, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        log: list[bytes] = []
+
+        async def read() -> None:
+            assert process.stderr is not None
+            log.extend([line async for line in process.stderr])
+
+        readers.append(asyncio.create_task(read()))
+        part = Process(process, port, http_port, log)
+        processes.append(part)
+        await part.ready()
+        return part
+
+    def begin(service: str, *flags: str) -> asyncio.Future[Process]:
+        return asyncio.ensure_future(run(service, *flags))
+
+    yield begin
+    for item in processes:
+        with contextlib.suppress(ProcessLookupError):
+            item.process.kill()
+        await item.process.wait()
+    await asyncio.gather(*readers)
+
+
+async def test_any_part_may_die_or_drain(
+    scheduler: tuple[ScriptedScheduler, str], start: Start, tokenizer: Tokenizer
+) -> None:
+    feed, _ = scheduler
+    detokenizers = list(await asyncio.gather(start("detokenizer"), start("detokenizer")))
+    targets = ",".join(item.address for item in detokenizers)
+    flags = ("--detokenizers", targets)
+    routers = list(await asyncio.gather(start("router", *flags), start("router", *flags)))
+    ids = tokenizer.encode(TEXT)
+    async with AsyncClient([router.address for router in routers]) as client:
+        stream = client.generate(token_ids=[5], request_id="r")
+        result = Result("r")
+
+        async def read_to(count: int) -> None:
+            feed.emit("r", ids[len(feed.requests["r"].tokens.get(0, [])) : count])
+            while len(result.token_ids) < count:
+                result.add(await asyncio.wait_for(anext(stream), 20))
+
+        opening = asyncio.ensure_future(anext(stream))
+        await feed.until(lambda: "r" in feed.requests)
+        feed.emit("r", ids[:2])
+        result.add(await opening)
+
+        serving = await attached_part(detokenizers)
+        serving.process.kill()
+        await read_to(8)
+        serving = await attached_part([item for item in detokenizers if item is not serving])
+        router = await attached_part(routers)
+        router.process.kill()
+        await read_to(12)
+
+        survivor = next(item for item in routers if item is not router)
+        survivor.process.send_signal(signal.SIGTERM)
+        await read_to(16)
+        serving.process.send_signal(signal.SIGTERM)
+        await read_to(len(ids))
+        feed.end("r")
+        async for chunk in stream:
+            result.add(chunk)
+        assert (result.text, result.token_ids) == (TEXT, ids)
+        assert feed.aborts == []
+        assert await asyncio.wait_for(survivor.process.wait(), 20) == 0
+        assert await asyncio.wait_for(serving.process.wait(), 20) == 0
+    for item in (survivor, serving):
+        lines = [json.loads(line) for line in item.log if line.startswith(b"{")]
+        assert {"draining", "stopped"} <= {line["message"] for line in lines}
+        assert all(line["level"] != "error" for line in lines), lines
+
+
+async def attached_part(parts: list[Process]) -> Process:
+    """The one that has the stream: routers count what they relay, detokenizers what is attached."""
+    async with asyncio.timeout(20):
+        while True:
+            for part in parts:
+                lines = (await asyncio.to_thread(part.get, "/metrics")).splitlines()
+                values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("midstream:"))
+                name = "midstream:num_attached_streams"
+                if float(values.get(name, values.get("midstream:relayed_tokens_total", 0))) > 0:
+                    return part
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("service", "flags", "message"),
+    [
+        ("router", ("--model", "/nowhere"), "/nowhere"),
+        ("detokenizer", ("--schedulers", "host"), "schedulers"),
+        ("router", ("--detokenizers", ""), "detokenizers"),
+    ],
+)
+async def test_a_wrong_setting_ends_the_process_with_its_name(
+    service: str, flags: tuple[str, ...], message: str
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", service, "--port", "0", "--http-port", "0", *flags, stderr=asyncio.subprocess.PIPE
+    )
+    _, log = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert message in log.decode()
+
+
+async def test_the_port_of_a_router_cannot_be_shared(start: Start) -> None:
+    router = await start("router")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "router", "--port", str(router.port), "--http-port", "0", stderr=asyncio.subprocess.PIPE
+    )
+    _, log = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert "cannot listen" in log.decode()
