@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker.distribution import invert, top_threshold
 from gpu_worker.rows import Feature, Rows
 from gpu_worker.step import IntArray, RowLogProbs
 from gpu_worker.uniforms import uniforms
 
-# Likeliest tokens that are sorted first; all are where their probability does not reach top_p.
-_NUM_CANDIDATES = 256
+# Below it the likeliest token is as good as certain, and logits divided by it might overflow.
+_MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,9 @@ class Sampler:
         if not is_special.any():
             return Sampled(token_ids, is_broken, ())
         places = np.flatnonzero(is_special)
-        special = rows[places]
-        raw = logits[torch.from_numpy(places).to(logits.device)]
+        special, raw = rows[places], logits
+        if len(places) < len(rows):
+            raw = logits[torch.from_numpy(places).to(logits.device)]
         token_ids[places] = self._choose(raw, special, token_ids[places])
         return Sampled(token_ids, is_broken, self._log_probs(raw, special, token_ids[places]))
 
@@ -85,19 +87,35 @@ class Sampler:
             logits[i, list(ids)] += torch.tensor(values, dtype=torch.float32, device=logits.device)
 
     def _penalize(self, logits: Tensor, rows: IntArray) -> None:
-        for i in self._with(rows, Feature.PENALTIES):
-            row = rows[i]
-            sampling = self._rows.sampling[row]
-            known = self._rows.tokens[row, : self._rows.lengths[row]]
-            seen = torch.from_numpy(np.unique(known)).long().to(logits.device)
-            values = logits[i, seen]
-            scaled = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
-            logits[i, seen] = scaled
-            output, counts = np.unique(known[self._rows.prompt_lengths[row] :], return_counts=True)
-            if len(output):
-                penalty = sampling.presence_penalty + sampling.frequency_penalty * counts.astype(np.float32)
-                ids = torch.from_numpy(output).long().to(logits.device)
-                logits[i, ids] -= torch.from_numpy(penalty.astype(np.float32)).to(logits.device)
+        places = self._with(rows, Feature.PENALTIES)
+        if not places:
+            return
+        state = self._rows
+        known = [state.tokens[rows[i], : state.lengths[rows[i]]] for i in places]
+        output = [state.tokens[rows[i], state.prompt_lengths[rows[i]] : state.lengths[rows[i]]] for i in places]
+        sampling = [state.sampling[rows[i]] for i in places]
+        flat, width, device = logits.view(-1), logits.shape[1], logits.device
+
+        def keys(tokens: list[IntArray]) -> NDArray[np.int64]:
+            return np.concatenate([part.astype(np.int64) + i * width for i, part in zip(places, tokens, strict=True)])
+
+        def spread(values: list[float], keys: NDArray[np.int64]) -> Tensor:
+            """Each key's row's value."""
+            by_row = np.zeros(len(rows), dtype=np.float32)
+            by_row[places] = values
+            return torch.from_numpy(by_row[keys // width]).to(device)
+
+        # A token that occurs more than once is read before any is written, and written with one value.
+        seen = keys(known)
+        places_seen = torch.from_numpy(seen).to(device)
+        repetition = spread([item.repetition_penalty for item in sampling], seen)
+        values = flat[places_seen]
+        flat[places_seen] = torch.where(values > 0, values / repetition, values * repetition)
+        emitted, counts = np.unique(keys(output), return_counts=True)
+        places_emitted = torch.from_numpy(emitted).to(device)
+        penalty = spread([item.presence_penalty for item in sampling], emitted)
+        penalty += spread([item.frequency_penalty for item in sampling], emitted) * torch.from_numpy(counts).to(device)
+        flat[places_emitted] -= penalty
 
     def _hold_back_end(self, logits: Tensor, rows: IntArray) -> None:
         for i in self._with(rows, Feature.MIN_TOKENS):
@@ -107,41 +125,46 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: IntArray) -> IntArray:
         state, device = self._rows, logits.device
-        temperature = torch.from_numpy(state.temperature[rows]).to(device)[:, None]
-        # The highest is taken off before dividing, or a small temperature would overflow.
-        probabilities = torch.softmax((logits - logits.amax(dim=1, keepdim=True)) / temperature, dim=1)
-        threshold = probabilities.amax(dim=1, keepdim=True) * torch.from_numpy(state.min_p[rows]).to(device)[:, None]
+        temperature = np.maximum(state.temperature[rows], _MIN_TEMPERATURE)
+        if (temperature != 1.0).any():
+            logits = logits / torch.from_numpy(temperature).to(device)[:, None]
+        probabilities = torch.softmax(logits, dim=1)
         cut = np.flatnonzero((state.top_k[rows] > 0) | (state.top_p[rows] < 1.0))
-        if len(cut):
-            places = torch.from_numpy(cut).to(device)
-            top_k = torch.from_numpy(state.top_k[rows[cut]]).to(device)
-            top_p = torch.from_numpy(state.top_p[rows[cut]]).to(device)
-            threshold[places] = torch.maximum(threshold[places], _top_threshold(probabilities[places], top_k, top_p))
         if len(cut) or (state.min_p[rows] > 0).any():
-            probabilities = torch.where(probabilities >= threshold, probabilities, 0.0)
-        cumulative = torch.cumsum(probabilities, dim=1, dtype=torch.float64)
+            threshold = probabilities.amax(dim=1, keepdim=True)
+            threshold *= torch.from_numpy(state.min_p[rows]).to(device)[:, None]
+            if len(cut):
+                some = rows[cut]
+                places = torch.from_numpy(cut).to(device)
+                limited = probabilities if len(cut) == len(rows) else probabilities[places]
+                top = top_threshold(limited, state.top_k[some], state.top_p[some])
+                threshold[places] = torch.maximum(threshold[places], top)
+            probabilities = probabilities.mul_(probabilities >= threshold)
         numbers = uniforms(state.seeds[rows], state.sequence_indices[rows], state.lengths[rows])
-        targets = cumulative[:, -1:] * torch.from_numpy(numbers).to(device)[:, None]
-        chosen = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-        return chosen.clamp(max=logits.shape[1] - 1).cpu().numpy().astype(np.int32)
+        return invert(probabilities, torch.from_numpy(numbers).to(device)).cpu().numpy().astype(np.int32)
 
     def _log_probs(self, raw: Tensor, rows: IntArray, token_ids: IntArray) -> tuple[RowLogProbs, ...]:
         """Of the model's own distribution: before bias, penalties and temperature."""
-        found = []
-        for i in self._with(rows, Feature.LOG_PROBS):
-            log_probs, token = torch.log_softmax(raw[i], dim=0), int(token_ids[i])
-            own = log_probs[token]
-            top = torch.topk(log_probs, min(self._rows.sampling[rows[i]].log_probs or 0, raw.shape[1]))
-            found.append(
-                RowLogProbs(
-                    int(rows[i]),
-                    float(own),
-                    int((log_probs > own).sum()) + 1,
-                    tuple(top.indices.tolist()),
-                    tuple(top.values.tolist()),
-                )
+        places = self._with(rows, Feature.LOG_PROBS)
+        if not places:
+            return ()
+        log_probs = torch.log_softmax(raw[places], dim=1)
+        own = log_probs.gather(1, torch.from_numpy(token_ids[places]).long().to(raw.device)[:, None])
+        ranks = (log_probs > own).sum(dim=1) + 1
+        wanted = [self._rows.sampling[rows[i]].log_probs or 0 for i in places]
+        top = torch.topk(log_probs, min(max(wanted), raw.shape[1]), dim=1)
+        return tuple(
+            RowLogProbs(int(rows[i]), value, rank, tuple(ids[:count]), tuple(values[:count]))
+            for i, value, rank, ids, values, count in zip(
+                places,
+                own.squeeze(1).tolist(),
+                ranks.tolist(),
+                top.indices.tolist(),
+                top.values.tolist(),
+                wanted,
+                strict=True,
             )
-        return tuple(found)
+        )
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -149,23 +172,3 @@ def _argmax(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=1))  # several times faster than torch's
     return logits.argmax(dim=1)
-
-
-def _top_threshold(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The least probability kept by top_k (0: all) and then top_p, [num_rows, 1]."""
-    num_tokens = probabilities.shape[1]
-    is_limited = (top_k > 0) & (top_k < num_tokens)
-    top_k, is_limited = torch.where(is_limited, top_k, num_tokens).long()[:, None], is_limited[:, None]
-    width = min(num_tokens, _NUM_CANDIDATES)
-    if bool((is_limited & (top_k > width)).any()):
-        width = num_tokens
-    while True:
-        values = torch.topk(probabilities, width, dim=1).values
-        # Sequential within a row: its bits depend neither on the width nor on other rows.
-        cumulative = torch.cumsum(values, dim=1, dtype=torch.float64)
-        mass = torch.where(is_limited, cumulative.gather(1, top_k.clamp(max=width) - 1), 1.0)
-        num_kept = (cumulative < top_p[:, None] * mass).sum(dim=1, keepdim=True) + 1
-        num_kept = torch.minimum(num_kept, top_k)
-        if width == num_tokens or bool((num_kept <= width).all()):
-            return values.gather(1, num_kept - 1)
-        width = num_tokens
