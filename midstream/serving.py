@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import logging
 import signal
@@ -38,6 +39,7 @@ _KEEPALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _EVENT_LOOP_BEAT_S = 0.5
+_COLLECT_INTERVAL_S = 0.5
 
 
 class Server:
@@ -128,12 +130,16 @@ class Server:
         """
         self._progress.set_reason("draining", stands=True)
         self.draining.set()
-        stopping = asyncio.create_task(self.grpc.stop(drain_timeout_s))
+        stopping = {asyncio.create_task(self.grpc.stop(drain_timeout_s))}
         if drain is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(drain(), drain_timeout_s)
-            await self.grpc.stop(0)
-        await stopping
+            stopping.add(asyncio.create_task(self.grpc.stop(0)))
+        while stopping:
+            # The server waits until the last call object is gone, and one that an exception's traceback holds in a
+            # reference cycle goes only when it is collected.
+            gc.collect()
+            _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
         if self._beat is not None:
             self._beat.cancel()
 

@@ -100,8 +100,7 @@ class ClientStream:
         """
         while not self._pending:
             if self._error is not None:
-                error, self._error = self._error, None
-                raise error
+                raise self._take_error()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         chunks = list(self._pending.values())
@@ -110,6 +109,13 @@ class ClientStream:
         if len(chunks) > 1:
             chunks.sort(key=lambda chunk: chunk.is_final)
         return chunks
+
+    def _take_error(self) -> MidstreamError:
+        # A local variable would make the error and its traceback a reference cycle, which keeps the call alive.
+        try:
+            return self._error or UnavailableError("the source is gone")
+        finally:
+            self._error = None
 
     def _wake(self) -> None:
         waiter = self._waiter

@@ -80,7 +80,8 @@ async def start(scheduler: tuple[ScriptedScheduler, str]) -> AsyncIterator[Start
 
         async def read() -> None:
             assert process.stderr is not None
-            log.extend([line async for line in process.stderr])
+            async for line in process.stderr:
+                log.append(line)  # noqa: PERF401 (it is read while it grows)
 
         readers.append(asyncio.create_task(read()))
         part = Process(process, port, http_port, log)
