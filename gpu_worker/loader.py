@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+import kernels
 from gpu_worker.models.decoder import Decoder, TorchDecoder
 from gpu_worker.models.description import DecoderDescription, describe
 from gpu_worker.models.native import CpuDecoder, dims_of
@@ -50,12 +51,14 @@ def load_model(config: WorkerConfig, folder: ModelFolder) -> LoadedModel:
     kv_dtype = {"auto": dtype, "f32": torch.float32, "bf16": torch.bfloat16}.get(config.kv)
     if kv_dtype is None:
         raise UnsupportedError(f"a KV cache in {config.kv} is not supported", field="kv")
+    if device.type == "cuda":
+        kernels.set_batch_invariant(config.batch_invariant)
     started = time.perf_counter()
     weights = DecoderWeights(folder, description, config.weights)
     library = _cpu_library(config, description) if device.type == "cpu" else None
     decoder: Decoder
     if library is None:
-        decoder, kind = TorchDecoder(description, weights, dtype, device), "PyTorch operations"
+        decoder, kind = TorchDecoder(description, weights, dtype, device), kernels.describe(device)
     else:
         decoder, kind = CpuDecoder(description, weights, library, num_threads(config)), f"{library.isa} kernels"
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from gpu_worker.cuda_graphs import GraphDecoder, GraphRecorder
 from gpu_worker.input_batch import InputBatch
 from gpu_worker.kv_cache import KvCache, block_bytes, choose_num_blocks
 from gpu_worker.loader import LoadedModel, load_model, num_threads
@@ -35,15 +37,15 @@ class ModelRunner:
         max_num_tokens: Tokens in one step.
     """
 
-    def __init__(self, config: WorkerConfig, folder: ModelFolder) -> None:
-        """Loads the model, warms it up, and takes memory for the KV pool.
+    def __init__(self, config: WorkerConfig, folder: ModelFolder, model: LoadedModel | None = None) -> None:
+        """Loads the model unless it is given, warms it up, and takes memory for the KV pool.
 
         Raises:
             ConfigError: The folder or a setting is wrong.
             UnsupportedError: The model's architecture is not known here.
         """
         torch.set_num_threads(num_threads(config))
-        self.model: LoadedModel = load_model(config, folder)
+        self.model: LoadedModel = model or load_model(config, folder)
         self.max_sequence_length = config.max_sequence_length or folder.max_sequence_length
         if self.max_sequence_length > self.model.description.max_sequence_length:
             raise ConfigError(
@@ -53,8 +55,11 @@ class ModelRunner:
         self._config = config
         default = _CPU_NUM_TOKENS if self.model.device.type == "cpu" else _GPU_NUM_TOKENS
         self.max_num_tokens = config.max_num_tokens or default
+        graphs = self._with_graphs() if self.model.device.type == "cuda" else None
         self._warm_up()
         self._take_blocks(self._choose_num_blocks())
+        if graphs is not None:
+            graphs.capture()
 
     def clear(self) -> None:
         """Forgets all sequences; the pool's contents stay as they are, and nothing refers to them."""
@@ -90,6 +95,19 @@ class ModelRunner:
         if len(rows):
             self._rows.append_tokens(rows, token_ids)
         return StepOutput(token_ids, log_probs, tuple(errors), time.perf_counter() - started)
+
+    def _with_graphs(self) -> GraphDecoder:
+        """Puts the decoder behind one that copies inputs to the GPU and replays graphs."""
+        graphs = GraphDecoder(
+            self.model.decoder,
+            self.model.device,
+            max_batch_size=self._config.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            max_blocks=-(-self.max_sequence_length // self._config.tokens_per_block),
+            recorder=GraphRecorder() if self._config.cuda_graphs else None,
+        )
+        self.model = replace(self.model, decoder=graphs)
+        return graphs
 
     def _warm_up(self) -> None:
         """Runs the largest step on a GPU, so that what is free afterwards stays free; a small one on a CPU."""

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import kernels
 from gpu_worker.distribution import invert, top_threshold
 from gpu_worker.rows import Feature, Rows
 from gpu_worker.step import IntArray, RowLogProbs
@@ -48,8 +49,9 @@ class Sampler:
         """Chooses from float32 `logits` [len(rows), vocab_size], which it leaves as they are."""
         best = _argmax(logits)
         highest = logits.gather(1, best[:, None]).squeeze(1)
-        token_ids = best.cpu().numpy().astype(np.int32)
-        is_broken = ~np.isfinite(highest.cpu().numpy())
+        # One copy, because on a GPU each waits for the step to end; float64 holds both exactly.
+        found = torch.stack((best.double(), highest.double())).cpu().numpy()
+        token_ids, is_broken = found[0].astype(np.int32), ~np.isfinite(found[1])
         is_special = (self._rows.temperature[rows] > 0) | (self._rows.features[rows] != 0)
         is_special &= ~is_broken
         if not is_special.any():
@@ -124,6 +126,8 @@ class Sampler:
                 logits[i, list(sampling.end_ids)] = -torch.inf
 
     def _draw(self, logits: Tensor, rows: IntArray) -> IntArray:
+        if kernels.can_sample(logits):
+            return self._draw_on_gpu(logits, rows)
         state, device = self._rows, logits.device
         temperature = np.maximum(state.temperature[rows], _MIN_TEMPERATURE)
         if (temperature != 1.0).any():
@@ -142,6 +146,20 @@ class Sampler:
             probabilities = probabilities.mul_(probabilities >= threshold)
         numbers = uniforms(state.seeds[rows], state.sequence_indices[rows], state.lengths[rows])
         return invert(probabilities, torch.from_numpy(numbers).to(device)).cpu().numpy().astype(np.int32)
+
+    def _draw_on_gpu(self, logits: Tensor, rows: IntArray) -> IntArray:
+        state = self._rows
+        vectors = (
+            np.maximum(state.temperature[rows], _MIN_TEMPERATURE).astype(np.float32),
+            state.top_k[rows].astype(np.int32),
+            state.top_p[rows].astype(np.float32),
+            state.min_p[rows].astype(np.float32),
+            state.seeds[rows].view(np.int64),
+            state.sequence_indices[rows].astype(np.int32),
+            state.lengths[rows].astype(np.int32),
+        )
+        drawn = kernels.sample(logits, *(torch.from_numpy(vector).to(logits.device) for vector in vectors))
+        return drawn.cpu().numpy()
 
     def _log_probs(self, raw: Tensor, rows: IntArray, token_ids: IntArray) -> tuple[RowLogProbs, ...]:
         """Of the model's own distribution: before bias, penalties and temperature."""

@@ -44,7 +44,7 @@ def set_batch_invariant(is_on: bool) -> None:
 def describe(device: torch.device) -> str:
     """The implementations that tensors on `device` take, for a log line."""
     if device.type != "cuda":
-        return "PyTorch"
+        return "PyTorch operations"
     names = []
     if (flash := _flash(device)) is not None:
         names.append(f"flash-attn {flash.version}")
@@ -147,3 +147,22 @@ def paged_attention(
     if scales is None:
         return torch_paged_attention(q, k_cache, v_cache, *tables, scale, window)
     return quantized_paged_attention(q, k_cache, v_cache, *tables, scale, window, scales)
+
+
+def can_sample(logits: Tensor) -> bool:
+    """Whether `sample` takes these logits."""
+    return _takes_triton(logits)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    sequence_indices: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Draw a token for each row of float32 logits [S, V] -> int32 [S]; see `kernels.triton.sampling`."""
+    return triton.sample(logits, temperature, top_k, top_p, min_p, seeds, sequence_indices, positions)

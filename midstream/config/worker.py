@@ -28,4 +28,6 @@ class WorkerConfig(ServiceConfig):
     max_batch_size: int = setting(256, "Sequences in one step.")
     max_num_tokens: int = setting(0, "Tokens in one step; 0: 2048 on a GPU, 256 on a CPU.")
     max_sequence_length: int = setting(0, "Prompt and output together; 0: as the model says.")
+    cuda_graphs: bool = setting(True, "On a GPU, decode by replaying recorded CUDA graphs.")
+    batch_invariant: bool = setting(False, "On a GPU, let no output depend on the rest of its batch; slower.")
     num_threads: int = setting(0, "Compute threads on a CPU; 0: one per core.")
