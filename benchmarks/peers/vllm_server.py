@@ -23,7 +23,7 @@ from .vllm_environment import ENVIRONMENT, MAX_SEQUENCE_LENGTH, SETTINGS, vllm_s
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 60.0
 _POLL_INTERVAL_S = 0.5
 _DATA = b"data: "
 
@@ -65,7 +65,11 @@ class VllmServer:
             yield lambda workload: asyncio.run(_run(f"http://127.0.0.1:{port}/v1/completions", workload))
         finally:
             server.terminate()
-            server.wait()
+            try:
+                server.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
 
 
 def _free_port() -> int:
