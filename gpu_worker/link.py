@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -91,7 +92,7 @@ class SchedulerLink:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="scheduler-link", daemon=True)
-        self._leaving = False
+        self._leaving = self._has_failed = False
         self._last_epoch = 0
         self._last_received = self._last_finished = 0
         self._heartbeat_s, self._timeout_s = 0.5, 2.0
@@ -110,7 +111,12 @@ class SchedulerLink:
         self._wake()
 
     def abandon_epoch(self) -> None:
-        """Ends the epoch from this side, after a step that could not be executed."""
+        """Ends the epoch from this side, after a step that could not be executed.
+
+        The worker then registers as if its process had been started anew, so that the scheduler counts a death and can
+        find the request that is to blame.
+        """
+        self._has_failed = True
         self.epoch = 0
         self._wake()
 
@@ -194,6 +200,9 @@ class SchedulerLink:
             self._send(dealer, worker_pb2.WorkerMessage(heartbeat=heartbeat))
             self._next_send = now + self._heartbeat_s
         elif not self._leaving:
+            if self._has_failed:
+                self._has_failed = False
+                self._register.incarnation = secrets.randbits(64)
             self._send(dealer, worker_pb2.WorkerMessage(register=self._register))
             self._next_send = now + _REGISTER_INTERVAL_S
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
-import random
+import secrets
 import signal
 import socket
 import time
@@ -104,7 +104,7 @@ def _registration(config: WorkerConfig, folder: ModelFolder, runner: ModelRunner
     host, model = socket.gethostname(), runner.model
     return worker_pb2.Register(
         group_id=config.group_id or f"{host}-{os.getpid()}",
-        incarnation=random.SystemRandom().getrandbits(64),
+        incarnation=secrets.randbits(64),
         model_fingerprint=folder.fingerprint,
         model=folder.name,
         tokens_per_block=config.tokens_per_block,

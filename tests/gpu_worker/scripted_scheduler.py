@@ -14,7 +14,7 @@ import zmq
 
 from protos import worker_pb2
 
-TIMEOUT_MS = 60_000
+TIMEOUT_MS = 150_000
 
 
 class ScriptedScheduler:

@@ -59,21 +59,24 @@ def run_together(
     driver, generator = Driver(runner), np.random.default_rng(seed)
     new: list[NewSequence] = []
     done: dict[int, int] = {}
+    owners: dict[int, int] = {}  # who writes the blocks that a row shares
     for row in generator.permutation(len(prompts)).tolist():
         tokens = prompts[row]
         blocks: list[int] = []
+        owners[row] = row
         for other in done:
             common = 0
             while common < min(len(tokens) - 1, len(prompts[other])) and tokens[common] == prompts[other][common]:
                 common += 1
             if share and common // 16 > len(blocks):
-                blocks = driver.blocks[other][: common // 16]
+                blocks, owners[row] = driver.blocks[other][: common // 16], other
         new.append(driver.sequence(row, tokens, shared_blocks=blocks))
         done[row] = len(blocks) * 16
     waiting = list(done)
     while waiting or any(len(driver.output(row)) < NUM_NEW for row in done):
         contexts = []
-        for row in waiting[: int(generator.integers(1, 6))]:
+        ready = [row for row in waiting if owners[row] == row or owners[row] not in waiting]
+        for row in ready[: int(generator.integers(1, 6))]:
             length = min(int(generator.integers(1, max_chunk)), len(prompts[row]) - done[row])
             contexts.append((row, done[row], length))
         generation = [row for row in done if row not in waiting and len(driver.output(row)) < NUM_NEW]

@@ -141,6 +141,17 @@ def test_a_step_that_cannot_be_executed_ends_the_epoch(
     assert run_prompt(scheduler, 6) == expected
 
 
+def test_a_failed_step_counts_as_a_death_and_a_lost_one_does_not(scheduler: ScriptedScheduler, epoch: int) -> None:
+    def registration_after(step_id: int) -> int:
+        run_prompt(scheduler, 2)
+        scheduler.send_step(step_id, generation_rows=[3])
+        return scheduler.register(scheduler.epoch + 1).incarnation
+
+    first = registration_after(step_id=9)
+    assert registration_after(step_id=9) == first
+    assert registration_after(step_id=3) != first
+
+
 def test_a_request_the_worker_cannot_serve_fails_alone(
     scheduler: ScriptedScheduler, epoch: int, expected: list[int]
 ) -> None:
@@ -163,7 +174,7 @@ def test_a_request_the_worker_cannot_serve_fails_alone(
     assert (list(result.token_ids), len(result.errors)) == (expected[1:2], 0)
 
 
-def test_a_restarted_scheduler_gets_a_registration(tiny_folder: Path, expected: list[int]) -> None:
+def test_a_restarted_or_silent_scheduler_gets_a_registration(tiny_folder: Path, expected: list[int]) -> None:
     first = ScriptedScheduler()
     with worker_process(first.address, tiny_folder):
         first.register(epoch=1)
@@ -174,17 +185,11 @@ def test_a_restarted_scheduler_gets_a_registration(tiny_folder: Path, expected: 
         second.send(epoch_ended=worker_pb2.EpochEnded(epoch=stale.epoch))
         second.register(epoch=2)
         assert run_prompt(second, 6) == expected
+        second.send(registered=worker_pb2.Registered(epoch=3, heartbeat_interval_ms=50, timeout_ms=200))
+        second.receive("heartbeat", lambda heartbeat: heartbeat.epoch == 3)
+        second.register(epoch=4)
+        assert run_prompt(second, 6) == expected
         second.close()
-
-
-def test_silence_of_the_scheduler_ends_the_epoch(tiny_folder: Path) -> None:
-    scripted = ScriptedScheduler()
-    with worker_process(scripted.address, tiny_folder):
-        scripted.receive("register")
-        scripted.send(registered=worker_pb2.Registered(epoch=1, heartbeat_interval_ms=50, timeout_ms=200))
-        scripted.receive("heartbeat")
-        scripted.receive("register")
-    scripted.close()
 
 
 def test_sigterm_finishes_what_is_at_hand_and_leaves(tiny_folder: Path) -> None:
@@ -199,21 +204,7 @@ def test_sigterm_finishes_what_is_at_hand_and_leaves(tiny_folder: Path) -> None:
     scripted.close()
 
 
-def test_the_scheduler_can_drain_it(tiny_folder: Path) -> None:
-    scripted = ScriptedScheduler()
-    with worker_process(scripted.address, tiny_folder) as process:
-        scripted.register(epoch=1)
-        scripted.send_step(
-            1, add_sequences=[greedy(0, PROMPT)], context_rows=[0], context_starts=[0], context_lengths=[7]
-        )
-        scripted.send(drain=worker_pb2.DrainWorker())
-        assert scripted.receive("step_result").step_id == 1
-        scripted.receive("leave")
-        assert process.wait(30) == 0
-    scripted.close()
-
-
-def test_health_and_metrics_are_served(tiny_folder: Path) -> None:
+def test_it_serves_health_and_metrics_and_is_drained(tiny_folder: Path) -> None:
     scripted = ScriptedScheduler()
     with worker_process(scripted.address, tiny_folder) as process:
         scripted.register(epoch=1)
@@ -229,6 +220,11 @@ def test_health_and_metrics_are_served(tiny_folder: Path) -> None:
             metrics = answer.read().decode()
         assert "midstream:worker_tokens_total 3.0" in metrics
         assert 'midstream:worker_messages_dropped_total{reason="malformed"} 1.0' in metrics
+        scripted.send_step(4, repeat_generation=True)
+        scripted.send(drain=worker_pb2.DrainWorker())
+        assert scripted.receive("step_result").step_id == 4
+        scripted.receive("leave")
+        assert process.wait(30) == 0
     scripted.close()
 
 
