@@ -76,8 +76,7 @@ def has_room_to_the_end(request: Request, group: WorkerGroup) -> bool:
     """Whether rows and blocks for the request's longest output are there, beside what others may still take."""
     if not _has_rows(request, group):
         return False
-    cost = group.start_cost(request)
-    return cost.num_blocks + cost.num_blocks_later <= group.blocks.num_available - group.num_reserved_blocks
+    return group.start_cost(request).num_blocks_to_end <= group.num_blocks_to_reserve
 
 
 def _has_rows(request: Request, group: WorkerGroup) -> bool:

@@ -249,15 +249,21 @@ class SchedulerCore:
         """Plans the group's next step and sends it; False when nothing is to run."""
         paused = self.scheduler.requests_to_pause(group)
         self._pause(group, paused)
-        step = StepBuilder(group, self._clock.now_ns, self._num_steps, paused)
-        self.scheduler.schedule(group, step)
-        if step.is_empty:
-            if step.num_stalled and not group.in_flight and len(group.active) > 1:
-                self._pause(group, [max(group.active, key=lambda request: request.order)])
-            return False
+        while (step := self._fill(group, paused)).is_empty:
+            if not step.num_stalled or group.in_flight or len(group.active) < 2:
+                return False
+            # A policy has let more in than fits: the newest makes room, or nothing would ever move.
+            newest = max(group.active, key=lambda request: request.order)
+            self._pause(group, [newest])
+            paused = [*paused, newest]
         self._num_steps += 1
         self._effects.append(step.finish())
         return True
+
+    def _fill(self, group: WorkerGroup, paused: list[Request]) -> StepBuilder:
+        step = StepBuilder(group, self._clock.now_ns, self._num_steps, paused)
+        self.scheduler.schedule(group, step)
+        return step
 
     def _pause(self, group: WorkerGroup, requests: list[Request]) -> None:
         for request in requests:

@@ -41,7 +41,7 @@ class StartCost:
         num_rows: Rows.
         num_blocks: Available blocks that are taken at once.
         num_blocks_next: Blocks that its first generation step takes besides.
-        num_blocks_later: Blocks that it may take after its start, until its end.
+        num_blocks_to_end: Blocks to set aside so that it can run to its end.
         num_cached_tokens: Known tokens that need no computing.
         num_tokens: Known tokens.
     """
@@ -49,7 +49,7 @@ class StartCost:
     num_rows: int
     num_blocks: int
     num_blocks_next: int
-    num_blocks_later: int
+    num_blocks_to_end: int
     num_cached_tokens: int
     num_tokens: int
 
@@ -99,7 +99,7 @@ class WorkerGroup:
         context: Sequences in their context phase, in the order in which they started.
         generating: Sequences in their generation phase, by row.
         generation_version: Changes whenever `generating` does.
-        num_reserved_blocks: Blocks that active sequences may still take until their end.
+        num_reserved_blocks: Set aside for active sequences: what they may still take; with a window, all they may hold.
         released_rows: Rows that the next step frees at the worker.
         batch_size: Sequences started since the group was last empty.
     """
@@ -138,6 +138,17 @@ class WorkerGroup:
         self._window_blocks = -(-self._window // self.tokens_per_block) + 2 if self._window else 0
 
     @property
+    def has_window(self) -> bool:
+        """Blocks behind an attention window are given back."""
+        return self._window > 0
+
+    @property
+    def num_blocks_to_reserve(self) -> int:
+        """Blocks that are neither taken nor set aside for those who run."""
+        blocks = self.blocks.num_blocks if self.has_window else self.blocks.num_available
+        return blocks - self.num_reserved_blocks
+
+    @property
     def num_free_rows(self) -> int:
         """Sequences that can still be started."""
         return len(self._free_rows)
@@ -158,10 +169,10 @@ class WorkerGroup:
         return -(-num_tokens // self.tokens_per_block)
 
     def blocks_alone(self, request: Request) -> int:
-        """Blocks that the request takes at most, on an empty group."""
-        shared = (len(request.spec.prompt) - 1) // self.tokens_per_block
-        each = self._max_blocks(request.spec.max_num_tokens, len(request.spec.prompt))
-        return each + (request.spec.num_sequences - 1) * max(each - shared, 1)
+        """Blocks that the request takes at most, on an empty group, also when it has to start again near its end."""
+        each = self.blocks_of(request.spec.max_num_tokens)
+        shared = 0 if self.has_window else (len(request.spec.prompt) - 1) // self.tokens_per_block
+        return each + (request.spec.num_sequences - 1) * (each - shared)
 
     def is_large_enough(self, request: Request) -> bool:
         """Whether the request could run here if the group were empty."""
@@ -178,16 +189,18 @@ class WorkerGroup:
         shared = (len(request.spec.prompt) - 1) // self.tokens_per_block
         hits = self._find(live[0])
         num_blocks = sum(1 for block in hits if self.blocks.num_owners(block) == 0) - len(hits)
-        num_next = num_later = num_tokens = 0
+        num_next = num_to_end = num_tokens = 0
         for position, sequence in enumerate(live):
             known = sequence.num_tokens
             own = self.blocks_of(known)
             num_blocks += own - shared if position else own
             num_next += known % self.tokens_per_block == 0
-            num_later += self._max_blocks(request.spec.max_num_tokens, known) - own
+            most = self._max_blocks(request.spec.max_num_tokens, known)
+            num_to_end += most if self.has_window else most - own
             num_tokens += known
         num_cached = len(hits) * self.tokens_per_block
-        return StartCost(len(live), num_blocks, num_next, num_later, num_cached, num_tokens)
+        num_to_end += 0 if self.has_window else num_blocks
+        return StartCost(len(live), num_blocks, num_next, num_to_end, num_cached, num_tokens)
 
     def start(self, request: Request, ordinal: int) -> None:
         """Gives each live sequence a row and blocks for its known tokens.
@@ -220,7 +233,9 @@ class WorkerGroup:
         sequence.table = shared + self.blocks.allocate(num_own, self._clock.now_ns)
         sequence.num_hit_blocks = len(shared)
         sequence.row = heapq.heappop(self._free_rows)
-        sequence.num_reserved = self._max_blocks(spec.max_num_tokens, known) - len(sequence.table)
+        # With a window, a block given back may stay with others who share it: then all that it may hold is set aside.
+        most = self._max_blocks(spec.max_num_tokens, known)
+        sequence.num_reserved = most if self.has_window else most - len(sequence.table)
         self.num_reserved_blocks += sequence.num_reserved
         self.batch_size += 1
         self.context.append(sequence)
@@ -284,13 +299,13 @@ class WorkerGroup:
 
         Precondition: a block is available.
         """
-        (block,) = self.blocks.allocate(1, self._clock.now_ns)
-        sequence.table.append(block)
-        if self._window:
+        if self.has_window:
             self._free_behind_window(sequence)
         else:
             sequence.num_reserved -= 1
             self.num_reserved_blocks -= 1
+        (block,) = self.blocks.allocate(1, self._clock.now_ns)
+        sequence.table.append(block)
         return block
 
     def _free_behind_window(self, sequence: Sequence) -> None:
@@ -299,11 +314,6 @@ class WorkerGroup:
         if num_behind > sequence.num_freed:
             self.blocks.release(reversed(sequence.table[sequence.num_freed : num_behind]), self._clock.now_ns)
             sequence.num_freed = num_behind
-        held = len(sequence.table) - sequence.num_freed
-        left = self.blocks_of(sequence.request.spec.max_num_tokens) - len(sequence.table)
-        reserved = min(left, max(0, self._window_blocks - held))
-        self.num_reserved_blocks += reserved - sequence.num_reserved
-        sequence.num_reserved = reserved
 
     def publish_generated(self, sequence: Sequence) -> None:
         """Publishes the block of generated tokens that has just become full."""

@@ -134,7 +134,7 @@ class Sequence:
         output: Output tokens so far.
         table: Blocks that hold its tokens' keys and values; those before `num_freed` were given back (sliding window).
         num_hit_blocks: Leading blocks that others compute or computed.
-        num_reserved: Blocks that it may still take until its end.
+        num_reserved: Blocks set aside for it until its end.
         num_computed: Tokens whose keys and values are in the cache once all planned steps have run.
         checkpoint: Value of num_computed at which generation needs another block or has reached its length.
         row: Row at the worker; None while it holds none.

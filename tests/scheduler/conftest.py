@@ -3,13 +3,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-DEFAULT_EXAMPLES = 1000
+DEFAULT_EXAMPLES = 100
+DEFAULT_SEEDS = 2000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--examples", type=int, default=DEFAULT_EXAMPLES, help="Runs of each state machine (scheduler tests)."
     )
+    parser.addoption("--seeds", type=int, default=DEFAULT_SEEDS, help="Seeded lives of the scheduler's core.")
+    parser.addoption("--first-seed", type=int, default=0, help="Where the seeds begin.")
 
 
 def pytest_configure(config: pytest.Config) -> None:

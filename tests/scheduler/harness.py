@@ -82,6 +82,7 @@ class Harness:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
+        self.ended_sequences: set[tuple[str, int]] = set()
         self.refused: dict[str, Refused] = {}
         self.accepted: dict[str, int] = {}
         self.forgotten: set[str] = set()
@@ -147,11 +148,10 @@ class Harness:
         elif isinstance(effect, Emitted):
             self._note_tokens(effect)
         elif isinstance(effect, SequenceEnded):
-            end = effect.sequence.end
-            assert end is not None
-            assert end.num_tokens <= len(
-                self.tokens.get((effect.sequence.request.request_id, effect.sequence.index), [])
-            )
+            key = (effect.sequence.request.request_id, effect.sequence.index)
+            self.ended_sequences.add(key)
+            assert effect.sequence.end is not None
+            assert effect.sequence.end.num_tokens <= len(self.tokens.get(key, []))
         elif isinstance(effect, RequestEnded):
             self._note_end(effect.request)
         elif isinstance(effect, RequestForgotten):
@@ -175,6 +175,7 @@ class Harness:
             key = (sequence.request.request_id, sequence.index)
             known = self.tokens.setdefault(key, [])
             assert length > len(known), "a token was emitted twice"
+            assert key not in self.ended_sequences, "a token came after the end"
             known += sequence.output[len(known) : length]
             last = sequence.request.spec.prompt[-1]
             expected = [(last + 1 + i) % VOCAB for i in range(length)]

@@ -147,8 +147,8 @@ def test_sequences_of_a_request_share_its_prompt_and_copy_its_last_block() -> No
 
 def test_a_long_window_gives_back_the_blocks_behind_it() -> None:
     harness = Harness(attention_window=6, pipeline_depth=1)
-    harness.add_group(num_blocks=4)  # 24 tokens would take 6
-    harness.submit("a", 4, 21)
+    harness.add_group(num_blocks=8)
+    harness.submit("a", 4, 21)  # 24 tokens, 6 blocks
     harness.turn()
     most = 0
     while harness.groups["g"].plans:

@@ -1,0 +1,140 @@
+"""A life of the core: requests come and go, groups join and die, and the rules hold at every step.
+
+The fake model checks each step against the contents of its KV cache, and the harness each token against the arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.events import AbortRequested, Attached, Detached, StopWordFound
+from scheduler.request import FinishReason
+from tests.scheduler.harness import MS, FakeGroup, Harness
+
+NUM_BLOCKS = 12
+PREFIX = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A request to submit."""
+
+    num_shared: int
+    num_own: int
+    max_tokens: int
+    num_sequences: int
+    priority: int
+    salt: str
+    timeout_ms: int | None
+    is_detached: bool
+
+
+class Life:
+    """One core with up to two groups `g` and `h`; each method is something that may happen."""
+
+    def __init__(
+        self, capacity: str, batching: str, pipeline_depth: int, max_num_tokens: int, reuse: bool, window: int
+    ) -> None:
+        self.harness = Harness(
+            capacity=capacity,
+            batching=batching,
+            pipeline_depth=pipeline_depth,
+            max_num_tokens=max_num_tokens,
+            enable_block_reuse=reuse,
+            attention_window=window,
+            max_queue_size=30,
+            max_num_finished=1000,
+        )
+        self.count = 0
+        self.max_tokens: dict[str, int] = {}
+        self.undisturbed: set[str] = set()
+        self.harness.add_group("g", num_blocks=NUM_BLOCKS, max_batch_size=5)
+
+    def submit(self, shapes: list[Shape]) -> None:
+        for shape in shapes:
+            self.count += 1
+            request_id = f"r{self.count}"
+            own = [100 + self.count % 3 * 100 + index for index in range(shape.num_own)]
+            self.max_tokens[request_id] = shape.max_tokens
+            timeout_ms = shape.timeout_ms
+            self.harness.submit(
+                request_id,
+                PREFIX[: shape.num_shared] + own,
+                shape.max_tokens,
+                num_sequences=shape.num_sequences,
+                priority=shape.priority,
+                client_id=f"client {self.count % 2}",
+                cache_salt=shape.salt,
+                is_detached=shape.is_detached,
+                deadline_ns=None if timeout_ms is None else self.harness.now_ns + timeout_ms * MS,
+            )
+            if timeout_ms is None and shape.is_detached:
+                self.undisturbed.add(request_id)
+        self.harness.turn()
+
+    def busy(self) -> list[FakeGroup]:
+        return [group for group in self.harness.groups.values() if group.plans]
+
+    def step(self, pick: int, twice: bool) -> None:
+        busy = self.busy()
+        if busy:
+            result = busy[pick % len(busy)].run(self.harness.now_ns)
+            self.harness.handle(result)
+            if twice:
+                self.harness.handle(result)
+            self.harness.turn()
+
+    def results_change_places(self) -> None:
+        group = next((group for group in self.harness.groups.values() if len(group.plans) > 1), None)
+        if group is not None:
+            first, second = group.run(self.harness.now_ns), group.run(self.harness.now_ns)
+            self.harness.handle(second)
+            self.harness.handle(first)
+
+    def somebody_comes_or_goes(self, pick: int, kind: str) -> None:
+        unfinished = [request_id for request_id in self.harness.accepted if request_id not in self.harness.ended]
+        if not unfinished:
+            return
+        request_id = unfinished[pick % len(unfinished)]
+        if kind == "abort":
+            self.undisturbed.discard(request_id)
+            self.harness.handle(AbortRequested(self.harness.now_ns, request_id))
+        else:
+            event = Attached if kind == "attach" else Detached
+            self.harness.handle(event(self.harness.now_ns, request_id))
+
+    def stop_word(self, pick: int, num_back: int) -> None:
+        if not self.harness.tokens:
+            return
+        request_id, index = list(self.harness.tokens)[-1 - pick % len(self.harness.tokens)]
+        self.undisturbed.discard(request_id)
+        num_tokens = max(1, len(self.harness.tokens[request_id, index]) - num_back)
+        self.harness.handle(StopWordFound(self.harness.now_ns, request_id, index, num_tokens, "stop"))
+
+    def group_changes(self, name: str, kind: str, num_blocks: int) -> None:
+        if name not in self.harness.groups:
+            self.harness.add_group(name, num_blocks=num_blocks, max_batch_size=4)
+        elif kind == "leave" and len(self.harness.groups) > 1:
+            self.harness.leave(name)
+        elif kind == "again":
+            self.harness.add_group(name, num_blocks=NUM_BLOCKS, max_batch_size=5, incarnation=12345)
+        self.harness.turn()
+
+    def time_passes(self) -> None:
+        self.harness.advance(20)
+
+    def end(self) -> None:
+        """Everything comes to its end, and each end is the right one."""
+        self.harness.run(max_steps=3000)
+        self.harness.check_is_empty()
+        assert set(self.harness.ended) == set(self.harness.accepted)
+        for request_id, reason in self.harness.ended.items():
+            request = self.harness.core.lifecycle.requests[request_id]
+            if reason is FinishReason.ERROR:
+                assert request.failure is not None
+                assert any(word in request.failure.message for word in ("take", "run at most", "died")), request.failure
+            elif request_id in self.undisturbed:
+                assert reason is FinishReason.LENGTH
+                for sequence in request.sequences:
+                    num_tokens = len(self.harness.tokens[request_id, sequence.index])
+                    assert num_tokens == self.max_tokens[request_id]
