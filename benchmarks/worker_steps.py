@@ -1,7 +1,7 @@
 """Times the worker's steps in process, without scheduler or sockets: `python -m benchmarks.worker_steps`.
 
 For each batch size it prefills that many prompts, then decodes with steady steps, and prints how long a step takes and
-how much of it is not the model's forward pass (rows, tensors, sampling).
+how much processor time goes to what is not the model's forward pass (rows, tensors, sampling).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpu_worker.step import EMPTY, NewSequence, SamplingParams, Step
 from midstream.config import WorkerConfig
 from midstream.model_folder import open_model_folder
 
-PROMPT_TOKENS, DECODE_STEPS = 64, 64
+PROMPT_TOKENS, DECODE_STEPS = 64, 32
 KINDS = {
     "greedy": SamplingParams(temperature=0.0),
     "temperature": SamplingParams(seed=1),
@@ -28,7 +28,7 @@ KINDS = {
 
 
 class Timed:
-    """Counts the time that the decoder's forward pass takes."""
+    """Counts the processor time that the decoder's forward pass takes on this thread."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.seconds = 0.0
@@ -36,9 +36,9 @@ class Timed:
         runner.model.decoder.forward = self  # type: ignore[method-assign]
 
     def __call__(self, inputs: ForwardInputs) -> torch.Tensor:
-        started = time.perf_counter()
+        started = time.thread_time()
         logits = self._forward(inputs)
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.thread_time() - started
         return logits
 
 
@@ -69,11 +69,10 @@ def measure(runner: ModelRunner, timed: Timed, batch_size: int, sampling: Sampli
     runner.run_step(Step(generation_rows=rows, released_rows=EMPTY))
     totals, outside = [], []
     for _ in range(DECODE_STEPS):
-        before, started = timed.seconds, time.perf_counter()
+        before, started, cpu_started = timed.seconds, time.perf_counter(), time.thread_time()
         runner.run_step(Step(repeat_generation=True))
-        total = time.perf_counter() - started
-        totals.append(total)
-        outside.append(total - (timed.seconds - before))
+        totals.append(time.perf_counter() - started)
+        outside.append(time.thread_time() - cpu_started - (timed.seconds - before))
     return prefill, 1000 * float(np.median(totals)), 1000 * float(np.median(outside))
 
 
@@ -83,6 +82,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--kv", default="auto")
+    parser.add_argument("--num-threads", type=int, default=0)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     arguments = parser.parse_args()
@@ -92,6 +92,7 @@ def main() -> None:
         weights=arguments.weights,
         kv=arguments.kv,
         max_kv_tokens=32768,
+        num_threads=arguments.num_threads,
     )
     runner = ModelRunner(config, open_model_folder(config.model))
     timed = Timed(runner)

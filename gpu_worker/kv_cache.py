@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -94,6 +93,8 @@ def choose_num_blocks(
     if device.type == "cuda":
         budget = torch.cuda.mem_get_info(device)[0] * free_memory_fraction
     else:
+        import psutil
+
         budget = min(psutil.virtual_memory().available * free_memory_fraction * _CPU_SHARE, _CPU_MAX_BYTES)
     num_blocks = min(int(budget) // bytes_per_block, -(-max_useful_tokens // tokens_per_block))
     if max_kv_tokens:

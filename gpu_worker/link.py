@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
 _REGISTER_INTERVAL_S = 0.5
+_CONNECT_INTERVAL_S = 0.05
 _RECONNECT_MS, _MAX_RECONNECT_MS = 50, 500
 _LINGER_MS = 1000
 _REJECTED_EXIT_CODE = 3
@@ -203,8 +204,8 @@ class SchedulerLink:
             if self._has_failed:
                 self._has_failed = False
                 self._register.incarnation = secrets.randbits(64)
-            self._send(dealer, worker_pb2.WorkerMessage(register=self._register))
-            self._next_send = now + _REGISTER_INTERVAL_S
+            is_sent = self._send(dealer, worker_pb2.WorkerMessage(register=self._register))
+            self._next_send = now + (_REGISTER_INTERVAL_S if is_sent else _CONNECT_INTERVAL_S)
 
     def _send(self, dealer: zmq.Socket[bytes], message: worker_pb2.WorkerMessage) -> bool:
         try:

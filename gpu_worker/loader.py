@@ -12,8 +12,6 @@ import torch
 import kernels
 from gpu_worker.models.decoder import Decoder, TorchDecoder
 from gpu_worker.models.description import DecoderDescription, describe
-from gpu_worker.models.native import CpuDecoder, dims_of
-from gpu_worker.weights.decoder_weights import DecoderWeights
 from kernels.cpu import Library, load_library, supports
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
@@ -45,6 +43,10 @@ def load_model(config: WorkerConfig, folder: ModelFolder) -> LoadedModel:
         ConfigError: The device is not there, or the folder is damaged.
         UnsupportedError: The model or a setting is not known here.
     """
+    # Only here, because these need the readers of weight files, without which a model made elsewhere can run.
+    from gpu_worker.models.native import CpuDecoder
+    from gpu_worker.weights.decoder_weights import DecoderWeights
+
     description = describe(folder.config)
     device = _device(config.device)
     dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
@@ -74,6 +76,8 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription) -> Libra
     """The CPU kernels; None where PyTorch's operations run in their place."""
     if config.kernels == "torch":
         return None
+    from gpu_worker.models.native import dims_of
+
     reason = supports(dims_of(description))
     if description.has_mlp_bias:
         reason = "its feed-forward layers have biases"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ import kernels
 from gpu_worker.kv_cache import KvCache
 from gpu_worker.layers.rotary import rotary_table
 from gpu_worker.models.description import DecoderDescription
-from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
 from gpu_worker.weights.progress import with_progress
+
+if TYPE_CHECKING:
+    from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
 
 
 @dataclass(frozen=True, slots=True)
