@@ -12,7 +12,7 @@ from scheduler.request import FinishReason
 from tests.scheduler.harness import MS, FakeGroup, Harness
 
 NUM_BLOCKS = 12
-PREFIX = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+PREFIX = list(range(7, 27))
 
 
 @dataclass(frozen=True)

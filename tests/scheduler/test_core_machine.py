@@ -27,7 +27,7 @@ BEGINNINGS = (
 )
 # In the order of Shape's fields.
 SHAPE = (
-    [0, 4, 8, 9, 10],
+    [0, 4, 10, 20, 20],
     [1, 2, 3, 4, 9],
     [1, 2, 5, 9, 12],
     [1, 1, 1, 2, 3],
@@ -37,7 +37,7 @@ SHAPE = (
     [True, True, False],
 )
 SHAPES = st.builds(Shape, *(st.sampled_from(choices) for choices in SHAPE))
-KINDS = ["abort", "attach", "detach"]
+KINDS = ["abort", "abort", "attach", "detach"]
 CHANGES = ["join", "join", "leave", "again"]
 
 
@@ -95,7 +95,7 @@ def live(seed: int) -> None:
         what = draw.random()
         if what < 0.2:
             life.submit([Shape(*(draw.choice(choices) for choices in SHAPE)) for _ in range(draw.randint(1, 4))])  # type: ignore[arg-type]
-        elif what < 0.75:
+        elif what < 0.7:
             life.step(draw.randrange(10), draw.random() < 0.1)
         elif what < 0.82:
             life.somebody_comes_or_goes(draw.randrange(100), draw.choice(KINDS))

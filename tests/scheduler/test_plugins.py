@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from midstream.errors import ConfigError
+from scheduler.capacity_scheduler import MaxUtilization
+from scheduler.micro_batch_scheduler import Inflight
+from scheduler.plugins import load_scheduler
+from scheduler.request_scheduler import SimpleScheduler
+from tests.scheduler.harness import Harness
+
+EXAMPLE = Path(__file__).parent / "example_plugin"
+
+
+@pytest.fixture
+def installed_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example package, built and installed where only this test looks."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in EXAMPLE.glob("*.*"):
+        (source / file.name).write_bytes(file.read_bytes())
+    options = [
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "--target",
+        str(tmp_path / "site"),
+    ]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True, timeout=120)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    importlib.invalidate_caches()
+
+
+@pytest.mark.usefixtures("installed_example")
+def test_an_installed_package_brings_its_own_policy() -> None:
+    harness = Harness(scheduler=load_scheduler("one_at_a_time", "max_utilization", "inflight_fused"))
+    harness.add_group()
+    for request_id in "ab":
+        harness.submit(request_id, 3, 2)
+    harness.run()
+    harness.check_is_empty()
+    assert harness.plans == ["+a[0:3]", "a", "+b[0:3]", "b"]
+
+
+def test_policies_come_by_name() -> None:
+    scheduler = load_scheduler("", "max_utilization", "inflight")
+    assert isinstance(scheduler, SimpleScheduler)
+    assert isinstance(scheduler.capacity_scheduler, MaxUtilization)
+    assert isinstance(scheduler.micro_batch_scheduler, Inflight)
+
+
+def test_a_plugin_that_nobody_offers_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no installed package offers 'mine'") as caught:
+        load_scheduler("mine", "max_utilization", "inflight")
+    assert caught.value.field == "scheduler_plugin"
