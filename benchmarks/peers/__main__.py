@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def main() -> int:
     """Runs the command; 1 when one of ours failed or a ratio is below what it should be."""
     arguments = _arguments()
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     peers = [PEERS[name] for name in arguments.peer or PEERS]
     paths = make_paths(arguments.home, arguments.model)
     failed = install(peers, paths)

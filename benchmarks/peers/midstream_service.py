@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,17 +42,18 @@ class MidstreamService:
     def open(self, paths: Paths) -> Iterator[Runner]:
         from midstream.cli.run_dir import RunDir
 
-        with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
-            command = [sys.executable, "-m", "midstream.cli"]
-            up = ("up", "--detach", "--model", str(paths.model_folder), "--run-dir", folder)
-            subprocess.run([*command, *up], check=True, env=os.environ | {"MIDSTREAM_WEIGHTS": self.weights})
-            try:
-                state = RunDir(Path(folder)).read_state()
-                assert state is not None
-                addresses = [router.addresses["grpc"] for router in state.of_kind("router")]
-                yield lambda workload: _run(addresses, workload)
-            finally:
-                subprocess.run([*command, "down", "--run-dir", folder], check=True)
+        run_dir = paths.home / "runs" / self.name  # its logs stay for whoever wonders why it failed
+        shutil.rmtree(run_dir, ignore_errors=True)
+        command = [sys.executable, "-m", "midstream.cli"]
+        up = ("up", "--detach", "--model", str(paths.model_folder), "--run-dir", str(run_dir))
+        subprocess.run([*command, *up], check=True, env=os.environ | {"MIDSTREAM_WEIGHTS": self.weights})
+        try:
+            state = RunDir(run_dir).read_state()
+            assert state is not None
+            addresses = [router.addresses["grpc"] for router in state.of_kind("router")]
+            yield lambda workload: _run(addresses, workload)
+        finally:
+            subprocess.run([*command, "down", "--run-dir", str(run_dir)], check=True)
 
 
 def own_python(_: Paths) -> Path:
