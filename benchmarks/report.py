@@ -109,7 +109,7 @@ def section(
     if len(latencies) > 1:
         parts.append(as_markdown(latencies))
     if failed:
-        parts.append("Did not run here:")
+        parts.append("Did not run here, or not to the end:")
         parts.append("\n".join(f"- {labels.get(name, name)}: {reason}" for name, reason in failed.items()))
     return "\n\n".join(parts)
 
