@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar
 
-import grpc
+if TYPE_CHECKING:
+    from protos import generation_pb2 as pb
 
-from protos import generation_pb2 as pb
+
+class StatusCode(IntEnum):
+    """gRPC's status numbers; here, so that a worker can run by itself where gRPC is not installed."""
+
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 class MidstreamError(Exception):
@@ -17,7 +32,7 @@ class MidstreamError(Exception):
         field: Path of the request field or flag at fault, such as `sampling.temperature`; empty when there is none.
     """
 
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    code: ClassVar[StatusCode] = StatusCode.INTERNAL
 
     def __init__(self, message: str, *, field: str = "") -> None:
         super().__init__(f"{field}: {message}" if field else message)
@@ -26,13 +41,15 @@ class MidstreamError(Exception):
 
     def to_proto(self) -> pb.ErrorInfo:
         """The error as it crosses the wire."""
-        return pb.ErrorInfo(code=self.code.value[0], message=self.message, field=self.field)
+        from protos import generation_pb2 as pb
+
+        return pb.ErrorInfo(code=self.code.value, message=self.message, field=self.field)
 
 
 class InvalidArgumentError(MidstreamError):
     """A field of a request is out of its range or contradicts another."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+    code = StatusCode.INVALID_ARGUMENT
 
 
 class ConfigError(InvalidArgumentError):
@@ -42,13 +59,13 @@ class ConfigError(InvalidArgumentError):
 class NotFoundError(MidstreamError):
     """No such model, adapter or request."""
 
-    code = grpc.StatusCode.NOT_FOUND
+    code = StatusCode.NOT_FOUND
 
 
 class AlreadyExistsError(MidstreamError):
     """The request id is taken by a request with other contents."""
 
-    code = grpc.StatusCode.ALREADY_EXISTS
+    code = StatusCode.ALREADY_EXISTS
 
 
 class OverloadedError(MidstreamError):
@@ -58,7 +75,7 @@ class OverloadedError(MidstreamError):
         retry_after_ms: When to try again; sent as the trailing metadata `retry-after-ms`.
     """
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    code = StatusCode.RESOURCE_EXHAUSTED
 
     def __init__(self, message: str, *, field: str = "", retry_after_ms: int = 1000) -> None:
         super().__init__(message, field=field)
@@ -68,31 +85,31 @@ class OverloadedError(MidstreamError):
 class UnavailableError(MidstreamError):
     """No worker, scheduler or detokenizer can take the request now; trying again may work."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = StatusCode.UNAVAILABLE
 
 
 class DeadlineError(MidstreamError):
     """The request's deadline passed."""
 
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    code = StatusCode.DEADLINE_EXCEEDED
 
 
 class AbortedError(MidstreamError):
     """A client ended the request."""
 
-    code = grpc.StatusCode.CANCELLED
+    code = StatusCode.CANCELLED
 
 
 class UnsupportedError(MidstreamError):
     """A known feature that this model or worker lacks."""
 
-    code = grpc.StatusCode.UNIMPLEMENTED
+    code = StatusCode.UNIMPLEMENTED
 
 
 class UnauthenticatedError(MidstreamError):
     """No credentials, or wrong ones."""
 
-    code = grpc.StatusCode.UNAUTHENTICATED
+    code = StatusCode.UNAUTHENTICATED
 
 
 class ExecutionError(MidstreamError):
@@ -111,7 +128,7 @@ _LEAVES: tuple[type[MidstreamError], ...] = (
     UnauthenticatedError,
     ExecutionError,
 )
-_BY_CODE: dict[int, type[MidstreamError]] = {leaf.code.value[0]: leaf for leaf in _LEAVES}
+_BY_CODE: dict[int, type[MidstreamError]] = {leaf.code.value: leaf for leaf in _LEAVES}
 
 
 def from_status(code: int, message: str, field: str = "") -> MidstreamError:

@@ -242,13 +242,20 @@ def _map_generator(behaviour: Callable[..., AsyncIterator[Any]]) -> Callable[...
     return call
 
 
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
 async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     if isinstance(error, grpc.aio.AbortError | grpc.aio.UsageError):
         raise error
     if isinstance(error, grpc.RpcError):
         error = error_from_rpc(error)
     if isinstance(error, MidstreamError):
-        await context.abort(error.code, error.message, trailing_metadata(error))
+        await context.abort(_STATUS_CODES[error.code], error.message, trailing_metadata(error))
+    if context.done():
+        # The caller has left: nobody to tell, and what failed is usually a write to it.
+        logger.debug("error after the end of a call", exc_info=error)
+        return
     # What went wrong inside is in the log under the request's id, and nobody else's business.
     logger.error("unexpected error in a call", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; the log has its details")
