@@ -40,7 +40,8 @@ def _load_plugin(name: str) -> RequestScheduler | CapacityScheduler | MicroBatch
     if name not in found:
         known = ", ".join(sorted(found)) or "none"
         raise ConfigError(
-            f"no installed package offers {name!r} under {ENTRY_POINT_GROUP}; there is {known}", field="scheduler_plugin"
+            f"no installed package offers {name!r} under {ENTRY_POINT_GROUP}; there is {known}",
+            field="scheduler_plugin",
         )
     plugin = found[name].load()()
     if not isinstance(plugin, RequestScheduler | CapacityScheduler | MicroBatchScheduler):
