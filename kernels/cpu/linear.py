@@ -40,18 +40,22 @@ class PackedLinear:
         weight_format: WeightFormat,
         bias: Tensor | None = None,
         is_gated: bool = False,
+        quantizes_input: bool = False,
     ) -> None:
         """Stack the parts along N and pack them; they are not needed afterwards.
 
         A part is a float tensor [N, K], or for Q4_1 and Q8_0 the uint8 rows of GGUF blocks [N, K / 32 * block bytes].
         bias is [sum of N]. With is_gated the parts are the gate and up weights of a feed-forward layer, which the
-        decoder multiplies into N outputs.
+        decoder multiplies into N outputs. With quantizes_input each row of the input is rounded to signed bytes, 32
+        to a scale, where the processor has integer products for the format (Q4_1 always): faster, and less exact;
+        rounds_input says whether it is.
         """
         stacked = torch.cat([_rows(part, weight_format) for part in parts])
         self.num_outputs = stacked.shape[0]
         self.num_inputs = _num_inputs(stacked, weight_format)
         self.format = weight_format
         self.is_gated = is_gated
+        self.rounds_input = quantizes_input and library.has_byte_products(int(weight_format))
         if is_gated and (len(parts) != 2 or parts[0].shape != parts[1].shape or bias is not None):
             raise ValueError("a gated layer has two parts of one shape and no bias")
         order = _gated_order(self.num_outputs, library.panel()) if is_gated else torch.arange(self.num_outputs)
@@ -63,7 +67,7 @@ class PackedLinear:
             raise ValueError(f"bias is {list(self.bias.shape)}: expected [{self.num_outputs}]")
         library.pack(sizes[0], stacked.data_ptr(), *sizes[1:], order.data_ptr(), self.packed.data_ptr())
         bias_pointer = None if self.bias is None else self.bias.data_ptr()
-        self.struct = LinearStruct(self.packed.data_ptr(), bias_pointer, sizes[1], sizes[2], sizes[0])
+        self.struct = LinearStruct(self.packed.data_ptr(), bias_pointer, *sizes[1:], sizes[0], quantizes_input)
 
     def __call__(self, x: Tensor, threads: ThreadPool) -> Tensor:
         """Return x [M, K] times the weights, plus bias -> [M, N], float32."""

@@ -25,11 +25,14 @@ def find_difference(library: Library) -> str | None:
     threads = ThreadPool(library, 2)
     for weight_format in WeightFormat:
         parts, weight = _weights(weight_format, generator)
-        packed = PackedLinear(library, [parts], weight_format)
-        for num_rows in (1, 7):
-            x = torch.randn(num_rows, NUM_INPUTS, generator=generator)
-            if not _is_close(packed(x, threads), linear(x, weight)):
-                return f"its {weight_format.name} linear layer differs from the reference"
+        # These numbers are bytes times a power of two, so that rounding them to bytes loses nothing.
+        x = torch.randint(-127, 128, (7, NUM_INPUTS), generator=generator) / 64
+        x[:, ::32] = 127 / 64
+        for quantizes_input in (False, True):
+            packed = PackedLinear(library, [parts], weight_format, quantizes_input=quantizes_input)
+            for rows in (x, x[:1]):
+                if not _is_close(packed(rows, threads), linear(rows, weight)):
+                    return f"its {weight_format.name} linear layer differs from the reference"
     for cache_dtype in (torch.float32, torch.bfloat16):
         if not _is_decoder_right(library, threads, cache_dtype, generator):
             return f"its decoder with a {cache_dtype} cache differs from the reference"

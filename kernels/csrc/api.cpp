@@ -8,6 +8,8 @@ using namespace midstream;
 
 int32_t midstream_panel() { return kPanel; }
 
+bool midstream_has_byte_products(int format) { return has_dots(static_cast<Format>(format)); }
+
 MidstreamPool* midstream_pool_create(int num_threads, const int* cpus) { return new MidstreamPool(num_threads, cpus); }
 
 void midstream_pool_destroy(MidstreamPool* pool) { delete pool; }
@@ -17,10 +19,10 @@ void midstream_linear(MidstreamPool* pool, const MidstreamLinear* weight, int m,
   pool->rows.assign(static_cast<size_t>(m) * padded, 0.0f);
   for (int r = 0; r < m; ++r)
     std::memcpy(&pool->rows[static_cast<size_t>(r) * padded], x + static_cast<int64_t>(r) * weight->k, weight->k * 4);
-  for (LinearScratch& scratch : pool->linear_scratch) scratch.reserve(m);
+  pool->reserve(m, weight->k);
   pool->threads.run([&](int thread) {
-    linear(pool->threads, pool->linear_scratch[thread], *weight, m, pool->rows.data(), padded, Output::kStore, weight->n, out,
-           weight->n);
+    linear(pool->threads, pool->linear_scratch[thread], pool->quantized, *weight, m, pool->rows.data(), padded, Output::kStore,
+           weight->n, out, weight->n);
   });
 }
 

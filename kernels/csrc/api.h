@@ -8,11 +8,13 @@ struct MidstreamLinear {
   const void* packed;  // midstream_pack's output
   const float* bias;   // [n] or null
   int32_t n, k, format;
+  int32_t quantizes_input;  // to bytes, for integer dot products where the format has them
 };
 
 struct MidstreamPool;
 
 int32_t midstream_panel();  // output channels of a panel: gate and up weights alternate in rows of this many
+bool midstream_has_byte_products(int format);  // whether quantizes_input has an effect
 int64_t midstream_packed_bytes(int format, int n, int k);
 // Row i of the packed weight is row row_order[i] of source, or zeros where that is negative. source is float32 [*, k], or
 // for the formats q4 and q8 rows of GGUF blocks.

@@ -46,7 +46,7 @@ void MidstreamDecoder::Rows::reserve(int num_rows, int width) {
 }
 
 void MidstreamDecoder::reserve(int num_tokens) {
-  for (LinearScratch& scratch : pool_.linear_scratch) scratch.reserve(num_tokens);
+  pool_.reserve(num_tokens, std::max({dims_.hidden, dims_.ffn, dims_.num_heads * dims_.head_dim}));
   normed_.reserve(num_tokens, dims_.hidden);
   qkv_.reserve(num_tokens, (dims_.num_heads + 2 * dims_.num_kv_heads) * dims_.head_dim);
   attended_.reserve(num_tokens, dims_.num_heads * dims_.head_dim);
@@ -103,7 +103,8 @@ void MidstreamDecoder::norm_rows(int m, const float* x, const float* weight) {
 
 void MidstreamDecoder::run_linear(int thread, const MidstreamLinear& weight, int m, Rows& x, Output output, int num_outputs,
                                   float* out, int64_t stride) {
-  linear(threads_, pool_.linear_scratch[thread], weight, m, x.data.data(), x.stride, output, num_outputs, out, stride);
+  linear(threads_, pool_.linear_scratch[thread], pool_.quantized, weight, m, x.data.data(), x.stride, output, num_outputs, out,
+         stride);
 }
 
 void MidstreamDecoder::rotate_and_store(const MidstreamLayer& layer, const MidstreamBatch& batch, int token) {

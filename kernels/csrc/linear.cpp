@@ -53,7 +53,7 @@ void scale_columns(const float* scales, int m, float* sums) {
 }
 
 template <class Block>
-void sum_panel(const uint8_t* panel, int k, int m, const float* x, int64_t ldx, float* sums, float* tile) {
+void sum_floats(const uint8_t* panel, int k, int m, const float* x, int64_t ldx, float* sums, float* tile) {
   int num_blocks = round_up(k, kBlock) / kBlock;
   if (m == 1) {
     sum_direct<Block, 1>(panel, num_blocks, x, ldx, sums);
@@ -62,19 +62,28 @@ void sum_panel(const uint8_t* panel, int k, int m, const float* x, int64_t ldx, 
   }
 }
 
-// sums [m, kPanel] = x [m, k] panel [k, kPanel]
-void sum_panel(const MidstreamLinear& weight, int panel_index, int m, const float* x, int64_t ldx, float* sums, float* tile) {
-  Format format = static_cast<Format>(weight.format);
-  const uint8_t* panel = static_cast<const uint8_t*>(weight.packed) + panel_index * panel_bytes(format, weight.k);
+void sum_floats(Format format, const uint8_t* panel, int k, int m, const float* x, int64_t ldx, float* sums, float* tile) {
   switch (format) {
-    case Format::kF32: return sum_panel<F32Block>(panel, weight.k, m, x, ldx, sums, tile);
-    case Format::kBF16: return sum_panel<BF16Block>(panel, weight.k, m, x, ldx, sums, tile);
-    case Format::kQ4: return sum_panel<Q4Block>(panel, weight.k, m, x, ldx, sums, tile);
-    case Format::kQ8: return sum_panel<Q8Block>(panel, weight.k, m, x, ldx, sums, tile);
-    case Format::kInt8:
-      sum_panel<Int8Block>(panel, weight.k, m, x, ldx, sums, tile);
-      scale_columns(reinterpret_cast<const float*>(panel + panel_bytes(format, weight.k) - kPanel * 4), m, sums);
+    case Format::kF32: return sum_floats<F32Block>(panel, k, m, x, ldx, sums, tile);
+    case Format::kBF16: return sum_floats<BF16Block>(panel, k, m, x, ldx, sums, tile);
+    case Format::kInt8: return sum_floats<Int8Block>(panel, k, m, x, ldx, sums, tile);
+    case Format::kQ4: return sum_floats<Q4Block>(panel, k, m, x, ldx, sums, tile);
+    case Format::kQ8: return sum_floats<Q8Block>(panel, k, m, x, ldx, sums, tile);
   }
+}
+
+// sums [m, kPanel] = x [m, k] panel [k, kPanel]; x as bytes where quantized is given.
+void sum_panel(const MidstreamLinear& weight, int panel_index, int m, const float* x, int64_t ldx,
+               const QuantizedRows* quantized, LinearScratch& scratch, float* sums) {
+  Format format = static_cast<Format>(weight.format);
+  int64_t bytes = panel_bytes(format, weight.k);
+  const uint8_t* panel = static_cast<const uint8_t*>(weight.packed) + panel_index * bytes;
+  if (quantized) {
+    sum_dots(format, panel, m, *quantized, sums, scratch.dot_tile.data());
+  } else {
+    sum_floats(format, panel, weight.k, m, x, ldx, sums, scratch.tile.data());
+  }
+  if (format == Format::kInt8) scale_columns(reinterpret_cast<const float*>(panel + bytes) - kPanel, m, sums);
 }
 
 // Writes one row of a panel: width columns of out.
@@ -97,18 +106,23 @@ void write_row(Output output, const float* sums, const float* bias, int width, f
 void LinearScratch::reserve(int max_rows) {
   size_t size = static_cast<size_t>(max_rows) * 2 * kPanel;
   if (sums.size() < size) sums.resize(size);
+  dot_tile.resize(kDotTileBlocks);
   tile.resize(kTileBlocks * kBlock * kPanel);
 }
 
-void linear(ThreadPool& pool, LinearScratch& scratch, const MidstreamLinear& weight, int m, const float* x, int64_t ldx,
-            Output output, int num_outputs, float* out, int64_t ldout) {
+void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m,
+            const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout) {
+  Format format = static_cast<Format>(weight.format);
+  bool has_bytes = weight.quantizes_input && has_dots(format), is_gated = output == Output::kSiluMul;
+  QuantizedRows rows = quantized.rows(weight.k);
+  if (has_bytes) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, format == Format::kQ4); });
+  const QuantizedRows* bytes = has_bytes ? &rows : nullptr;
   float* sums = scratch.sums.data();
   float* up = sums + static_cast<int64_t>(m) * kPanel;
   int count = round_up(num_outputs, kPanel) / kPanel;
   pool.for_each(count, pool.grain(count), [&](int i) {
-    bool is_gated = output == Output::kSiluMul;
-    sum_panel(weight, is_gated ? 2 * i : i, m, x, ldx, sums, scratch.tile.data());
-    if (is_gated) sum_panel(weight, 2 * i + 1, m, x, ldx, up, scratch.tile.data());
+    sum_panel(weight, is_gated ? 2 * i : i, m, x, ldx, bytes, scratch, sums);
+    if (is_gated) sum_panel(weight, 2 * i + 1, m, x, ldx, bytes, scratch, up);
     int first = i * kPanel, width = std::min(kPanel, num_outputs - first);
     const float* bias = weight.bias ? weight.bias + first : nullptr;
     for (int r = 0; r < m; ++r)

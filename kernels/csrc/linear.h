@@ -1,7 +1,7 @@
 // The linear layer over packed weights.
 #pragma once
 #include "api.h"
-#include "formats.h"
+#include "dot_panel.h"
 #include "thread_pool.h"
 
 namespace midstream {
@@ -16,12 +16,13 @@ enum class Output {
 // Scratch of one thread; reserve() may allocate, the rest of a step does not.
 struct LinearScratch {
   std::vector<float> sums, tile;
+  std::vector<DotTile> dot_tile;
   void reserve(int max_rows);
 };
 
-// Called by every thread of a running team. x [m, ldx] has zeros from weight.k up to a multiple of kBlock; out [m, ldout]
+// Called by every thread of a running team; quantized is the team's. x [m, ldx] has zeros from weight.k up to a multiple of kBlock; out [m, ldout]
 // is written in columns 0..n-1 only, where n is weight.n (for kSiluMul num_outputs). Bits of a row do not depend on m.
-void linear(ThreadPool& pool, LinearScratch& scratch, const MidstreamLinear& weight, int m, const float* x, int64_t ldx,
+void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m, const float* x, int64_t ldx,
             Output output, int num_outputs, float* out, int64_t ldout);
 
 }  // namespace midstream

@@ -25,9 +25,9 @@ void pack_bf16(const float* row, int count, int lane, uint8_t* block) {
   }
 }
 
-void pack_int8(const float* row, int count, int lane, float inverse, uint8_t* block) {
+void pack_int8(const float* row, int count, int lane, float scale, uint8_t* block) {
   for (int k = 0; k < count; ++k)
-    block[((k / 4) * kPanel + lane) * 4 + k % 4] = static_cast<uint8_t>(static_cast<int8_t>(std::lrint(row[k] * inverse)));
+    block[((k / 4) * kPanel + lane) * 4 + k % 4] = static_cast<uint8_t>(static_cast<int8_t>(scale > 0 ? std::lrint(row[k] / scale) : 0));
 }
 
 // GGUF Q8_0: float16 scale, 32 signed bytes.
@@ -56,14 +56,13 @@ void pack_q4(const uint8_t* source, int lane, uint8_t* block) {
 void pack_float_row(Format format, const float* row, int k, int lane, uint8_t* panel) {
   int bytes = block_bytes(format), blocks = round_up(k, kBlock) / kBlock;
   float scale = largest(row, k) / 127;
-  float inverse = scale > 0 ? 1 / scale : 0;
   for (int b = 0; b < blocks; ++b) {
     int count = k - b * kBlock < kBlock ? k - b * kBlock : kBlock;
     uint8_t* block = panel + static_cast<int64_t>(b) * bytes;
     const float* part = row + b * kBlock;
     if (format == Format::kF32) pack_f32(part, count, lane, block);
     if (format == Format::kBF16) pack_bf16(part, count, lane, block);
-    if (format == Format::kInt8) pack_int8(part, count, lane, inverse, block);
+    if (format == Format::kInt8) pack_int8(part, count, lane, scale, block);
   }
   if (format == Format::kInt8) std::memcpy(panel + static_cast<int64_t>(blocks) * bytes + lane * 4, &scale, 4);
 }

@@ -6,5 +6,11 @@ struct MidstreamPool {
   MidstreamPool(int num_threads, const int* cpus) : threads(num_threads, cpus), linear_scratch(num_threads) {}
   midstream::ThreadPool threads;
   std::vector<midstream::LinearScratch> linear_scratch;
+  midstream::QuantizedScratch quantized;
   std::vector<float> rows;  // padded copy of an input
+
+  void reserve(int m, int max_k) {
+    for (midstream::LinearScratch& scratch : linear_scratch) scratch.reserve(m);
+    quantized.reserve(m, max_k);
+  }
 };

@@ -29,7 +29,9 @@ inline F load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(r
 
 inline I set1_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_int(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 inline I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
+inline I bit_xor(I a, I b) { return _mm256_xor_si256(a, b); }
 inline I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
 template <int n> I shift_left(I a) { return _mm256_slli_epi32(a, n); }
 template <int n> I shift_right(I a) { return _mm256_srli_epi32(a, n); }
@@ -38,6 +40,19 @@ inline F to_float(I a) { return _mm256_cvtepi32_ps(a); }
 inline I to_int(F a) { return _mm256_cvtps_epi32(a); }
 inline F as_float(I a) { return _mm256_castsi256_ps(a); }
 inline I as_int(F a) { return _mm256_castps_si256(a); }
+
+// Adds to each lane the products of its four bytes: u unsigned, at most 15, x signed. After eight additions to zero, 16-bit
+// halves are nearly full; finish_nibbles makes the lane's 32-bit sum of them.
+inline I dot_nibbles(I sum, I u, I x) {
+  // As intrinsics, GCC moves these apart until the sums of a block no longer fit the registers.
+  I products;
+  asm("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(x), "x"(u));
+  return sum;
+}
+inline I finish_nibbles(I sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+// The same for u up to 255 takes too many instructions here to be worth it.
+constexpr bool kHasByteDots = false;
+inline I dot_bytes(I sum, I, I) { return sum; }
 
 // Lane i is added to lane i + 4, then i + 2, then i + 1.
 inline float sum_lanes(F x) {

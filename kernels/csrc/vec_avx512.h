@@ -31,7 +31,9 @@ inline F load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si25
 
 inline I set1_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_int(void* p, I x) { _mm512_storeu_si512(p, x); }
 inline I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
+inline I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 inline I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
 template <int n> I shift_left(I a) { return _mm512_slli_epi32(a, n); }
 template <int n> I shift_right(I a) { return _mm512_srli_epi32(a, n); }
@@ -40,6 +42,12 @@ inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 inline I to_int(F a) { return _mm512_cvtps_epi32(a); }
 inline F as_float(I a) { return _mm512_castsi512_ps(a); }
 inline I as_int(F a) { return _mm512_castps_si512(a); }
+
+// Adds to each lane the products of its four bytes: u unsigned, x signed.
+constexpr bool kHasByteDots = true;
+inline I dot_bytes(I sum, I u, I x) { return _mm512_dpbusd_epi32(sum, u, x); }
+inline I dot_nibbles(I sum, I u, I x) { return dot_bytes(sum, u, x); }
+inline I finish_nibbles(I sum) { return sum; }
 
 inline float sum_lanes(F x) { return _mm512_reduce_add_ps(x); }
 inline float max_lanes(F x) { return _mm512_reduce_max_ps(x); }

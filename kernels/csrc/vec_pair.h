@@ -28,7 +28,12 @@ inline F load_half(const uint16_t* p) { return {avx2::load_half(p), avx2::load_h
 
 inline I set1_int(uint32_t x) { return {avx2::set1_int(x), avx2::set1_int(x)}; }
 inline I load_int(const void* p) { return {avx2::load_int(p), avx2::load_int(static_cast<const char*>(p) + 32)}; }
+inline void store_int(void* p, I x) {
+  avx2::store_int(p, x.a);
+  avx2::store_int(static_cast<char*>(p) + 32, x.b);
+}
 inline I bit_and(I x, I y) { return {avx2::bit_and(x.a, y.a), avx2::bit_and(x.b, y.b)}; }
+inline I bit_xor(I x, I y) { return {avx2::bit_xor(x.a, y.a), avx2::bit_xor(x.b, y.b)}; }
 inline I add_int(I x, I y) { return {avx2::add_int(x.a, y.a), avx2::add_int(x.b, y.b)}; }
 template <int n> I shift_left(I x) { return {avx2::shift_left<n>(x.a), avx2::shift_left<n>(x.b)}; }
 template <int n> I shift_right(I x) { return {avx2::shift_right<n>(x.a), avx2::shift_right<n>(x.b)}; }
@@ -39,6 +44,17 @@ inline F to_float(I x) { return {avx2::to_float(x.a), avx2::to_float(x.b)}; }
 inline I to_int(F x) { return {avx2::to_int(x.a), avx2::to_int(x.b)}; }
 inline F as_float(I x) { return {avx2::as_float(x.a), avx2::as_float(x.b)}; }
 inline I as_int(F x) { return {avx2::as_int(x.a), avx2::as_int(x.b)}; }
+
+inline I dot_nibbles(I s, I u, I x) { return {avx2::dot_nibbles(s.a, u.a, x.a), avx2::dot_nibbles(s.b, u.b, x.b)}; }
+inline I finish_nibbles(I s) { return {avx2::finish_nibbles(s.a), avx2::finish_nibbles(s.b)}; }
+constexpr bool kHasByteDots = true;
+inline __m256i dot_bytes(__m256i sum, __m256i u, __m256i x) {
+  __m256i low = _mm256_set1_epi16(255), ones = _mm256_set1_epi16(1);
+  __m256i even = _mm256_mullo_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+  __m256i odd = _mm256_mullo_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(x, 8));
+  return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, ones), _mm256_madd_epi16(odd, ones)));
+}
+inline I dot_bytes(I s, I u, I x) { return {dot_bytes(s.a, u.a, x.a), dot_bytes(s.b, u.b, x.b)}; }
 
 inline float sum_lanes(F x) { return avx2::sum_lanes(avx2::add(x.a, x.b)); }
 inline float max_lanes(F x) { return avx2::max_lanes(avx2::max(x.a, x.b)); }

@@ -28,6 +28,14 @@ def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tens
     return weight, weight
 
 
+def rounded_to_bytes(x: Tensor) -> Tensor:
+    """Blocks of 32 numbers, each rounded to a multiple of 1/127 of its largest."""
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    largest = blocks.abs().amax(dim=-1, keepdim=True)
+    levels = (blocks * torch.where(largest > 0, 127 / largest, 0)).round()
+    return (levels * (largest / 127)).flatten(1)[:, : x.shape[1]]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(runnable_builds),
@@ -36,6 +44,7 @@ def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tens
     num_inputs=st.integers(1, 700),
     num_outputs=st.integers(1, 150),
     has_bias=st.booleans(),
+    quantizes_input=st.booleans(),
     seed=st.integers(0, 2**30),
 )
 def test_any_shape_and_format_equals_the_reference(
@@ -45,6 +54,7 @@ def test_any_shape_and_format_equals_the_reference(
     num_inputs: int,
     num_outputs: int,
     has_bias: bool,
+    quantizes_input: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
@@ -53,7 +63,10 @@ def test_any_shape_and_format_equals_the_reference(
     source, weight = quantized(torch.randn(num_outputs, num_inputs), weight_format)
     bias = torch.randn(num_outputs) if has_bias else None
     x = torch.randn(num_rows, num_inputs)
-    out = PackedLinear(library(name), [source], weight_format, bias)(x, threads(name))
+    packed = PackedLinear(library(name), [source], weight_format, bias, quantizes_input=quantizes_input)
+    out = packed(x, threads(name))
+    if packed.rounds_input:
+        x = rounded_to_bytes(x)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     # Each of num_inputs terms, and each partial sum, is rounded once.
     bound = 1e-6 * (x.abs().double() @ weight.abs().double().T) + 1e-6
@@ -61,11 +74,12 @@ def test_any_shape_and_format_equals_the_reference(
 
 
 @each_build
+@pytest.mark.parametrize("quantizes_input", [False, True])
 @pytest.mark.parametrize("weight_format", list(WeightFormat))
-def test_rows_do_not_depend_on_batch_or_threads(name: str, weight_format: WeightFormat) -> None:
-    source, _ = quantized(torch.randn(200, 576), weight_format)
-    packed = PackedLinear(library(name), [source], weight_format)
-    x = torch.randn(50, 576)
+def test_rows_do_not_depend_on_batch_or_threads(name: str, weight_format: WeightFormat, quantizes_input: bool) -> None:
+    source, _ = quantized(torch.randn(200, 1056), weight_format)
+    packed = PackedLinear(library(name), [source], weight_format, quantizes_input=quantizes_input)
+    x = torch.randn(50, 1056)
     whole = packed(x, threads(name))
     for num_rows in range(1, 20):
         for begin in (0, 11, 50 - num_rows):
@@ -81,9 +95,11 @@ def test_parts_are_stacked(name: str) -> None:
 
 
 @each_build
-def test_a_nan_stays_in_its_row(name: str) -> None:
-    x = torch.randn(9, 37)
-    packed = PackedLinear(library(name), [torch.randn(11, 37)], WeightFormat.BF16)
+@pytest.mark.parametrize("quantizes_input", [False, True])
+def test_a_nan_stays_in_its_row(name: str, quantizes_input: bool) -> None:
+    x = torch.randn(9, 64)
+    source, _ = quantized(torch.randn(11, 64), WeightFormat.Q4_1)
+    packed = PackedLinear(library(name), [source], WeightFormat.Q4_1, quantizes_input=quantizes_input)
     clean = packed(x, threads(name))
     x[4, 3] = torch.nan
     out = packed(x, threads(name))
