@@ -1,0 +1,182 @@
+"""The worker beside transformers' own continuous batching: the same shape, prompts and output lengths, greedy.
+
+Ours is the worker's runner, driven by the simplest scheduler there is: a waiting sequence starts as soon as a row is
+free, prompts go in chunks beside the generation rows, and a sequence leaves when it has its tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.model import CONFIG_8B, TOKENS_PER_BLOCK, random_runner
+from benchmarks.gpu.report import Report
+from gpu_worker.models.decoder import TorchDecoder
+from gpu_worker.step import NewSequence, Step
+
+if TYPE_CHECKING:
+    from gpu_worker.model_runner import ModelRunner
+
+LEAST_TIMES = 5.0
+NUM_REQUESTS = 192
+MAX_BATCH, MAX_TOKENS = 128, 2048
+# Time left without which transformers is not started; when time is up, what it made by then counts.
+LEAST_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Token ids of a prompt, and how many tokens are made."""
+
+    prompt: list[int]
+    num_tokens: int
+
+
+def mixed_workload(
+    num_requests: int, vocab_size: int, *, longest_prompt: int = 1024, longest: int = 256
+) -> list[Request]:
+    """Prompts and outputs of log-uniform lengths."""
+    generator = np.random.default_rng(0)
+    prompts = np.exp(generator.uniform(np.log(16), np.log(longest_prompt), num_requests)).astype(int)
+    lengths = np.exp(generator.uniform(np.log(16), np.log(longest), num_requests)).astype(int)
+    return [
+        Request(generator.integers(0, vocab_size, prompt).tolist(), int(length))
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Request
+    row: int
+    num_computed: int = 0
+    num_made: int = 0
+
+
+def drive(runner: ModelRunner, requests: list[Request], max_batch: int, max_tokens: int) -> list[list[int]]:
+    """Runs all requests and gives the tokens of each.
+
+    Blocks are not shared: each row owns those of the longest sequence, so the pool holds max_batch of these.
+    """
+    blocks_each = -(-max(len(r.prompt) + r.num_tokens for r in requests) // TOKENS_PER_BLOCK)
+    waiting = deque(enumerate(requests))
+    running: dict[int, _Running] = {}
+    owners: dict[int, int] = {}
+    outputs: list[list[int]] = [[] for _ in requests]
+    released: list[int] = []
+    while waiting or running:
+        new, contexts = [], []
+        decoding = [row for row, one in running.items() if one.num_computed == len(one.request.prompt)]
+        budget = max_tokens - len(decoding)
+        free = sorted(set(range(max_batch)) - set(running))
+        while waiting and free:
+            index, request = waiting.popleft()
+            row = free.pop(0)
+            running[row], owners[row] = _Running(request, row), index
+            new.append(
+                NewSequence(
+                    row=row,
+                    token_ids=np.array(request.prompt, dtype=np.int32),
+                    num_prompt_tokens=len(request.prompt),
+                    block_ids=np.arange(blocks_each, dtype=np.int32) + row * blocks_each,
+                )
+            )
+        for row, one in running.items():
+            left = min(budget, len(one.request.prompt) - one.num_computed)
+            if left > 0:
+                contexts.append((row, one.num_computed, left))
+                budget -= left
+        columns = np.array(contexts, dtype=np.int32).reshape(-1, 3).T
+        step = Step(
+            released_rows=np.array(released, dtype=np.int32),
+            new_sequences=tuple(new),
+            context_rows=columns[0],
+            context_starts=columns[1],
+            context_lengths=columns[2],
+            generation_rows=np.array(sorted(decoding), dtype=np.int32),
+        )
+        tokens = runner.run_step(step).token_ids.tolist()
+        for row, _, length in contexts:
+            running[row].num_computed += length
+        sampled = [row for row, _, _ in contexts if running[row].num_computed == len(running[row].request.prompt)]
+        released = []
+        for row, token in zip([*sampled, *sorted(decoding)], tokens, strict=True):
+            one = running[row]
+            outputs[owners[row]].append(token)
+            one.num_made += 1
+            if one.num_made == one.request.num_tokens:
+                released.append(row)
+                del running[row]
+    return outputs
+
+
+def compare(report: Report, decoder: TorchDecoder) -> None:
+    """Adds both speeds and their ratio."""
+    requests = mixed_workload(NUM_REQUESTS, CONFIG_8B["vocab_size"])
+    longest = max(len(r.prompt) + r.num_tokens for r in requests)
+    blocks_each = -(-longest // TOKENS_PER_BLOCK)
+    runner = random_runner(
+        CONFIG_8B,
+        decoder,
+        torch.device("cuda"),
+        max_batch_size=MAX_BATCH,
+        max_num_tokens=MAX_TOKENS,
+        max_sequence_length=blocks_each * TOKENS_PER_BLOCK,
+        max_kv_tokens=MAX_BATCH * blocks_each * TOKENS_PER_BLOCK,
+    )
+    started = time.perf_counter()
+    outputs = drive(runner, requests, MAX_BATCH, MAX_TOKENS)
+    ours = sum(map(len, outputs)) / (time.perf_counter() - started)
+    report.note(f"worker, mixed workload of {NUM_REQUESTS}, batch ≤ {MAX_BATCH}", f"{ours:.0f} output tok/s")
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    if report.seconds_left < LEAST_S:
+        report.failed("transformers' continuous batching", "no time left")
+        return
+    theirs = _transformers_speed(report, requests)
+    report.note("transformers' continuous batching, the same workload", f"{theirs:.0f} output tok/s")
+    report.times("worker against transformers' continuous batching", ours / theirs, LEAST_TIMES)
+
+
+def _transformers_speed(report: Report, requests: list[Request]) -> float:
+    """Output tokens per second, requests added with their own limits and taken as they finish."""
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{name: value for name, value in CONFIG_8B.items() if name != "model_type"})
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = LlamaForCausalLM(config).eval()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    # No end id: random weights must not end a sequence before its limit.
+    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=256)
+    manager = model.init_continuous_batching(generation_config=generation)
+    manager.start()
+    try:
+        # A first request carries the set-up: memory, graphs, kernels.
+        manager.add_request(requests[0].prompt, max_new_tokens=4)
+        while manager.get_result(timeout=1.0) is None:
+            if report.seconds_left < 0:
+                raise TimeoutError("transformers gave no token in time")
+        started, num_tokens, num_done = time.perf_counter(), 0, 0
+        for request in requests:
+            manager.add_request(request.prompt, max_new_tokens=request.num_tokens)
+        while num_done < len(requests) and report.seconds_left > 0:
+            result = manager.get_result(timeout=1.0)
+            if result is not None and result.is_finished():
+                num_done += 1
+                num_tokens += len(result.generated_tokens)
+        took = time.perf_counter() - started
+    finally:
+        manager.stop(block=True, timeout=10.0)
+    if num_done < len(requests):
+        report.note("transformers' requests done when time was up", f"{num_done} of {len(requests)}")
+    return num_tokens / took

@@ -1,0 +1,251 @@
+"""Each kernel against float64: on a GPU at real sizes, elsewhere in Triton's interpreter at tiny ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kernels
+from benchmarks.gpu.report import Report
+from kernels import KvScales
+from kernels import triton as operations
+from tests.kernels import exact
+from tests.kernels.paged import PagedBatch, paged_batch
+
+# Relative error in the norm; 16-bit results are rounded, and so are the weights that attention multiplies values by.
+LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+INT8_LIMIT, FLOAT8_LIMIT = 1.5e-2, 6e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the checks are.
+
+    Attributes:
+        lengths: (context, queries) of each sequence.
+        heads: (query heads, KV heads, head size) of each attention check.
+        rows, hidden: Of the small kernels.
+        vocab_size: Of sampling.
+        dtypes: Number types that are checked.
+    """
+
+    device: torch.device
+    lengths: tuple[tuple[int, int], ...]
+    heads: tuple[tuple[int, int, int], ...]
+    rows: int
+    hidden: int
+    vocab_size: int
+    dtypes: tuple[torch.dtype, ...]
+
+
+def sizes_for(device: torch.device) -> Sizes:
+    """Real sizes on a GPU; tiny ones without bfloat16, which the interpreter does not multiply, on a CPU."""
+    if device.type == "cuda":
+        return Sizes(
+            device,
+            ((1500, 1), (1024, 1), (700, 700), (65, 3), (1, 1), (2100, 130)),
+            ((32, 8, 128), (9, 3, 64), (8, 8, 80), (14, 2, 256), (71, 1, 64)),
+            rows=300,
+            hidden=4096,
+            vocab_size=128256,
+            dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        )
+    return Sizes(
+        device,
+        ((40, 1), (33, 5), (3, 3), (1, 1)),
+        ((4, 2, 16), (3, 1, 24)),
+        rows=3,
+        hidden=48,
+        vocab_size=700,
+        dtypes=(torch.float32, torch.float16),
+    )
+
+
+def run_checks(report: Report, device: torch.device) -> None:
+    """Adds a row for every kernel and number type."""
+    torch.manual_seed(0)
+    sizes = sizes_for(device)
+    for dtype in sizes.dtypes:
+        for heads in sizes.heads:
+            _check_attention(report, sizes, heads, dtype)
+        _check_row_kernels(report, sizes, dtype)
+        _check_matrix_kernels(report, sizes, dtype)
+    _check_quantized_attention(report, sizes, torch.int8, INT8_LIMIT)
+    _check_quantized_attention(report, sizes, torch.float8_e4m3fn, FLOAT8_LIMIT)
+    if device.type == "cuda":
+        _check_invariance(report, sizes)
+    _check_sampling(report, sizes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cache(batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values; NaN wherever no sequence is."""
+    caches = torch.full((2, batch.num_blocks, 16, *heads[1:]), torch.nan, dtype=dtype)
+    for i, length in enumerate(batch.context_lens.tolist()):
+        positions = torch.arange(length)
+        blocks = batch.block_tables[i, positions // 16].long()
+        caches[:, blocks, positions % 16] = torch.randn(2, length, *heads[1:]).to(dtype)
+    return caches[0], caches[1]
+
+
+def _tables(batch: PagedBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    return batch.block_tables.to(device), batch.query_starts.to(device), batch.context_lens.to(device)
+
+
+def _check_attention(report: Report, sizes: Sizes, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    batch = paged_batch([c for c, _ in sizes.lengths], [q for _, q in sizes.lengths], 16)
+    k, v = _cache(batch, heads, dtype)
+    q = torch.randn(int(batch.query_starts[-1]), heads[0], heads[2]).to(dtype)
+    scale = heads[2] ** -0.5
+    for window in (None, 100):
+        name = f"attention {heads[0]}/{heads[1]} heads of {heads[2]}, {_name(dtype)}{', window' if window else ''}"
+        expected = exact.attention(q, k, v, batch, scale, window)
+        tables = _tables(batch, sizes.device)
+        args = (q.to(sizes.device), k.to(sizes.device), v.to(sizes.device), *tables, scale, window)
+        report.error(name, exact.error(operations.paged_attention(*args).cpu(), expected), LIMITS[dtype])
+        split = operations.paged_attention(*args, num_splits=4)
+        report.error(f"{name}, 4 splits", exact.error(split.cpu(), expected), LIMITS[dtype])
+        chosen = kernels.paged_attention(*args)
+        report.error(f"{name}, as chosen", exact.error(chosen.cpu(), expected), LIMITS[dtype])
+
+
+def _check_row_kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
+    rows, hidden, device = sizes.rows, sizes.hidden, sizes.device
+    x, residual, weight = (torch.randn(s).to(device, dtype) for s in ((rows, hidden), (rows, hidden), (hidden,)))
+    normed, total = operations.add_rms_norm(x, residual, weight, 1e-5)
+    report.error(f"residual sum, {_name(dtype)}", exact.error(total, x.double() + residual.double()), LIMITS[dtype])
+    report.error(f"norm, {_name(dtype)}", exact.error(normed, exact.rms_norm(total, weight, 1e-5)), LIMITS[dtype])
+    gated = operations.silu_mul(x)
+    report.error(f"SiLU-mul, {_name(dtype)}", exact.error(gated, exact.silu_mul(x)), LIMITS[dtype])
+    q = torch.randn(rows, 5, 24).to(device, dtype)
+    angles = torch.randn(rows, 12, device=device)
+    turned, _ = operations.apply_rotary(q, q[:, :2], angles.cos(), angles.sin())
+    report.error(
+        f"rotary, {_name(dtype)}", exact.error(turned, exact.rotate(q, angles.cos(), angles.sin())), LIMITS[dtype]
+    )
+
+
+def _check_matrix_kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
+    rows, inner, device = sizes.rows, sizes.hidden, sizes.device
+    outer, rank, num_adapters = inner + 7, 12, 4
+    x, weight, bias = (torch.randn(s).to(device, dtype) for s in ((rows, inner), (outer, inner), (outer,)))
+    expected = exact.linear(x, weight, bias)
+    report.error(f"linear, {_name(dtype)}", exact.error(operations.linear(x, weight, bias), expected), LIMITS[dtype])
+    units, scale = torch.randint(-127, 128, (outer, inner), dtype=torch.int8, device=device), torch.rand(outer)
+    scale = scale.to(device)
+    expected = exact.linear(x, units.double() * scale.double()[:, None], bias)
+    for count in sorted({1, min(rows, 40), rows}):
+        out = operations.quantized_linear(x[:count], units, scale, bias)
+        report.error(f"int8 linear, {count} rows, {_name(dtype)}", exact.error(out, expected[:count]), LIMITS[dtype])
+    a = torch.randn(num_adapters, rank, inner).to(device, dtype)
+    b = torch.randn(num_adapters, outer, rank).to(device, dtype)
+    scaling = torch.rand(num_adapters, device=device)
+    adapters = torch.randint(-1, num_adapters, (rows,), dtype=torch.int32, device=device)
+    y = torch.randn(rows, outer).to(device, dtype)
+    expected = exact.lora(y, x, a, b, scaling, adapters)
+    operations.add_lora(y, x, a, b, scaling, adapters)
+    report.error(f"LoRA, {_name(dtype)}", exact.error(y, expected), LIMITS[dtype])
+
+
+def _check_quantized_attention(report: Report, sizes: Sizes, kv: torch.dtype, limit: float) -> None:
+    """The error includes that of quantizing."""
+    device, heads = sizes.device, sizes.heads[0]
+    dtype = sizes.dtypes[0]
+    lengths = [c for c, _ in sizes.lengths]
+    whole = paged_batch(lengths, lengths, 16)
+    batch = PagedBatch(
+        query_starts=torch.tensor([0, *(q for _, q in sizes.lengths)]).cumsum(0).int(),
+        context_lens=whole.context_lens,
+        block_tables=whole.block_tables,
+        slot_mapping=whole.slot_mapping,
+        positions=whole.positions,
+        num_blocks=whole.num_blocks,
+    )
+    k, v = torch.randn(2, sum(lengths), *heads[1:]).to(dtype).unbind()
+    floats = torch.zeros(2, whole.num_blocks, 16, *heads[1:], dtype=dtype)
+    operations_cache = torch.zeros(floats.shape, device=device).to(kv)
+    scales = KvScales(*torch.zeros(2, whole.num_blocks, 16, heads[1], device=device).unbind())
+    slots = whole.slot_mapping
+    for source, cache in ((k, floats[0]), (v, floats[1])):
+        cache.flatten(0, 1)[slots.long()] = source
+    operations.store_kv(
+        k.to(device), v.to(device), operations_cache[0], operations_cache[1], slots.to(device), scales=scales
+    )
+    q = torch.randn(int(batch.query_starts[-1]), heads[0], heads[2]).to(dtype)
+    tables = _tables(batch, device)
+    scale = heads[2] ** -0.5
+    out = operations.paged_attention(
+        q.to(device), operations_cache[0], operations_cache[1], *tables, scale, scales=scales
+    )
+    expected = exact.attention(q, floats[0], floats[1], batch, scale)
+    report.error(f"attention over {_name(kv)} KV, {_name(dtype)}", exact.error(out.cpu(), expected), limit)
+
+
+def _check_invariance(report: Report, sizes: Sizes) -> None:
+    """Bits of batch-invariant attention and linear layers, alone and in a batch."""
+    device, heads = sizes.device, sizes.heads[0]
+    batch = paged_batch([1500, 700], [1500, 700], 16)
+    k, v = (cache.to(device) for cache in _cache(batch, heads, torch.bfloat16))
+    q = torch.randn(2200, heads[0], heads[2]).to(device, torch.bfloat16)
+    tables = _tables(batch, device)
+    together = operations.paged_attention(q, k, v, *tables, 0.1, is_batch_invariant=True)
+    num_different = 0
+    for begin, end in ((1499, 1500), (1400, 1500), (512, 513), (3, 900)):
+        starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, end - begin], [end]))
+        alone = operations.paged_attention(
+            q[begin:end], k, v, tables[0][:1], starts, lens, 0.1, is_batch_invariant=True
+        )
+        num_different += int((alone != together[begin:end]).sum())
+    report.error("batch-invariant attention, differing elements", num_different, 0)
+    x, weight = (torch.randn(n, sizes.hidden, device=device, dtype=torch.bfloat16) for n in (300, 1000))
+    whole = operations.linear(x, weight)
+    num_different = sum(
+        int((operations.linear(x[i : i + n], weight) != whole[i : i + n]).sum()) for i, n in [(7, 1), (9, 90)]
+    )
+    report.error("batch-invariant linear, differing elements", num_different, 0)
+
+
+def _check_sampling(report: Report, sizes: Sizes) -> None:
+    """Tokens drawn, against the same rules over a sorted float64 distribution with the same uniform numbers."""
+    from gpu_worker.uniforms import uniforms
+
+    rows, device = 8, sizes.device
+    logits = torch.randn(rows, sizes.vocab_size) * 4
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1.0, 2.0, 1.0, 1.0, 0.5])
+    top_k = torch.tensor([0, 0, 40, 0, 5, 50, 0, 1], dtype=torch.int32)
+    top_p = torch.tensor([1.0, 1.0, 1.0, 0.9, 1.0, 0.8, 0.5, 1.0])
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.0])
+    seeds = np.random.default_rng(0).integers(0, 2**63, rows).astype(np.uint64)
+    places = torch.arange(rows, dtype=torch.int32)
+    drawn = operations.sample(
+        logits.to(device),
+        temperature.to(device),
+        top_k.to(device),
+        top_p.to(device),
+        min_p.to(device),
+        torch.from_numpy(seeds.view(np.int64)).to(device),
+        places.to(device),
+        (places + 5).to(device),
+    )
+    numbers = uniforms(seeds, places.numpy(), (places + 5).numpy())
+    params = zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), numbers.tolist(), strict=True)
+    expected = [_draw(logits[i], *values) for i, values in enumerate(params)]
+    num_different = sum(a != b for a, b in zip(drawn.tolist(), expected, strict=True))
+    report.error("sampling, differing tokens of 8", num_different, 0)
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, number: float) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    p = torch.softmax(logits.double() / temperature, 0)
+    likeliest = p.sort(descending=True).values[: top_k or None]
+    num_kept = int((likeliest.cumsum(0) < top_p * likeliest.sum()).sum()) + 1 if top_p < 1 else len(likeliest)
+    least = max(float(likeliest[num_kept - 1]), min_p * float(likeliest[0]))
+    sums = torch.where(p >= least, p, 0).cumsum(0)
+    return int((sums <= number * sums[-1]).sum())

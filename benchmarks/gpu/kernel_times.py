@@ -1,0 +1,129 @@
+"""How long each kernel takes at the shapes of an 8B model: where a step's time goes. Nothing is demanded of these.
+
+Two sets of attention and linear kernels stand beside each other, so that the chooser can be checked against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import kernels
+from benchmarks.gpu.model import TOKENS_PER_BLOCK, step_inputs
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.timing import Ceilings, graph_seconds, seconds
+from kernels import KvScales
+from kernels import triton as operations
+
+CUDA = torch.device("cuda")
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FEED_FORWARD, VOCAB = 32, 8, 128, 4096, 14336, 128256
+ROWS = 64
+# Weights of as many layers in turn, so that none is found in the cache.
+NUM_COPIES = 4
+
+
+def measure_attention(report: Report, ceilings: Ceilings) -> None:
+    """Decode by share of the bandwidth, prefill by share of the matrix-product rate."""
+    for batch_size, context in ((1, 1024), (1, 32768), (64, 1024), (64, 4096)):
+        _measure_decode_attention(report, ceilings, batch_size, context)
+    batch_size, length = 8, 2048
+    q, keys, values, tables = _attention_case(batch_size, length, length)
+    took = seconds(lambda: operations.paged_attention(q, keys, values, *tables, 0.1))
+    rate = 2 * batch_size * length * (length + 1) * HEADS * HEAD_DIM / took
+    report.note(
+        f"prefill attention, {batch_size} × {length}, Triton",
+        f"{took * 1e6:.0f} µs, {rate / ceilings.matmul:.0%} of the matrix-product rate",
+    )
+
+
+def _attention_case(
+    batch_size: int, num_queries: int, context: int
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Queries, key and value cache, and tables of a step."""
+    inputs = step_inputs(batch_size, num_queries, context, 1)
+    num_blocks = inputs.block_tables.numel()
+    keys, values = (
+        torch.randn(num_blocks, TOKENS_PER_BLOCK, KV_HEADS, HEAD_DIM, device=CUDA, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    q = torch.randn(batch_size * num_queries, HEADS, HEAD_DIM, device=CUDA, dtype=torch.bfloat16)
+    tables = (inputs.block_tables.to(CUDA), inputs.query_starts.to(CUDA), inputs.context_lens.to(CUDA))
+    return q, keys, values, tables
+
+
+def _measure_decode_attention(report: Report, ceilings: Ceilings, batch_size: int, context: int) -> None:
+    q, keys, values, tables = _attention_case(batch_size, 1, context)
+    units = (keys * 30).to(torch.int8), (values * 30).to(torch.int8)
+    scales = KvScales(*torch.ones(2, *keys.shape[:3], device=CUDA).unbind())
+    variants: dict[str, Callable[[], object]] = {
+        "as chosen": lambda: kernels.paged_attention(q, keys, values, *tables, 0.1),
+        "Triton": lambda: operations.paged_attention(q, keys, values, *tables, 0.1),
+        "batch-invariant": lambda: operations.paged_attention(q, keys, values, *tables, 0.1, is_batch_invariant=True),
+        "int8 KV": lambda: operations.paged_attention(q, *units, *tables, 0.1, scales=scales),
+    }
+    for name, run in variants.items():
+        took = graph_seconds(run)
+        moved = 2 * batch_size * context * KV_HEADS * HEAD_DIM * (1 if name == "int8 KV" else 2)
+        report.note(
+            f"decode attention, batch {batch_size}, context {context}, {name}",
+            f"{took * 1e6:.0f} µs, {moved / took / ceilings.bandwidth:.0%} of the bandwidth",
+        )
+
+
+def measure_linear(report: Report, ceilings: Ceilings) -> None:
+    """Each matrix of a layer, by share of the bandwidth."""
+    for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD)):
+        for num_rows in (1, ROWS):
+            _measure_linear_shape(report, ceilings, outer, inner, num_rows)
+
+
+def _measure_linear_shape(report: Report, ceilings: Ceilings, outer: int, inner: int, num_rows: int) -> None:
+    weights = [torch.randn(outer, inner, device=CUDA, dtype=torch.bfloat16) for _ in range(NUM_COPIES)]
+    units = [torch.randint(-127, 128, (outer, inner), dtype=torch.int8, device=CUDA) for _ in range(NUM_COPIES)]
+    scale = torch.rand(outer, device=CUDA)
+    x = torch.randn(num_rows, inner, device=CUDA, dtype=torch.bfloat16)
+    variants: dict[str, Callable[[], object]] = {
+        "cuBLAS": lambda: [torch.nn.functional.linear(x, weight) for weight in weights],
+        "Triton": lambda: [operations.linear(x, weight) for weight in weights],
+        "int8": lambda: [operations.quantized_linear(x, one, scale) for one in units],
+    }
+    for name, run in variants.items():
+        took = graph_seconds(run) / NUM_COPIES
+        share = outer * inner * (1 if name == "int8" else 2) / took / ceilings.bandwidth
+        report.note(
+            f"linear {inner} → {outer}, {num_rows} rows, {name}", f"{took * 1e6:.1f} µs, {share:.0%} of the bandwidth"
+        )
+
+
+def measure_others(report: Report) -> None:
+    """The small kernels at one decode step of 64 rows."""
+    x = torch.randn(ROWS, HIDDEN, device=CUDA, dtype=torch.bfloat16)
+    gate_up = torch.randn(ROWS, 2 * FEED_FORWARD, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.ones(HIDDEN, device=CUDA, dtype=torch.bfloat16)
+    q, k = (torch.randn(ROWS, heads, HEAD_DIM, device=CUDA, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS))
+    angles = torch.randn(ROWS, HEAD_DIM // 2, device=CUDA)
+    cos, sin = angles.cos(), angles.sin()
+    cache = torch.zeros(2, ROWS, TOKENS_PER_BLOCK, KV_HEADS, HEAD_DIM, device=CUDA, dtype=torch.bfloat16)
+    integers = torch.arange(ROWS, dtype=torch.int32, device=CUDA)
+    logits = torch.randn(ROWS, VOCAB, device=CUDA) * 4
+    ones, zeros = torch.ones(ROWS, device=CUDA), torch.zeros(ROWS, device=CUDA)
+    keyed = (integers.long(), integers, integers)
+    a = torch.randn(8, 16, HIDDEN, device=CUDA, dtype=torch.bfloat16)
+    b = torch.randn(8, HIDDEN, 16, device=CUDA, dtype=torch.bfloat16)
+    adapters, scaling, y = integers % 8, torch.ones(8, device=CUDA), torch.zeros_like(x)
+    runs: dict[str, Callable[[], object]] = {
+        "norm with residual": lambda: operations.add_rms_norm(x, x, weight, 1e-5),
+        "SiLU-mul": lambda: operations.silu_mul(gate_up),
+        "rotary": lambda: operations.apply_rotary(q, k, cos, sin),
+        "KV write": lambda: operations.store_kv(k, k, cache[0], cache[1], integers * TOKENS_PER_BLOCK),
+        "LoRA rank 16, 8 adapters": lambda: operations.add_lora(y, x, a, b, scaling, adapters),
+        "argmax": lambda: logits.argmax(dim=1),
+        "sampling, temperature": lambda: operations.sample(logits, ones, integers * 0, ones, zeros, *keyed),
+        "sampling, top-k 50, top-p 0.9": lambda: operations.sample(
+            logits, ones, integers * 0 + 50, ones * 0.9, zeros, *keyed
+        ),
+    }
+    for name, run in runs.items():
+        report.note(f"{name}, {ROWS} rows", f"{graph_seconds(run) * 1e6:.1f} µs")

@@ -1,0 +1,176 @@
+"""A model of random weights, the inputs of its steps, and a worker around it that needs no model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from gpu_worker.models.decoder import ForwardInputs, TorchDecoder
+from gpu_worker.models.description import DecoderDescription, describe
+
+if TYPE_CHECKING:
+    from gpu_worker.model_runner import ModelRunner
+    from gpu_worker.weights.decoder_weights import DecoderWeights
+
+# The shape of Llama 3.1 8B.
+CONFIG_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+}
+TOKENS_PER_BLOCK = 16
+_STANDARD_DEVIATION = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    values: Tensor
+
+    def dense(self) -> Tensor:
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: _Matrix
+    bias: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: _Linear
+    attention_output: _Linear
+    post_attention_norm: Tensor
+    gate_up: _Linear
+    down: _Linear
+    q_norm: None = None
+    k_norm: None = None
+
+
+class RandomWeights:
+    """Weights as the loader gives them, made where they are used."""
+
+    def __init__(self, description: DecoderDescription, device: torch.device, dtype: torch.dtype) -> None:
+        self._description, self._device, self._dtype = description, device, dtype
+
+    def embedding(self) -> _Matrix:
+        return self._matrix(self._description.vocab_size, self._description.hidden_size)
+
+    def head(self) -> _Matrix:
+        return self._matrix(self._description.vocab_size, self._description.hidden_size)
+
+    def final_norm(self) -> Tensor:
+        return self._ones()
+
+    def rope_factors(self) -> None:
+        return None
+
+    def layers(self) -> Iterator[_Layer]:
+        d = self._description
+        for _ in range(d.num_layers):
+            yield _Layer(
+                input_norm=self._ones(),
+                qkv=_Linear(self._matrix((d.num_heads + 2 * d.num_kv_heads) * d.head_dim, d.hidden_size)),
+                attention_output=_Linear(self._matrix(d.hidden_size, d.num_heads * d.head_dim)),
+                post_attention_norm=self._ones(),
+                gate_up=_Linear(self._matrix(2 * d.intermediate_size, d.hidden_size)),
+                down=_Linear(self._matrix(d.hidden_size, d.intermediate_size)),
+            )
+
+    def _matrix(self, num_rows: int, num_columns: int) -> _Matrix:
+        values = torch.empty(num_rows, num_columns, device=self._device, dtype=self._dtype)
+        return _Matrix(values.normal_(std=_STANDARD_DEVIATION))
+
+    def _ones(self) -> Tensor:
+        return torch.ones(self._description.hidden_size, device=self._device)
+
+
+def random_decoder(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> TorchDecoder:
+    """The native decoder of this shape."""
+    description = describe(config)
+    weights = cast("DecoderWeights", RandomWeights(description, device, dtype))
+    return TorchDecoder(description, weights, dtype, device)
+
+
+def weight_bytes(d: DecoderDescription, bytes_each: int) -> int:
+    """Bytes that a step must read: all matrices but the embedding, of which it reads a few rows."""
+    heads = (2 * d.num_heads + 2 * d.num_kv_heads) * d.head_dim
+    layer = heads * d.hidden_size + 3 * d.intermediate_size * d.hidden_size
+    return bytes_each * (d.num_layers * layer + d.vocab_size * d.hidden_size)
+
+
+def kv_bytes(d: DecoderDescription, num_tokens: int, bytes_each: int) -> int:
+    """Bytes of the keys and values of so many tokens, in all layers."""
+    return 2 * d.num_layers * d.num_kv_heads * d.head_dim * num_tokens * bytes_each
+
+
+def prefill_operations(d: DecoderDescription, batch_size: int, length: int) -> float:
+    """Floating-point operations of whole prompts: matrices and causal attention, and one row of logits each."""
+    heads = (2 * d.num_heads + 2 * d.num_kv_heads) * d.head_dim
+    matrices = d.num_layers * (heads * d.hidden_size + 3 * d.intermediate_size * d.hidden_size)
+    attention = 4 * d.num_layers * d.num_heads * d.head_dim * length * (length + 1) / 2
+    return batch_size * (2 * matrices * length + attention + 2 * d.vocab_size * d.hidden_size)
+
+
+def step_inputs(batch_size: int, num_queries: int, context: int, vocab_size: int) -> ForwardInputs:
+    """A step, on the CPU: each sequence asks for the last num_queries of its context, and samples one token."""
+    num_blocks = -(-context // TOKENS_PER_BLOCK)
+    order = torch.randperm(batch_size * num_blocks, dtype=torch.int32)
+    tables = order.view(batch_size, num_blocks)
+    positions = torch.arange(context - num_queries, context, dtype=torch.int32)
+    slots = tables[:, positions // TOKENS_PER_BLOCK] * TOKENS_PER_BLOCK + positions % TOKENS_PER_BLOCK
+    starts = torch.arange(batch_size + 1, dtype=torch.int32) * num_queries
+    return ForwardInputs(
+        token_ids=torch.randint(vocab_size, (batch_size * num_queries,), dtype=torch.int32),
+        positions=positions.repeat(batch_size),
+        slot_mapping=slots.flatten().int(),
+        query_starts=starts,
+        context_lens=torch.full((batch_size,), context, dtype=torch.int32),
+        block_tables=tables,
+        sampled=starts[1:] - 1,
+    )
+
+
+def random_runner(config: dict[str, Any], decoder: TorchDecoder, device: torch.device, **settings: Any) -> ModelRunner:
+    """The worker's runner around a decoder that is there already."""
+    from gpu_worker.loader import LoadedModel
+    from gpu_worker.model_runner import ModelRunner
+    from midstream.config import WorkerConfig
+    from midstream.model_folder import ModelFolder
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    folder = ModelFolder(
+        path=Path("random"),
+        name="random",
+        architecture=config["model_type"],
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        max_sequence_length=config["max_position_embeddings"],
+        end_ids=(),
+        pad_id=None,
+        bos_id=None,
+        chat_template=None,
+        sliding_window=None,
+        fingerprint="random",
+        weights_format="safetensors",
+        weight_files=(),
+        config=config,
+    )
+    model = LoadedModel(describe(config), decoder, device, dtype, dtype)
+    worker_config = WorkerConfig(tokens_per_block=TOKENS_PER_BLOCK, device=str(device), **settings)
+    return ModelRunner(worker_config, folder, model)

@@ -1,0 +1,71 @@
+"""The table of measurements beside their limits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement; `limit` and `is_within` are empty where nothing is demanded."""
+
+    name: str
+    measured: str
+    limit: str = ""
+    is_within: bool | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """Collects rows, printing each as it comes, and knows how much time is left."""
+
+    budget_s: float
+    rows: list[Row] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.budget_s - (time.perf_counter() - self.started)
+
+    @property
+    def num_missed(self) -> int:
+        return sum(row.is_within is False for row in self.rows)
+
+    def note(self, name: str, measured: str) -> None:
+        """A measurement, or a fact, of which nothing is demanded."""
+        self._add(Row(name, measured))
+
+    def at_least(self, name: str, value: float, least: float, detail: str = "") -> None:
+        """A share that should reach a limit."""
+        self._add(Row(name, f"{value:.1%}{detail}", f"≥ {least:.0%}", value >= least))
+
+    def at_most(self, name: str, value: float, most: float, detail: str = "") -> None:
+        """A share that should stay under a limit."""
+        self._add(Row(name, f"{value:.1%}{detail}", f"≤ {most:.0%}", value <= most))
+
+    def times(self, name: str, value: float, least: float, detail: str = "") -> None:
+        """A ratio that should reach a limit."""
+        self._add(Row(name, f"{value:.1f}×{detail}", f"≥ {least:g}×", value >= least))
+
+    def error(self, name: str, value: float, most: float) -> None:
+        """A relative error; NaN is above any limit."""
+        self._add(Row(name, f"{value:.1e}", f"≤ {most:.0e}", value <= most))
+
+    def failed(self, name: str, reason: str) -> None:
+        """A part that could not be measured although it should."""
+        self._add(Row(name, reason, "runs", False))
+
+    def table(self) -> str:
+        """All rows as a Markdown table."""
+        lines = ["| what | measured | limit | |", "| --- | ---: | ---: | --- |"]
+        verdicts = {None: "", True: "ok", False: "MISSED"}
+        lines += [f"| {row.name} | {row.measured} | {row.limit} | {verdicts[row.is_within]} |" for row in self.rows]
+        return "\n".join(lines)
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        verdict = {None: "", True: "ok", False: "MISSED"}[row.is_within]
+        print(
+            f"{time.perf_counter() - self.started:6.1f} s  {row.name}: {row.measured} {row.limit} {verdict}", flush=True
+        )

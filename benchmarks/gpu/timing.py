@@ -1,0 +1,59 @@
+"""Timing on a GPU, and the two ceilings that numbers are compared with."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_WARM_UPS = 3
+
+
+@dataclass(slots=True)
+class Ceilings:
+    """What the device can do, measured: bytes moved and floating-point operations done in a second."""
+
+    bandwidth: float = 0.0
+    matmul: float = 0.0
+
+
+def seconds(run: Callable[[], object], repeats: int = 20) -> float:
+    """Median device time of `run`, between events around each call."""
+    for _ in range(_WARM_UPS):
+        run()
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]  # type: ignore[no-untyped-call]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]  # type: ignore[no-untyped-call]
+    for start, end in zip(starts, ends, strict=True):
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    milliseconds: list[float] = [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+    return statistics.median(milliseconds) / 1e3
+
+
+def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
+    """As `seconds`, of a recorded graph: for kernels so short that their starting would be what is measured."""
+    for _ in range(_WARM_UPS):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return seconds(graph.replay, repeats)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read plus bytes written per second by a large copy on the device."""
+    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source))
+
+
+def matmul_rate() -> float:
+    """Floating-point operations per second of a large bf16 matrix product of random numbers."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / seconds(lambda: torch.mm(a, b, out=out))
