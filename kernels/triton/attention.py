@@ -99,7 +99,8 @@ def paged_attention(
     if is_batch_invariant:
         decode = prefill = invariant_launch(group, head_dim, q.element_size())
         segment_tiles = SEGMENT_KEYS // prefill.block_n
-        num_splits = max(1, -(-block_tables.shape[1] * block_size // SEGMENT_KEYS))
+        # A power of two, so that few kernels are compiled; a split without keys changes nothing.
+        num_splits = triton.next_power_of_2(triton.cdiv(block_tables.shape[1] * block_size, SEGMENT_KEYS))
     elif num_splits is None:
         num_splits = _num_splits(num_sequences * num_kv_heads, block_tables.shape[1] * block_size, decode, q.device)
     partial = torch.empty(num_sequences, num_heads, num_splits, head_dim if num_splits > 1 else 0, device=q.device)

@@ -99,7 +99,11 @@ def _walk(
     return top, total, acc
 
 
-@triton.jit
+# Steps differ in these from one to the next, and a new kernel need not be compiled for each.
+@triton.jit(
+    do_not_specialize=["num_sequences", "window", "table_stride"],
+    do_not_specialize_on_alignment=["tables_ptr", "starts_ptr", "lens_ptr"],
+)
 def attend(
     q_ptr,
     k_ptr,
@@ -305,7 +309,7 @@ def attend(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_element)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts_ptr"])
 def combine(
     partial_ptr,
     state_ptr,

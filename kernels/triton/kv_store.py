@@ -55,7 +55,7 @@ def store_kv(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _store(
     k_ptr,
     v_ptr,

@@ -71,7 +71,7 @@ def _run(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, l
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear(
     x_ptr,
     weight_ptr,

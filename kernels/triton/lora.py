@@ -72,7 +72,7 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Tensor, adapte
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["adapters_ptr"])
 def _shrink(
     x_ptr,
     a_ptr,
@@ -110,7 +110,7 @@ def _shrink(
     tl.store(target, acc, mask=is_ours[:, None] & (ranks < RANK)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["adapters_ptr"])
 def _expand(
     shrunk_ptr,
     b_ptr,

@@ -55,7 +55,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm(
     x_ptr,
     residual_ptr,
