@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 
 from midstream.client import AsyncClient, Result, SamplingParams
@@ -53,13 +54,18 @@ async def run_one(client: AsyncClient, run: str, index: int, max_tokens: int, pr
     }
 
 
-async def main(address: str, run: str, num_requests: int, max_tokens: int) -> None:
+def addresses_of(name: str, port: int) -> list[str]:
+    """All addresses of a headless Service, so that the first requests take turns too."""
+    return sorted({f"{info[4][0]}:{port}" for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})
+
+
+async def main(service: str, port: int, run: str, num_requests: int, max_tokens: int) -> None:
     progress = Progress()
-    async with AsyncClient(address) as client:
+    async with AsyncClient(addresses_of(service, port)) as client:
         runs = (run_one(client, run, index, max_tokens, progress) for index in range(num_requests))
         outputs = await asyncio.gather(*runs)
     print(json.dumps({"outputs": outputs}), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))

@@ -12,9 +12,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -22,7 +25,7 @@ import grpc
 import yaml  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.deploy.e2e.podman import pod_address, podman
+from tests.deploy.e2e.podman import logs, pod_address, podman
 from tests.deploy.rendering import Manifest, container_of, ports_of, render
 
 # Pods start on the first and join the second, in which their Services' names are, once they are ready.
@@ -62,21 +65,25 @@ class Cluster:
         self._remove_everything()
 
     def kill(self, pod: str) -> None:
-        """SIGKILL to the pod's process; podman starts it again."""
-        podman("kill", "--signal", "KILL", container_name(pod))
+        """SIGKILL to the pod's process; podman starts it again, which it would not after a `podman kill`."""
+        os.kill(int(podman("inspect", container_name(pod), "--format", "{{.State.Pid}}")), signal.SIGKILL)
 
     def scale(self, part: str, replicas: int) -> None:
         """Changes how many pods a part has; returns when new ones are ready and old ones have stopped."""
         pods = self.pods[part]
-        while len(pods) > replicas:
-            self._stop(pods.pop())
-        while len(pods) < replicas:
-            self._num_added += 1
-            deployment = copy.deepcopy(self._rendered.get("Deployment", part))
-            deployment["metadata"]["name"] = f"{part}-{self._num_added}"
-            self._play([self._config_map(), _for_podman(deployment, 1)])
-            pods.append(f"{part}-{self._num_added}-pod-0")
-            self._await_ready(part, pods[-1])
+        self.pods[part], leaving = pods[:replicas], pods[replicas:]
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(self._stop, leaving))
+        added = range(self._num_added, self._num_added + replicas - len(self.pods[part]))
+        self._num_added = added.stop
+        deployments = [copy.deepcopy(self._rendered.get("Deployment", part)) for _ in added]
+        for index, deployment in zip(added, deployments, strict=True):
+            deployment["metadata"]["name"] = f"{part}-{index}"
+        if added:
+            self._play([self._config_map(), *(_for_podman(deployment, 1) for deployment in deployments)])
+        for index in added:
+            self.pods[part].append(f"{part}-{index}-pod-0")
+            self._await_ready(part, self.pods[part][-1])
 
     def address(self, pod: str) -> str:
         """The pod's IP address."""
@@ -90,7 +97,7 @@ class Cluster:
         return f"{self.address(pod)}:{ports_of(self._templates[self.part_of(pod)])['http']}"
 
     def logs(self, pod: str) -> str:
-        return podman("logs", container_name(pod), check=False)
+        return logs(container_name(pod))
 
     def await_ready(self) -> None:
         """Returns when every pod is ready."""

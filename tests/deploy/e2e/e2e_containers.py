@@ -14,7 +14,7 @@ from tests.deploy.e2e.podman import podman
 pytestmark = pytest.mark.timeout(900)
 
 NUM_REQUESTS = 32
-MAX_TOKENS = 128
+MAX_TOKENS = 256
 
 
 def metric(cluster: Cluster, pod: str, name: str) -> float:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.e2e.cluster import SERVICES
-from tests.deploy.e2e.podman import popen
+from tests.deploy.e2e.podman import podman, popen
 from tests.deploy.rendering import container_of, ports_of, render
 
-_CLIENT = Path(__file__).parent / "client.py"
+_PROGRAM = Path(__file__).parent / "client.py"
+CLIENT = "midstream-e2e-client"
 
 Output = dict[str, Any]
 # When this share of all tokens has come, do that.
@@ -26,21 +27,20 @@ def stream(num_requests: int, max_tokens: int, events: Sequence[Event] = ()) -> 
     Returns:
         One entry per request, as client.py prints it.
     """
-    client = _start(num_requests, max_tokens)
-    assert client.stdout is not None
-    assert client.stderr is not None
     waiting = list(events)
     outputs: list[Output] | None = None
-    try:
-        for line in client.stdout:
-            message = json.loads(line)
-            outputs = message.get("outputs")
-            while waiting and message.get("num_tokens", 0) >= waiting[0][0] * num_requests * max_tokens:
-                waiting.pop(0)[1]()
-        assert client.wait(30) == 0, client.stderr.read()
-    finally:
-        client.kill()
-        client.wait()
+    with _start(num_requests, max_tokens) as client:
+        assert client.stdout is not None
+        assert client.stderr is not None
+        try:
+            for line in client.stdout:
+                message = json.loads(line)
+                outputs = message.get("outputs")
+                while waiting and message.get("num_tokens", 0) >= waiting[0][0] * num_requests * max_tokens:
+                    waiting.pop(0)[1]()
+            assert client.wait(30) == 0, client.stderr.read()
+        finally:
+            podman("rm", "--force", "--time", "0", CLIENT, check=False)
     assert outputs is not None
     assert not waiting, "the load was over before all had happened"
     return outputs
@@ -49,6 +49,6 @@ def stream(num_requests: int, max_tokens: int, events: Sequence[Event] = ()) -> 
 def _start(num_requests: int, max_tokens: int) -> subprocess.Popen[str]:
     router = render("cpu").pods()["router"]
     image, port = container_of(router)["image"], ports_of(router)["grpc"]
-    flags = ["--rm", "--read-only", "--network", SERVICES, "--volume", f"{_CLIENT}:/client.py:ro"]
-    arguments = [f"dns:///router:{port}", uuid.uuid4().hex[:8], str(num_requests), str(max_tokens)]
+    flags = ["--rm", "--name", CLIENT, "--read-only", "--network", SERVICES, "--volume", f"{_PROGRAM}:/client.py:ro"]
+    arguments = ["router", str(port), uuid.uuid4().hex[:8], str(num_requests), str(max_tokens)]
     return popen("run", *flags, "--entrypoint", "python", f"localhost/{image}", "/client.py", *arguments)

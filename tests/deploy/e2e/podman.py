@@ -30,6 +30,14 @@ def podman(*arguments: str, stdin: str | None = None, check: bool = True, timeou
     return result.stdout.strip()
 
 
+def logs(container: str) -> str:
+    """What the container printed, on both of its outputs."""
+    result = subprocess.run(
+        ["podman", "logs", container], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return result.stdout
+
+
 def popen(*arguments: str) -> subprocess.Popen[str]:
     """Starts `podman ARGUMENTS` with its output on a pipe."""
     return subprocess.Popen(
