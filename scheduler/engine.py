@@ -24,7 +24,7 @@ from scheduler.effects import (
     Refused,
     StepPlan,
 )
-from scheduler.events import Attached, Detached, Event, Submitted, Turn, WorkerBeat
+from scheduler.events import Attached, Detached, Event, Recovered, Submitted, Turn, WorkerBeat
 from scheduler.feed import FeedHub
 from scheduler.journal import Journal, JournalEntry, is_entry
 from scheduler.prefix_cache import KvChange
@@ -52,7 +52,7 @@ class Engine:
         *,
         journal: Journal,
         dispatcher: Dispatcher,
-        record: Callable[[Event], None] | None = None,
+        record: Callable[[Event, list[Effect]], None] | None = None,
     ) -> None:
         self.core = core
         self.hub = FeedHub(core.config.scheduler_epoch, self._on_attach, self._on_detach)
@@ -73,9 +73,12 @@ class Engine:
 
     def handle(self, event: Event) -> list[Effect]:
         """Hands an event to the core and carries out what follows."""
-        if self._record is not None:
-            self._record(event)
-        effects = self.core.handle(event)
+        effects: list[Effect] = []
+        try:
+            effects = self.core.handle(event)
+        finally:  # an event that the core fails at is what a recording is read for
+            if self._record is not None:
+                self._record(event, effects)
         entries: list[JournalEntry] = []
         for effect in effects:
             if is_entry(effect):
@@ -87,6 +90,14 @@ class Engine:
         if not isinstance(event, Turn):
             self._turn_soon()
         return effects
+
+    def recover(self, requests: list[Recovered]) -> None:
+        """Goes on with the requests of the journal."""
+        for event in requests:
+            self.handle(event)
+            request = self.core.lifecycle.requests.get(event.spec.request_id)
+            if request is not None:
+                self.hub.restore(request)
 
     def handle_worker_event(self, event: WorkerEvent) -> None:
         """Takes in what a worker said."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+from pathlib import Path
 
 from midstream.config import SchedulerConfig
 from midstream.errors import ConfigError
@@ -12,7 +14,7 @@ from midstream.health import Progress
 from midstream.model_folder import ModelFolder, open_model_folder
 from midstream.serving import Server
 from midstream.telemetry import HttpServer, Metrics
-from protos import scheduler_pb2, scheduler_pb2_grpc
+from protos import recording_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.dispatch import Dispatcher
@@ -22,6 +24,8 @@ from scheduler.journal import Journal
 from scheduler.journal.off import NoJournal
 from scheduler.metrics import SchedulerCollector
 from scheduler.plugins import load_scheduler
+from scheduler.recording import Recorder
+from scheduler.recording_codec import encode_config
 from scheduler.request_codec import ModelLimits
 from scheduler.servicer import SchedulerServicer
 
@@ -68,6 +72,7 @@ class SchedulerService:
         self._http = HttpServer(config.host, config.http_port, self.metrics, self.progress.problems)
         self.http_port = self._http.port
         self._tasks: list[asyncio.Task[None]] = []
+        self._recorder: Recorder | None = None
 
     async def start(self) -> None:
         """Takes the journal over and begins to serve."""
@@ -76,9 +81,14 @@ class SchedulerService:
             core_config(self.config, self.model, contents.scheduler_epoch),
             load_scheduler(self.config.scheduler_plugin, self.config.capacity_policy, self.config.batching_type),
         )
-        self.engine = Engine(core, journal=self.journal, dispatcher=self.dispatcher)
-        for request in contents.requests:
-            self.engine.handle(request)
+        self._recorder = self._open_recorder(core.config)
+        self.engine = Engine(
+            core,
+            journal=self.journal,
+            dispatcher=self.dispatcher,
+            record=self._recorder.note if self._recorder is not None else None,
+        )
+        self.engine.recover(contents.requests)
         self.metrics.registry.register(SchedulerCollector(core, self.dispatcher))
         servicer = SchedulerServicer(
             self.engine,
@@ -97,6 +107,17 @@ class SchedulerService:
             "serving",
             extra={"port": self.port, "worker_port": self.worker_port, "scheduler_epoch": contents.scheduler_epoch},
         )
+
+    def _open_recorder(self, config: CoreConfig) -> Recorder | None:
+        if not self.config.record:
+            return None
+        started = recording_pb2.RecordingStarted(
+            capacity_policy=self.config.capacity_policy,
+            batching_type=self.config.batching_type,
+            scheduler_plugin=self.config.scheduler_plugin,
+            config=encode_config(config),
+        )
+        return Recorder(Path(self.config.record), started, time.time_ns())
 
     def _on_dispatch_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -128,6 +149,8 @@ class SchedulerService:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self.engine.close()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
         await self.journal.close()
         self.dispatcher.close()
         self._http.stop()

@@ -1,0 +1,209 @@
+"""Between the core's events and what followed, and the records of a recording."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Sequence as TypingSequence
+
+from protos import recording_pb2 as pb
+from protos import worker_pb2
+from scheduler.core_config import CoreConfig
+from scheduler.effects import Effect, RequestEnded, StepPlan
+from scheduler.events import (
+    AbortRequested,
+    Attached,
+    Detached,
+    DrainStarted,
+    Event,
+    Recovered,
+    StepDone,
+    StopWordFound,
+    Submitted,
+    Turn,
+    WorkerBeat,
+    WorkerLeft,
+    WorkerRegistered,
+)
+from scheduler.request import RequestSpec, RetentionRange
+from scheduler.wire import WorkerEvent, decode_worker_message
+
+_SPEC_FIELDS = tuple(
+    item.name
+    for item in dataclasses.fields(RequestSpec)
+    if item.name not in ("prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns", "payload")
+)
+_OF_A_REQUEST: dict[type[AbortRequested | Attached | Detached], str] = {
+    AbortRequested: "abort_requested",
+    Attached: "attached",
+    Detached: "detached",
+}
+_PLAN_LISTS = (
+    "released_rows", "context_rows", "context_starts", "context_lengths", "generation_rows", "idle_rows", "block_rows",
+    "block_ids", "copy_source_blocks", "copy_target_blocks",
+)  # fmt: skip
+
+
+def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
+    """An event and what it led to."""
+    record = pb.Record(time_ns=event.time_ns)
+    if isinstance(event, Turn):
+        record.turn = True
+    elif isinstance(event, StepDone | WorkerBeat | WorkerRegistered | WorkerLeft):
+        record.worker_message.connection = event.connection
+        record.worker_message.frame = _encode_worker_event(event)
+    elif isinstance(event, Submitted):
+        _encode_spec(event.spec, record.submitted)
+    elif isinstance(event, Recovered):
+        _encode_recovered(event, record.recovered)
+    elif isinstance(event, AbortRequested | Attached | Detached):
+        setattr(record, _OF_A_REQUEST[type(event)], event.request_id)
+    elif isinstance(event, StopWordFound):
+        for name in ("request_id", "sequence_index", "num_tokens", "stop_word"):
+            setattr(record.stop_word_found, name, getattr(event, name))
+    else:
+        record.drain_started = True
+    encode_outcome(effects, record)
+    return record
+
+
+def encode_outcome(effects: TypingSequence[Effect], record: pb.Record) -> None:
+    """Adds the plans and ends among `effects` to a record."""
+    for effect in effects:
+        if isinstance(effect, StepPlan):
+            _encode_plan(effect, record.plans.add())
+        elif isinstance(effect, RequestEnded):
+            end = record.ends.add(request_id=effect.request.request_id)
+            for sequence in effect.request.sequences:
+                assert sequence.end is not None
+                end.sequences.add(
+                    sequence_index=sequence.index, reason=sequence.end.reason, num_tokens=sequence.end.num_tokens
+                )
+
+
+def decode_event(record: pb.Record) -> Event:
+    """The event of a record that is not a start.
+
+    Raises:
+        ValueError: It holds no event that this version knows.
+    """
+    kind, time_ns = record.WhichOneof("event"), record.time_ns
+    if kind == "turn":
+        return Turn(time_ns)
+    if kind == "worker_message":
+        message = record.worker_message
+        event = decode_worker_message(message.frame, message.connection, time_ns)
+        assert not isinstance(event, worker_pb2.LoraResult)
+        return event
+    if kind == "submitted":
+        return Submitted(time_ns, _decode_spec(record.submitted))
+    if kind == "recovered":
+        recovered = record.recovered
+        outputs = tuple(array("I", output.token_ids) for output in recovered.outputs)
+        ends = tuple((end.sequence_index, end.reason, end.num_tokens) for end in recovered.ends)
+        return Recovered(time_ns, _decode_spec(recovered.request), outputs, ends)
+    if kind == "stop_word_found":
+        found = record.stop_word_found
+        return StopWordFound(time_ns, found.request_id, found.sequence_index, found.num_tokens, found.stop_word)
+    if kind == "drain_started":
+        return DrainStarted(time_ns)
+    for event_type, name in _OF_A_REQUEST.items():
+        if kind == name:
+            return event_type(time_ns, getattr(record, name))
+    raise ValueError(f"a record holds {kind or 'no event'}")
+
+
+def encode_config(config: CoreConfig) -> pb.RecordedCoreConfig:
+    """The core's settings."""
+    return pb.RecordedCoreConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(config)})
+
+
+def decode_config(config: pb.RecordedCoreConfig) -> CoreConfig:
+    """The core's settings."""
+    return CoreConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(CoreConfig)})
+
+
+def _encode_recovered(event: Recovered, message: pb.RecordedRecovery) -> None:
+    _encode_spec(event.spec, message.request)
+    for output in event.outputs:
+        message.outputs.add(token_ids=output)
+    for index, reason, num_tokens in event.ends:
+        message.ends.add(sequence_index=index, reason=reason, num_tokens=num_tokens)
+
+
+def _encode_spec(spec: RequestSpec, message: pb.RecordedRequest) -> None:
+    for name in _SPEC_FIELDS:
+        setattr(message, name, getattr(spec, name))
+    message.prompt.extend(spec.prompt)
+    message.stop_token_ids.extend(sorted(spec.stop_token_ids))
+    if spec.deadline_ns is not None:
+        message.deadline_ns = spec.deadline_ns
+    if spec.decode_duration_ns is not None:
+        message.decode_duration_ns = spec.decode_duration_ns
+    for item in spec.retention:
+        message.retention.add(start=item.start, end=item.end, priority=item.priority, duration_ns=item.duration_ns)
+
+
+def _decode_spec(message: pb.RecordedRequest) -> RequestSpec:
+    return RequestSpec(
+        **{name: getattr(message, name) for name in _SPEC_FIELDS},
+        prompt=array("I", message.prompt),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        deadline_ns=message.deadline_ns if message.HasField("deadline_ns") else None,
+        decode_duration_ns=message.decode_duration_ns if message.HasField("decode_duration_ns") else None,
+        retention=tuple(
+            RetentionRange(
+                start=item.start,
+                end=item.end if item.HasField("end") else None,
+                priority=item.priority,
+                duration_ns=item.duration_ns if item.HasField("duration_ns") else None,
+            )
+            for item in message.retention
+        ),
+    )
+
+
+def _encode_worker_event(event: WorkerEvent) -> bytes:
+    message = worker_pb2.WorkerMessage()
+    if isinstance(event, StepDone):
+        result = message.step_result
+        for name in ("epoch", "step_id", "forward_us", "waiting_us", "num_draft_tokens", "num_accepted_tokens"):
+            setattr(result, name, getattr(event, name))
+        result.token_ids.extend(event.token_ids)
+        result.num_tokens.extend(event.num_tokens)
+        for row, failure in event.failures:
+            error = result.errors.add(row=row).error
+            error.code, error.message, error.field = failure.code, failure.message, failure.field
+        _encode_memory(event.memory, result.memory)
+    elif isinstance(event, WorkerBeat):
+        message.heartbeat.epoch, message.heartbeat.last_step_id = event.epoch, event.last_step_id
+        _encode_memory(event.memory, message.heartbeat.memory)
+    elif isinstance(event, WorkerLeft):
+        message.leave.epoch, message.leave.reason = event.epoch, event.reason
+    else:
+        for item in dataclasses.fields(event):
+            if item.name not in ("time_ns", "connection", "features"):
+                setattr(message.register, item.name, getattr(event, item.name))
+        message.register.features.extend(event.features)
+    return message.SerializeToString()
+
+
+def _encode_memory(memory: tuple[int, int, int], message: worker_pb2.MemoryUsage) -> None:
+    message.cpu_bytes, message.gpu_bytes, message.pinned_bytes = memory
+
+
+def _encode_plan(plan: StepPlan, message: pb.RecordedPlan) -> None:
+    message.group_id, message.epoch, message.step_id = plan.group_id, plan.epoch, plan.step_id
+    message.repeats_generation = plan.repeats_generation
+    for name in _PLAN_LISTS:
+        values = getattr(plan, name)
+        if values:
+            getattr(message, name).extend(values)
+    for added in plan.added:
+        message.added.add(
+            row=added.row,
+            request_id=added.sequence.request.request_id,
+            sequence_index=added.sequence.index,
+            num_output_tokens=added.num_output_tokens,
+            block_ids=added.block_ids,
+        )
