@@ -32,30 +32,29 @@ TileSlots find_slots(const HeadCache& cache, int first, int count) {
 }
 
 // The rows of a tile are scattered, so the processor does not foresee them.
-template <class T> void prefetch(const HeadCache& cache, const TileSlots& slots, int head_dim) {
+template <class T> void prefetch(const HeadCache& cache, const TileSlots& slots, int width) {
   for (int j = 0; j < slots.count; ++j)
-    for (int d = 0; d < head_dim; d += 64 / static_cast<int>(sizeof(T))) {
+    for (int d = 0; d < width; d += 64 / static_cast<int>(sizeof(T))) {
       __builtin_prefetch(static_cast<const T*>(cache.keys) + slots.offsets[j] + d);
       __builtin_prefetch(static_cast<const T*>(cache.values) + slots.offsets[j] + d);
     }
 }
 
 // keys [head_dim, kKeyTile]; zero where there is no key.
-template <class T> void gather_keys(const HeadCache& cache, const TileSlots& slots, int head_dim, float* keys) {
+template <class T> void gather_keys(const T* cache, const TileSlots& slots, int head_dim, float* keys) {
   static const T no_key[kMaxHeadDim] = {};
   for (int j = 0; j < kKeyTile; j += 8) {
     const T* rows[8];
-    for (int i = 0; i < 8; ++i)
-      rows[i] = j + i < slots.count ? static_cast<const T*>(cache.keys) + slots.offsets[j + i] : no_key;
+    for (int i = 0; i < 8; ++i) rows[i] = j + i < slots.count ? cache + slots.offsets[j + i] : no_key;
     for (int d = 0; d < head_dim; d += 8) transpose_8x8(rows, d, keys + d * kKeyTile + j, kKeyTile);
   }
 }
 
 // values [slots.count, padded_dim]; the columns from head_dim on stay zero.
-template <class T> void gather_values(const HeadCache& cache, const TileSlots& slots, int head_dim, float* values) {
+template <class T> void gather_values(const T* cache, const TileSlots& slots, int head_dim, float* values) {
   int stride = padded_dim(head_dim);
   for (int j = 0; j < slots.count; ++j) {
-    const T* row = static_cast<const T*>(cache.values) + slots.offsets[j];
+    const T* row = cache + slots.offsets[j];
     for (int d = 0; d < head_dim; d += 8) _mm256_storeu_ps(values + j * stride + d, load_eight(row + d));
   }
 }
@@ -88,61 +87,94 @@ void softmax_step(float* scores, float* out, int dim, float& highest, float& tot
   for (int d = 0; d < dim; d += kLanes) store(out + d, mul(load(out + d), set1(shrink[0])));
 }
 
-void load_queries(const QueryTile& tile, float* q) {
-  for (int row = 0; row < tile.count * tile.group; ++row) {
-    const float* head = tile.q + (row / tile.group) * tile.q_stride + (row % tile.group) * tile.head_dim;
-    for (int d = 0; d < tile.head_dim; ++d) q[row * tile.head_dim + d] = head[d] * tile.scale;
-  }
+// Calls visit(row, offset of query, offset of head) for the rows of one key-value head.
+template <class Visit> void for_each_row(const QueryTile& tile, int kv_head, Visit&& visit) {
+  for (int i = 0; i < tile.count; ++i)
+    for (int h = 0; h < tile.group; ++h) visit(i * tile.group + h, i, (kv_head * tile.group + h) * tile.head_dim);
 }
 
-void store_outputs(const QueryTile& tile, const float* out, const float* total) {
+void load_queries(const QueryTile& tile, int kv_head, float* q) {
+  for_each_row(tile, kv_head, [&](int row, int query, int column) {
+    const float* head = tile.q + query * tile.q_stride + column;
+    for (int d = 0; d < tile.head_dim; ++d) q[row * tile.head_dim + d] = head[d] * tile.scale;
+  });
+}
+
+void store_outputs(const QueryTile& tile, int kv_head, const float* out, const float* total) {
   int stride = padded_dim(tile.head_dim);
-  for (int row = 0; row < tile.count * tile.group; ++row) {
-    float* head = tile.out + (row / tile.group) * tile.out_stride + (row % tile.group) * tile.head_dim;
+  for_each_row(tile, kv_head, [&](int row, int query, int column) {
+    float* head = tile.out + query * tile.out_stride + column;
     for (int d = 0; d < tile.head_dim; ++d) head[d] = out[row * stride + d] / total[row];
+  });
+}
+
+// The running softmax of the rows of one key-value head.
+struct HeadState {
+  float *q, *out, *highest, *total;
+
+  HeadState(AttentionScratch& scratch, int kv_head, int rows, int head_dim)
+      : q(scratch.q.data() + kv_head * rows * head_dim), out(scratch.out.data() + kv_head * rows * padded_dim(head_dim)),
+        highest(scratch.highest.data() + kv_head * rows), total(scratch.total.data() + kv_head * rows) {}
+
+  void clear(int rows, int head_dim) {
+    std::fill_n(out, rows * padded_dim(head_dim), 0.0f);
+    std::fill_n(highest, rows, -kInfinity);
+    std::fill_n(total, rows, 0.0f);
   }
+};
+
+// Takes one key tile, gathered into scratch, into the state of one head.
+void add_tile(const QueryTile& tile, int first_key, int num_keys, AttentionScratch& scratch, const HeadState& state) {
+  int rows = tile.count * tile.group, dim = tile.head_dim, stride = padded_dim(dim);
+  float* scores = scratch.scores.data();
+  multiply<kVectors>(rows, kKeyTile, dim, state.q, dim, scratch.keys.data(), kKeyTile, scores, kKeyTile, false);
+  for (int row = 0; row < rows; ++row) {
+    float* row_scores = scores + row * kKeyTile;
+    mask_scores(row_scores, first_key, tile.first_position + row / tile.group, tile.window);
+    softmax_step(row_scores, state.out + row * stride, stride, state.highest[row], state.total[row]);
+  }
+  multiply<kVectors>(rows, stride, num_keys, scores, kKeyTile, scratch.values.data(), stride, state.out, stride, true);
 }
 
 }  // namespace
 
-void AttentionScratch::reserve(int max_rows, int head_dim) {
-  size_t rows = static_cast<size_t>(max_rows), stride = static_cast<size_t>(padded_dim(head_dim));
-  q.resize(rows * head_dim);
+void AttentionScratch::reserve(int max_rows, int num_kv_heads, int head_dim) {
+  size_t rows = static_cast<size_t>(max_rows), all_rows = rows * num_kv_heads;
+  size_t stride = static_cast<size_t>(padded_dim(head_dim));
+  q.resize(all_rows * head_dim);
   keys.assign(static_cast<size_t>(head_dim) * kKeyTile, 0.0f);
   values.assign(kKeyTile * stride, 0.0f);
   scores.resize(rows * kKeyTile);
-  out.resize(rows * stride);
-  highest.resize(rows);
-  total.resize(rows);
+  out.resize(all_rows * stride);
+  highest.resize(all_rows);
+  total.resize(all_rows);
 }
 
 template <class T> void attend(const HeadCache& cache, const QueryTile& tile, AttentionScratch& scratch) {
-  int rows = tile.count * tile.group, dim = tile.head_dim, stride = padded_dim(dim);
-  float *q = scratch.q.data(), *scores = scratch.scores.data(), *out = scratch.out.data();
-  load_queries(tile, q);
-  std::fill_n(out, rows * stride, 0.0f);
-  std::fill_n(scratch.highest.data(), rows, -kInfinity);
-  std::fill_n(scratch.total.data(), rows, 0.0f);
-
+  int rows = tile.count * tile.group, dim = tile.head_dim;
+  for (int h = 0; h < tile.num_kv_heads; ++h) {
+    HeadState state(scratch, h, rows, dim);
+    state.clear(rows, dim);
+    load_queries(tile, h, state.q);
+  }
   int num_keys = tile.first_position + tile.count;
   int oldest = tile.window ? std::max(tile.first_position + 1 - tile.window, 0) : 0;
   int first = oldest / kKeyTile * kKeyTile;
   TileSlots next = find_slots(cache, first, std::min(kKeyTile, num_keys - first));
   for (; first < num_keys; first += kKeyTile) {
     TileSlots slots = next;
-    gather_keys<T>(cache, slots, dim, scratch.keys.data());
-    gather_values<T>(cache, slots, dim, scratch.values.data());
     next = find_slots(cache, first + kKeyTile, std::clamp(num_keys - first - kKeyTile, 0, kKeyTile));
-    prefetch<T>(cache, next, dim);
-    multiply<kVectors>(rows, kKeyTile, dim, q, dim, scratch.keys.data(), kKeyTile, scores, kKeyTile, false);
-    for (int row = 0; row < rows; ++row) {
-      float* row_scores = scores + row * kKeyTile;
-      mask_scores(row_scores, first, tile.first_position + row / tile.group, tile.window);
-      softmax_step(row_scores, out + row * stride, stride, scratch.highest[row], scratch.total[row]);
+    prefetch<T>(cache, next, tile.num_kv_heads * dim);
+    for (int h = 0; h < tile.num_kv_heads; ++h) {
+      gather_keys(static_cast<const T*>(cache.keys) + h * dim, slots, dim, scratch.keys.data());
+      gather_values(static_cast<const T*>(cache.values) + h * dim, slots, dim, scratch.values.data());
+      add_tile(tile, first, slots.count, scratch, HeadState(scratch, h, rows, dim));
     }
-    multiply<kVectors>(rows, stride, slots.count, scores, kKeyTile, scratch.values.data(), stride, out, stride, true);
   }
-  store_outputs(tile, out, scratch.total.data());
+  for (int h = 0; h < tile.num_kv_heads; ++h) {
+    HeadState state(scratch, h, rows, dim);
+    store_outputs(tile, h, state.out, state.total);
+  }
 }
 
 template void attend<float>(const HeadCache&, const QueryTile&, AttentionScratch&);

@@ -11,21 +11,21 @@ namespace midstream {
 constexpr int kKeyTile = 32;
 constexpr int kMaxHeadDim = 256;
 
-// The parts of one layer's cache that belong to one sequence and one key-value head.
+// The parts of one layer's cache that belong to one sequence and to some neighbouring key-value heads.
 struct HeadCache {
-  const void* keys;    // [num_blocks, block_size, num_kv_heads, head_dim], at this head
+  const void* keys;    // [num_blocks, block_size, num_kv_heads, head_dim], at the first of these heads
   const void* values;  // likewise
   const int32_t* block_table;
   int block_size;
   int64_t slot_stride;  // elements from one slot to the next
 };
 
-// Consecutive queries of one sequence, all heads of one group.
+// Consecutive queries of one sequence, all heads of these groups.
 struct QueryTile {
   const float* q;  // query i, head h at q + i * stride + h * head_dim
   float* out;      // likewise, with its own stride
   int64_t q_stride, out_stride;
-  int count, group, head_dim;
+  int count, num_kv_heads, group, head_dim;
   int first_position;  // of query 0 in its sequence
   float scale;
   int window;  // keys that a query sees, itself included; 0 for all
@@ -34,7 +34,7 @@ struct QueryTile {
 // Scratch of one thread.
 struct AttentionScratch {
   std::vector<float> q, keys, values, scores, out, highest, total;
-  void reserve(int max_rows, int head_dim);
+  void reserve(int max_rows, int num_kv_heads, int head_dim);  // rows of one key-value head: queries times group
 };
 
 // T is float or uint16_t (bfloat16).

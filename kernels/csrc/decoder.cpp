@@ -1,5 +1,7 @@
 #include "decoder.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 
 #include "row_ops.h"
@@ -11,6 +13,14 @@ namespace {
 // Rows (queries times heads of a group) that share one pass over the keys.
 constexpr int kAttentionRows = 48;
 
+// Blocks lie scattered over a cache, so that small pages would be missed at every turn. A hint: failure does not matter.
+void ask_for_huge_pages(void* start, size_t bytes) {
+  constexpr uintptr_t kHugePage = 2 << 20;
+  uintptr_t first = (reinterpret_cast<uintptr_t>(start) + kHugePage - 1) & ~(kHugePage - 1);
+  uintptr_t end = (reinterpret_cast<uintptr_t>(start) + bytes) & ~(kHugePage - 1);
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+}
+
 }  // namespace
 
 MidstreamDecoder::MidstreamDecoder(MidstreamPool* pool, const MidstreamDims& dims, const MidstreamLayer* layers,
@@ -18,7 +28,14 @@ MidstreamDecoder::MidstreamDecoder(MidstreamPool* pool, const MidstreamDims& dim
     : threads_(pool->threads), pool_(*pool), dims_(dims), layers_(layers, layers + dims.num_layers), cos_(cos), sin_(sin),
       group_(dims.num_heads / dims.num_kv_heads), queries_per_task_(std::max(1, kAttentionRows / group_)),
       attention_scratch_(threads_.size()) {
-  for (AttentionScratch& scratch : attention_scratch_) scratch.reserve(queries_per_task_ * group_, dims_.head_dim);
+  for (AttentionScratch& scratch : attention_scratch_)
+    scratch.reserve(queries_per_task_ * group_, dims_.num_kv_heads, dims_.head_dim);
+  size_t cache_bytes = static_cast<size_t>(dims_.num_blocks) * dims_.block_size * dims_.num_kv_heads * dims_.head_dim *
+                       (dims_.is_cache_bf16 ? 2 : 4);
+  for (const MidstreamLayer& layer : layers_) {
+    ask_for_huge_pages(layer.k_cache, cache_bytes);
+    ask_for_huge_pages(layer.v_cache, cache_bytes);
+  }
 }
 
 const char* MidstreamDecoder::forward(const MidstreamBatch& batch, float* hidden, int first_layer, int last_layer) {
@@ -76,10 +93,15 @@ const char* MidstreamDecoder::check(const MidstreamBatch& batch) const {
 
 void MidstreamDecoder::plan_attention(const MidstreamBatch& batch) {
   tasks_.clear();
+  int num_tiles = 0;
+  for (int s = 0; s < batch.num_sequences; ++s)
+    num_tiles += (batch.query_starts[s + 1] - batch.query_starts[s] + queries_per_task_ - 1) / queries_per_task_;
+  // The heads of a slot lie side by side: one task for all reads memory in order, but leaves less to share out.
+  int step = num_tiles >= 4 * threads_.size() ? dims_.num_kv_heads : 1;
   for (int s = 0; s < batch.num_sequences; ++s)
     for (int q = batch.query_starts[s]; q < batch.query_starts[s + 1]; q += queries_per_task_) {
       int count = std::min(queries_per_task_, batch.query_starts[s + 1] - q);
-      for (int head = 0; head < dims_.num_kv_heads; ++head) tasks_.push_back({s, q, count, head});
+      for (int head = 0; head < dims_.num_kv_heads; head += step) tasks_.push_back({s, q, count, head, step});
     }
 }
 
@@ -143,7 +165,7 @@ void MidstreamDecoder::run_attention(int thread, const MidstreamLayer& layer, co
   int before = batch.context_lens[task.sequence] - (batch.query_starts[task.sequence + 1] - task.first_query);
   int64_t column = static_cast<int64_t>(task.kv_head) * group_ * dim;
   QueryTile tile{qkv_.row(task.first_query) + column, attended_.row(task.first_query) + column, qkv_.stride, attended_.stride,
-                 task.num_queries, group_, dim, before, dims_.scale, layer.window};
+                 task.num_queries, task.num_kv_heads, group_, dim, before, dims_.scale, layer.window};
   if (dims_.is_cache_bf16) {
     attend<uint16_t>(cache, tile, attention_scratch_[thread]);
   } else {

@@ -12,7 +12,7 @@ struct MidstreamDecoder {
 
  private:
   struct AttentionTask {
-    int sequence, first_query, num_queries, kv_head;
+    int sequence, first_query, num_queries, kv_head, num_kv_heads;
   };
   // A matrix of the step; columns from width to stride are zero, as linear wants its input.
   struct Rows {

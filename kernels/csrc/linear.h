@@ -20,9 +20,9 @@ struct LinearScratch {
   void reserve(int max_rows);
 };
 
-// Called by every thread of a running team; quantized is the team's. x [m, ldx] has zeros from weight.k up to a multiple of kBlock; out [m, ldout]
-// is written in columns 0..n-1 only, where n is weight.n (for kSiluMul num_outputs). Bits of a row do not depend on m.
-void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m, const float* x, int64_t ldx,
-            Output output, int num_outputs, float* out, int64_t ldout);
+// Called by every thread of a running team; quantized is the team's. x [m, ldx] has zeros from weight.k up to a multiple of
+// kBlock; out [m, ldout] is written in columns 0..num_outputs-1 only. Bits of a row do not depend on m.
+void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m,
+            const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout);
 
 }  // namespace midstream

@@ -27,7 +27,7 @@ void pack_bf16(const float* row, int count, int lane, uint8_t* block) {
 
 void pack_int8(const float* row, int count, int lane, float scale, uint8_t* block) {
   for (int k = 0; k < count; ++k)
-    block[((k / 4) * kPanel + lane) * 4 + k % 4] = static_cast<uint8_t>(static_cast<int8_t>(scale > 0 ? std::lrint(row[k] / scale) : 0));
+    block[((k / 4) * kPanel + lane) * 4 + k % 4] = static_cast<uint8_t>(scale > 0 ? std::lrint(row[k] / scale) : 0);
 }
 
 // GGUF Q8_0: float16 scale, 32 signed bytes.
@@ -87,7 +87,8 @@ int64_t midstream_packed_bytes(int format, int n, int k) { return packed_bytes(s
 void midstream_pack(int format_number, const void* source, int n, int k, const int* row_order, void* packed) {
   Format format = static_cast<Format>(format_number);
   bool is_gguf = format == Format::kQ4 || format == Format::kQ8;
-  int64_t row_bytes = is_gguf ? static_cast<int64_t>(k / kBlock) * (format == Format::kQ4 ? 20 : 34) : static_cast<int64_t>(k) * 4;
+  int64_t gguf_bytes = format == Format::kQ4 ? 20 : 34;
+  int64_t row_bytes = is_gguf ? k / kBlock * gguf_bytes : static_cast<int64_t>(k) * 4;
   std::memset(packed, 0, packed_bytes(format, n, k));
   for (int i = 0; i < n; ++i) {
     if (row_order[i] < 0) continue;  // a row of zeros
