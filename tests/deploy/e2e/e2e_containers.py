@@ -32,7 +32,10 @@ def await_metric(cluster: Cluster, pod: str, name: str, value: float, timeout_s:
     """Seconds until the metric has that value."""
     started = time.monotonic()
     while (found := metric(cluster, pod, name)) != value:
-        assert time.monotonic() - started < timeout_s, f"{name} of {pod} is {found}, not {value}"
+        if time.monotonic() - started > timeout_s:
+            raise AssertionError(
+                f"{name} of {pod} is {found}, not {value}; its log ends with\n{cluster.logs(pod)[-2000:]}"
+            )
         time.sleep(0.1)
     return time.monotonic() - started
 

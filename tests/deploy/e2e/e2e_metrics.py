@@ -59,6 +59,9 @@ def test_every_expression_has_data_under_load(cluster: Cluster, tmp_path: Path) 
             answers.update({expression: prometheus.query(expression) for expression in expressions})
             num_relaying.update(prometheus.query('up{part="router"}'))
 
+        # Rates of what ends: requests that ended some scrapes ago, and others since.
+        for _ in range(2):
+            stream(8, 8)
         stream(32, 96, [(0.6, ask)])
         rules = prometheus.rules()
     assert [expression for expression, samples in answers.items() if not samples] == []
