@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from scheduler.request import Failure, RequestSpec
+from scheduler.request import ExtraOutput, Failure, Finish, RequestSpec, SequenceEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,21 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """An unfinished request of the journal: its outputs so far, by sequence, and how sequences ended that did."""
+    """A request of the journal.
+
+    Attributes:
+        outputs: Output tokens so far, by sequence.
+        ends: How sequences ended that did, by their index.
+        extras: Extra outputs of workers, by sequence; empty where there are none at all.
+        finish: Set when the request had ended.
+    """
 
     time_ns: int
     spec: RequestSpec
     outputs: tuple[array[int], ...]
-    ends: tuple[tuple[int, int, int], ...] = ()  # (sequence index, finish reason, tokens)
+    ends: tuple[tuple[int, SequenceEnd], ...] = ()
+    extras: tuple[tuple[ExtraOutput, ...], ...] = ()
+    finish: Finish | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,13 @@ class FeedHub:
         self.logs: dict[str, RequestLog] = {}
         self.feeds: list[DetokenizerFeed] = []
 
+    def restore(self, request: Request) -> None:
+        """Shows a request of the journal, with all it holds."""
+        log = self.logs[request.request_id] = RequestLog(request)
+        log.num_committed = [len(sequence.output) for sequence in request.sequences]
+        log.has_ended = [sequence.end is not None for sequence in request.sequences]
+        log.is_over = not request.live_sequences
+
     def publish(self, entries: list[JournalEntry]) -> None:
         """Shows what has been committed."""
         for entry in entries:

@@ -25,6 +25,7 @@ from scheduler.request import (
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
     Failure,
+    Finish,
     FinishReason,
     Request,
     RequestSpec,
@@ -103,17 +104,36 @@ class Lifecycle:
         return request
 
     def recover(self, event: Recovered) -> Request:
-        """Takes an unfinished request of the journal back in, with what it has put out so far."""
-        request = self._take_in(event.spec)
+        """Takes a request of the journal back in, with what it has put out so far."""
+        request = self._restore_finished(event, event.finish) if event.finish else self._take_in(event.spec)
         for sequence, tokens in zip(request.sequences, event.outputs, strict=True):
             sequence.output = array("I", tokens)
-        for index, reason, num_tokens in event.ends:
-            request.sequences[index].end = SequenceEnd(FinishReason(reason), num_tokens)
+        for sequence, extras in zip(request.sequences, event.extras, strict=False):
+            sequence.outputs = list(extras)
+        for index, end in event.ends:
+            request.sequences[index].end = end
+        if event.finish is not None:
+            return request
         request.num_recoveries = 1
         if request.live_sequences:
             self._queue.put_back(request)
         else:
             self._finish(request)
+        return request
+
+    def _restore_finished(self, event: Recovered, finish: Finish) -> Request:
+        """Keeps a request that ended before for those who resume it; it is not counted again."""
+        self._num_seen += 1
+        request = Request(event.spec, self._num_seen, times=finish.times, state=RequestState.FINISHED)
+        request.failure = finish.failure
+        request.num_cached_tokens = finish.num_cached_tokens
+        request.num_preemptions = finish.num_preemptions
+        request.num_recoveries = finish.num_recoveries
+        request.num_steps = finish.num_steps
+        self.requests[request.request_id] = self._finished[request.request_id] = request
+        if len(self._finished) > self._config.max_num_finished:
+            self._forget_oldest()
+        self._timers.at(finish.times.finished_ns + self._config.finished_ttl_ns, self._forget_expired)
         return request
 
     def _check(self, spec: RequestSpec) -> Failure | None:

@@ -227,6 +227,18 @@ class RequestTimes:
     finished_ns: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What is known of a request beside its output once it has ended."""
+
+    times: RequestTimes
+    failure: Failure | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recoveries: int = 0
+    num_steps: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request on its way.
@@ -268,6 +280,18 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Sorts by urgency: higher priority first, then older first."""
         return (-self.spec.priority, self.ordinal)
+
+    @property
+    def finish(self) -> Finish:
+        """What is to be kept of it beside its output. Precondition: it has ended."""
+        return Finish(
+            times=self.times,
+            failure=self.failure,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            num_recoveries=self.num_recoveries,
+            num_steps=self.num_steps,
+        )
 
     @property
     def live_sequences(self) -> TypingSequence[Sequence]:
