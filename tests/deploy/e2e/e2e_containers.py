@@ -42,6 +42,10 @@ def await_metric(cluster: Cluster, pod: str, name: str, value: float, timeout_s:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> list[Output]:
+    # A worker is ready when its model is loaded, and of use when it has joined the scheduler.
+    await_metric(cluster, cluster.pods["scheduler"][0], "num_worker_groups", 2, 30)
+    for router in cluster.pods["router"]:
+        await_metric(cluster, router, "num_live_detokenizers", 2, 30)
     return stream(NUM_REQUESTS, MAX_TOKENS)
 
 
