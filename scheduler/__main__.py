@@ -8,6 +8,7 @@ import sys
 from midstream.config import SchedulerConfig, load_config
 from midstream.errors import ConfigError
 from midstream.telemetry import configure_logging
+from scheduler.journal import JournalError
 from scheduler.service import SchedulerService
 
 
@@ -24,6 +25,9 @@ def main() -> int:
     except (ConfigError, OSError) as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 2
+    except JournalError as error:
+        print(f"scheduler: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

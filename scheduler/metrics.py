@@ -11,15 +11,17 @@ from prometheus_client.registry import Collector
 from midstream.telemetry import PREFIX
 from scheduler.core import SchedulerCore
 from scheduler.dispatch import Dispatcher
+from scheduler.journal import Journal
 from scheduler.stats import LATENCY_BUCKETS_S, Histogram
 
 
 class SchedulerCollector(Collector):
     """Reads the core. It runs in the metrics thread: it copies plain numbers, and changes nothing."""
 
-    def __init__(self, core: SchedulerCore, dispatcher: Dispatcher) -> None:
+    def __init__(self, core: SchedulerCore, dispatcher: Dispatcher, journal: Journal) -> None:
         self._core = core
         self._dispatcher = dispatcher
+        self._journal = journal
 
     def collect(self) -> Iterator[Metric]:
         """All metric families."""
@@ -58,6 +60,8 @@ class SchedulerCollector(Collector):
         yield _counter("num_stale_messages", "Messages of epochs that were over.", totals.num_stale_messages)
         yield _counter("num_malformed_messages", "Messages that did not parse.", dispatcher.num_malformed)
         yield _counter("num_unsent_messages", "Messages whose worker was gone.", dispatcher.num_unsent)
+        yield _counter("journal_commits", "Transactions of the journal.", self._journal.num_commits)
+        yield _counter("journal_damaged_records", "Records lost to damage at the start.", self._journal.num_damaged)
         yield _counter(
             "kv_conservation_violations",
             "Iterations after which free, cached and held blocks were not all blocks.",

@@ -20,8 +20,10 @@ from scheduler.core_config import CoreConfig
 from scheduler.dispatch import Dispatcher
 from scheduler.engine import Engine
 from scheduler.events import DrainStarted
-from scheduler.journal import Journal
+from scheduler.journal import Journal, JournalError
 from scheduler.journal.off import NoJournal
+from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.threaded import ThreadedJournal
 from scheduler.metrics import SchedulerCollector
 from scheduler.plugins import load_scheduler
 from scheduler.recording import Recorder
@@ -68,7 +70,9 @@ class SchedulerService:
             worker_timeout_ms=config.worker_timeout_ms,
         )
         self.worker_port = self.dispatcher.port
-        self.journal = make_journal(config)
+        self.journal = make_journal(config, self.model, self.limits)
+        self._journal_failed = asyncio.Event()
+        self._journal_failure: JournalError | None = None
         self._http = HttpServer(config.host, config.http_port, self.metrics, self.progress.problems)
         self.http_port = self._http.port
         self._tasks: list[asyncio.Task[None]] = []
@@ -76,7 +80,7 @@ class SchedulerService:
 
     async def start(self) -> None:
         """Takes the journal over and begins to serve."""
-        contents = await self.journal.open()
+        contents = await self.journal.open(self._on_journal_failure)
         core = SchedulerCore(
             core_config(self.config, self.model, contents.scheduler_epoch),
             load_scheduler(self.config.scheduler_plugin, self.config.capacity_policy, self.config.batching_type),
@@ -89,7 +93,7 @@ class SchedulerService:
             record=self._recorder.note if self._recorder is not None else None,
         )
         self.engine.recover(contents.requests)
-        self.metrics.registry.register(SchedulerCollector(core, self.dispatcher))
+        self.metrics.registry.register(SchedulerCollector(core, self.dispatcher, self.journal))
         servicer = SchedulerServicer(
             self.engine,
             model=self.model,
@@ -124,12 +128,31 @@ class SchedulerService:
             logger.error("the loop of worker messages ended", exc_info=task.exception())
             self.progress.set_reason("the loop of worker messages ended", stands=True)
 
+    def _on_journal_failure(self, error: JournalError) -> None:
+        logger.critical("the journal failed, so this scheduler ends: %s", error)
+        self.progress.set_reason("the journal failed", stands=True)
+        self._journal_failure = error
+        self._journal_failed.set()
+
     async def run(self) -> None:
-        """Serves until SIGTERM, then drains and stops."""
+        """Serves until SIGTERM, then drains and stops.
+
+        Raises:
+            JournalError: The journal failed. The successor goes on from its last commit.
+        """
         await self.start()
+        drain_s = self.config.drain_timeout_s
+        serving = asyncio.create_task(self.server.run_until_signal(drain=self.drain, drain_timeout_s=drain_s))
+        failed = asyncio.create_task(self._journal_failed.wait())
         try:
-            await self.server.run_until_signal(drain=self.drain, drain_timeout_s=self.config.drain_timeout_s)
+            await asyncio.wait((serving, failed), return_when=asyncio.FIRST_COMPLETED)
+            if self._journal_failure is not None:
+                serving.cancel()
+                await self.server.stop()
+                raise self._journal_failure
+            await serving
         finally:
+            failed.cancel()
             await self.close()
 
     async def drain(self) -> None:
@@ -183,8 +206,16 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
     )
 
 
-def make_journal(config: SchedulerConfig) -> Journal:
-    """The journal that the configuration names."""
+def make_journal(config: SchedulerConfig, model: ModelFolder, limits: ModelLimits) -> Journal:
+    """The journal that the configuration names.
+
+    Raises:
+        ConfigError: It is not said where it is.
+    """
     if config.journal == "off":
         return NoJournal()
-    raise ConfigError(f"{config.journal!r} is not available in this version; use `off`", field="journal")
+    if config.journal == "sqlite":
+        if not config.journal_path:
+            raise ConfigError("a journal in SQLite needs a file", field="journal_path")
+        return ThreadedJournal(SqliteStore(Path(config.journal_path)), limits, model.fingerprint)
+    raise ConfigError(f"{config.journal!r} is not available in this version; use `sqlite` or `off`", field="journal")

@@ -42,6 +42,7 @@ class SchedulerConfig(ServiceConfig):
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")
     max_num_finished: int = setting(8192, "Finished requests that are kept.")
     journal: str = setting("off", "Where requests and tokens are kept.", choices=("off", "sqlite", "postgres"))
+    journal_path: str = setting("", "File of the journal in SQLite.")
     record: str = setting("", "File to which all events and plans are appended, for `midstream replay`; empty: none.")
     scheduler_plugin: str = setting("", "Entry point of a scheduler of your own, in the group midstream.schedulers.")
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")

@@ -1,7 +1,8 @@
 """The journal holds each request and its output, so that a scheduler that comes after can go on.
 
 Tokens are shown only once they are committed: `commit` calls back when the entries it was given, and all before them,
-are safe. Entries are the core's effects; a journal copies what it needs of them before `commit` returns.
+are safe. Entries are the core's effects. Outputs only grow, so a journal may read them later, up to the lengths that
+the entries state.
 """
 
 from __future__ import annotations
@@ -10,10 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from midstream.errors import ExecutionError
 from scheduler.effects import Accepted, Effect, Emitted, RequestEnded, RequestForgotten, SequenceEnded
 from scheduler.events import Recovered
 
 JournalEntry = Accepted | Emitted | SequenceEnded | RequestEnded | RequestForgotten
+
+
+class JournalError(ExecutionError):
+    """The journal cannot be written, or not be read; nothing more may be shown."""
+
+
+class DeposedError(JournalError):
+    """Another scheduler has taken the journal over."""
 
 
 def is_entry(effect: Effect) -> bool:
@@ -29,7 +39,7 @@ class JournalContents:
 
     Attributes:
         scheduler_epoch: For this incarnation; greater than any before.
-        requests: Those that are kept, oldest first.
+        requests: Those that are kept: ended ones as they ended, then the others, oldest first.
     """
 
     scheduler_epoch: int
@@ -37,11 +47,27 @@ class JournalContents:
 
 
 class Journal(ABC):
-    """Where requests and their tokens are kept."""
+    """Where requests and their tokens are kept.
+
+    Attributes:
+        num_commits: Transactions since it was opened.
+        num_damaged: Records that could not be read then, and those that were dropped because they followed one.
+    """
+
+    num_commits = 0
+    num_damaged = 0
 
     @abstractmethod
-    async def open(self) -> JournalContents:
-        """Takes the journal over from whoever had it before, and reads it."""
+    async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
+        """Takes the journal over from whoever had it before, and reads it.
+
+        Args:
+            on_failure: Called once, on the event loop, when entries can no longer be kept; then no commit calls back.
+
+        Raises:
+            ConfigError: It is of a newer version, or there is no such place.
+            JournalError: It cannot be read or written.
+        """
 
     @abstractmethod
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
@@ -49,4 +75,4 @@ class Journal(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Returns when all entries are safe."""
+        """Returns when all entries are safe, or cannot be kept."""

@@ -1,0 +1,226 @@
+"""Between the journal's records and what the core knows of requests."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from google.protobuf.message import DecodeError
+
+from protos import generation_pb2
+from protos import journal_pb2 as pb
+from scheduler.events import Recovered
+from scheduler.journal.store import StoredJournal, unseal
+from scheduler.request import ExtraOutput, Failure, Finish, FinishReason, Request, RequestTimes, SequenceEnd
+from scheduler.request_codec import ModelLimits, spec_from_proto
+
+
+@dataclass(slots=True)
+class StoredRequest:
+    """A request as the journal's rows tell it. `is_changed`: by commits since the last compaction."""
+
+    number: int
+    recovered: Recovered
+    outputs: list[array[int]]
+    extras: list[list[ExtraOutput]]
+    ends: dict[int, SequenceEnd] = field(default_factory=dict)
+    finish: Finish | None = None
+    is_changed: bool = False
+
+    def output_record(self) -> bytes:
+        """Its output as one commit."""
+        record = pb.JournalCommit(
+            requests=[self.number] * len(self.outputs),
+            sequence_indices=range(len(self.outputs)),
+            num_tokens=[len(tokens) for tokens in self.outputs],
+        )
+        for index, tokens in enumerate(self.outputs):
+            record.token_ids.extend(tokens)
+            for extra in self.extras[index]:
+                record.outputs.add(
+                    request=self.number, sequence_index=index, token_offset=extra.token_offset, data=extra.data
+                )
+        for index, end in self.ends.items():
+            add_end(record, self.number, index, end)
+        if self.finish is not None:
+            add_finish(record, self.number, self.finish)
+        return record.SerializeToString()
+
+    def event(self, time_ns: int) -> Recovered:
+        """What the core is told."""
+        return replace(
+            self.recovered,
+            time_ns=time_ns,
+            outputs=tuple(self.outputs),
+            ends=tuple(self.ends.items()),
+            extras=tuple(tuple(items) for items in self.extras),
+            finish=self.finish,
+        )
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What rows amount to.
+
+    Attributes:
+        requests: By number.
+        num_damaged: Rows that could not be read, and commits after the first such one.
+        num_foreign: Requests of another model, left out.
+    """
+
+    requests: dict[int, StoredRequest] = field(default_factory=dict)
+    num_damaged: int = 0
+    num_foreign: int = 0
+
+
+def encode_request(request: Request, model_fingerprint: str) -> bytes:
+    """A request as it was accepted."""
+    return pb.JournalRequest(
+        payload=request.spec.payload,
+        deadline_unix_ns=request.spec.deadline_ns,
+        accepted_unix_ns=request.times.queued_ns,
+        model_fingerprint=model_fingerprint,
+    ).SerializeToString()
+
+
+def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd) -> None:
+    """Notes how a sequence ended."""
+    record.sequence_ends.add(
+        request=number,
+        sequence_index=index,
+        finish_reason=generation_pb2.FinishReason.ValueType(end.reason),
+        num_tokens=end.num_tokens,
+        stop_word=end.stop_word,
+        stop_token_id=end.stop_token_id,
+    )
+
+
+def add_finish(record: pb.JournalCommit, number: int, finish: Finish) -> None:
+    """Notes what is kept of a request once it has ended."""
+    times, failure = finish.times, finish.failure
+    message = record.finished.add(
+        request=number,
+        arrival_ns=times.arrival_ns,
+        queued_ns=times.queued_ns,
+        first_scheduled_ns=times.first_scheduled_ns,
+        first_token_ns=times.first_token_ns,
+        last_token_ns=times.last_token_ns,
+        finished_ns=times.finished_ns,
+        num_cached_tokens=finish.num_cached_tokens,
+        num_preemptions=finish.num_preemptions,
+        num_recoveries=finish.num_recoveries,
+        num_steps=finish.num_steps,
+    )
+    if failure is not None:
+        message.error.code, message.error.message, message.error.field = failure.code, failure.message, failure.field
+
+
+def replay(stored: StoredJournal, limits: ModelLimits, model_fingerprint: str) -> Replayed:
+    """Reads rows up to the first commit that is damaged; a damaged request is left out by itself.
+
+    What follows a damaged commit is computed again: the same tokens, since they depend on the request alone.
+    """
+    result = Replayed(num_damaged=stored.num_damaged)
+    for number, sealed, output in stored.requests:
+        request = _read_request(number, sealed, limits)
+        if request is None:
+            result.num_damaged += 1
+        elif request[1] != model_fingerprint:
+            result.num_foreign += 1
+        else:
+            result.requests[number] = request[0]
+            if output and not _apply(output, result.requests):
+                result.num_damaged += 1
+    for position, (_, sealed) in enumerate(stored.commits):
+        if not _apply(sealed, result.requests, marks=True):
+            result.num_damaged += len(stored.commits) - position
+            break
+    return result
+
+
+def _read_request(number: int, sealed: bytes, limits: ModelLimits) -> tuple[StoredRequest, str] | None:
+    data = unseal(sealed)
+    if data is None:
+        return None
+    try:
+        record = pb.JournalRequest.FromString(data)
+        payload = generation_pb2.GenerateRequest.FromString(record.payload)
+    except DecodeError:
+        return None
+    spec = replace(
+        spec_from_proto(payload, limits, record.accepted_unix_ns),
+        arrival_ns=payload.arrival_time_unix_ns or record.accepted_unix_ns,
+        deadline_ns=record.deadline_unix_ns if record.HasField("deadline_unix_ns") else None,
+        payload=record.payload,
+    )
+    outputs = [array("I") for _ in range(spec.num_sequences)]
+    stored = StoredRequest(number, Recovered(0, spec, tuple(outputs)), outputs, [[] for _ in outputs])
+    return stored, record.model_fingerprint
+
+
+def _apply(sealed: bytes, requests: dict[int, StoredRequest], *, marks: bool = False) -> bool:
+    """Adds a commit; False when it is damaged. Parts of requests that are not there are passed over."""
+    data = unseal(sealed)
+    if data is None:
+        return False
+    try:
+        record = pb.JournalCommit.FromString(data)
+    except DecodeError:
+        return False
+    for number, index, tokens in _runs(record):
+        if number in requests:
+            requests[number].outputs[index].extend(tokens)
+            requests[number].is_changed |= marks
+    for extra in record.outputs:
+        if extra.request in requests:
+            output = ExtraOutput(extra.token_offset, extra.data)
+            requests[extra.request].extras[extra.sequence_index].append(output)
+    _apply_ends(record, requests, marks)
+    return True
+
+
+def _apply_ends(record: pb.JournalCommit, requests: dict[int, StoredRequest], marks: bool) -> None:
+    for end in record.sequence_ends:
+        if end.request in requests:
+            stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
+            requests[end.request].ends[end.sequence_index] = SequenceEnd(
+                FinishReason(end.finish_reason), end.num_tokens, end.stop_word, stop_token_id
+            )
+            requests[end.request].is_changed |= marks
+    for finish in record.finished:
+        if finish.request in requests:
+            requests[finish.request].finish = _read_finish(finish)
+            requests[finish.request].is_changed |= marks
+
+
+def _runs(record: pb.JournalCommit) -> Iterator[tuple[int, int, array[int]]]:
+    tokens = array("I", record.token_ids)
+    indices = record.sequence_indices[:] or [0] * len(record.requests)
+    counts = record.num_tokens[:] or [1] * len(record.requests)
+    start = 0
+    for number, index, count in zip(record.requests, indices, counts, strict=True):
+        yield number, index, tokens[start : start + count]
+        start += count
+
+
+def _read_finish(record: pb.JournalFinish) -> Finish:
+    failure = None
+    if record.HasField("error"):
+        failure = Failure(record.error.code, record.error.message, record.error.field)
+    times = RequestTimes(
+        arrival_ns=record.arrival_ns,
+        queued_ns=record.queued_ns,
+        first_scheduled_ns=record.first_scheduled_ns,
+        first_token_ns=record.first_token_ns,
+        last_token_ns=record.last_token_ns,
+        finished_ns=record.finished_ns,
+    )
+    return Finish(
+        times,
+        failure,
+        num_cached_tokens=record.num_cached_tokens,
+        num_preemptions=record.num_preemptions,
+        num_recoveries=record.num_recoveries,
+        num_steps=record.num_steps,
+    )

@@ -1,0 +1,186 @@
+"""The journal in a SQLite file, for a scheduler on one machine.
+
+The write-ahead log is synced at each transaction (synchronous=FULL), so what was committed outlives a
+power cut.
+A transaction that was cut off (torn tail) is dropped by SQLite when the file is opened; it was shown to nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+from midstream.errors import ConfigError
+from scheduler.journal import DeposedError, JournalError
+from scheduler.journal.store import SCHEMA_VERSION, Store, StoredJournal, Transaction
+
+logger = logging.getLogger(__name__)
+
+_BUSY_TIMEOUT_S = 5.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS writer (one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, request BLOB NOT NULL, output BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS commits (number INTEGER PRIMARY KEY, record BLOB NOT NULL);
+"""
+_WAL_HEADER_BYTES, _WAL_FRAME_HEADER_BYTES = 32, 24
+
+
+class SqliteStore(Store):
+    """One file, and its `-wal` and `-shm` beside it."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens nothing yet."""
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+        self._epoch = 0
+        self._num_damaged = 0
+
+    def take_over(self, least_epoch: int) -> int:
+        """Opens the file, or makes it; sets a file aside that SQLite cannot read at all."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._open(least_epoch)
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):
+                    raise
+                self._set_aside(error)
+                self._open(least_epoch)
+        except (sqlite3.Error, OSError) as error:
+            raise JournalError(f"{self._path} cannot be opened: {error}") from None
+        return self._epoch
+
+    def _open(self, least_epoch: int) -> None:
+        self.close()
+        torn = torn_tail_bytes(self._path)
+        connection = sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+        self._connection = connection
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version > SCHEMA_VERSION:
+            raise ConfigError(
+                f"{self._path} was written by a newer version (schema {version}, this one knows {SCHEMA_VERSION}); "
+                "use that version, or another file",
+                field="journal_path",
+            )
+        if torn:
+            logger.warning("the journal's last transaction was cut off", extra={"num_bytes": torn})
+            self._num_damaged += 1
+        connection.execute("PRAGMA journal_mode=WAL").fetchone()
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in filter(str.strip, _SCHEMA.split(";")):
+            connection.execute(statement)
+        connection.execute("INSERT OR IGNORE INTO writer VALUES (1, 0)")
+        connection.execute("UPDATE writer SET epoch = max(epoch + 1, ?)", (least_epoch,))
+        self._epoch = connection.execute("SELECT epoch FROM writer").fetchone()[0]
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+
+    def _set_aside(self, error: sqlite3.DatabaseError) -> None:
+        self.close()
+        aside = self._path.with_name(self._path.name + ".damaged")
+        logger.error("the journal cannot be read: %s; it is kept as %s", error, aside)
+        for suffix in ("", "-wal", "-shm"):
+            file = self._path.with_name(self._path.name + suffix)
+            if file.exists():
+                file.replace(aside.with_name(aside.name + suffix))
+        self._num_damaged += 1
+
+    def read(self) -> StoredJournal:
+        """Reads until the end, or until the file's pages make no sense; then what was read is laid down anew."""
+        stored = StoredJournal(num_damaged=self._num_damaged)
+        damage = None
+        try:
+            stored.requests.extend(self._connected.execute("SELECT * FROM requests ORDER BY number"))
+        except sqlite3.DatabaseError as error:
+            damage = error
+        try:
+            stored.commits.extend(self._connected.execute("SELECT * FROM commits ORDER BY number"))
+        except sqlite3.DatabaseError as error:
+            damage = error
+        if damage is not None:
+            stored.num_damaged += 1
+            epoch = self._epoch
+            self._set_aside(damage)
+            self._open(least_epoch=epoch)
+            self._lay_down(stored)
+        return stored
+
+    def _lay_down(self, stored: StoredJournal) -> None:
+        connection = self._connected
+        connection.execute("BEGIN IMMEDIATE")
+        connection.executemany("INSERT INTO requests VALUES (?, ?, ?)", stored.requests)
+        connection.executemany("INSERT INTO commits VALUES (?, ?)", stored.commits)
+        connection.execute("COMMIT")
+
+    def write(self, transaction: Transaction) -> None:
+        """One transaction, which begins with a look at the epoch."""
+        connection = self._connected
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            self._check_epoch()
+            _write_rows(connection, transaction)
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path} cannot be written: {error}") from None
+        finally:
+            if connection.in_transaction:  # or the lock would stay, and keep the successor out
+                connection.rollback()
+
+    def check(self) -> None:
+        """Looks at the epoch."""
+        try:
+            self._check_epoch()
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path} cannot be read: {error}") from None
+
+    def _check_epoch(self) -> None:
+        (epoch,) = self._connected.execute("SELECT epoch FROM writer").fetchone()
+        if epoch != self._epoch:
+            raise DeposedError(f"scheduler epoch {self._epoch} is over: {epoch} writes to {self._path}")
+
+    @property
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise JournalError("it is not open")
+        return self._connection
+
+    def close(self) -> None:
+        """Closes the file; an open transaction is rolled back."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _write_rows(connection: sqlite3.Connection, transaction: Transaction) -> None:
+    if transaction.accepted:
+        _many(connection, "INSERT INTO requests VALUES (?, ?, x'')", transaction.accepted)
+    if transaction.compacted is not None:
+        rows = [(output, number) for number, output in transaction.compacted]
+        _many(connection, "UPDATE requests SET output = ? WHERE number = ?", rows)
+        connection.execute("DELETE FROM commits")
+    elif transaction.commit:
+        connection.execute("INSERT INTO commits (record) VALUES (?)", (transaction.commit,))
+    if transaction.forgotten:
+        _many(connection, "DELETE FROM requests WHERE number = ?", [(number,) for number in transaction.forgotten])
+
+
+def _many(connection: sqlite3.Connection, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
+    connection.executemany(statement, rows)
+
+
+def torn_tail_bytes(path: Path) -> int:
+    """Bytes behind the last whole frame of the write-ahead log that belong to no whole frame; 0 is the usual case."""
+    wal = path.with_name(path.name + "-wal")
+    try:
+        size = wal.stat().st_size
+        with wal.open("rb") as file:
+            header = file.read(_WAL_HEADER_BYTES)
+    except FileNotFoundError:
+        return 0
+    if len(header) < _WAL_HEADER_BYTES:
+        return size
+    frame_bytes = _WAL_FRAME_HEADER_BYTES + int.from_bytes(header[8:12], "big")
+    return (size - _WAL_HEADER_BYTES) % frame_bytes

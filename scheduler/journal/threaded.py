@@ -1,0 +1,163 @@
+"""Runs a store in a thread of its own, so that the scheduler's loop never waits for a disk.
+
+A commit's way:
+
+1. The loop hands the core's entries over (`commit`) and goes on; the next step is planned meanwhile.
+2. The thread takes all that has come since its last transaction (group commit): a slow disk makes larger commits.
+3. Once they are safe, it calls back on the loop, which shows the tokens to the feeds.
+4. When a transaction fails, the thread says so once and ends. Nothing more is shown; the process gives way to its
+   successor, which goes on from the last commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from scheduler.journal import Journal, JournalContents, JournalEntry, JournalError
+from scheduler.journal.records import Replayed, replay
+from scheduler.journal.store import Store, Transaction, seal
+from scheduler.journal.writer import RowWriter, kept_of
+from scheduler.request_codec import ModelLimits
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_CHECK_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    entries: list[JournalEntry]
+    then: Callable[[], None]
+
+
+class ThreadedJournal(Journal):
+    """A journal in a store."""
+
+    def __init__(self, store: Store, limits: ModelLimits, model_fingerprint: str) -> None:
+        """Opens nothing yet.
+
+        Args:
+            store: Where to; its methods are called by one thread.
+            limits: Of the served model.
+            model_fingerprint: Of the served model; requests of another one are dropped.
+        """
+        self._store = store
+        self._limits = limits
+        self._model_fingerprint = model_fingerprint
+        self._queue: queue.SimpleQueue[_Commit | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
+        """Takes the store over, reads it, and starts the thread."""
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[JournalContents] = loop.create_future()
+        arguments = (loop, opened, on_failure)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="journal", daemon=True)
+        self._thread.start()
+        return await opened
+
+    def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
+        """Hands entries to the thread."""
+        self._queue.put(_Commit(entries, then))
+
+    async def close(self) -> None:
+        """Lets the thread finish what it was given."""
+        self._queue.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        opened: asyncio.Future[JournalContents],
+        on_failure: Callable[[JournalError], None],
+    ) -> None:
+        try:
+            contents, writer = self._open()
+        except Exception as error:  # noqa: BLE001 (handed to whoever waits for the journal)
+            self._store.close()
+            _call(loop, opened.set_exception, error)
+            return
+        _call(loop, opened.set_result, contents)
+        try:
+            self._write_all(loop, writer)
+        except Exception as error:  # noqa: BLE001 (whatever it is: it is not safe, so it must not be shown)
+            failure = error if isinstance(error, JournalError) else JournalError(f"it cannot be written: {error}")
+            _call(loop, on_failure, failure)
+        finally:
+            self._store.close()
+
+    def _open(self) -> tuple[JournalContents, RowWriter]:
+        started = time.monotonic()
+        epoch = self._store.take_over(least_epoch=time.time_ns() // 1_000_000)
+        stored = self._store.read()
+        replayed = replay(stored, self._limits, self._model_fingerprint)
+        self._report(replayed)
+        known = replayed.requests
+        changed = [(item.number, seal(item.output_record())) for item in known.values() if item.is_changed]
+        gone = [number for number, _, _ in stored.requests if number not in known]
+        if changed or gone or stored.commits:
+            self._store.write(Transaction(forgotten=gone, compacted=changed))
+        now_ns = time.time_ns()
+        requests = [item.event(now_ns) for item in known.values()]
+        # Those that ended first are forgotten first; the others go on in the order in which they came.
+        requests.sort(key=lambda request: (request.finish is None, request.finish and request.finish.times.finished_ns))
+        logger.info(
+            "opened the journal",
+            extra={
+                "scheduler_epoch": epoch,
+                "num_requests": len(requests),
+                "num_unfinished": sum(request.finish is None for request in requests),
+                "seconds": round(time.monotonic() - started, 3),
+            },
+        )
+        kept = {item.recovered.spec.request_id: kept_of(item) for item in known.values()}
+        return JournalContents(epoch, requests), RowWriter(kept, self._model_fingerprint)
+
+    def _report(self, replayed: Replayed) -> None:
+        self.num_damaged = replayed.num_damaged
+        if replayed.num_damaged:
+            logger.error(
+                "the journal is damaged: going on from its last valid record",
+                extra={"num_damaged": replayed.num_damaged},
+            )
+        if replayed.num_foreign:
+            logger.warning("dropped requests of another model", extra={"num_requests": replayed.num_foreign})
+
+    def _write_all(self, loop: asyncio.AbstractEventLoop, writer: RowWriter) -> None:
+        while True:
+            try:
+                commits = [self._queue.get(timeout=_CHECK_INTERVAL_S)]
+            except queue.Empty:
+                self._store.check()
+                continue
+            while not self._queue.empty():
+                commits.append(self._queue.get())
+            group = [commit for commit in commits if commit is not None]
+            if group:
+                self._store.write(writer.transaction(entry for commit in group for entry in commit.entries))
+                self.num_commits += 1
+                _call(loop, _call_all, [commit.then for commit in group])
+            if len(group) < len(commits):
+                return
+
+
+def _call_all(callbacks: list[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        callback()
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[T], object], argument: T) -> None:
+    """Calls on the loop, unless it is closed by now."""
+    try:
+        loop.call_soon_threadsafe(function, argument)
+    except RuntimeError:
+        logger.debug("the loop was closed before the journal")

@@ -1,0 +1,205 @@
+"""Turns the core's effects into rows: packs what all requests put out since the last commit into one record."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from protos import journal_pb2 as pb
+from scheduler.effects import Accepted, Emitted, RequestEnded, RequestForgotten, SequenceEnded
+from scheduler.events import Recovered
+from scheduler.journal import JournalEntry
+from scheduler.journal.records import StoredRequest, add_end, add_finish, encode_request
+from scheduler.journal.store import Transaction, seal
+from scheduler.request import Request, Sequence
+
+# Compaction costs about what it writes, so it waits until the commits weigh as much, and at least this much.
+MIN_COMPACTION_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Kept:
+    """How much of a request is in the journal.
+
+    Attributes:
+        lengths: Output tokens of each sequence.
+        num_outputs: Extra outputs of each sequence.
+        num_bytes: About the size of its output.
+        has_ended: Of each sequence. is_over: Of the request.
+    """
+
+    number: int
+    lengths: list[int]
+    num_outputs: list[int]
+    has_ended: list[bool]
+    is_over: bool = False
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Runs:
+    """Columns of a JournalCommit."""
+
+    requests: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+
+    def write(self, record: pb.JournalCommit) -> None:
+        record.requests.extend(self.requests)
+        record.token_ids.extend(self.tokens)
+        if any(self.indices):
+            record.sequence_indices.extend(self.indices)
+        if len(self.tokens) != len(self.counts) or any(count != 1 for count in self.counts):
+            record.num_tokens.extend(self.counts)
+
+
+class RowWriter:
+    """Keeps account of what is in the journal already.
+
+    Attributes:
+        num_compactions: How often all commits were folded into the requests' rows.
+    """
+
+    def __init__(self, kept: dict[str, Kept], model_fingerprint: str) -> None:
+        """Goes on behind what is stored.
+
+        Args:
+            kept: What a journal held when it was opened, by request id; compacted.
+            model_fingerprint: Of the served model.
+        """
+        self.num_compactions = 0
+        self._kept = kept
+        self._model_fingerprint = model_fingerprint
+        self._next_number = max((item.number for item in kept.values()), default=0) + 1
+        self._changed: dict[str, Request] = {}
+        self._commit_bytes = 0
+        self._changed_bytes = 0
+
+    def transaction(self, entries: Iterable[JournalEntry]) -> Transaction:
+        """The rows for some entries, all of which follow those before."""
+        result, record, runs = Transaction(), pb.JournalCommit(), _Runs()
+        for entry in entries:
+            if isinstance(entry, Emitted):
+                for sequence, length in zip(entry.sequences, entry.lengths, strict=True):
+                    self._add_tokens(sequence, length, runs, record)
+            elif isinstance(entry, Accepted):
+                self._accept(entry.request, result)
+            elif isinstance(entry, SequenceEnded):
+                self._end_sequence(entry.sequence, record)
+            elif isinstance(entry, RequestEnded):
+                self._finish(entry.request, record)
+            elif isinstance(entry, RequestForgotten):
+                self._forget(entry.request, result)
+        runs.write(record)
+        data = record.SerializeToString()
+        if data:
+            result.commit = seal(data)
+            self._commit_bytes += len(result.commit)
+        if self._commit_bytes > max(MIN_COMPACTION_BYTES, self._changed_bytes):
+            result.compacted = self._compact()
+        return result
+
+    def _accept(self, request: Request, result: Transaction) -> None:
+        count = len(request.sequences)
+        kept = Kept(self._next_number, [0] * count, [0] * count, [False] * count)
+        self._next_number += 1
+        self._kept[request.request_id] = kept
+        data = encode_request(request, self._model_fingerprint)
+        result.accepted.append((kept.number, seal(data)))
+
+    def _add_tokens(self, sequence: Sequence, length: int, runs: _Runs, record: pb.JournalCommit) -> None:
+        request, index = sequence.request, sequence.index
+        request_id = request.spec.request_id
+        kept = self._kept[request_id]
+        start = kept.lengths[index]
+        count = length - start
+        kept.lengths[index] = length
+        runs.requests.append(kept.number)
+        runs.indices.append(index)
+        runs.counts.append(count)
+        if count == 1:
+            runs.tokens.append(sequence.output[start])
+        else:
+            runs.tokens.extend(sequence.output[start:length])
+        self._note_changed(request_id, request, kept, 4 * count)
+        if sequence.outputs:
+            self._add_outputs(sequence, kept, record)
+
+    def _add_outputs(self, sequence: Sequence, kept: Kept, record: pb.JournalCommit) -> None:
+        index = sequence.index
+        for extra in sequence.outputs[kept.num_outputs[index] :]:
+            if extra.token_offset >= kept.lengths[index]:
+                break
+            kept.num_outputs[index] += 1
+            kept.num_bytes += len(extra.data)
+            record.outputs.add(
+                request=kept.number, sequence_index=index, token_offset=extra.token_offset, data=extra.data
+            )
+
+    def _note_changed(self, request_id: str, request: Request, kept: Kept, num_bytes: int) -> None:
+        kept.num_bytes += num_bytes
+        if request_id not in self._changed:
+            self._changed[request_id] = request
+            self._changed_bytes += kept.num_bytes
+        else:
+            self._changed_bytes += num_bytes
+
+    def _end_sequence(self, sequence: Sequence, record: pb.JournalCommit) -> None:
+        request = sequence.request
+        kept = self._kept[request.request_id]
+        kept.has_ended[sequence.index] = True
+        assert sequence.end is not None
+        add_end(record, kept.number, sequence.index, sequence.end)
+        self._note_changed(request.request_id, request, kept, 0)
+
+    def _finish(self, request: Request, record: pb.JournalCommit) -> None:
+        kept = self._kept[request.request_id]
+        kept.is_over = True
+        add_finish(record, kept.number, request.finish)
+        self._note_changed(request.request_id, request, kept, 0)
+
+    def _forget(self, request: Request, result: Transaction) -> None:
+        kept = self._kept.pop(request.request_id, None)
+        if kept is not None:
+            result.forgotten.append(kept.number)
+            if self._changed.pop(request.request_id, None) is not None:
+                self._changed_bytes -= kept.num_bytes
+
+    def _compact(self) -> list[tuple[int, bytes]]:
+        rows = []
+        for request_id, request in self._changed.items():
+            kept = self._kept[request_id]
+            rows.append((kept.number, seal(_stored(request, kept).output_record())))
+        self._changed.clear()
+        self._changed_bytes = self._commit_bytes = 0
+        self.num_compactions += 1
+        return rows
+
+
+def _stored(request: Request, kept: Kept) -> StoredRequest:
+    """As much of a request as is in the journal."""
+    lengths, counts = kept.lengths, kept.num_outputs
+    stored = StoredRequest(
+        kept.number,
+        Recovered(0, request.spec, ()),
+        [sequence.output[:length] for sequence, length in zip(request.sequences, lengths, strict=True)],
+        [sequence.outputs[:count] for sequence, count in zip(request.sequences, counts, strict=True)],
+        {s.index: s.end for s in request.sequences if kept.has_ended[s.index] and s.end is not None},
+    )
+    if kept.is_over:
+        stored.finish = request.finish
+    return stored
+
+
+def kept_of(stored: StoredRequest) -> Kept:
+    """What a journal holds of a request."""
+    return Kept(
+        stored.number,
+        [len(tokens) for tokens in stored.outputs],
+        [len(extras) for extras in stored.extras],
+        [index in stored.ends for index in range(len(stored.outputs))],
+        stored.finish is not None,
+        4 * sum(map(len, stored.outputs)) + sum(len(extra.data) for items in stored.extras for extra in items),
+    )

@@ -1,0 +1,293 @@
+"""What a journal holds when its scheduler dies, and what the next one makes of it."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from midstream.errors import ConfigError
+from protos import generation_pb2, worker_pb2
+from scheduler.effects import Effect
+from scheduler.events import AbortRequested, Event, Recovered, StopWordFound, Submitted
+from scheduler.journal import DeposedError, JournalError, is_entry
+from scheduler.journal.records import Replayed, replay
+from scheduler.journal.sqlite import SqliteStore, torn_tail_bytes
+from scheduler.journal.store import SCHEMA_VERSION, Store
+from scheduler.journal.writer import RowWriter, kept_of
+from scheduler.request import ExtraOutput, FinishReason
+from scheduler.request_codec import spec_from_proto
+from tests.scheduler.harness import LIMITS, Harness
+
+PRINT = "print"
+
+
+class Cell:
+    """A core whose effects are journalled at once, without a thread."""
+
+    def __init__(self, store: Store, **config: int) -> None:
+        self.store = store
+        self.epoch = store.take_over(least_epoch=1)
+        self.replayed: Replayed = replay(store.read(), LIMITS, PRINT)
+        self.harness = Harness(**config)
+        known = {item.recovered.spec.request_id: kept_of(item) for item in self.replayed.requests.values()}
+        self.writer = RowWriter(known, PRINT)
+        for item in self.replayed.requests.values():
+            self.handle(item.event(self.harness.now_ns))
+
+    def handle(self, event: Event) -> None:
+        self.keep(self.harness.handle(event))
+
+    def keep(self, effects: list[Effect]) -> None:
+        entries = [effect for effect in effects if is_entry(effect)]
+        if entries:
+            self.store.write(self.writer.transaction(entries))  # type: ignore[arg-type]
+
+    def submit(self, request_id: str, prompt: list[int], max_tokens: int, num_sequences: int = 1) -> None:
+        request = generation_pb2.GenerateRequest(
+            request_id=request_id,
+            token_ids=generation_pb2.TokenIds(values=prompt),
+            max_tokens=max_tokens,
+            sampling=generation_pb2.SamplingConfig(num_return_sequences=num_sequences, seed=1),
+        )
+        self.handle(Submitted(self.harness.now_ns, spec_from_proto(request, LIMITS, self.harness.now_ns)))
+
+    def step(self) -> bool:
+        """One step of the worker; False when there is nothing to do."""
+        before = len(self.harness.effects)
+        self.harness.turn()
+        group = self.harness.groups["g"]
+        if group.plans:
+            self.harness.finish_step()
+        self.keep(self.harness.effects[before:])
+        return bool(group.plans) or len(self.harness.effects) > before
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def output(self, request_id: str, index: int = 0) -> list[int]:
+        sequence = self.harness.core.lifecycle.requests[request_id].sequences[index]
+        return list(sequence.output)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+def copy(path: Path, folder: Path) -> Path:
+    """The files as a SIGKILL leaves them."""
+    folder.mkdir()
+    for file in path.parent.glob(path.name + "*"):
+        shutil.copy(file, folder / file.name)
+    return folder / path.name
+
+
+def begin(path: Path, **config: int) -> Cell:
+    cell = Cell(SqliteStore(path), **config)
+    cell.harness.add_group()
+    return cell
+
+
+def test_a_scheduler_killed_at_any_token_goes_on_to_the_same_output(path: Path, tmp_path: Path) -> None:
+    cell = begin(path)
+    cell.submit("a", [5, 6, 7], 48)
+    cell.submit("b", [50, 60], 48, num_sequences=2)
+    moments: list[Path] = []
+    while True:
+        moments.append(copy(path, tmp_path / str(len(moments))))
+        if not cell.step():
+            break
+    expected = {key: cell.output(*key) for key in (("a", 0), ("b", 0), ("b", 1))}
+    assert [len(tokens) for tokens in expected.values()] == [48, 48, 48]
+    lengths = []
+    for moment in moments:
+        next_one = begin(moment)
+        lengths.append(sum(len(next_one.output(*key)) for key in expected))
+        next_one.run()
+        assert {key: next_one.output(*key) for key in expected} == expected
+        assert next_one.harness.core.lifecycle.num_unfinished == 0
+        next_one.store.close()
+    assert lengths[0] == 0
+    assert lengths[-1] == 3 * 48
+    assert len(set(lengths)) >= 48
+
+
+def test_what_has_ended_comes_back_as_it_was(path: Path) -> None:
+    cell = begin(path)
+    cell.submit("a", [5], 9)
+    cell.submit("b", [70], 100)
+    for _ in range(4):
+        cell.step()
+    cell.handle(StopWordFound(cell.harness.now_ns, "a", 0, 2, "so"))
+    cell.handle(AbortRequested(cell.harness.now_ns, "b"))
+    before = cell.harness.core.lifecycle.requests
+    cell.store.close()
+    after = begin(path).harness.core.lifecycle.requests
+    assert list(after) == ["a", "b"]
+    for request_id in after:
+        assert after[request_id].sequences[0].end == before[request_id].sequences[0].end
+        assert after[request_id].times == before[request_id].times
+        assert after[request_id].num_output_tokens == before[request_id].num_output_tokens
+    end = after["a"].sequences[0].end
+    assert end is not None
+    assert (end.reason, end.num_tokens, end.stop_word) == (FinishReason.STOP, 2, "so")
+
+
+def test_submit_again_after_a_restart_attaches(path: Path) -> None:
+    cell = begin(path)
+    cell.submit("a", [5], 4)
+    cell.run()
+    cell.store.close()
+    cell = begin(path)
+    cell.submit("a", [5], 4)
+    assert cell.harness.accepted == {"a": 1}
+    assert cell.harness.core.lifecycle.num_unfinished == 0
+    cell.submit("a", [6], 4)
+    assert cell.harness.refused["a"].failure.field == "request_id"
+
+
+def test_extra_outputs_come_back(path: Path) -> None:
+    cell = begin(path)
+    cell.submit("a", [5], 9)
+    cell.step()
+    sequence = cell.harness.core.lifecycle.requests["a"].sequences[0]
+    rows = worker_pb2.RowOutputs(log_probs=generation_pb2.LogProbs()).SerializeToString()
+    sequence.outputs.append(ExtraOutput(len(sequence.output), rows))
+    cell.step()
+    length = len(sequence.output)
+    cell.store.close()
+    again = begin(path).harness.core.lifecycle.requests["a"].sequences[0]
+    assert again.outputs == [ExtraOutput(length - 1, rows)]
+
+
+def test_what_is_forgotten_leaves_the_file(path: Path) -> None:
+    cell = begin(path, max_num_finished=2)
+    for number in range(6):
+        cell.submit(str(number), [number + 1], 3)
+        cell.run()
+    cell.store.close()
+    assert sorted(begin(path, max_num_finished=2).harness.core.lifecycle.requests) == ["4", "5"]
+
+
+def test_compaction_keeps_the_output_and_bounds_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.journal.writer.MIN_COMPACTION_BYTES", 2000)
+    cell = begin(path, max_num_finished=4)
+    for number in range(60):
+        cell.submit(str(number), [number + 1], 40)
+        cell.run()
+    assert cell.writer.num_compactions > 5
+    stored = cell.store.read()
+    assert len(stored.requests) == 4
+    assert sum(len(record) for _, record in stored.commits) < 10_000
+    cell.store.close()
+    after = begin(path, max_num_finished=4)
+    assert after.output("59") == list(range(61, 101))
+
+
+def test_epochs_grow_and_a_deposed_writer_is_refused(path: Path) -> None:
+    old = begin(path)
+    old.submit("a", [5], 9)
+    old.step()
+    new = begin(path)
+    assert new.epoch > old.epoch
+    with pytest.raises(DeposedError):
+        old.step()
+    with pytest.raises(DeposedError):
+        old.store.check()
+    new.run()
+    assert new.output("a") == [6, 7, 8, 9, 10, 11, 12, 13, 14]
+
+
+def test_a_damaged_commit_ends_what_is_read_and_the_rest_is_computed_again(path: Path) -> None:
+    cell = begin(path)
+    cell.submit("a", [5], 20)
+    for _ in range(10):
+        cell.step()
+    cell.submit("b", [50], 3)
+    cell.step()
+    cell.store.close()
+    with sqlite3.connect(path) as connection:
+        count = connection.execute("SELECT count(*) FROM commits").fetchone()[0]
+        connection.execute("UPDATE commits SET record = x'00112233' WHERE number = 4")
+    connection.close()
+    after = begin(path)
+    assert after.replayed.num_damaged == count - 3
+    assert len(after.output("a")) == 3
+    after.run()
+    assert after.output("a") == list(range(6, 26))
+    assert after.output("b") == [51, 52, 53]
+
+
+def test_a_damaged_request_is_left_out_by_itself(path: Path) -> None:
+    cell = begin(path)
+    cell.submit("a", [5], 20)
+    cell.submit("b", [50], 20)
+    cell.step()
+    cell.store.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE requests SET request = x'00' WHERE number = 1")
+    connection.close()
+    after = begin(path)
+    assert after.replayed.num_damaged == 1
+    assert list(after.harness.core.lifecycle.requests) == ["b"]
+
+
+def test_a_torn_tail_costs_its_transaction_alone(path: Path, tmp_path: Path) -> None:
+    cell = begin(path)
+    cell.submit("a", [5], 20)
+    for _ in range(6):
+        cell.step()
+    killed = copy(path, tmp_path / "killed")
+    log = killed.with_name(killed.name + "-wal")
+    log.write_bytes(log.read_bytes()[:-100])
+    assert torn_tail_bytes(killed) > 0
+    after = begin(killed)
+    assert after.replayed.num_damaged == 1
+    assert len(after.output("a")) == len(cell.output("a")) - 1
+    after.run()
+    assert after.output("a") == list(range(6, 26))
+
+
+def test_a_file_that_is_no_journal_is_set_aside(path: Path) -> None:
+    path.write_bytes(b"nonsense" * 1000)
+    cell = begin(path)
+    assert cell.replayed.num_damaged == 1
+    assert path.with_name(path.name + ".damaged").read_bytes().startswith(b"nonsense")
+    cell.submit("a", [5], 3)
+    cell.run()
+    assert cell.output("a") == [6, 7, 8]
+
+
+def test_a_newer_journal_is_refused_and_left_alone(path: Path) -> None:
+    begin(path).store.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    connection.close()
+    with pytest.raises(ConfigError, match="newer version"):
+        SqliteStore(path).take_over(1)
+
+
+def test_requests_of_another_model_are_dropped(path: Path) -> None:
+    cell = begin(path)
+    cell.submit("a", [5], 3)
+    replayed = replay(cell.store.read(), LIMITS, "another")
+    assert (replayed.num_foreign, replayed.requests) == (1, {})
+
+
+def test_a_full_disk_fails_the_transaction_as_a_whole(path: Path) -> None:
+    cell = begin(path)
+    cell.submit("a", [5], 9)
+    cell.step()
+    assert isinstance(cell.store, SqliteStore)
+    (num_pages,) = cell.store._connected.execute("PRAGMA page_count").fetchone()
+    assert cell.store._connected.execute(f"PRAGMA max_page_count = {num_pages}").fetchone() == (num_pages,)
+    with pytest.raises(JournalError, match="full"):
+        cell.submit("b", list(range(1, 900)) * 4, 3)
+    cell.store.close()
+    after = begin(path)
+    assert list(after.harness.core.lifecycle.requests) == ["a"]
+    assert isinstance(after.replayed.requests[1].recovered, Recovered)
