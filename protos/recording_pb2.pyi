@@ -293,6 +293,9 @@ class RecordedRecovery(google.protobuf.message.Message):
     REQUEST_FIELD_NUMBER: builtins.int
     OUTPUTS_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
+    FINISHED_NS_FIELD_NUMBER: builtins.int
+    finished_ns: builtins.int
+    """Set when the request had ended."""
     @property
     def request(self) -> global___RecordedRequest: ...
     @property
@@ -307,9 +310,11 @@ class RecordedRecovery(google.protobuf.message.Message):
         request: global___RecordedRequest | None = ...,
         outputs: collections.abc.Iterable[global___RecordedTokens] | None = ...,
         ends: collections.abc.Iterable[global___RecordedSequenceEnd] | None = ...,
+        finished_ns: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ends", b"ends", "outputs", b"outputs", "request", b"request"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "finished_ns", b"finished_ns", "request", b"request"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "ends", b"ends", "finished_ns", b"finished_ns", "outputs", b"outputs", "request", b"request"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_finished_ns", b"_finished_ns"]) -> typing.Literal["finished_ns"] | None: ...
 
 global___RecordedRecovery = RecordedRecovery
 
@@ -336,17 +341,20 @@ class RecordedSequenceEnd(google.protobuf.message.Message):
     SEQUENCE_INDEX_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
+    STOP_WORD_FIELD_NUMBER: builtins.int
     sequence_index: builtins.int
     reason: builtins.int
     num_tokens: builtins.int
+    stop_word: builtins.str
     def __init__(
         self,
         *,
         sequence_index: builtins.int = ...,
         reason: builtins.int = ...,
         num_tokens: builtins.int = ...,
+        stop_word: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "reason", b"reason", "sequence_index", b"sequence_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "reason", b"reason", "sequence_index", b"sequence_index", "stop_word", b"stop_word"]) -> None: ...
 
 global___RecordedSequenceEnd = RecordedSequenceEnd
 

@@ -31,7 +31,7 @@ class GuaranteedNoEvict(CapacityScheduler):
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Whether all blocks that it may ever take are there, beside those that others may still take."""
-        return wants_context(group) and has_room_to_the_end(request, group)
+        return wants_context(request, group) and has_room_to_the_end(request, group)
 
 
 class MaxUtilization(CapacityScheduler):
@@ -39,7 +39,7 @@ class MaxUtilization(CapacityScheduler):
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Whether its known tokens and the next one fit, with a little room for the others' growth."""
-        if not wants_context(group) or not _has_rows(request, group):
+        if not wants_context(request, group) or not _has_rows(request, group):
             return False
         cost = group.start_cost(request)
         headroom = min(len(group.active), group.blocks.num_blocks // 32)
@@ -67,9 +67,15 @@ class StaticBatch(CapacityScheduler):
         return group.num_on_worker == 0 and has_room_to_the_end(request, group)
 
 
-def wants_context(group: WorkerGroup) -> bool:
-    """Whether the group's next step has tokens to spare; what waits longer can still be overtaken by the urgent."""
-    return group.num_context_tokens < max(1, group.max_num_tokens - len(group.generating))
+def wants_context(request: Request, group: WorkerGroup) -> bool:
+    """Whether the group's next step has tokens to spare, or none of its contexts are of the request's client.
+
+    What waits longer can still be overtaken by the urgent; and no client waits until another's long contexts are done.
+    """
+    if group.num_context_tokens < max(1, group.max_num_tokens - len(group.generating)):
+        return True
+    client_id = request.spec.client_id
+    return all(sequence.request.spec.client_id != client_id for sequence in group.context)
 
 
 def has_room_to_the_end(request: Request, group: WorkerGroup) -> bool:

@@ -150,5 +150,5 @@ def perf_metrics_of(request: Request) -> generation_pb2.PerfMetrics:
         last_token_unix_ns=times.last_token_ns,
         num_preemptions=request.num_preemptions,
         num_recoveries=request.num_recoveries,
-        num_steps=request.num_steps,
+        num_steps=request.num_steps + max(len(sequence.output) for sequence in request.sequences),
     )

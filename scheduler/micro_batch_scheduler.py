@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from scheduler.groups import WorkerGroup
+from scheduler.request import Sequence
 from scheduler.step_builder import StepBuilder
 
 
@@ -57,12 +58,23 @@ class StaticLockstep(MicroBatchScheduler):
 
 
 def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
-    """Adds context chunks in the order in which their sequences started, until the budget is used up."""
+    """Adds context chunks until the budget is used up; of each client in the order in which its sequences started.
+
+    Clients share the budget: who asks for least is served first, and what it leaves goes to the others.
+    """
     limit = group.config.max_context_chunk or group.max_num_tokens
-    for sequence in list(group.context):
-        if step.num_tokens_left <= 0:
-            return
-        step.add_context(sequence, limit)
+    clients: dict[str, list[Sequence]] = {}
+    for sequence in group.context:
+        clients.setdefault(sequence.request.spec.client_id, []).append(sequence)
+    by_demand = sorted(clients.values(), key=lambda waiting: sum(item.num_context_tokens for item in waiting))
+    for num_served, waiting in enumerate(by_demand):
+        left = step.num_tokens_left
+        # A context that must be computed in one piece may not fit into a share.
+        share = -(-left // (len(by_demand) - num_served)) if group.config.enable_chunked_context else left
+        for sequence in waiting:
+            if share <= 0:
+                break
+            share -= step.add_context(sequence, min(limit, share))
 
 
 MICRO_BATCH_SCHEDULERS: dict[str, type[MicroBatchScheduler]] = {

@@ -25,7 +25,7 @@ from scheduler.events import (
     WorkerLeft,
     WorkerRegistered,
 )
-from scheduler.request import RequestSpec, RetentionRange
+from scheduler.request import Finish, FinishReason, RequestSpec, RequestTimes, RetentionRange, SequenceEnd
 from scheduler.wire import WorkerEvent, decode_worker_message
 
 _SPEC_FIELDS = tuple(
@@ -76,9 +76,7 @@ def encode_outcome(effects: TypingSequence[Effect], record: pb.Record) -> None:
             end = record.ends.add(request_id=effect.request.request_id)
             for sequence in effect.request.sequences:
                 assert sequence.end is not None
-                end.sequences.add(
-                    sequence_index=sequence.index, reason=sequence.end.reason, num_tokens=sequence.end.num_tokens
-                )
+                _encode_end(sequence.index, sequence.end, end.sequences.add())
 
 
 def decode_event(record: pb.Record) -> Event:
@@ -98,10 +96,7 @@ def decode_event(record: pb.Record) -> Event:
     if kind == "submitted":
         return Submitted(time_ns, _decode_spec(record.submitted))
     if kind == "recovered":
-        recovered = record.recovered
-        outputs = tuple(array("I", output.token_ids) for output in recovered.outputs)
-        ends = tuple((end.sequence_index, end.reason, end.num_tokens) for end in recovered.ends)
-        return Recovered(time_ns, _decode_spec(recovered.request), outputs, ends)
+        return _decode_recovered(record.recovered, time_ns)
     if kind == "stop_word_found":
         found = record.stop_word_found
         return StopWordFound(time_ns, found.request_id, found.sequence_index, found.num_tokens, found.stop_word)
@@ -127,8 +122,28 @@ def _encode_recovered(event: Recovered, message: pb.RecordedRecovery) -> None:
     _encode_spec(event.spec, message.request)
     for output in event.outputs:
         message.outputs.add(token_ids=output)
-    for index, reason, num_tokens in event.ends:
-        message.ends.add(sequence_index=index, reason=reason, num_tokens=num_tokens)
+    for index, end in event.ends:
+        _encode_end(index, end, message.ends.add())
+    if event.finish is not None:
+        message.finished_ns = event.finish.times.finished_ns
+
+
+def _decode_recovered(message: pb.RecordedRecovery, time_ns: int) -> Recovered:
+    return Recovered(
+        time_ns,
+        _decode_spec(message.request),
+        tuple(array("I", output.token_ids) for output in message.outputs),
+        tuple(
+            (end.sequence_index, SequenceEnd(FinishReason(end.reason), end.num_tokens, end.stop_word))
+            for end in message.ends
+        ),
+        finish=Finish(RequestTimes(finished_ns=message.finished_ns)) if message.HasField("finished_ns") else None,
+    )
+
+
+def _encode_end(index: int, end: SequenceEnd, message: pb.RecordedSequenceEnd) -> None:
+    message.sequence_index, message.reason = index, end.reason
+    message.num_tokens, message.stop_word = end.num_tokens, end.stop_word
 
 
 def _encode_spec(spec: RequestSpec, message: pb.RecordedRequest) -> None:

@@ -218,9 +218,10 @@ class StepBuilder:
         )
         group.next_step_id += 1
         for _, sequence, _, is_last in self._context:
-            sequence.request.num_steps += 1
             if is_last:
                 group.begin_generation(sequence)
+            else:
+                sequence.request.num_steps += 1  # those that give a token are counted by their tokens
         return plan
 
     def _write_generation(self) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:

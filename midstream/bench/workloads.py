@@ -69,13 +69,13 @@ def prefill(generator: random.Random) -> Workload:
 
 def chat(generator: random.Random) -> Workload:
     """96 requests, 64 at once, log-normal lengths."""
-    requests = tuple(
-        BenchRequest(
-            _tokens(generator, _log_normal(generator, 4.8, 0.9, 8, 1024)), _log_normal(generator, 4.4, 0.8, 4, 256)
-        )
-        for _ in range(96)
-    )
-    return Workload("chat", requests, 64)
+    return Workload("chat", tuple(chat_request(generator) for _ in range(96)), 64)
+
+
+def chat_request(generator: random.Random) -> BenchRequest:
+    """One request of `chat`."""
+    prompt = _tokens(generator, _log_normal(generator, 4.8, 0.9, 8, 1024))
+    return BenchRequest(prompt, _log_normal(generator, 4.4, 0.8, 4, 256))
 
 
 def uniform(

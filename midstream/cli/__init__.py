@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,12 @@ COMMANDS = {
     "prepare": ("midstream.cli.prepare", "lay down a model folder"),
     "demo": ("midstream.cli.demo", "start everything, stream a few answers at once, stop"),
     "bench": ("midstream.bench.command", "measure a running service"),
+    "stats": ("midstream.cli.stats", "show what the scheduler's iterations did"),
+}
+# Name -> (module, what it does). Processes of their own, as services are not imported here; all arguments are theirs.
+PROGRAMS = {
+    "replay": ("scheduler.replay", "run a recorded scheduler again, as it was or with changes"),
+    "simulate": ("scheduler.simulator", "run the scheduler with simulated workers, to plan capacity"),
 }
 
 
@@ -33,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in PROGRAMS:
+        return _run_program(PROGRAMS[words[0]][0], words[1:])
     parsed = _parser(words).parse_args(words)
     try:
         status: int = parsed.run(parsed)
@@ -47,6 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def _run_program(module_name: str, words: Sequence[str]) -> int:
+    try:
+        return subprocess.run([sys.executable, "-m", module_name, *words], check=False).returncode
+    except KeyboardInterrupt:
+        return 130
+
+
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="midstream", description=midstream.__doc__)
     parser.add_argument("--version", action="version", version=f"midstream {midstream.__version__}")
@@ -57,4 +73,6 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             module = importlib.import_module(module_name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+    for name, (_, text) in PROGRAMS.items():
+        commands.add_parser(name, help=text)
     return parser

@@ -4,6 +4,8 @@ and a generation step of `b` and `c`. Blocks hold 4 tokens, and two steps are in
 
 from __future__ import annotations
 
+import pytest
+
 from tests.scheduler.harness import Harness
 
 
@@ -157,6 +159,36 @@ def test_a_long_window_gives_back_the_blocks_behind_it() -> None:
     harness.check_is_empty()
     assert len(harness.tokens["a", 0]) == 21
     assert most == 3
+
+
+@pytest.mark.parametrize("window", [4, 5, 6, 7, 8, 9])
+def test_a_window_keeps_what_the_next_token_attends_to_and_no_block_more(window: int) -> None:
+    harness = Harness(attention_window=window, pipeline_depth=1)
+    harness.add_group(num_blocks=8)
+    harness.submit("a", 4, 21)
+    harness.turn()
+    (request,) = harness.group().active
+    (sequence,) = request.sequences
+    freed = []
+    while harness.groups["g"].plans:
+        first_attended = max(0, sequence.num_computed - window)  # by the token at num_computed - 1, which the step runs
+        assert sequence.num_freed * 4 <= first_attended
+        if harness.groups["g"].plans[0].block_ids:
+            assert sequence.num_freed == first_attended // 4
+            freed.append(sequence.num_freed)
+        harness.step()
+    assert freed == [max(0, position - window + 1) // 4 for position in (4, 8, 12, 16, 20)]
+
+
+def test_clients_share_a_step_and_do_not_wait_for_each_others_long_contexts() -> None:
+    harness = Harness(max_num_tokens=8, pipeline_depth=1)
+    harness.add_group()
+    harness.submit("a", 14, 1, client_id="heavy")
+    harness.submit("b", 6, 1, client_id="heavy")
+    assert harness.turn() == ["+a[0:8]"]
+    harness.submit("x", 6, 1, client_id="light")
+    # heavy has 12 left, light 6: each gets half a step, x not behind a and b. What x leaves then goes to heavy.
+    assert schedule(harness) == ["+a[0:8]", "+x[0:4] a[8:12]", "x[4:6] a[12:14] +b[0:4]", "b[4:6]"]
 
 
 def test_generation_takes_turns_where_the_budget_is_below_the_batch() -> None:

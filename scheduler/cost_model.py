@@ -1,0 +1,68 @@
+"""How long a step takes: a fixed part, a part per context token, and a part per generating row.
+
+Fitted by least squares from recorded steps; no part is negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# To the worker and back.
+WIRE_US = 200.0
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Microseconds; the defaults are those of a small model on a large GPU."""
+
+    step_us: float = 4_000.0
+    context_token_us: float = 15.0
+    generation_row_us: float = 20.0
+    wire_us: float = WIRE_US
+
+    def step_ns(self, num_context_tokens: int, num_generation_rows: int) -> int:
+        """How long a step computes."""
+        cost = self.context_token_us * num_context_tokens + self.generation_row_us * num_generation_rows
+        return int(1_000 * (self.step_us + cost))
+
+
+class CostFit:
+    """Gathers recorded steps, in constant memory."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._targets = [0.0] * 3
+
+    def add(self, num_context_tokens: int, num_generation_rows: int, duration_us: float) -> None:
+        """One step."""
+        self.num_steps += 1
+        features = (1.0, float(num_context_tokens), float(num_generation_rows))
+        for row, left in enumerate(features):
+            self._targets[row] += left * duration_us
+            for column, right in enumerate(features):
+                self._products[row][column] += left * right
+
+    def model(self, wire_us: float = WIRE_US) -> CostModel:
+        """The best model without negative parts; of no steps, the default."""
+        if not self.num_steps:
+            return CostModel(wire_us=wire_us)
+        used = [index for index in range(3) if self._products[index][index] > 0]
+        while True:
+            values = dict(zip(used, self._solve(used), strict=True))
+            negative = [index for index in used if values[index] < 0]
+            if not negative:
+                return CostModel(values.get(0, 0.0), values.get(1, 0.0), values.get(2, 0.0), wire_us)
+            used = [index for index in used if index not in negative]
+
+    def _solve(self, used: Iterable[int]) -> list[float]:
+        """Normal equations over some features, with a trace of ridge for steps that are all alike."""
+        rows = list(used)
+        matrix = [[self._products[r][c] * (1 + 1e-9 * (r == c)) for c in rows] + [self._targets[r]] for r in rows]
+        for pivot in range(len(rows)):
+            for row in range(len(rows)):
+                if row != pivot:
+                    factor = matrix[row][pivot] / matrix[pivot][pivot]
+                    matrix[row] = [a - factor * b for a, b in zip(matrix[row], matrix[pivot], strict=True)]
+        return [matrix[index][-1] / matrix[index][index] for index in range(len(rows))]

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midstream.cli import main as midstream
+from midstream.errors import ConfigError
+from protos import recording_pb2 as pb
+from scheduler.core_config import CoreConfig
+from scheduler.effects import Effect
+from scheduler.events import (
+    AbortRequested,
+    Attached,
+    Detached,
+    DrainStarted,
+    Event,
+    Recovered,
+    StepDone,
+    StopWordFound,
+    Submitted,
+    Turn,
+    WorkerBeat,
+    WorkerLeft,
+    WorkerRegistered,
+)
+from scheduler.recording import Recorder, read_recording
+from scheduler.recording_codec import decode_config, decode_event, encode_config, encode_event
+from scheduler.replay import Changes, replay, simulate
+from scheduler.replay import main as run_replay
+from scheduler.request import Failure, Finish, FinishReason, RequestSpec, RequestTimes, RetentionRange, SequenceEnd
+from tests.scheduler.harness import MS, Harness
+
+SPEC = RequestSpec(
+    request_id="a",
+    prompt=array("I", [5, 6]),
+    max_tokens=7,
+    num_sequences=2,
+    stop_token_ids=frozenset({9, 8}),
+    min_tokens=1,
+    client_id="c",
+    priority=-3,
+    cache_salt="salt",
+    lora_name="lora",
+    is_detached=True,
+    is_cacheable=False,
+    arrival_ns=4,
+    deadline_ns=0,
+    retention=(RetentionRange(0, None, 90), RetentionRange(1, 2, 10, 0)),
+    decode_priority=40,
+    decode_duration_ns=0,
+    digest=b"d",
+)
+EVENTS: list[Event] = [
+    Submitted(1, SPEC),
+    Recovered(
+        2,
+        SPEC,
+        (array("I", [1]), array("I")),
+        ((1, SequenceEnd(FinishReason.STOP, 0, "word")),),
+        finish=Finish(RequestTimes(finished_ns=5)),
+    ),
+    AbortRequested(3, "a"),
+    Attached(4, "a"),
+    Detached(5, "a"),
+    StopWordFound(6, "a", 1, 3, "stop"),
+    WorkerRegistered(7, b"w", "w", 1, "print", 16, 100, 1000, 500, 8, 64, 1, 2, "cpu", "bf16", ("x", "y")),
+    WorkerBeat(8, b"w", 70, 3, (1, 2, 3)),
+    WorkerLeft(9, b"w", 70, "done"),
+    StepDone(10, b"w", 70, 4, [5, 6], [1, 1], ((0, Failure(3, "bad", "field")),), (), 8, 9, (1, 2, 3), 4, 2),
+    Turn(11),
+    DrainStarted(12),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_comes_back_as_it_was(event: Event) -> None:
+    record = pb.Record.FromString(encode_event(event, []).SerializeToString())
+    assert decode_event(record) == event
+
+
+def test_settings_come_back_as_they_were() -> None:
+    values: dict[str, Any] = {
+        item.name: {"str": "x", "bool": False}.get(str(item.type), number + 1)
+        for number, item in enumerate(dataclasses.fields(CoreConfig))
+    }
+    config = CoreConfig(**values)
+    assert decode_config(encode_config(config)) == config
+
+
+class RecordedLife(Harness):
+    """A harness whose core is recorded."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        super().__init__(**settings)
+        started = pb.RecordingStarted(
+            capacity_policy=settings["capacity"], batching_type="inflight_fused", config=encode_config(self.config)
+        )
+        self.recorder = Recorder(path, started, self.now_ns)
+
+    def handle(self, event: Event) -> list[Effect]:
+        effects = super().handle(event)
+        self.recorder.note(event, effects)
+        return effects
+
+
+def live(path: Path, seed: int = 1, capacity: str = "max_utilization") -> RecordedLife:
+    """Pauses, cancels, deadlines, a death, a goodbye and prefix reuse on two groups."""
+    rng = random.Random(seed)
+    life = RecordedLife(path, capacity=capacity, max_num_tokens=24)
+    life.add_group("g", num_blocks=24, max_batch_size=6)
+    life.add_group("h", num_blocks=24, max_batch_size=6)
+    for number in range(60):
+        prefix = list(range(7, 7 + rng.randint(0, 12)))
+        own = [rng.randint(100, 900) for _ in range(rng.randint(1, 12))]
+        deadline = life.now_ns + 30 * MS if number % 9 == 0 else None
+        life.submit(f"r{number}", prefix + own, rng.randint(1, 30), is_detached=True, deadline_ns=deadline)
+        life.turn()
+        if number % 7 == 0:
+            life.handle(AbortRequested(life.now_ns, f"r{number - 2}"))
+        if number == 30:
+            life.kill("h")  # and g is silent meanwhile
+            for name in "gh":
+                life.add_group(name, num_blocks=24, max_batch_size=6)
+        if number == 45:
+            life.leave("h")
+        for group in list(life.groups.values()):
+            if group.plans and rng.random() < 0.8:
+                life.step(group.name)
+        life.advance(rng.randint(0, 10))
+    life.run()
+    life.recorder.close()
+    return life
+
+
+def test_a_life_replays_bit_for_bit(tmp_path: Path) -> None:
+    life = live(tmp_path / "life")
+    assert life.core.totals.num_preemptions > 0
+    assert set(life.core.totals.num_finished_by_reason) == {"abort", "deadline", "length"}
+    assert life.core.totals.num_worker_deaths == 2
+    assert sum(life.core.totals.num_finished_by_reason.values()) == 60
+    replayed = replay(tmp_path / "life")
+    assert replayed.difference == ""
+    assert replayed.num_plans == len(life.plans)
+    assert replayed.measures.num_by_reason == life.core.totals.num_finished_by_reason
+    assert run_replay([str(tmp_path / "life")]) == 0
+
+
+def test_the_first_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, other = tmp_path / "life", tmp_path / "other"
+    live(path)
+    records = list(read_recording(path))
+    changed = next(record for record in records if record.plans and record.plans[0].block_ids)
+    changed.plans[0].block_ids[0] += 1
+    write(other, records)
+    assert run_replay([str(other)]) == 1
+    plan = changed.plans[0]
+    text = capsys.readouterr().out
+    assert f"event {records.index(changed)}, Turn at {changed.time_ns}" in text
+    assert f"step {plan.step_id} of {plan.group_id}: block_ids was [{plan.block_ids[0]}" in text
+
+
+def test_a_torn_tail_is_dropped_and_a_restart_goes_on_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "life"
+    live(path, seed=1)
+    num_events, whole = replay(path).num_events, path.read_bytes()
+    path.write_bytes(whole[:-3])
+    assert replay(path).num_events == num_events - 1
+    life = live(path, seed=2)
+    both = replay(path)
+    assert both.difference == ""
+    assert both.num_events > num_events + len(life.plans)
+
+
+def test_bytes_that_turned_end_the_recording_there(tmp_path: Path) -> None:
+    path = tmp_path / "life"
+    live(path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    records = list(read_recording(path))
+    assert 0 < sum(len(record.SerializeToString()) + 8 for record in records) <= len(data) // 2
+
+
+def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("these are my notes and not a recording")
+    with pytest.raises(ConfigError, match="not a recording"):
+        Recorder(path, pb.RecordingStarted(), 0)
+    assert path.read_text() == "these are my notes and not a recording"
+    assert run_replay([str(path)]) == 2
+    assert run_replay([str(tmp_path / "nowhere")]) == 2
+
+
+def test_recording_stops_and_serving_goes_on_when_the_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path / "life", pb.RecordingStarted(), 0)
+    recorder._file.close()
+    recorder._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115 (the recorder closes it)
+    for number in range(1000):
+        recorder.note(Turn(number), [])
+    recorder.close()
+    assert [record.message for record in caplog.records] == ["recording stopped"]
+    assert len(list(read_recording(tmp_path / "life"))) == 1
+
+
+def test_what_if_answers_for_another_policy_and_pool(tmp_path: Path) -> None:
+    path = tmp_path / "life"
+    live(path)
+    recorded = replay(path, keep_outside=True)
+    same = simulate(recorded, Changes())
+    roomy = simulate(recorded, Changes(policy="guaranteed_no_evict", num_blocks=400))
+    assert roomy.num_preemptions == 0 < same.num_preemptions
+    assert sum(roomy.num_by_reason.values()) == sum(recorded.measures.num_by_reason.values()) == 60
+    assert roomy.max_kv_use < same.max_kv_use
+
+
+def test_a_changed_policy_gives_a_table_and_a_plot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, picture = tmp_path / "life", tmp_path / "plot.svg"
+    live(path)
+    words = ["replay", str(path), "--policy", "static_batch", "--max-num-tokens", "8", "--plot", str(picture)]
+    assert midstream(words) == 0
+    text = capfd.readouterr().out
+    assert "all as recorded" in text
+    assert "policy static_batch" in text
+    assert "max_num_tokens 8" in text
+    assert picture.read_text().startswith("<?xml")
+
+
+def write(path: Path, records: list[pb.Record]) -> None:
+    """A recording of these records."""
+    frames = []
+    for record in records:
+        data = record.SerializeToString()
+        frames.append(len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data)
+    path.write_bytes(b"".join(frames))
