@@ -18,8 +18,9 @@ from protos import service_pb2_grpc
 from router.cells import Cells
 from router.detokenizer_pool import DetokenizerPool
 from router.generation import Runner
+from router.output import FrontDoor, RouterMetrics
 from router.prompt import PromptBuilder
-from router.servicer import RouterMetrics, RouterServicer
+from router.servicer import RouterServicer
 
 SERVICE = "midstream.v1.Midstream"
 
@@ -54,7 +55,8 @@ async def serve(config: RouterConfig) -> None:
         max_concurrent_streams=config.max_concurrent_streams,
     )
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
-    servicer = RouterServicer(runner, cells, RouterMetrics(metrics), router_id, server.draining)
+    front = FrontDoor(runner, RouterMetrics(metrics), server.draining)
+    servicer = RouterServicer(front, cells, router_id)
     service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)
     tasks = [asyncio.create_task(cells.run(), name="cells"), asyncio.create_task(pool.run(), name="detokenizers")]

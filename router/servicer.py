@@ -3,61 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
-from prometheus_client import Counter, Histogram
 
 from midstream import __version__
-from midstream.chunk import Chunk, FinishReason
-from midstream.errors import DeadlineError, ExecutionError, OverloadedError, UnsupportedError
-from midstream.telemetry import Metrics, current_request_id
+from midstream.errors import UnsupportedError
+from midstream.telemetry import current_request_id
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2
 from router.cells import Cells
-from router.generation import Generation, Runner
+from router.output import FrontDoor, Output
 from router.request_checks import check_model
 
 _CALL_TIMEOUT_S = 10.0
 
 
-class RouterMetrics:
-    """What clients of this router see."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.first_token: Histogram = metrics.histogram("time_to_first_token_seconds", "Arrival to first output.")
-        self.inter_token: Histogram = metrics.histogram(
-            "inter_token_latency_seconds", "Time per token after the first."
-        )
-        self.request: Histogram = metrics.histogram("e2e_request_latency_seconds", "Arrival to last output.")
-        self.success: Counter = metrics.counter("request_success", "Requests that ended.", ("finished_reason",))
-        self.tokens: Counter = metrics.counter("relayed_tokens", "Tokens sent to clients.")
-
-
 class RouterServicer(service_pb2_grpc.MidstreamServicer):
     """Implements protos/service.proto."""
 
-    def __init__(
-        self, runner: Runner, cells: Cells, metrics: RouterMetrics, router_id: str, draining: asyncio.Event
-    ) -> None:
-        self._runner = runner
+    def __init__(self, front: FrontDoor, cells: Cells, router_id: str) -> None:
+        self._front = front
+        self._model = front.runner.model
         self._cells = cells
-        self._metrics = metrics
         self._router_id = router_id
-        self._draining = draining
 
     async def Generate(  # type: ignore[override]  # noqa: N802 (it writes to the context)
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> None:
         """Runs a request and streams its output."""
-        current_request_id.set(request.request_id)
-        arrival = time.monotonic()
-        generation = await self._runner.start(request, context.time_remaining(), _canceller())
-        current_request_id.set(generation.request_id)
-        await self._relay(generation, context, arrival)
+        await _relay(await self._front.start(request, context.time_remaining()), context)
 
     async def Resume(  # type: ignore[override]  # noqa: N802 (it writes to the context)
         self,
@@ -65,50 +42,9 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         context: grpc.aio.ServicerContext[service_pb2.ResumeRequest, pb.GenerateResponse],
     ) -> None:
         """Streams the rest of a request."""
-        current_request_id.set(request.request_id)
-        generation = self._runner.resume(
-            request.request_id,
-            request.from_token,
-            request.from_token_by_sequence[:],
-            context.time_remaining(),
-            _canceller(),
-        )
-        await self._relay(generation, context, time.monotonic())
-
-    async def _relay(self, generation: Generation, context: grpc.aio.ServicerContext[Any, Any], arrival: float) -> None:
-        """Writes output as it comes. While a write waits for the client, what comes is merged in generation.stream."""
-        request_id, last = generation.request_id, None
-        left = False
-        try:
-            while True:
-                for chunk in await generation.take():
-                    last = self._observe(chunk, arrival, last)
-                    await context.write(chunk.to_proto(request_id))
-                if chunk.is_final:
-                    break
-        except asyncio.CancelledError:
-            left = not self._draining.is_set()
-            if generation.stream.overflowed:
-                # This task was cancelled to get out of a write that the client does not take.
-                task = asyncio.current_task()
-                if task is not None:
-                    task.uncancel()
-                raise OverloadedError("the client reads too slowly") from None
-            raise
-        finally:
-            generation.close(abort=left)
-        self._metrics.request.observe(time.monotonic() - arrival)
-        self._metrics.success.labels(chunk.finish_reason or "").inc()
-        _raise_for(chunk)
-
-    def _observe(self, chunk: Chunk, arrival: float, last: float | None) -> float:
-        now, num_tokens = time.monotonic(), len(chunk.token_ids)
-        if last is None:
-            self._metrics.first_token.observe(now - arrival)
-        elif num_tokens:
-            self._metrics.inter_token.observe((now - last) / num_tokens)
-        self._metrics.tokens.inc(num_tokens)
-        return now
+        offsets = request.from_token_by_sequence[:]
+        output = self._front.resume(request.request_id, request.from_token, offsets, context.time_remaining())
+        await _relay(output, context)
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:  # noqa: N802
         """Ends a request."""
@@ -117,8 +53,8 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
     async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:  # noqa: N802
         """What is served. Answered from the model folder; only `features` is the workers' word."""
-        check_model(request.model, self._runner.model)
-        model = self._runner.model
+        model = self._model
+        check_model(request.model, model)
         info = loads_pb2.ModelInfo(
             model=model.name,
             architecture=model.architecture,
@@ -199,19 +135,11 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return await self._cells.any().stub.ListLoras(request, timeout=_CALL_TIMEOUT_S)
 
 
-def _canceller() -> Callable[[], None]:
-    task = asyncio.current_task()
-
-    def cancel() -> None:
-        if task is not None:
-            task.cancel()
-
-    return cancel
-
-
-def _raise_for(chunk: Chunk) -> None:
-    """A request that failed or ran out of time fails the call too, after its final chunk."""
-    if chunk.finish_reason is FinishReason.DEADLINE:
-        raise DeadlineError("the request's deadline passed")
-    if chunk.finish_reason is FinishReason.ERROR:
-        raise chunk.error or ExecutionError("the request failed")
+async def _relay(output: Output, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Writes output as it comes."""
+    request_id = output.request_id
+    async with output:
+        while not output.is_final:
+            for chunk in await output.take():
+                await context.write(chunk.to_proto(request_id))
+    output.raise_failure()

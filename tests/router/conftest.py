@@ -21,8 +21,9 @@ from protos import detokenizer_pb2_grpc, service_pb2_grpc
 from router.cells import Cells
 from router.detokenizer_pool import DetokenizerPool
 from router.generation import Runner
+from router.output import FrontDoor, RouterMetrics
 from router.prompt import PromptBuilder
-from router.servicer import RouterMetrics, RouterServicer
+from router.servicer import RouterServicer
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 
 MAX_MESSAGE = 64 << 20
@@ -97,7 +98,8 @@ class Cluster:
             unavailable_timeout_s=unavailable_timeout_s,
         )
         server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
-        servicer = RouterServicer(runner, cells, RouterMetrics(Metrics()), "r", server.draining)
+        front = FrontDoor(runner, RouterMetrics(Metrics()), server.draining)
+        servicer = RouterServicer(front, cells, "r")
         service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
         await server.start()
 

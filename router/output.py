@@ -1,0 +1,156 @@
+"""What every front door does with a request's output: take it, count it, and abort when its client leaves.
+
+    async with await front.start(request, timeout_s) as output:
+        while not output.is_final:
+            for chunk in await output.take():
+                await write(chunk)
+
+While a write waits for the client, what comes is merged in `generation.stream`; past its limit the task that opened the
+output is cancelled, to get out of a write that the client does not take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from prometheus_client import Counter, Histogram
+
+from midstream.chunk import Chunk, FinishReason
+from midstream.errors import DeadlineError, ExecutionError, OverloadedError
+from midstream.telemetry import Metrics, current_request_id
+from protos import generation_pb2 as pb
+from router.generation import Generation, Runner
+
+
+class RouterMetrics:
+    """What clients of this router see."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.first_token: Histogram = metrics.histogram("time_to_first_token_seconds", "Arrival to first output.")
+        self.inter_token: Histogram = metrics.histogram(
+            "inter_token_latency_seconds", "Time per token after the first."
+        )
+        self.request: Histogram = metrics.histogram("e2e_request_latency_seconds", "Arrival to last output.")
+        self.success: Counter = metrics.counter("request_success", "Requests that ended.", ("finished_reason",))
+        self.tokens: Counter = metrics.counter("relayed_tokens", "Tokens sent to clients.")
+
+
+class Output:
+    """A request's output on its way to one client. Leaving it before the end means that the client has left.
+
+    Attributes:
+        request_id: The request's id.
+        is_final: The final chunk has been taken.
+    """
+
+    def __init__(
+        self, generation: Generation, metrics: RouterMetrics, draining: asyncio.Event, arrival: float | None = None
+    ) -> None:
+        self.request_id = generation.request_id
+        self.is_final = False
+        self._generation = generation
+        self._metrics = metrics
+        self._draining = draining
+        self._arrival = time.monotonic() if arrival is None else arrival
+        self._last: float | None = None
+        self._end: Chunk | None = None
+
+    async def take(self) -> list[Chunk]:
+        """The next output, at least one chunk; the final one comes last.
+
+        Raises:
+            MidstreamError: The stream cannot go on.
+        """
+        chunks = await self._generation.take()
+        now = time.monotonic()
+        for chunk in chunks:
+            self._observe(chunk, now)
+        if chunks[-1].is_final:
+            self.is_final, self._end = True, chunks[-1]
+        return chunks
+
+    def raise_failure(self) -> None:
+        """After the final chunk: raises what ended the request, where that is not one of the ordinary reasons."""
+        if self._end is None:
+            return
+        if self._end.finish_reason is FinishReason.DEADLINE:
+            raise DeadlineError("the request's deadline passed")
+        if self._end.finish_reason is FinishReason.ERROR:
+            raise self._end.error or ExecutionError("the request failed")
+
+    async def __aenter__(self) -> Output:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        cancelled = isinstance(error, asyncio.CancelledError)
+        self._generation.close(abort=cancelled and not self._draining.is_set())
+        if cancelled and self._generation.stream.overflowed:
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+            raise OverloadedError("the client reads too slowly") from None
+        if error is None and self._end is not None:
+            self._metrics.request.observe(time.monotonic() - self._arrival)
+            self._metrics.success.labels(self._end.finish_reason or "").inc()
+
+    def _observe(self, chunk: Chunk, now: float) -> None:
+        num_tokens = len(chunk.token_ids)
+        if self._last is None:
+            self._metrics.first_token.observe(now - self._arrival)
+        elif num_tokens:
+            self._metrics.inter_token.observe((now - self._last) / num_tokens)
+        self._metrics.tokens.inc(num_tokens)
+        self._last = now
+
+
+class FrontDoor:
+    """Opens outputs, for whatever protocol the client speaks.
+
+    Attributes:
+        runner: The one path that requests take.
+        draining: Set while what runs is finished and nothing new is taken.
+    """
+
+    def __init__(self, runner: Runner, metrics: RouterMetrics, draining: asyncio.Event) -> None:
+        self.runner = runner
+        self.draining = draining
+        self._metrics = metrics
+
+    async def start(self, request: pb.GenerateRequest, timeout_s: float | None) -> Output:
+        """Runs a request, of which nobody else holds a reference.
+
+        Raises:
+            MidstreamError: It is refused.
+        """
+        current_request_id.set(request.request_id)
+        arrival = time.monotonic()
+        generation = await self.runner.start(request, timeout_s, _canceller())
+        current_request_id.set(generation.request_id)
+        return Output(generation, self._metrics, self.draining, arrival)
+
+    def resume(
+        self, request_id: str, from_token: int, from_token_by_sequence: Sequence[int], timeout_s: float | None
+    ) -> Output:
+        """The rest of a request.
+
+        Raises:
+            InvalidArgumentError: The request id is empty or cannot be.
+        """
+        current_request_id.set(request_id)
+        generation = self.runner.resume(request_id, from_token, from_token_by_sequence, timeout_s, _canceller())
+        return Output(generation, self._metrics, self.draining)
+
+
+def _canceller() -> Callable[[], None]:
+    task = asyncio.current_task()
+
+    def cancel() -> None:
+        if task is not None:
+            task.cancel()
+
+    return cancel
