@@ -1,0 +1,104 @@
+"""The services as processes of this machine around a worker without a model, each to be killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import grpc
+import grpc.aio
+
+from midstream.model_folder import open_model_folder
+from midstream.serving import open_channel
+from protos import loads_pb2, service_pb2_grpc
+
+if TYPE_CHECKING:
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 60
+
+
+class Parts:
+    """Running processes by name: scheduler, worker, detokenizer, router.
+
+    Attributes:
+        flags: Of the scheduler, beside its ports.
+    """
+
+    def __init__(self, folder: Path, *flags: str, step_ms: float = 10) -> None:
+        self.folder = folder
+        self.flags = flags
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        scheduler, worker, detokenizer, self.router_port = free_ports(4)
+        model = open_model_folder("smollm2")
+        self._commands = {
+            "worker": f"-m tests.fakes.worker --scheduler tcp://127.0.0.1:{worker} --step-ms {step_ms} "
+            f"--model-fingerprint {model.fingerprint} --vocab-size {model.vocab_size}",
+            "detokenizer": f"-m detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler}",
+            "router": f"-m router --port {self.router_port} --http-port 0 --schedulers 127.0.0.1:{scheduler} "
+            f"--detokenizers 127.0.0.1:{detokenizer}",
+            "scheduler": f"-m scheduler --port {scheduler} --worker-port {worker}",
+        }
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        """Starts a part, for the first time or again."""
+        command = [sys.executable, *self._commands[name].split(), *(self.flags if name == "scheduler" else ())]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        return self.processes[name]
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.processes[name].send_signal(signal.SIGKILL)
+        self.processes[name].wait()
+
+    def log(self, name: str) -> str:
+        """All that a part has logged."""
+        return (self.folder / f"{name}.log").read_text(encoding="utf-8")
+
+    @contextlib.asynccontextmanager
+    async def stub(self) -> AsyncIterator[Stub]:
+        """The router, once a worker and a detokenizer stand behind it."""
+        async with open_channel(f"127.0.0.1:{self.router_port}") as channel, asyncio.timeout(START_TIMEOUT_S):
+            stub = cast("Stub", service_pb2_grpc.MidstreamStub(channel))
+            while not await _is_whole(stub):  # noqa: ASYNC110 (the other side is a process)
+                await asyncio.sleep(0.05)
+            yield stub
+
+
+async def _is_whole(stub: Stub) -> bool:
+    try:
+        info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=5)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(info.worker_groups and info.detokenizers)
+
+
+@contextlib.contextmanager
+def running(parts: Parts) -> Iterator[Parts]:
+    """Starts all, and kills what is left in the end."""
+    try:
+        for name in ("scheduler", "worker", "detokenizer", "router"):
+            parts.start(name)
+        yield parts
+    finally:
+        for process in parts.processes.values():
+            process.kill()
+            process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [item.getsockname()[1] for item in sockets]
+    for item in sockets:
+        item.close()
+    return ports

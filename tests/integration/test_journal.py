@@ -1,0 +1,103 @@
+"""A scheduler that dies, is replaced, or cannot write: real processes, a worker without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.parts import ROOT, Parts, free_ports, running
+from tests.integration.service import tokens
+
+if TYPE_CHECKING:
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
+
+NUM_TOKENS = 200
+# What `midstream up` waits before it starts a part again that has died for the first time.
+BACKOFF_S = 0.25
+
+
+def journalled(folder: Path) -> Parts:
+    return Parts(folder, "--journal", "sqlite", "--journal-path", str(folder / "journal.sqlite"))
+
+
+async def read(stub: Stub, first: int, half_way: asyncio.Event) -> tuple[list[int], float]:
+    """The stream of one request, without gap or repeat, and the longest time without a token, in seconds."""
+    received: list[int] = []
+    longest, last = 0.0, time.monotonic()
+    async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=60):
+        assert response.token_offset == len(received)
+        received += response.token_ids
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+        if len(received) > NUM_TOKENS // 4:
+            half_way.set()
+    return received, longest
+
+
+async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path) -> None:
+    with running(journalled(tmp_path)) as parts:
+        async with parts.stub() as stub:
+            half_way = asyncio.Event()
+            streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000, 3000)]
+            await half_way.wait()
+            await asyncio.to_thread(parts.kill, "scheduler")
+            await asyncio.sleep(BACKOFF_S)
+            parts.start("scheduler")
+            results = await asyncio.gather(*streams)
+    for first, (received, longest) in zip((1000, 2000, 3000), results, strict=True):
+        assert received == list(range(first + 1, first + 1 + NUM_TOKENS))
+        assert longest < 10, "a guard against hanging; the goal is measured on an idle machine"
+    print(f"longest time without a token: {max(longest for _, longest in results):.2f} s")
+    assert '"num_unfinished": 3' in parts.log("scheduler")
+
+
+async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_on(tmp_path: Path) -> None:
+    with running(journalled(tmp_path)) as parts:
+        async with parts.stub() as stub:
+            half_way = asyncio.Event()
+            stream = asyncio.create_task(read(stub, 1000, half_way))
+            await half_way.wait()
+            process = parts.processes["scheduler"]
+            size = (tmp_path / "journal.sqlite-wal").stat().st_size
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
+            assert await asyncio.to_thread(process.wait, 20) == 1
+            parts.start("scheduler")
+            received, _ = await stream
+    assert received == list(range(1001, 1001 + NUM_TOKENS))
+    assert "the journal failed" in parts.log("scheduler")
+
+
+async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_path: Path) -> None:
+    path = str(tmp_path / "journal.sqlite")
+    with running(journalled(tmp_path)) as parts:
+        async with parts.stub() as stub:
+            await read(stub, 1000, asyncio.Event())
+            port, worker_port = free_ports(2)
+            flags = ["--port", str(port), "--worker-port", str(worker_port), "--journal", "sqlite"]
+            command = [sys.executable, "-m", "scheduler", *flags, "--journal-path", path]
+            successor = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            try:
+                assert await asyncio.to_thread(parts.processes["scheduler"].wait, 20) == 1
+                assert successor.poll() is None
+            finally:
+                successor.kill()
+                successor.wait()
+    assert "is over" in parts.log("scheduler")
+
+
+@pytest.mark.parametrize("journal_path", [(), ("--journal-path", "/proc/nowhere/journal")])
+def test_a_journal_that_cannot_be_opened_is_named(journal_path: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "scheduler", "--port", "0", "--worker-port", "0", "--journal", "sqlite"]
+    result = subprocess.run(
+        [*command, *journal_path], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode in (1, 2)
+    assert (journal_path or ("journal_path",))[-1] in result.stderr
+    assert "Traceback" not in result.stderr
