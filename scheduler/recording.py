@@ -48,7 +48,7 @@ class Recorder:
                 num_bytes = _whole_bytes(file)
             os.truncate(path, num_bytes)
             self._file = path.open("ab", buffering=0)
-            self._file.write(_frame(pb.Record(time_ns=time_ns, started=started)))
+            self._file.write(frame(pb.Record(time_ns=time_ns, started=started)))
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}", field="record") from None
         self._waiting: queue.Queue[tuple[Event, Sequence[Effect]] | None] = queue.Queue(_MAX_WAITING)
@@ -81,7 +81,7 @@ class Recorder:
             items = [self._waiting.get()]
             while len(items) < _MAX_EVENTS_PER_WRITE and not self._waiting.empty():
                 items.append(self._waiting.get())
-            frames = b"".join(_frame(encode_event(*item)) for item in items if item is not None)
+            frames = b"".join(frame(encode_event(*item)) for item in items if item is not None)
             is_open = None not in items
             try:
                 while frames and self._is_on:
@@ -110,7 +110,8 @@ def read_recording(path: Path) -> Iterator[pb.Record]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", field="file") from None
 
 
-def _frame(record: pb.Record) -> bytes:
+def frame(record: pb.Record) -> bytes:
+    """A record as it stands in the file."""
     data = record.SerializeToString()
     return len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import zlib
 from array import array
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from scheduler.events import (
     WorkerLeft,
     WorkerRegistered,
 )
-from scheduler.recording import Recorder, read_recording
+from scheduler.recording import Recorder, frame, read_recording
 from scheduler.recording_codec import decode_config, decode_event, encode_config, encode_event
 from scheduler.replay import Changes, replay, simulate
 from scheduler.replay import main as run_replay
@@ -235,8 +234,4 @@ def test_a_changed_policy_gives_a_table_and_a_plot(tmp_path: Path, capfd: pytest
 
 def write(path: Path, records: list[pb.Record]) -> None:
     """A recording of these records."""
-    frames = []
-    for record in records:
-        data = record.SerializeToString()
-        frames.append(len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data)
-    path.write_bytes(b"".join(frames))
+    path.write_bytes(b"".join(frame(record) for record in records))
