@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from scheduler.events import DrainStarted
 from scheduler.journal import Journal, JournalError
 from scheduler.journal.off import NoJournal
 from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.store import Store
 from scheduler.journal.threaded import ThreadedJournal
 from scheduler.metrics import SchedulerCollector
 from scheduler.plugins import load_scheduler
@@ -79,7 +81,10 @@ class SchedulerService:
         self._recorder: Recorder | None = None
 
     async def start(self) -> None:
-        """Takes the journal over and begins to serve."""
+        """Takes the journal over, when its lease is free, and begins to serve."""
+        waiting = "standby" if self.config.standby else "starting"
+        self.progress.set_reason(waiting, stands=True)
+        self._http.start()
         contents = await self.journal.open(self._on_journal_failure)
         core = SchedulerCore(
             core_config(self.config, self.model, contents.scheduler_epoch),
@@ -106,7 +111,7 @@ class SchedulerService:
         self._tasks.append(asyncio.create_task(dispatching, name="dispatch"))
         self._tasks[0].add_done_callback(self._on_dispatch_ended)
         await self.server.start()
-        self._http.start()
+        self.progress.set_reason(waiting, stands=False)
         logger.info(
             "serving",
             extra={"port": self.port, "worker_port": self.worker_port, "scheduler_epoch": contents.scheduler_epoch},
@@ -212,10 +217,21 @@ def make_journal(config: SchedulerConfig, model: ModelFolder, limits: ModelLimit
     Raises:
         ConfigError: It is not said where it is.
     """
+    if config.standby and config.journal != "postgres":
+        raise ConfigError("only a journal in PostgreSQL has a lease to wait for", field="standby")
     if config.journal == "off":
         return NoJournal()
     if config.journal == "sqlite":
         if not config.journal_path:
             raise ConfigError("a journal in SQLite needs a file", field="journal_path")
         return ThreadedJournal(SqliteStore(Path(config.journal_path)), limits, model.fingerprint)
-    raise ConfigError(f"{config.journal!r} is not available in this version; use `sqlite` or `off`", field="journal")
+    return ThreadedJournal(_postgres_store(config), limits, model.fingerprint)
+
+
+def _postgres_store(config: SchedulerConfig) -> Store:
+    try:
+        from scheduler.journal.postgres import PostgresStore
+    except ImportError as error:
+        raise ConfigError(f"it needs `pip install midstream[postgres]` ({error})", field="journal") from None
+    holder = config.name or f"{socket.gethostname()}:{config.port}"
+    return PostgresStore(config.journal_url, holder, is_standby=config.standby)

@@ -43,6 +43,8 @@ class SchedulerConfig(ServiceConfig):
     max_num_finished: int = setting(8192, "Finished requests that are kept.")
     journal: str = setting("off", "Where requests and tokens are kept.", choices=("off", "sqlite", "postgres"))
     journal_path: str = setting("", "File of the journal in SQLite.")
+    journal_url: str = setting("", "Where the journal in PostgreSQL is, as libpq takes it; empty: the PG* variables.")
+    standby: bool = setting(False, "Wait until the scheduler that has the journal's lease is gone, then take over.")
     record: str = setting("", "File to which all events and plans are appended, for `midstream replay`; empty: none.")
     scheduler_plugin: str = setting("", "Entry point of a scheduler of your own, in the group midstream.schedulers.")
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")

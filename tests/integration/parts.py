@@ -38,6 +38,7 @@ class Parts:
         self.flags = flags
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         scheduler, worker, detokenizer, self.router_port = free_ports(4)
+        self.scheduler_port = scheduler
         model = open_model_folder("smollm2")
         self._commands = {
             "worker": f"-m tests.fakes.worker --scheduler tcp://127.0.0.1:{worker} --step-ms {step_ms} "
@@ -83,10 +84,10 @@ async def _is_whole(stub: Stub) -> bool:
 
 
 @contextlib.contextmanager
-def running(parts: Parts) -> Iterator[Parts]:
-    """Starts all, and kills what is left in the end."""
+def running(parts: Parts, *names: str) -> Iterator[Parts]:
+    """Starts all parts, or those named, and kills what is left in the end."""
     try:
-        for name in ("scheduler", "worker", "detokenizer", "router"):
+        for name in names or ("scheduler", "worker", "detokenizer", "router"):
             parts.start(name)
         yield parts
     finally:

@@ -1,0 +1,162 @@
+"""The journal in PostgreSQL, for a scheduler with a standby on another machine.
+
+The writer holds a lease, which every transaction renews under the writer's epoch; whoever takes the lease over raises
+the epoch in the same row. So a transaction of a deposed scheduler finds no row, and nothing of it is kept. Leases are
+timed by the database's clock alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+import psycopg
+
+from midstream.errors import ConfigError
+from scheduler.journal import DeposedError, JournalError
+from scheduler.journal.store import SCHEMA_VERSION, Store, StoredJournal, Transaction
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 2.0
+_POLL_INTERVAL_S = 0.2
+_CONNECT_TIMEOUT_S = 5
+# Any number, the same for all: only one process at a time lays down the tables.
+_SCHEMA_LOCK = 0x6D696473
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS midstream_writer (
+    one integer PRIMARY KEY CHECK (one = 1), schema_version integer NOT NULL, epoch bigint NOT NULL,
+    holder text NOT NULL, lease_until timestamptz NOT NULL);
+CREATE TABLE IF NOT EXISTS midstream_requests (
+    number bigint PRIMARY KEY, request bytea NOT NULL, output bytea NOT NULL);
+CREATE TABLE IF NOT EXISTS midstream_commits (number bigserial PRIMARY KEY, record bytea NOT NULL);
+INSERT INTO midstream_writer VALUES (1, %d, 0, '', '-infinity') ON CONFLICT DO NOTHING
+"""
+_RENEW = (
+    "UPDATE midstream_writer SET lease_until = clock_timestamp() + make_interval(secs => %s) "
+    "WHERE one = 1 AND epoch = %s"
+)
+
+
+class PostgresStore(Store):
+    """Three tables of one database."""
+
+    def __init__(self, conninfo: str, holder: str, *, is_standby: bool = False) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            conninfo: As libpq takes it: a URL, or `host=... dbname=...`.
+            holder: Name of this scheduler. One that comes back under its name need not wait for its own old lease.
+            is_standby: Wait for the lease in any case.
+        """
+        self._conninfo = conninfo
+        self._holder = holder
+        self._is_standby = is_standby
+        self._connection: psycopg.Connection[tuple[object, ...]] | None = None
+        self._epoch = 0
+
+    def take_over(self, least_epoch: int) -> int:
+        """Connects, lays the tables down where there are none, and waits for the lease."""
+        with self._errors("cannot be opened"):
+            self._connection = psycopg.connect(
+                self._conninfo,
+                autocommit=True,
+                connect_timeout=_CONNECT_TIMEOUT_S,
+                application_name=f"midstream {self._holder}",
+            )
+            # Whatever the server's default is: what is committed must be safe.
+            self._connection.execute("SET synchronous_commit = on")
+            with self._connection.transaction():
+                self._connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SCHEMA_LOCK,))
+                for statement in (_SCHEMA % SCHEMA_VERSION).split(";"):
+                    self._connection.execute(statement.encode())
+            is_waiting = False
+            while not self._try_to_take(least_epoch):
+                if not is_waiting:
+                    logger.info("waiting for the journal's lease")
+                is_waiting = True
+                time.sleep(_POLL_INTERVAL_S)
+        return self._epoch
+
+    def _try_to_take(self, least_epoch: int) -> bool:
+        connection = self._connected
+        with connection.transaction():
+            version, epoch, holder, is_free = connection.execute(
+                "SELECT schema_version, epoch, holder, lease_until <= clock_timestamp() "
+                "FROM midstream_writer FOR UPDATE"
+            ).fetchone() or (0, 0, "", True)
+            assert isinstance(version, int)
+            assert isinstance(epoch, int)
+            if version > SCHEMA_VERSION:
+                raise ConfigError(
+                    f"the journal was written by a newer version (schema {version}, this one knows {SCHEMA_VERSION}); "
+                    "use that version, or another database",
+                    field="journal_url",
+                )
+            if not is_free and (self._is_standby or holder != self._holder):
+                return False
+            self._epoch = max(epoch + 1, least_epoch)
+            connection.execute(
+                "UPDATE midstream_writer SET epoch = %s, holder = %s, "
+                "lease_until = clock_timestamp() + make_interval(secs => %s)",
+                (self._epoch, self._holder, LEASE_S),
+            )
+        return True
+
+    def read(self) -> StoredJournal:
+        """Reads all rows."""
+        stored = StoredJournal()
+        with self._errors("cannot be read"):
+            query = "SELECT number, request, output FROM midstream_requests ORDER BY number"
+            stored.requests.extend(self._connected.execute(query))  # type: ignore[arg-type]
+            query = "SELECT number, record FROM midstream_commits ORDER BY number"
+            stored.commits.extend(self._connected.execute(query))  # type: ignore[arg-type]
+        return stored
+
+    def write(self, transaction: Transaction) -> None:
+        """One transaction, which begins with the lease."""
+        with self._errors("cannot be written"), self._connected.transaction(), self._connected.cursor() as cursor:
+            self._renew()
+            if transaction.accepted:
+                cursor.executemany("INSERT INTO midstream_requests VALUES (%s, %s, '')", transaction.accepted)
+            if transaction.compacted is not None:
+                rows = [(output, number) for number, output in transaction.compacted]
+                cursor.executemany("UPDATE midstream_requests SET output = %s WHERE number = %s", rows)
+                cursor.execute("DELETE FROM midstream_commits")
+            elif transaction.commit:
+                cursor.execute("INSERT INTO midstream_commits (record) VALUES (%s)", (transaction.commit,))
+            if transaction.forgotten:
+                cursor.execute("DELETE FROM midstream_requests WHERE number = ANY(%s)", (transaction.forgotten,))
+
+    def check(self) -> None:
+        """Renews the lease."""
+        with self._errors("cannot be written"):
+            self._renew()
+
+    def _renew(self) -> None:
+        if self._connected.execute(_RENEW, (LEASE_S, self._epoch)).rowcount != 1:
+            raise DeposedError(f"scheduler epoch {self._epoch} is over: another scheduler has the lease")
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.Error as error:
+            raise JournalError(f"the journal in PostgreSQL {what}: {str(error).strip()}") from None
+
+    @property
+    def _connected(self) -> psycopg.Connection[tuple[object, ...]]:
+        if self._connection is None:
+            raise JournalError("it is not open")
+        return self._connection
+
+    def close(self) -> None:
+        """Gives the lease back, so that a standby need not wait, and disconnects."""
+        if self._connection is None:
+            return
+        with contextlib.suppress(psycopg.Error):
+            self._connection.execute(_RENEW, (0, self._epoch))
+        self._connection.close()
+        self._connection = None

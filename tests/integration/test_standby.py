@@ -1,0 +1,131 @@
+"""A journal in PostgreSQL: the lease, the fence, and a standby that takes over in the middle of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from midstream.errors import ConfigError
+from midstream.serving import open_channel
+from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc
+from scheduler.journal import DeposedError
+from scheduler.journal.postgres import LEASE_S, PostgresStore
+from scheduler.journal.store import SCHEMA_VERSION, Transaction, seal
+from tests.integration.parts import Parts, running
+from tests.integration.postgres import postgres_server
+from tests.integration.service import tokens
+from tests.scheduler.test_service import Feed
+
+NUM_TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with postgres_server() as conninfo:
+        yield conninfo
+
+
+@pytest.fixture
+def database(server: str) -> str:
+    """An empty journal."""
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute("DROP TABLE IF EXISTS midstream_writer, midstream_requests, midstream_commits")
+    return server
+
+
+def test_rows_come_back_and_compaction_replaces_commits(database: str) -> None:
+    store = PostgresStore(database, "a")
+    assert store.take_over(least_epoch=7) == 7
+    store.write(Transaction(accepted=[(1, b"one"), (2, b"two")], commit=seal(b"first")))
+    store.write(Transaction(commit=seal(b"second")))
+    stored = store.read()
+    assert stored.requests == [(1, b"one", b""), (2, b"two", b"")]
+    assert [record for _, record in stored.commits] == [seal(b"first"), seal(b"second")]
+    store.write(Transaction(forgotten=[1], compacted=[(2, b"all")]))
+    stored = store.read()
+    assert (stored.requests, stored.commits) == ([(2, b"two", b"all")], [])
+    store.close()
+
+
+def test_a_deposed_writer_leaves_nothing(database: str) -> None:
+    old, new = PostgresStore(database, "same name"), PostgresStore(database, "same name")
+    epoch = old.take_over(least_epoch=1)
+    assert new.take_over(least_epoch=1) == epoch + 1
+    with pytest.raises(DeposedError):
+        old.write(Transaction(accepted=[(1, b"one")], commit=seal(b"late")))
+    with pytest.raises(DeposedError):
+        old.check()
+    stored = new.read()
+    assert (stored.requests, stored.commits) == ([], [])
+    old.close()
+    new.check()
+    new.close()
+
+
+def test_another_waits_for_the_lease_and_gets_it_at_once_when_it_is_given_back(database: str) -> None:
+    first = PostgresStore(database, "first")
+    first.take_over(least_epoch=1)
+    started = time.monotonic()
+    second = PostgresStore(database, "second", is_standby=True)
+    second.take_over(least_epoch=1)
+    assert time.monotonic() - started > LEASE_S / 2
+    second.close()
+    started = time.monotonic()
+    third = PostgresStore(database, "third")
+    third.take_over(least_epoch=1)
+    assert time.monotonic() - started < LEASE_S / 2
+    third.close()
+    first.close()
+
+
+def test_a_newer_schema_is_refused(database: str) -> None:
+    store = PostgresStore(database, "a")
+    store.take_over(1)
+    store.close()
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("UPDATE midstream_writer SET schema_version = %s", (SCHEMA_VERSION + 1,))
+    with pytest.raises(ConfigError, match="newer version"):
+        store.take_over(1)
+    store.close()
+
+
+async def test_a_standby_takes_over_while_the_old_scheduler_stands_still(database: str, tmp_path: Path) -> None:
+    flags = ("--journal", "postgres", "--journal-url", database)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    old, new = Parts(tmp_path / "old", *flags), Parts(tmp_path / "new", *flags, "--standby")
+    request = tokens([1000], max_tokens=NUM_TOKENS, request_id="a")
+    with running(old, "scheduler", "worker"):
+        async with open_channel(f"127.0.0.1:{old.scheduler_port}") as channel:
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            await stub.Submit(scheduler_pb2.SubmitRequest(request=request, attempt=1), wait_for_ready=True)
+            feed = await Feed(stub).open()
+            await feed.attach(1, "a")
+            while len(feed.tokens.get(1, [])) < NUM_TOKENS // 4:
+                await feed.read()
+            with running(new, "scheduler", "worker"):
+                old.processes["scheduler"].send_signal(signal.SIGSTOP)
+                received = await _read_all(new.scheduler_port)
+                old.processes["scheduler"].send_signal(signal.SIGCONT)
+                assert await asyncio.to_thread(old.processes["scheduler"].wait, 20) == 1
+    assert received == list(range(1001, 1001 + NUM_TOKENS))
+    assert feed.tokens[1] == received[: len(feed.tokens[1])]
+    assert "is over" in old.log("scheduler")
+    assert "waiting for the journal's lease" in new.log("scheduler")
+
+
+async def _read_all(port: int) -> list[int]:
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=30)
+        feed = await Feed(stub).open()
+        await feed.attach(1, "a")
+        await feed.read_until(1)
+        received: list[int] = feed.tokens[1]
+    return received
