@@ -72,7 +72,9 @@ async def _demo(topology: Topology, console: Console, begin: float) -> None:
             if not stop.is_set():
                 display.show(state)
 
-        supervisor = Supervisor(run_dir, topology.model, plan_processes(topology), show)
+        supervisor = Supervisor(
+            run_dir, topology.model, plan_processes(topology, journal_path=run_dir.journal_path), show
+        )
         running = asyncio.create_task(supervisor.run(stop, ready))
         started = asyncio.create_task(ready.wait())
         await asyncio.wait((running, started), return_when=asyncio.FIRST_COMPLETED)

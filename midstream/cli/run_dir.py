@@ -3,6 +3,7 @@
 RUN_DIR/state.json   written by the supervisor at each change, replaced as a whole
 RUN_DIR/lock         held by the supervisor as long as it lives, so that a stale state is never taken for a live one
 RUN_DIR/logs/        one file per process
+RUN_DIR/journal.sqlite   requests and tokens, where MIDSTREAM_JOURNAL is sqlite
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.logs = path / "logs"
+        self.journal_path = os.environ.get("MIDSTREAM_JOURNAL_PATH") or str(path / "journal.sqlite")
         self._state_file = path / "state.json"
         self._lock_file = path / "lock"
         self._lock: TextIOWrapper | None = None

@@ -55,7 +55,10 @@ class Topology:
 
 
 def plan_processes(
-    topology: Topology, num_cores: int | None = None, is_free: Callable[[int], bool] | None = None
+    topology: Topology,
+    num_cores: int | None = None,
+    is_free: Callable[[int], bool] | None = None,
+    journal_path: str = "",
 ) -> list[ProcessSpec]:
     """The processes of `topology`: default ports where they are free, spare ones for replicas and where they are not.
 
@@ -63,9 +66,11 @@ def plan_processes(
         topology: What to run.
         num_cores: Cores to share among workers; default: those this process may use.
         is_free: Whether a port can be listened on; default: try.
+        journal_path: Where a journal in SQLite goes; empty: as the environment says.
     """
     ports = _Ports(is_free or is_free_port)
     model = ("--model", topology.model)
+    journal = ("--journal-path", journal_path) if journal_path else ()
     scheduler = _Addresses(ports)
     grpc = scheduler.add("grpc", SchedulerConfig.port)
     zmq = scheduler.add("zmq", SchedulerConfig.worker_port)
@@ -73,7 +78,7 @@ def plan_processes(
         ProcessSpec(
             "scheduler-0",
             "scheduler",
-            (*model, "--port", str(grpc), "--worker-port", str(zmq), *scheduler.http_flags()),
+            (*model, "--port", str(grpc), "--worker-port", str(zmq), *scheduler.http_flags(), *journal),
             scheduler.taken,
         )
     ]

@@ -83,7 +83,9 @@ async def _run(topology: Topology, run_dir: RunDir, console: Console) -> int:
     stop, ready = asyncio.Event(), asyncio.Event()
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(RunDisplay(console))
-        supervisor = Supervisor(run_dir, topology.model, plan_processes(topology), display.show)
+        supervisor = Supervisor(
+            run_dir, topology.model, plan_processes(topology, journal_path=run_dir.journal_path), display.show
+        )
 
         def on_signal() -> None:
             if stop.is_set():

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import psycopg
 import pytest
@@ -21,6 +22,9 @@ from tests.integration.parts import Parts, running
 from tests.integration.postgres import postgres_server
 from tests.integration.service import tokens
 from tests.scheduler.test_service import Feed
+
+if TYPE_CHECKING:
+    from protos.scheduler_pb2_grpc import SchedulerAsyncStub
 
 NUM_TOKENS = 200
 
@@ -103,7 +107,7 @@ async def test_a_standby_takes_over_while_the_old_scheduler_stands_still(databas
     request = tokens([1000], max_tokens=NUM_TOKENS, request_id="a")
     with running(old, "scheduler", "worker"):
         async with open_channel(f"127.0.0.1:{old.scheduler_port}") as channel:
-            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            stub = cast("SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
             await stub.Submit(scheduler_pb2.SubmitRequest(request=request, attempt=1), wait_for_ready=True)
             feed = await Feed(stub).open()
             await feed.attach(1, "a")
@@ -122,7 +126,7 @@ async def test_a_standby_takes_over_while_the_old_scheduler_stands_still(databas
 
 async def _read_all(port: int) -> list[int]:
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        stub = cast("SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
         await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=30)
         feed = await Feed(stub).open()
         await feed.attach(1, "a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ PRINT = "print"
 class Cell:
     """A core whose effects are journalled at once, without a thread."""
 
-    def __init__(self, store: Store, **config: int) -> None:
+    def __init__(self, store: Store, **config: Any) -> None:
         self.store = store
         self.epoch = store.take_over(least_epoch=1)
         self.replayed: Replayed = replay(store.read(), LIMITS, PRINT)
@@ -86,7 +87,7 @@ def copy(path: Path, folder: Path) -> Path:
     return folder / path.name
 
 
-def begin(path: Path, **config: int) -> Cell:
+def begin(path: Path, **config: Any) -> Cell:
     cell = Cell(SqliteStore(path), **config)
     cell.harness.add_group()
     return cell
