@@ -13,11 +13,13 @@ from midstream.errors import MidstreamError
 from midstream.health import Progress
 from midstream.model_folder import open_model_folder
 from midstream.serving import Server
-from midstream.telemetry import HttpServer, Metrics, configure_logging
+from midstream.telemetry import Metrics, configure_logging
 from protos import service_pb2_grpc
+from router.adapters.openai.app import OpenAiApi
 from router.cells import Cells
 from router.detokenizer_pool import DetokenizerPool
 from router.generation import Runner
+from router.http_server import HttpPort
 from router.output import FrontDoor, RouterMetrics
 from router.prompt import PromptBuilder
 from router.servicer import RouterServicer
@@ -58,19 +60,20 @@ async def serve(config: RouterConfig) -> None:
     front = FrontDoor(runner, RouterMetrics(metrics), server.draining)
     servicer = RouterServicer(front, cells, router_id)
     service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
-    http = HttpServer(config.host, config.http_port, metrics, progress.problems)
+    api = OpenAiApi(front, prompts, metrics, progress.problems, config.max_message_bytes)
+    http = HttpPort(api.app(), config.host, config.http_port)
     tasks = [asyncio.create_task(cells.run(), name="cells"), asyncio.create_task(pool.run(), name="detokenizers")]
     await server.start()
     http.start()
     try:
         await server.run_until_signal(drain_timeout_s=config.drain_timeout_s)
+        await http.stop(config.drain_timeout_s)
     finally:
         for task in tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         prompts.close()
-        http.stop()
 
 
 def main() -> int:

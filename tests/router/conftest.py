@@ -18,9 +18,11 @@ from midstream.serving import Server
 from midstream.telemetry import Metrics
 from midstream.tokenizer import Tokenizer
 from protos import detokenizer_pb2_grpc, service_pb2_grpc
+from router.adapters.openai.app import OpenAiApi
 from router.cells import Cells
 from router.detokenizer_pool import DetokenizerPool
 from router.generation import Runner
+from router.http_server import HttpPort
 from router.output import FrontDoor, RouterMetrics
 from router.prompt import PromptBuilder
 from router.servicer import RouterServicer
@@ -47,7 +49,10 @@ def decoders(tokenizer: Tokenizer) -> DecoderFactory:
 class Part:
     """A service in this process."""
 
-    def __init__(self, server: Server, servicer: object, task: asyncio.Task[None]) -> None:
+    def __init__(
+        self, server: Server, servicer: object, task: asyncio.Task[None], http: HttpPort | None = None
+    ) -> None:
+        self.http = http
         self.server = server
         self.servicer = servicer
         self.address = f"127.0.0.1:{server.port}"
@@ -55,6 +60,8 @@ class Part:
 
     async def kill(self) -> None:
         """Ends it as if it had crashed."""
+        if self.http is not None:
+            await self.http.stop(0)
         await self.server.grpc.stop(0)
         await self.server.stop()
         self._task.cancel()
@@ -101,14 +108,16 @@ class Cluster:
         front = FrontDoor(runner, RouterMetrics(Metrics()), server.draining)
         servicer = RouterServicer(front, cells, "r")
         service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
+        http = HttpPort(OpenAiApi(front, self.prompts, Metrics(), list, MAX_MESSAGE).app(), "127.0.0.1", 0)
         await server.start()
+        http.start()
 
         async def run() -> None:
             async with asyncio.TaskGroup() as group:
                 group.create_task(cells.run())
                 group.create_task(pool.run())
 
-        return self._keep(Part(server, servicer, asyncio.create_task(run())))
+        return self._keep(Part(server, servicer, asyncio.create_task(run()), http))
 
     async def close(self) -> None:
         for part in reversed(self._parts):

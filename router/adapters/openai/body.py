@@ -1,0 +1,135 @@
+"""Reads the fields of a JSON body. null is unset, as OpenAI has it; what nobody reads is ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import NoReturn
+
+from midstream.errors import InvalidArgumentError
+
+_MAX_UINT32 = (1 << 32) - 1
+
+
+class Body:
+    """A JSON object.
+
+    Every getter raises InvalidArgumentError, with the field's path, where the value is not what it should be.
+    """
+
+    def __init__(self, fields: dict[str, object], path: str = "") -> None:
+        self._fields = fields
+        self._path = path
+
+    @staticmethod
+    def parse(data: bytes) -> Body:
+        """The object in `data`.
+
+        Raises:
+            InvalidArgumentError: It is not JSON, or not an object.
+        """
+        try:
+            value = json.loads(data, parse_constant=_refuse_constant)
+            # Half of a surrogate pair is legal JSON, and no text.
+            if b"\\ud" in data.lower():
+                json.dumps(value, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgumentError(f"the body is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise InvalidArgumentError("the body must be a JSON object")
+        return Body(value)
+
+    def get(self, name: str) -> object:
+        """The value as it is; None where it is unset."""
+        return self._fields.get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether it is set."""
+        return self._fields.get(name) is not None
+
+    def path(self, name: str) -> str:
+        """How errors call the field."""
+        return self._path + name
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        value = self.get(name)
+        return value if value is None or isinstance(value, str) else self._refuse(name, "a string")
+
+    def flag(self, name: str) -> bool | None:
+        """A boolean."""
+        value = self.get(name)
+        return value if value is None or isinstance(value, bool) else self._refuse(name, "a boolean")
+
+    def integer(self, name: str, low: int = 0, high: int = _MAX_UINT32) -> int | None:
+        """A whole number in low..high."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self._refuse(name, f"an integer in {low}..{high}")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A number; its range is the native check's to say."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 3e38:
+            self._refuse(name, "a number")
+        return float(value)
+
+    def child(self, name: str) -> Body | None:
+        """An object."""
+        value = self.get(name)
+        if value is None:
+            return None
+        return Body(value, f"{self.path(name)}.") if isinstance(value, dict) else self._refuse(name, "an object")
+
+    def array(self, name: str) -> list[object]:
+        """An array; empty where it is unset."""
+        value = self.get(name)
+        if value is None:
+            return []
+        return value if isinstance(value, list) else self._refuse(name, "an array")
+
+    def objects(self, name: str) -> list[Body]:
+        """An array of objects."""
+        bodies = []
+        for i, item in enumerate(self.array(name)):
+            if not isinstance(item, dict):
+                self._refuse(f"{name}[{i}]", "an object")
+            bodies.append(Body(item, f"{self.path(name)}[{i}]."))
+        return bodies
+
+    def texts(self, name: str) -> list[str]:
+        """A string, or an array of them."""
+        value = self.get(name)
+        if isinstance(value, str):
+            return [value]
+        texts = [item for item in self.array(name) if isinstance(item, str)]
+        if len(texts) < len(self.array(name)):
+            self._refuse(name, "strings")
+        return texts
+
+    def token_ids(self, name: str) -> list[int]:
+        """An array of token ids."""
+        return token_ids(self.array(name), self.path(name))
+
+    def _refuse(self, name: str, expected: str) -> NoReturn:
+        raise InvalidArgumentError(f"must be {expected}", field=self.path(name))
+
+
+def token_ids(values: list[object], field: str) -> list[int]:
+    """`values`, where all are whole numbers that may be token ids.
+
+    Raises:
+        InvalidArgumentError: One is not.
+    """
+    ids = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    if len(ids) < len(values) or not all(0 <= value <= _MAX_UINT32 for value in ids):
+        raise InvalidArgumentError("must be token ids", field=field)
+    return ids
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,67 @@
+"""Errors in OpenAI's shape, with the status that its clients act on: they try again after 408, 409, 429 and 5xx."""
+
+from __future__ import annotations
+
+import math
+
+from midstream.errors import MidstreamError, OverloadedError, StatusCode
+
+_STATUSES: dict[StatusCode, tuple[int, str]] = {
+    StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    # 501 would be tried again, in vain.
+    StatusCode.UNIMPLEMENTED: (400, "invalid_request_error"),
+    StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
+    StatusCode.NOT_FOUND: (404, "not_found_error"),
+    StatusCode.ALREADY_EXISTS: (409, "conflict_error"),
+    StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    StatusCode.CANCELLED: (499, "cancelled_error"),
+    StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
+    StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
+}
+# Native fields that OpenAI and vLLM call otherwise; of the rest the last part of the path is the same.
+_PARAMS = {
+    "chat": "messages",
+    "token_ids": "prompt",
+    "guided_decoding": "response_format",
+    "sampling.embedding_bias": "logit_bias",
+    "sampling.num_return_sequences": "n",
+    "stopping.stop_words": "stop",
+    "output.log_probs": "logprobs",
+    "output.prompt_log_probs": "logprobs",
+}
+
+
+def http_status(error: MidstreamError) -> int:
+    """The status that the error is answered with."""
+    return _STATUSES.get(error.code, (500, ""))[0]
+
+
+def headers(error: MidstreamError) -> dict[str, str]:
+    """When to try again, in whole seconds and, as OpenAI's clients read it first, in milliseconds."""
+    if not isinstance(error, OverloadedError):
+        return {}
+    return {
+        "retry-after": str(math.ceil(error.retry_after_ms / 1000)),
+        "retry-after-ms": str(error.retry_after_ms),
+    }
+
+
+def error_body(error: MidstreamError) -> dict[str, object]:
+    """The JSON that says what went wrong."""
+    kind = _STATUSES.get(error.code, (500, "server_error"))[1]
+    code = "model_not_found" if error.code is StatusCode.NOT_FOUND and error.field == "model" else None
+    if error.code is StatusCode.UNIMPLEMENTED:
+        code = "unsupported"
+    param = param_of(error.field)
+    message = f"{param}: {error.message}" if param else error.message
+    return {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
+
+
+def param_of(field: str) -> str:
+    """What OpenAI calls a native field."""
+    if field in _PARAMS:
+        return _PARAMS[field]
+    section, dot, name = field.partition(".")
+    if section == "guided_decoding":
+        return "response_format"
+    return name if dot and section in ("sampling", "stopping", "output") else field.removeprefix("chat.")
