@@ -22,7 +22,8 @@ class KvCache:
     """Keys and values of all layers in blocks.
 
     Attributes:
-        keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim].
+        keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
+            numbers inside a block in its own way.
     """
 
     def __init__(

@@ -62,7 +62,8 @@ def load_model(config: WorkerConfig, folder: ModelFolder) -> LoadedModel:
     if library is None:
         decoder, kind = TorchDecoder(description, weights, dtype, device), kernels.describe(device)
     else:
-        decoder, kind = CpuDecoder(description, weights, library, num_threads(config)), f"{library.isa} kernels"
+        decoder = CpuDecoder(description, weights, library, num_threads(config), config.activations)
+        kind = f"{library.isa} kernels"
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
     return LoadedModel(description, decoder, device, dtype, kv_dtype)
 

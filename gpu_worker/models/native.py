@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,15 +13,30 @@ from gpu_worker.models.decoder import ForwardInputs
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
 from gpu_worker.weights.progress import with_progress
-from gpu_worker.weights.weight import Weight
-from kernels.cpu import DecoderDims, DecoderLayer, Library, NativeDecoder, PackedLinear, ThreadPool, WeightFormat
+from gpu_worker.weights.weight import WeightFormat as WeightKind
+from kernels.cpu import (
+    DecoderDims,
+    DecoderLayer,
+    InputFormat,
+    Library,
+    NativeDecoder,
+    PackedLinear,
+    ThreadPool,
+    WeightFormat,
+)
 
-_FORMATS = {
+_FORMATS: dict[WeightKind, WeightFormat] = {
     "f32": WeightFormat.F32,
     "bf16": WeightFormat.BF16,
     "int8": WeightFormat.INT8,
     "q4": WeightFormat.Q4_1,
     "q8": WeightFormat.Q8_0,
+}
+_INPUT_FORMATS = {
+    "auto": InputFormat.INT16,
+    "f32": InputFormat.F32,
+    "int16": InputFormat.INT16,
+    "int8": InputFormat.INT8,
 }
 
 
@@ -34,14 +50,28 @@ class _PackedLayer:
 
 
 class CpuDecoder:
-    """Computes in float32 on `num_threads` threads."""
+    """Computes on `num_threads` threads, in float32 but for the input of quantized layers."""
 
     def __init__(
-        self, description: DecoderDescription, weights: DecoderWeights, library: Library, num_threads: int
+        self,
+        description: DecoderDescription,
+        weights: DecoderWeights,
+        library: Library,
+        num_threads: int,
+        activations: str = "auto",
     ) -> None:
-        """Loads and packs the weights, showing progress."""
+        """Loads and packs the weights, showing progress.
+
+        Args:
+            description: Of the model.
+            weights: Its weights.
+            library: The kernels.
+            num_threads: Compute threads, the caller's among them.
+            activations: What the input of quantized layers is rounded to: f32, int16 (auto) or int8.
+        """
         self._description = description
         self._library = library
+        self._input_format = _INPUT_FORMATS[activations]
         self._threads = ThreadPool(library, num_threads)
         self._embedding = weights.embedding()
         self._layers = [
@@ -56,7 +86,8 @@ class CpuDecoder:
         self._native: NativeDecoder | None = None
 
     def use_cache(self, kv: KvCache) -> None:
-        """Computes over this cache from now on."""
+        """Computes over this cache from now on, each block of it laid out as the kernels read fastest."""
+        heads, dim = self._description.num_kv_heads, self._description.head_dim
         layers = [
             DecoderLayer(
                 qkv=layer.qkv,
@@ -65,8 +96,8 @@ class CpuDecoder:
                 down=layer.down,
                 attention_norm=layer.weights.input_norm,
                 ffn_norm=layer.weights.post_attention_norm,
-                k_cache=kv.keys[i],
-                v_cache=kv.values[i],
+                k_cache=kv.keys[i].view(kv.num_blocks, heads, dim, kv.tokens_per_block),
+                v_cache=kv.values[i].view(kv.num_blocks, heads, kv.tokens_per_block, dim),
                 q_norm=layer.weights.q_norm,
                 k_norm=layer.weights.k_norm,
                 window=self._description.windows[i],
@@ -96,14 +127,18 @@ class CpuDecoder:
         return _PackedLayer(
             qkv=self._pack(weights.qkv),
             attention_output=self._pack(weights.attention_output),
-            gate_up=PackedLinear(self._library, gate_up.source.chunk(2), _FORMATS[gate_up.format], is_gated=True),
+            gate_up=self._packed(gate_up.source.chunk(2), gate_up.format, is_gated=True),
             down=self._pack(weights.down),
             weights=weights,
         )
 
     def _pack(self, linear: LinearWeights) -> PackedLinear:
-        weight: Weight = linear.weight
-        return PackedLinear(self._library, [weight.source], _FORMATS[weight.format], linear.bias)
+        return self._packed([linear.weight.source], linear.weight.format, linear.bias)
+
+    def _packed(
+        self, parts: Sequence[Tensor], weight_format: WeightKind, bias: Tensor | None = None, *, is_gated: bool = False
+    ) -> PackedLinear:
+        return PackedLinear(self._library, parts, _FORMATS[weight_format], bias, is_gated, self._input_format)
 
 
 def dims_of(description: DecoderDescription) -> DecoderDims:

@@ -2,12 +2,13 @@
 
 from kernels.cpu.decoder import DecoderDims, DecoderLayer, NativeDecoder, supports
 from kernels.cpu.library import Library, load_library
-from kernels.cpu.linear import PackedLinear, WeightFormat
+from kernels.cpu.linear import InputFormat, PackedLinear, WeightFormat
 from kernels.cpu.threads import ThreadPool
 
 __all__ = [
     "DecoderDims",
     "DecoderLayer",
+    "InputFormat",
     "Library",
     "NativeDecoder",
     "PackedLinear",

@@ -33,8 +33,8 @@ class DecoderLayer:
     """Weights and cache of one layer.
 
     qkv [(Hq + 2 Hk) D, hidden], o [hidden, Hq D], gate_up (gated) [2 ffn, hidden], down [hidden, ffn]; norms float32
-    [hidden], q_norm and k_norm [D] (Qwen3); caches [num_blocks, block_size, Hk, D] in float32 or bfloat16. window is
-    the number of keys that a query sees, itself included.
+    [hidden], q_norm and k_norm [D] (Qwen3); caches in float32 or bfloat16, k_cache [num_blocks, Hk, D, block_size]
+    and v_cache [num_blocks, Hk, block_size, D]. window is the number of keys that a query sees, itself included.
     """
 
     qkv: PackedLinear
@@ -167,9 +167,10 @@ def _check_layer(dims: DecoderDims, layer: DecoderLayer, index: int, first_cache
             _check(f"layer {index}: {name}", getattr(layer, name), torch.float32, (dims.head_dim,))
     if first_cache.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"k_cache is {first_cache.dtype}: expected float32 or bfloat16")
-    shape = (*first_cache.shape[:2], dims.num_kv_heads, dims.head_dim)
-    for name in ("k_cache", "v_cache"):
-        _check(f"layer {index}: {name}", getattr(layer, name), first_cache.dtype, shape)
+    num_blocks, block_size = first_cache.shape[0], first_cache.shape[-1]
+    blocks = (num_blocks, dims.num_kv_heads)
+    _check(f"layer {index}: k_cache", layer.k_cache, first_cache.dtype, (*blocks, dims.head_dim, block_size))
+    _check(f"layer {index}: v_cache", layer.v_cache, first_cache.dtype, (*blocks, block_size, dims.head_dim))
     if layer.window is not None and layer.window < 1:
         raise ValueError(f"layer {index}: window is {layer.window}: expected at least 1")
 
@@ -182,7 +183,7 @@ def _layer_struct(layer: DecoderLayer) -> LayerStruct:
 
 
 def _dims_struct(dims: DecoderDims, layers: Sequence[DecoderLayer], num_positions: int) -> DimsStruct:
-    num_blocks, block_size = layers[0].k_cache.shape[:2]
+    num_blocks, block_size = layers[0].k_cache.shape[0], layers[0].k_cache.shape[-1]
     return DimsStruct(
         hidden=dims.hidden_size,
         num_heads=dims.num_heads,

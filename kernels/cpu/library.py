@@ -20,7 +20,7 @@ class LinearStruct(ctypes.Structure):
         ("n", c_int32),
         ("k", c_int32),
         ("format", c_int32),
-        ("quantizes_input", c_int32),
+        ("input", c_int32),
     ]
 
 
@@ -64,7 +64,7 @@ class Library:
         bind = self._bind
         self.panel = bind("midstream_panel", c_int32)
         self.packed_bytes = bind("midstream_packed_bytes", c_int64, c_int, c_int, c_int)
-        self.has_byte_products = bind("midstream_has_byte_products", ctypes.c_bool, c_int)
+        self.has_integer_products = bind("midstream_has_integer_products", ctypes.c_bool, c_int, c_int)
         self.pack = bind("midstream_pack", None, c_int, c_void_p, c_int, c_int, c_void_p, c_void_p)
         self.pool_create = bind("midstream_pool_create", c_void_p, c_int, c_void_p)
         self.pool_destroy = bind("midstream_pool_destroy", None, c_void_p)

@@ -26,6 +26,14 @@ class WeightFormat(IntEnum):
         return self in (WeightFormat.Q4_1, WeightFormat.Q8_0)
 
 
+class InputFormat(IntEnum):
+    """What a layer's input is rounded to, 32 numbers to a scale; the numbers are those of csrc/quantized_rows.h."""
+
+    F32 = 0  # not rounded
+    INT8 = 1
+    INT16 = 2  # as exact as float32 sums, and faster
+
+
 BLOCK = 32
 GGUF_BLOCK_BYTES = {WeightFormat.Q4_1: 20, WeightFormat.Q8_0: 34}
 
@@ -40,14 +48,14 @@ class PackedLinear:
         weight_format: WeightFormat,
         bias: Tensor | None = None,
         is_gated: bool = False,
-        quantizes_input: bool = False,
+        input_format: InputFormat = InputFormat.F32,
     ) -> None:
         """Stack the parts along N and pack them; they are not needed afterwards.
 
         A part is a float tensor [N, K], or for Q4_1 and Q8_0 the uint8 rows of GGUF blocks [N, K / 32 * block bytes].
         bias is [sum of N]. With is_gated the parts are the gate and up weights of a feed-forward layer, which the
-        decoder multiplies into N outputs. With quantizes_input each row of the input is rounded to signed bytes, 32
-        to a scale, where the processor has integer products for the format (Q4_1 always): faster, and less exact;
+        decoder multiplies into N outputs. Each row of the input is rounded to input_format where the processor has
+        integer products for the weights: INT16 for all quantized ones, INT8 for Q4_1 and with VNNI all;
         rounds_input says whether it is.
         """
         stacked = torch.cat([_rows(part, weight_format) for part in parts])
@@ -55,7 +63,7 @@ class PackedLinear:
         self.num_inputs = _num_inputs(stacked, weight_format)
         self.format = weight_format
         self.is_gated = is_gated
-        self.rounds_input = quantizes_input and library.has_byte_products(int(weight_format))
+        self.rounds_input = library.has_integer_products(int(weight_format), int(input_format))
         if is_gated and (len(parts) != 2 or parts[0].shape != parts[1].shape or bias is not None):
             raise ValueError("a gated layer has two parts of one shape and no bias")
         order = _gated_order(self.num_outputs, library.panel()) if is_gated else torch.arange(self.num_outputs)
@@ -67,7 +75,7 @@ class PackedLinear:
             raise ValueError(f"bias is {list(self.bias.shape)}: expected [{self.num_outputs}]")
         library.pack(sizes[0], stacked.data_ptr(), *sizes[1:], order.data_ptr(), self.packed.data_ptr())
         bias_pointer = None if self.bias is None else self.bias.data_ptr()
-        self.struct = LinearStruct(self.packed.data_ptr(), bias_pointer, *sizes[1:], sizes[0], quantizes_input)
+        self.struct = LinearStruct(self.packed.data_ptr(), bias_pointer, *sizes[1:], sizes[0], int(input_format))
 
     def __call__(self, x: Tensor, threads: ThreadPool) -> Tensor:
         """Return x [M, K] times the weights, plus bias -> [M, N], float32."""

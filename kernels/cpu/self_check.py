@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.attention import paged_attention
 from kernels.cpu.decoder import DecoderDims, DecoderLayer, NativeDecoder
 from kernels.cpu.library import Library
-from kernels.cpu.linear import PackedLinear, WeightFormat
+from kernels.cpu.linear import InputFormat, PackedLinear, WeightFormat
 from kernels.cpu.threads import ThreadPool
 from kernels.kv_store import store_kv
 from kernels.linear import linear
@@ -25,11 +25,11 @@ def find_difference(library: Library) -> str | None:
     threads = ThreadPool(library, 2)
     for weight_format in WeightFormat:
         parts, weight = _weights(weight_format, generator)
-        # These numbers are bytes times a power of two, so that rounding them to bytes loses nothing.
+        # These numbers are bytes times a power of two, so that rounding them loses nothing, or little as 16 bits.
         x = torch.randint(-127, 128, (7, NUM_INPUTS), generator=generator) / 64
         x[:, ::32] = 127 / 64
-        for quantizes_input in (False, True):
-            packed = PackedLinear(library, [parts], weight_format, quantizes_input=quantizes_input)
+        for input_format in InputFormat:
+            packed = PackedLinear(library, [parts], weight_format, input_format=input_format)
             for rows in (x, x[:1]):
                 if not _is_close(packed(rows, threads), linear(rows, weight)):
                     return f"its {weight_format.name} linear layer differs from the reference"
@@ -92,6 +92,7 @@ def _is_decoder_right(
 
     expected_caches, step = caches.clone(), (positions, slots, starts, lengths, tables)
     expected = _reference_layer(hidden, weights | norms, expected_caches, cos, sin, step)
+    k_cache, v_cache = caches[0].permute(0, 2, 3, 1).contiguous(), caches[1].transpose(1, 2).contiguous()
     layer = DecoderLayer(
         qkv=PackedLinear(library, [weights["qkv"]], WeightFormat.F32),
         o=PackedLinear(library, [weights["o"]], WeightFormat.F32),
@@ -101,14 +102,15 @@ def _is_decoder_right(
         ffn_norm=norms["ffn_norm"],
         q_norm=norms["q_norm"],
         k_norm=norms["k_norm"],
-        k_cache=caches[0],
-        v_cache=caches[1],
+        k_cache=k_cache,
+        v_cache=v_cache,
         window=WINDOW,
     )
     NativeDecoder(threads, DIMS, [layer], cos, sin).forward_layers(hidden, *step)
     # A value next to the middle of two bfloat16 may be rounded to either.
     tolerance = 1e-4 if cache_dtype == torch.float32 else 1e-2
-    return _is_close(hidden, expected, tolerance) and _is_close(caches.float(), expected_caches.float(), tolerance)
+    stored = torch.stack((k_cache.permute(0, 3, 1, 2), v_cache.transpose(1, 2)))
+    return _is_close(hidden, expected, tolerance) and _is_close(stored.float(), expected_caches.float(), tolerance)
 
 
 def _reference_layer(

@@ -8,7 +8,9 @@ using namespace midstream;
 
 int32_t midstream_panel() { return kPanel; }
 
-bool midstream_has_byte_products(int format) { return has_dots(static_cast<Format>(format)); }
+bool midstream_has_integer_products(int format, int input) {
+  return has_dots(static_cast<Format>(format), static_cast<Input>(input));
+}
 
 MidstreamPool* midstream_pool_create(int num_threads, const int* cpus) { return new MidstreamPool(num_threads, cpus); }
 

@@ -8,13 +8,13 @@ struct MidstreamLinear {
   const void* packed;  // midstream_pack's output
   const float* bias;   // [n] or null
   int32_t n, k, format;
-  int32_t quantizes_input;  // to bytes, for integer dot products where the format has them
+  int32_t input;  // what it is rounded to (quantized_rows.h), where the format has integer products
 };
 
 struct MidstreamPool;
 
 int32_t midstream_panel();  // output channels of a panel: gate and up weights alternate in rows of this many
-bool midstream_has_byte_products(int format);  // whether quantizes_input has an effect
+bool midstream_has_integer_products(int format, int input);  // whether the input is rounded
 int64_t midstream_packed_bytes(int format, int n, int k);
 // Row i of the packed weight is row row_order[i] of source, or zeros where that is negative. source is float32 [*, k], or
 // for the formats q4 and q8 rows of GGUF blocks.
@@ -28,7 +28,8 @@ struct MidstreamLayer {
   MidstreamLinear qkv, o, gate_up, down;
   const float *attention_norm, *ffn_norm;  // [hidden]
   const float *q_norm, *k_norm;            // [head_dim] or null
-  void *k_cache, *v_cache;                 // [num_blocks, block_size, num_kv_heads, head_dim]
+  void* k_cache;                           // [num_blocks, num_kv_heads, head_dim, block_size]
+  void* v_cache;                           // [num_blocks, num_kv_heads, block_size, head_dim]
   int32_t window;                          // keys that a query sees, itself included; 0 for all
 };
 

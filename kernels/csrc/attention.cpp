@@ -1,61 +1,97 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
-
-#include "transpose.h"
 
 namespace midstream {
 namespace {
 
-constexpr int kVectors = 2;  // of a micro kernel: two make a key tile of 16-lane vectors
+constexpr int kVectors = 2;     // of a micro kernel
+constexpr int kWideVectors = 4;  // of one that has few rows
+constexpr int kWideRows = 3;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 int padded_dim(int head_dim) { return round_up(head_dim, kVectors * kLanes); }
 
-// Where the keys and values of a tile lie, in elements from the start of the cache.
-struct TileSlots {
-  int64_t offsets[kKeyTile];
-  int count;
+F load_element(const float* p) { return load(p); }
+F load_element(const uint16_t* p) { return load_bf16(p); }
+float to_float(float x) { return x; }
+float to_float(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
+
+// Keys of a tile [head_dim, kKeyTile], where each vector of neighbouring slots may lie elsewhere.
+template <class T> struct KeyTile {
+  const T* vectors[kKeyTile / kLanes];
+  int64_t stride;  // elements from one d to the next
+  [[gnu::always_inline]] F operator()(int d, int key) const { return load_element(vectors[key / kLanes] + d * stride); }
 };
 
-TileSlots find_slots(const HeadCache& cache, int first, int count) {
-  TileSlots slots;
-  slots.count = count;
-  int block = first / cache.block_size, offset = first % cache.block_size;
-  for (int j = 0; j < count; ++j) {
-    int64_t slot = static_cast<int64_t>(cache.block_table[block]) * cache.block_size + offset;
-    slots.offsets[j] = slot * cache.slot_stride;
-    if (++offset == cache.block_size) offset = 0, ++block;
-  }
-  return slots;
-}
+// Values of a tile [kKeyTile, padded_dim], each row in its place.
+template <class T> struct ValueTile {
+  const T* const* rows;
+  [[gnu::always_inline]] F operator()(int key, int d) const { return load_element(rows[key] + d); }
+};
 
-// The rows of a tile are scattered, so the processor does not foresee them.
-template <class T> void prefetch(const HeadCache& cache, const TileSlots& slots, int width) {
-  for (int j = 0; j < slots.count; ++j)
-    for (int d = 0; d < width; d += 64 / static_cast<int>(sizeof(T))) {
-      __builtin_prefetch(static_cast<const T*>(cache.keys) + slots.offsets[j] + d);
-      __builtin_prefetch(static_cast<const T*>(cache.values) + slots.offsets[j] + d);
+// Where a tile lies in the cache of a head.
+template <class T> struct TilePlaces {
+  const T* keys[kKeyTile];    // d = 0; the next d is block_size further
+  const T* values[kKeyTile];  // rows
+  int count;
+
+  TilePlaces(const HeadCache& cache, int head_dim, int first, int num_keys) : count(num_keys) {
+    int block = first / cache.block_size, offset = first % cache.block_size;
+    for (int j = 0; j < count; ++j) {
+      int64_t start = cache.block_table[block] * cache.block_stride;
+      keys[j] = static_cast<const T*>(cache.keys) + start + offset;
+      values[j] = static_cast<const T*>(cache.values) + start + static_cast<int64_t>(offset) * head_dim;
+      if (++offset == cache.block_size) offset = 0, ++block;
     }
-}
-
-// keys [head_dim, kKeyTile]; zero where there is no key.
-template <class T> void gather_keys(const T* cache, const TileSlots& slots, int head_dim, float* keys) {
-  static const T no_key[kMaxHeadDim] = {};
-  for (int j = 0; j < kKeyTile; j += 8) {
-    const T* rows[8];
-    for (int i = 0; i < 8; ++i) rows[i] = j + i < slots.count ? cache + slots.offsets[j + i] : no_key;
-    for (int d = 0; d < head_dim; d += 8) transpose_8x8(rows, d, keys + d * kKeyTile + j, kKeyTile);
   }
+
+  TilePlaces of_head(int h, int64_t head_stride) const {
+    TilePlaces places = *this;
+    for (int j = 0; j < count; ++j) places.keys[j] += h * head_stride, places.values[j] += h * head_stride;
+    return places;
+  }
+
+  // Vectors of slots must not cross a block's end. Those without a key repeat the first: their scores get masked.
+  KeyTile<T> key_tile(int block_size) const {
+    KeyTile<T> tile{{}, block_size};
+    for (int j = 0; j < kKeyTile; j += kLanes) tile.vectors[j / kLanes] = keys[j < count ? j : 0];
+    return tile;
+  }
+};
+
+// keys [head_dim, kKeyTile] as floats.
+template <class T> KeyTile<float> copy_keys(const TilePlaces<T>& places, int block_size, int head_dim, float* keys) {
+  if (block_size % kLanes == 0) {
+    KeyTile<T> tile = places.key_tile(block_size);
+    for (int d = 0; d < head_dim; ++d)
+      for (int j = 0; j < kKeyTile; j += kLanes) store(keys + d * kKeyTile + j, tile(d, j));
+  } else {
+    for (int d = 0; d < head_dim; ++d)
+      for (int j = 0; j < places.count; ++j)
+        keys[d * kKeyTile + j] = to_float(places.keys[j][static_cast<int64_t>(d) * block_size]);
+  }
+  KeyTile<float> tile{{}, kKeyTile};
+  for (int j = 0; j < kKeyTile; j += kLanes) tile.vectors[j / kLanes] = keys + j;
+  return tile;
 }
 
-// values [slots.count, padded_dim]; the columns from head_dim on stay zero.
-template <class T> void gather_values(const T* cache, const TileSlots& slots, int head_dim, float* values) {
+// values [places.count, padded_dim] as floats; the columns from head_dim on stay zero.
+template <class T> void copy_values(const TilePlaces<T>& places, int head_dim, float* values) {
   int stride = padded_dim(head_dim);
-  for (int j = 0; j < slots.count; ++j) {
-    const T* row = cache + slots.offsets[j];
-    for (int d = 0; d < head_dim; d += 8) _mm256_storeu_ps(values + j * stride + d, load_eight(row + d));
+  for (int j = 0; j < places.count; ++j)
+    for (int d = 0; d < head_dim; ++d) values[j * stride + d] = to_float(places.values[j][d]);
+}
+
+// c[rows, n] (+)= a[rows, k] b[k, n]; n is a multiple of kVectors vectors.
+template <class Right>
+void multiply_rows(int rows, int n, int k, const float* a, int64_t lda, const Right& b, float* c, int64_t ldc, bool accumulate) {
+  if (rows <= kWideRows && n % (kWideVectors * kLanes) == 0) {
+    multiply<kWideVectors>(rows, n, k, a, lda, b, c, ldc, accumulate);
+  } else {
+    multiply<kVectors>(rows, n, k, a, lda, b, c, ldc, accumulate);
   }
 }
 
@@ -123,17 +159,34 @@ struct HeadState {
   }
 };
 
-// Takes one key tile, gathered into scratch, into the state of one head.
-void add_tile(const QueryTile& tile, int first_key, int num_keys, AttentionScratch& scratch, const HeadState& state) {
+// Takes one key tile of one head into its state.
+template <class T>
+void add_tile(const QueryTile& tile, int first_key, const TilePlaces<T>& places, int block_size, AttentionScratch& scratch,
+              const HeadState& state) {
   int rows = tile.count * tile.group, dim = tile.head_dim, stride = padded_dim(dim);
+  // What many rows read is converted once; few rows convert it in registers.
+  bool is_read_often = sizeof(T) != sizeof(float) && rows > kMicroRows;
   float* scores = scratch.scores.data();
-  multiply<kVectors>(rows, kKeyTile, dim, state.q, dim, scratch.keys.data(), kKeyTile, scores, kKeyTile, false);
+  auto score = [&](const auto& keys) { multiply_rows(rows, kKeyTile, dim, state.q, dim, keys, scores, kKeyTile, false); };
+  if (is_read_often || block_size % kLanes) {
+    score(copy_keys(places, block_size, dim, scratch.keys.data()));
+  } else {
+    score(places.key_tile(block_size));
+  }
   for (int row = 0; row < rows; ++row) {
     float* row_scores = scores + row * kKeyTile;
     mask_scores(row_scores, first_key, tile.first_position + row / tile.group, tile.window);
     softmax_step(row_scores, state.out + row * stride, stride, state.highest[row], state.total[row]);
   }
-  multiply<kVectors>(rows, stride, num_keys, scores, kKeyTile, scratch.values.data(), stride, state.out, stride, true);
+  auto sum = [&](const auto& values) {
+    multiply_rows(rows, stride, places.count, scores, kKeyTile, values, state.out, stride, true);
+  };
+  if (is_read_often || dim != stride) {
+    copy_values(places, dim, scratch.values.data());
+    sum(Matrix{scratch.values.data(), stride});
+  } else {
+    sum(ValueTile<T>{places.values});
+  }
 }
 
 }  // namespace
@@ -160,16 +213,11 @@ template <class T> void attend(const HeadCache& cache, const QueryTile& tile, At
   int num_keys = tile.first_position + tile.count;
   int oldest = tile.window ? std::max(tile.first_position + 1 - tile.window, 0) : 0;
   int first = oldest / kKeyTile * kKeyTile;
-  TileSlots next = find_slots(cache, first, std::min(kKeyTile, num_keys - first));
   for (; first < num_keys; first += kKeyTile) {
-    TileSlots slots = next;
-    next = find_slots(cache, first + kKeyTile, std::clamp(num_keys - first - kKeyTile, 0, kKeyTile));
-    prefetch<T>(cache, next, tile.num_kv_heads * dim);
-    for (int h = 0; h < tile.num_kv_heads; ++h) {
-      gather_keys(static_cast<const T*>(cache.keys) + h * dim, slots, dim, scratch.keys.data());
-      gather_values(static_cast<const T*>(cache.values) + h * dim, slots, dim, scratch.values.data());
-      add_tile(tile, first, slots.count, scratch, HeadState(scratch, h, rows, dim));
-    }
+    TilePlaces<T> places(cache, dim, first, std::min(kKeyTile, num_keys - first));
+    for (int h = 0; h < tile.num_kv_heads; ++h)
+      add_tile(tile, first, places.of_head(h, static_cast<int64_t>(dim) * cache.block_size), cache.block_size, scratch,
+               HeadState(scratch, h, rows, dim));
   }
   for (int h = 0; h < tile.num_kv_heads; ++h) {
     HeadState state(scratch, h, rows, dim);

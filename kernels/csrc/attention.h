@@ -13,11 +13,11 @@ constexpr int kMaxHeadDim = 256;
 
 // The parts of one layer's cache that belong to one sequence and to some neighbouring key-value heads.
 struct HeadCache {
-  const void* keys;    // [num_blocks, block_size, num_kv_heads, head_dim], at the first of these heads
-  const void* values;  // likewise
+  const void* keys;    // [num_blocks, num_kv_heads, head_dim, block_size], at the first of these heads
+  const void* values;  // [num_blocks, num_kv_heads, block_size, head_dim], likewise
   const int32_t* block_table;
   int block_size;
-  int64_t slot_stride;  // elements from one slot to the next
+  int64_t block_stride;  // elements from one block to the next
 };
 
 // Consecutive queries of one sequence, all heads of these groups.

@@ -96,7 +96,7 @@ void MidstreamDecoder::plan_attention(const MidstreamBatch& batch) {
   int num_tiles = 0;
   for (int s = 0; s < batch.num_sequences; ++s)
     num_tiles += (batch.query_starts[s + 1] - batch.query_starts[s] + queries_per_task_ - 1) / queries_per_task_;
-  // The heads of a slot lie side by side: one task for all reads memory in order, but leaves less to share out.
+  // The heads of a block lie side by side: one task for all reads memory in order, but leaves less to share out.
   int step = num_tiles >= 4 * threads_.size() ? dims_.num_kv_heads : 1;
   for (int s = 0; s < batch.num_sequences; ++s)
     for (int q = batch.query_starts[s]; q < batch.query_starts[s + 1]; q += queries_per_task_) {
@@ -150,18 +150,24 @@ void MidstreamDecoder::rotate_and_store(const MidstreamLayer& layer, const Midst
 
 template <class T>
 void MidstreamDecoder::store_cache(const MidstreamLayer& layer, int slot, const float* k, const float* v) {
-  int width = dims_.num_kv_heads * dims_.head_dim;
-  convert_row(k, width, static_cast<T*>(layer.k_cache) + static_cast<int64_t>(slot) * width);
-  convert_row(v, width, static_cast<T*>(layer.v_cache) + static_cast<int64_t>(slot) * width);
+  int dim = dims_.head_dim, size = dims_.block_size, offset = slot % size;
+  int64_t block_start = static_cast<int64_t>(slot / size) * dims_.num_kv_heads * dim * size;
+  for (int h = 0; h < dims_.num_kv_heads; ++h) {
+    int64_t head_start = block_start + static_cast<int64_t>(h) * dim * size;
+    T* keys = static_cast<T*>(layer.k_cache) + head_start + offset;
+    T* values = static_cast<T*>(layer.v_cache) + head_start + static_cast<int64_t>(offset) * dim;
+    for (int d = 0; d < dim; ++d) convert(k[h * dim + d], keys[static_cast<int64_t>(d) * size]);
+    for (int d = 0; d < dim; ++d) convert(v[h * dim + d], values[d]);
+  }
 }
 
 void MidstreamDecoder::run_attention(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch,
                                      const AttentionTask& task) {
   int dim = dims_.head_dim, element = dims_.is_cache_bf16 ? 2 : 4;
-  int64_t head_offset = static_cast<int64_t>(task.kv_head) * dim * element;
+  int64_t head_offset = static_cast<int64_t>(task.kv_head) * dim * dims_.block_size * element;
   HeadCache cache{static_cast<const char*>(layer.k_cache) + head_offset, static_cast<const char*>(layer.v_cache) + head_offset,
                   batch.block_tables + static_cast<int64_t>(task.sequence) * batch.max_blocks, dims_.block_size,
-                  static_cast<int64_t>(dims_.num_kv_heads) * dim};
+                  static_cast<int64_t>(dims_.num_kv_heads) * dim * dims_.block_size};
   int before = batch.context_lens[task.sequence] - (batch.query_starts[task.sequence + 1] - task.first_query);
   int64_t column = static_cast<int64_t>(task.kv_head) * group_ * dim;
   QueryTile tile{qkv_.row(task.first_query) + column, attended_.row(task.first_query) + column, qkv_.stride, attended_.stride,

@@ -6,16 +6,36 @@ namespace midstream {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kDotRows = 6, kDotVectors = 2;
+constexpr int kDotRows = 4, kDotVectors = 2;
 #else
 constexpr int kDotRows = 4, kDotVectors = 2;
 #endif
 
-// Each block: words(group, vector), and scale and minimum of a vector. Signed bytes become unsigned by adding 128.
+// How the words of weights and input are multiplied and summed in a lane.
+
+struct NibbleProducts {
+  static constexpr int kGroups = kBlock / 4;
+  [[gnu::always_inline]] static I dot(I sum, I u, I x) { return dot_nibbles(sum, u, x); }
+  static I finish(I sum) { return finish_nibbles(sum); }
+};
+
+struct ByteProducts {
+  static constexpr int kGroups = kBlock / 4;
+  [[gnu::always_inline]] static I dot(I sum, I u, I x) { return dot_bytes(sum, u, x); }
+  static I finish(I sum) { return sum; }
+};
+
+struct HalfProducts {
+  static constexpr int kGroups = kBlock / 2;
+  [[gnu::always_inline]] static I dot(I sum, I w, I x) { return dot_halves(sum, w, x); }
+  static I finish(I sum) { return sum; }
+};
+
+// Each block: words(group, vector), and scale and minimum of a vector. Where bytes must be unsigned, 128 is added.
 
 struct Q4Dots {
+  using Products = NibbleProducts;
   static constexpr int kBytes = Q4Block::kBytes;
-  static constexpr bool kAreNibbles = true;
   const uint8_t* block;
   I words(int group, int v) const {
     I word = load_int(block + kPanel * 4 + ((group % 4) * kPanel + v * kLanes) * 4);
@@ -25,9 +45,23 @@ struct Q4Dots {
   F minimum(int v) const { return load_half(reinterpret_cast<const uint16_t*>(block) + kPanel + v * kLanes); }
 };
 
+// A word shifted by nibbles holds weights k and k + 16 in its halves.
+struct Q4Halves : Q4Dots {
+  using Products = HalfProducts;
+  [[gnu::always_inline]] I words(int group, int v) const {
+    I word = load_int(block + kPanel * 4 + ((group % 4) * kPanel + v * kLanes) * 4);
+    switch (group / 4) {
+      case 1: word = shift_right<4>(word); break;
+      case 2: word = shift_right<8>(word); break;
+      case 3: word = shift_right<12>(word); break;
+    }
+    return bit_and(word, set1_int(0x000f000fu));
+  }
+};
+
 struct Q8Dots {
+  using Products = ByteProducts;
   static constexpr int kBytes = Q8Block::kBytes;
-  static constexpr bool kAreNibbles = false;
   const uint8_t* block;
   I words(int group, int v) const {
     return bit_xor(load_int(block + kPanel * 2 + (group * kPanel + v * kLanes) * 4), set1_int(0x80808080u));
@@ -36,9 +70,21 @@ struct Q8Dots {
   F minimum(int v) const { return mul(scale(v), set1(-128.0f)); }
 };
 
+// Bytes k and k + 2 of a word, or k + 1 and k + 3.
+[[gnu::always_inline]] inline I byte_halves(const uint8_t* words, int group, int v) {
+  I word = load_int(words + (group / 2 * kPanel + v * kLanes) * 4);
+  return group % 2 ? odd_bytes(word) : even_bytes(word);
+}
+
+struct Q8Halves : Q8Dots {
+  using Products = HalfProducts;
+  [[gnu::always_inline]] I words(int group, int v) const { return byte_halves(block + kPanel * 2, group, v); }
+  F minimum(int) const { return zero(); }
+};
+
 struct Int8Dots {
+  using Products = ByteProducts;
   static constexpr int kBytes = Int8Block::kBytes;
-  static constexpr bool kAreNibbles = false;
   const uint8_t* block;
   I words(int group, int v) const {
     return bit_xor(load_int(block + (group * kPanel + v * kLanes) * 4), set1_int(0x80808080u));
@@ -47,36 +93,40 @@ struct Int8Dots {
   F minimum(int) const { return set1(-128.0f); }
 };
 
-struct TileDots {
-  const DotTile& tile;
+struct Int8Halves : Int8Dots {
+  using Products = HalfProducts;
+  [[gnu::always_inline]] I words(int group, int v) const { return byte_halves(block, group, v); }
+  F minimum(int) const { return zero(); }
+};
+
+template <class P> struct TileDots {
+  using Products = P;
+  const DotTile<P::kGroups>& tile;
   int first_vector;
   I words(int group, int v) const { return load_int(&tile.words[group][(first_vector + v) * kLanes]); }
   F scale(int v) const { return load(tile.scale + (first_vector + v) * kLanes); }
   F minimum(int v) const { return load(tile.minimum + (first_vector + v) * kLanes); }
 };
 
-template <bool are_nibbles> [[gnu::always_inline]] inline I dot(I sum, I u, I x) {
-  return are_nibbles ? dot_nibbles(sum, u, x) : dot_bytes(sum, u, x);
-}
-
 // sum [R, V] += one block of R rows times V vectors of channels.
-template <bool are_nibbles, int R, int V, class Dots>
+template <int R, int V, class Dots>
 [[gnu::always_inline]] inline void add_block(const Dots& weights, const QuantizedRows& rows, int64_t first, F (&sum)[R][V]) {
+  using Products = typename Dots::Products;
   I dots[R][V];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) dots[r][v] = set1_int(0);
-#pragma GCC unroll 8
-  for (int group = 0; group < kGroups; ++group) {
+#pragma GCC unroll 16
+  for (int group = 0; group < Products::kGroups; ++group) {
     I w[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) w[v] = weights.words(group, v);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-      I x = set1_int(rows.words[(first + r * rows.num_blocks) * kGroups + group]);
+      I x = set1_int(rows.words[(first + r * rows.num_blocks) * Products::kGroups + group]);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) dots[r][v] = dot<are_nibbles>(dots[r][v], w[v], x);
+      for (int v = 0; v < V; ++v) dots[r][v] = Products::dot(dots[r][v], w[v], x);
     }
   }
 #pragma GCC unroll 4
@@ -85,7 +135,7 @@ template <bool are_nibbles, int R, int V, class Dots>
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       int64_t block = first + r * rows.num_blocks;
-      F product = to_float(are_nibbles ? finish_nibbles(dots[r][v]) : dots[r][v]);
+      F product = to_float(Products::finish(dots[r][v]));
       sum[r][v] = fma(mul(scale, set1(rows.scales[block])), product, sum[r][v]);
       sum[r][v] = fma(minimum, set1(rows.sums[block]), sum[r][v]);
     }
@@ -112,7 +162,7 @@ template <class Dots> void sum_one(const uint8_t* panel, const QuantizedRows& ro
   F sum[1][kPanelVectors];
   clear(sum);
   for (int b = 0; b < rows.num_blocks; ++b)
-    add_block<Dots::kAreNibbles, 1, kPanelVectors>(Dots{panel + static_cast<int64_t>(b) * Dots::kBytes}, rows, b, sum);
+    add_block<1, kPanelVectors>(Dots{panel + static_cast<int64_t>(b) * Dots::kBytes}, rows, b, sum);
   write(sum, sums);
 }
 
@@ -121,8 +171,11 @@ struct BlockRange {
   int first, end;
 };
 
-template <bool are_nibbles, int R>
-[[gnu::noinline]] void sum_tile(const DotTile* tile, BlockRange range, const QuantizedRows& rows, int row, float* sums) {
+template <class P> constexpr int kTileBlocks = kDotTileBytes / static_cast<int>(sizeof(DotTile<P::kGroups>));
+
+template <class P, int R>
+[[gnu::noinline]] void sum_tile(const DotTile<P::kGroups>* tile, BlockRange range, const QuantizedRows& rows, int row,
+                                float* sums) {
   int64_t row_first = static_cast<int64_t>(row) * rows.num_blocks;
   for (int v = 0; v < kPanelVectors; v += kDotVectors) {
     F sum[R][kDotVectors];
@@ -133,28 +186,32 @@ template <bool are_nibbles, int R>
       read(sum, out);
     }
     for (int b = range.first; b < range.end; ++b)
-      add_block<are_nibbles, R, kDotVectors>(TileDots{tile[b - range.first], v}, rows, row_first + b, sum);
+      add_block<R, kDotVectors>(TileDots<P>{tile[b - range.first], v}, rows, row_first + b, sum);
     write(sum, out);
   }
 }
 
-template <bool are_nibbles>
-void sum_tile(int num_rows, const DotTile* tile, BlockRange range, const QuantizedRows& rows, int row, float* sums) {
+template <class P>
+void sum_tile(int num_rows, const DotTile<P::kGroups>* tile, BlockRange range, const QuantizedRows& rows, int row,
+              float* sums) {
   switch (num_rows) {
-    case 1: return sum_tile<are_nibbles, 1>(tile, range, rows, row, sums);
-    case 2: return sum_tile<are_nibbles, 2>(tile, range, rows, row, sums);
-    case 3: return sum_tile<are_nibbles, 3>(tile, range, rows, row, sums);
-    case 4: return sum_tile<are_nibbles, 4>(tile, range, rows, row, sums);
-    case 5: return sum_tile<are_nibbles, std::min(5, kDotRows)>(tile, range, rows, row, sums);
-    default: return sum_tile<are_nibbles, kDotRows>(tile, range, rows, row, sums);
+    case 1: return sum_tile<P, 1>(tile, range, rows, row, sums);
+    case 2: return sum_tile<P, 2>(tile, range, rows, row, sums);
+    case 3: return sum_tile<P, 3>(tile, range, rows, row, sums);
+    case 4: return sum_tile<P, 4>(tile, range, rows, row, sums);
+    case 5: return sum_tile<P, std::min(5, kDotRows)>(tile, range, rows, row, sums);
+    default: return sum_tile<P, kDotRows>(tile, range, rows, row, sums);
   }
 }
 
-template <class Dots> void unpack(const uint8_t* panel, BlockRange range, DotTile* tile) {
+template <class Dots>
+void unpack(const uint8_t* panel, BlockRange range, DotTile<Dots::Products::kGroups>* tile) {
   for (int b = 0; b < range.end - range.first; ++b) {
     Dots weights{panel + static_cast<int64_t>(range.first + b) * Dots::kBytes};
     for (int v = 0; v < kPanelVectors; ++v) {
-      for (int group = 0; group < kGroups; ++group) store_int(&tile[b].words[group][v * kLanes], weights.words(group, v));
+#pragma GCC unroll 16
+      for (int group = 0; group < Dots::Products::kGroups; ++group)
+        store_int(&tile[b].words[group][v * kLanes], weights.words(group, v));
       store(tile[b].scale + v * kLanes, weights.scale(v));
       store(tile[b].minimum + v * kLanes, weights.minimum(v));
     }
@@ -162,22 +219,25 @@ template <class Dots> void unpack(const uint8_t* panel, BlockRange range, DotTil
 }
 
 template <class Dots>
-void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, DotTile* tile) {
+void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile_bytes) {
   if (m == 1) return sum_one<Dots>(panel, rows, sums);
-  for (int first = 0; first < rows.num_blocks; first += kDotTileBlocks) {
-    BlockRange range{first, std::min(first + kDotTileBlocks, rows.num_blocks)};
+  using Products = typename Dots::Products;
+  auto* tile = static_cast<DotTile<Products::kGroups>*>(tile_bytes);
+  for (int first = 0; first < rows.num_blocks; first += kTileBlocks<Products>) {
+    BlockRange range{first, std::min(first + kTileBlocks<Products>, rows.num_blocks)};
     unpack<Dots>(panel, range, tile);
     for (int row = 0; row < m; row += kDotRows)
-      sum_tile<Dots::kAreNibbles>(std::min(kDotRows, m - row), tile, range, rows, row, sums);
+      sum_tile<Products>(std::min(kDotRows, m - row), tile, range, rows, row, sums);
   }
 }
 
 }  // namespace
 
-void sum_dots(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, DotTile* tile) {
-  if (format == Format::kQ4) sum_dots<Q4Dots>(panel, m, rows, sums, tile);
-  if (format == Format::kQ8) sum_dots<Q8Dots>(panel, m, rows, sums, tile);
-  if (format == Format::kInt8) sum_dots<Int8Dots>(panel, m, rows, sums, tile);
+void sum_dots(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile) {
+  bool has_halves = rows.input == Input::kHalves;
+  if (format == Format::kQ4) (has_halves ? sum_dots<Q4Halves> : sum_dots<Q4Dots>)(panel, m, rows, sums, tile);
+  if (format == Format::kQ8) (has_halves ? sum_dots<Q8Halves> : sum_dots<Q8Dots>)(panel, m, rows, sums, tile);
+  if (format == Format::kInt8) (has_halves ? sum_dots<Int8Halves> : sum_dots<Int8Dots>)(panel, m, rows, sums, tile);
 }
 
 }  // namespace midstream

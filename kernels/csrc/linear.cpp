@@ -42,7 +42,7 @@ void sum_tiled(const uint8_t* panel, int num_blocks, int m, const float* x, int6
       Block::unpack(panel + static_cast<int64_t>(first + b) * Block::kBytes,
                     [&](int k, int v, F w) __attribute__((always_inline)) { store(part + k * kPanel + v * kLanes, w); });
     }
-    multiply<kMicroVectors>(m, kPanel, count * kBlock, x + first * kBlock, ldx, tile, kPanel, sums, kPanel, first > 0);
+    multiply<kMicroVectors>(m, kPanel, count * kBlock, x + first * kBlock, ldx, Matrix{tile, kPanel}, sums, kPanel, first > 0);
   }
 }
 
@@ -72,7 +72,7 @@ void sum_floats(Format format, const uint8_t* panel, int k, int m, const float* 
   }
 }
 
-// sums [m, kPanel] = x [m, k] panel [k, kPanel]; x as bytes where quantized is given.
+// sums [m, kPanel] = x [m, k] panel [k, kPanel]; x as integers where quantized is given.
 void sum_panel(const MidstreamLinear& weight, int panel_index, int m, const float* x, int64_t ldx,
                const QuantizedRows* quantized, LinearScratch& scratch, float* sums) {
   Format format = static_cast<Format>(weight.format);
@@ -106,23 +106,24 @@ void write_row(Output output, const float* sums, const float* bias, int width, f
 void LinearScratch::reserve(int max_rows) {
   size_t size = static_cast<size_t>(max_rows) * 2 * kPanel;
   if (sums.size() < size) sums.resize(size);
-  dot_tile.resize(kDotTileBlocks);
+  dot_tile.resize(kDotTileBytes / sizeof(uint64_t));
   tile.resize(kTileBlocks * kBlock * kPanel);
 }
 
 void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m,
             const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout) {
   Format format = static_cast<Format>(weight.format);
-  bool has_bytes = weight.quantizes_input && has_dots(format), is_gated = output == Output::kSiluMul;
-  QuantizedRows rows = quantized.rows(weight.k);
-  if (has_bytes) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, format == Format::kQ4); });
-  const QuantizedRows* bytes = has_bytes ? &rows : nullptr;
+  Input input = static_cast<Input>(weight.input);
+  bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
+  QuantizedRows rows = quantized.rows(weight.k, input);
+  if (is_quantized) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, format == Format::kQ4); });
+  const QuantizedRows* integers = is_quantized ? &rows : nullptr;
   float* sums = scratch.sums.data();
   float* up = sums + static_cast<int64_t>(m) * kPanel;
   int count = round_up(num_outputs, kPanel) / kPanel;
   pool.for_each(count, pool.grain(count), [&](int i) {
-    sum_panel(weight, is_gated ? 2 * i : i, m, x, ldx, bytes, scratch, sums);
-    if (is_gated) sum_panel(weight, 2 * i + 1, m, x, ldx, bytes, scratch, up);
+    sum_panel(weight, is_gated ? 2 * i : i, m, x, ldx, integers, scratch, sums);
+    if (is_gated) sum_panel(weight, 2 * i + 1, m, x, ldx, integers, scratch, up);
     int first = i * kPanel, width = std::min(kPanel, num_outputs - first);
     const float* bias = weight.bias ? weight.bias + first : nullptr;
     for (int r = 0; r < m; ++r)

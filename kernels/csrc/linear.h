@@ -16,7 +16,7 @@ enum class Output {
 // Scratch of one thread; reserve() may allocate, the rest of a step does not.
 struct LinearScratch {
   std::vector<float> sums, tile;
-  std::vector<DotTile> dot_tile;
+  std::vector<uint64_t> dot_tile;
   void reserve(int max_rows);
 };
 

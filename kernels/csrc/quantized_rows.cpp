@@ -19,10 +19,30 @@ __m256i in_order(const __m256i* q) {
   return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
+__m256i pair(__m256i low, __m256i high) {
+  return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32(high, 16));
+}
+
+// Words 2 i and 2 i + 1 of eight numbers 4 i .. 4 i + 3, in the low half of each 128 bits.
+__m256i pair_alternate(__m256i q) { return pair(q, _mm256_shuffle_epi32(q, 0x0e)); }
+
+void store_words(uint32_t* words, __m256i value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), value); }
+
+void store_bytes(const __m256i* q, bool is_q4, uint32_t* words) { store_words(words, is_q4 ? interleave(q) : in_order(q)); }
+
+void store_halves(const __m256i* q, bool is_q4, uint32_t* words) {
+  for (int i = 0; i < 2; ++i) {
+    __m256i near = _mm256_unpacklo_epi64(pair_alternate(q[2 * i]), pair_alternate(q[2 * i + 1]));
+    store_words(words + i * 8, is_q4 ? pair(q[i], q[i + 2]) : _mm256_permute4x64_epi64(near, 0xd8));
+  }
+}
+
 }  // namespace
 
 void QuantizedRows::quantize(int index, const float* row, bool is_q4) const {
   int64_t first = static_cast<int64_t>(index) * num_blocks;
+  bool has_halves = input == Input::kHalves;
+  float most_level = has_halves ? 32767.0f : 127.0f;
   __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   for (int b = 0; b < num_blocks; ++b) {
     __m256 x[4], most = _mm256_setzero_ps(), total = _mm256_setzero_ps();
@@ -32,16 +52,16 @@ void QuantizedRows::quantize(int index, const float* row, bool is_q4) const {
       total = _mm256_add_ps(total, x[i]);
     }
     float largest = avx2::max_lanes(most);
-    __m256 inverse = _mm256_set1_ps(largest > 0 ? 127.0f / largest : 0.0f);
+    __m256 inverse = _mm256_set1_ps(largest > 0 ? most_level / largest : 0.0f);
     __m256i q[4], sum = _mm256_setzero_si256();
     for (int i = 0; i < 4; ++i) {
       q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], inverse));
       sum = _mm256_add_epi32(sum, q[i]);
     }
-    __m256i packed = is_q4 ? interleave(q) : in_order(q);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(&words[(first + b) * 8]), packed);
-    // The maximum overlooks a NaN, and bytes cannot hold one: the scale carries it on.
-    float scale = largest / 127.0f + 0.0f * avx2::sum_lanes(total);
+    uint32_t* out = words + (first + b) * words_of_block(input);
+    has_halves ? store_halves(q, is_q4, out) : store_bytes(q, is_q4, out);
+    // The maximum overlooks a NaN, and integers cannot hold one: the scale carries it on.
+    float scale = largest / most_level + 0.0f * avx2::sum_lanes(total);
     scales[first + b] = scale;
     sums[first + b] = scale * avx2::sum_lanes(_mm256_cvtepi32_ps(sum));
   }

@@ -1,4 +1,4 @@
-// Rows of activations as signed bytes, for integer dot products; AVX2 in every build.
+// Rows of activations as signed integers, for integer dot products; AVX2 in every build.
 #pragma once
 #include <immintrin.h>
 
@@ -9,13 +9,20 @@
 
 namespace midstream {
 
-// Each block of kBlock numbers of a row has its own scale: the largest magnitude becomes 127. A word holds the four bytes
-// that meet the four bytes of a weight word: in order, or for Q4 the bytes of k = 8 j + i in byte j of word i.
+// What the input of a linear layer is rounded to; the numbers are those of kernels/cpu/linear.py.
+enum class Input : int { kFloats = 0, kBytes = 1, kHalves = 2 };
+
+inline int words_of_block(Input input) { return input == Input::kHalves ? kBlock / 2 : kBlock / 4; }
+
+// Each block of kBlock numbers of a row has its own scale: the largest magnitude becomes 127, or 32,767 as halves (16 bits).
+// A word holds what meets a word of weights. Bytes: four in order, or for Q4 those of k = 8 j + i in byte j of word i.
+// Halves: word 2 i + j has k = 4 i + j and the one after next, or for Q4 word k has k and k + 16.
 struct QuantizedRows {
-  uint32_t* words;  // [m, num_blocks * 8]
+  uint32_t* words;  // [m, num_blocks * words_of_block]
   float* scales;    // [m, num_blocks]
   float* sums;      // [m, num_blocks]: the sum of a block's numbers as quantized
   int num_blocks;
+  Input input;
 
   // Sets one row from num_blocks * kBlock numbers.
   void quantize(int index, const float* row, bool is_q4) const;
@@ -27,9 +34,11 @@ struct QuantizedScratch {
 
   void reserve(int m, int k) {
     size_t blocks = static_cast<size_t>(m) * (round_up(k, kBlock) / kBlock);
-    if (scales.size() < blocks) words.resize(blocks * 8), scales.resize(blocks), sums.resize(blocks);
+    if (scales.size() < blocks) words.resize(blocks * (kBlock / 2)), scales.resize(blocks), sums.resize(blocks);
   }
-  QuantizedRows rows(int k) { return {words.data(), scales.data(), sums.data(), round_up(k, kBlock) / kBlock}; }
+  QuantizedRows rows(int k, Input input) {
+    return {words.data(), scales.data(), sums.data(), round_up(k, kBlock) / kBlock, input};
+  }
 };
 
 }  // namespace midstream

@@ -35,9 +35,7 @@ inline void rotate_head(float* head, const float* cos, const float* sin, int dim
   }
 }
 
-inline void convert_row(const float* from, int count, float* to) { std::memcpy(to, from, static_cast<size_t>(count) * 4); }
-inline void convert_row(const float* from, int count, uint16_t* to) {
-  for (int i = 0; i < count; ++i) to[i] = to_bf16(from[i]);
-}
+inline void convert(float from, float& to) { to = from; }
+inline void convert(float from, uint16_t& to) { to = to_bf16(from); }
 
 }  // namespace midstream

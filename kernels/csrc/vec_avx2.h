@@ -26,6 +26,9 @@ inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F zero_where_less(F x, F bound, F y) { return _mm256_andnot_ps(_mm256_cmp_ps(x, bound, _CMP_LT_OQ), y); }
 inline F load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline F load_bf16(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
 
 inline I set1_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -50,7 +53,16 @@ inline I dot_nibbles(I sum, I u, I x) {
   return sum;
 }
 inline I finish_nibbles(I sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
-// The same for u up to 255 takes too many instructions here to be worth it.
+// Adds to each lane the products of its two signed halves.
+inline I dot_halves(I sum, I w, I x) {
+  I products;
+  asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(x), "x"(w));
+  return sum;
+}
+// The signed bytes 0 and 2, or 1 and 3, of a lane as its halves.
+inline I even_bytes(I a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
+inline I odd_bytes(I a) { return _mm256_srai_epi16(a, 8); }
+// Dots of bytes for u up to 255 takes too many instructions here to be worth it.
 constexpr bool kHasByteDots = false;
 inline I dot_bytes(I sum, I, I) { return sum; }
 

@@ -28,6 +28,10 @@ inline F zero_where_less(F x, F bound, F y) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), y);
 }
 inline F load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline F load_bf16(const uint16_t* p) {
+  __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
 
 inline I set1_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm512_loadu_si512(p); }
@@ -48,6 +52,11 @@ constexpr bool kHasByteDots = true;
 inline I dot_bytes(I sum, I u, I x) { return _mm512_dpbusd_epi32(sum, u, x); }
 inline I dot_nibbles(I sum, I u, I x) { return dot_bytes(sum, u, x); }
 inline I finish_nibbles(I sum) { return sum; }
+// Adds to each lane the products of its two signed halves.
+inline I dot_halves(I sum, I w, I x) { return _mm512_dpwssd_epi32(sum, w, x); }
+// The signed bytes 0 and 2, or 1 and 3, of a lane as its halves.
+inline I even_bytes(I a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }
+inline I odd_bytes(I a) { return _mm512_srai_epi16(a, 8); }
 
 inline float sum_lanes(F x) { return _mm512_reduce_add_ps(x); }
 inline float max_lanes(F x) { return _mm512_reduce_max_ps(x); }

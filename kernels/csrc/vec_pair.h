@@ -25,6 +25,7 @@ inline F zero_where_less(F x, F bound, F y) {
   return {avx2::zero_where_less(x.a, bound.a, y.a), avx2::zero_where_less(x.b, bound.b, y.b)};
 }
 inline F load_half(const uint16_t* p) { return {avx2::load_half(p), avx2::load_half(p + 8)}; }
+inline F load_bf16(const uint16_t* p) { return {avx2::load_bf16(p), avx2::load_bf16(p + 8)}; }
 
 inline I set1_int(uint32_t x) { return {avx2::set1_int(x), avx2::set1_int(x)}; }
 inline I load_int(const void* p) { return {avx2::load_int(p), avx2::load_int(static_cast<const char*>(p) + 32)}; }
@@ -47,6 +48,9 @@ inline I as_int(F x) { return {avx2::as_int(x.a), avx2::as_int(x.b)}; }
 
 inline I dot_nibbles(I s, I u, I x) { return {avx2::dot_nibbles(s.a, u.a, x.a), avx2::dot_nibbles(s.b, u.b, x.b)}; }
 inline I finish_nibbles(I s) { return {avx2::finish_nibbles(s.a), avx2::finish_nibbles(s.b)}; }
+inline I dot_halves(I s, I w, I x) { return {avx2::dot_halves(s.a, w.a, x.a), avx2::dot_halves(s.b, w.b, x.b)}; }
+inline I even_bytes(I x) { return {avx2::even_bytes(x.a), avx2::even_bytes(x.b)}; }
+inline I odd_bytes(I x) { return {avx2::odd_bytes(x.a), avx2::odd_bytes(x.b)}; }
 constexpr bool kHasByteDots = true;
 inline __m256i dot_bytes(__m256i sum, __m256i u, __m256i x) {
   __m256i low = _mm256_set1_epi16(255), ones = _mm256_set1_epi16(1);

@@ -19,6 +19,11 @@ class WorkerConfig(ServiceConfig):
         "auto", "Weight storage; auto: what the file holds.", choices=("auto", "f32", "bf16", "int8", "q4")
     )
     kv: str = setting("auto", "KV cache storage; auto: the compute type.", choices=("auto", "f32", "bf16", "int8"))
+    activations: str = setting(
+        "auto",
+        "What CPU kernels round the input of quantized layers to; auto: int16, which loses next to nothing.",
+        choices=("auto", "f32", "int16", "int8"),
+    )
     kernels: str = setting("auto", "Which CPU kernels run.", choices=("auto", "native", "torch"))
     tokens_per_block: int = setting(16, "Tokens in one KV block; must equal the scheduler's.")
     free_memory_fraction: float = setting(

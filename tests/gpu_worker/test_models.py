@@ -118,7 +118,7 @@ def test_both_kinds_of_kernels_agree_on_each_weight_format(
 ) -> None:
     tokens, logits = prompt(40), []
     for kernels, kind in (("native", CpuDecoder), ("torch", TorchDecoder)):
-        runner = make_runner(tiny_folder, weights=weights, kernels=kernels)
+        runner = make_runner(tiny_folder, weights=weights, kernels=kernels, activations="f32")
         assert isinstance(runner.model.decoder, kind)
         driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
         driver.step([driver.sequence(0, tokens)], [(0, 0, 40)])

@@ -32,13 +32,14 @@ class RandomDecoder:
     sin: Tensor
 
     def caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Tensor:
-        """NaN where nothing was written: [layers, 2, num_blocks, block_size, Hk, D]."""
+        """The reference's caches, NaN where nothing was written: [layers, 2, num_blocks, block_size, Hk, D]."""
         shape = (len(self.layers), 2, num_blocks, block_size, self.dims.num_kv_heads, self.dims.head_dim)
         return torch.full(shape, torch.nan, dtype=dtype)
 
     def native(self, name: str, caches: Tensor, num_threads: int = 2) -> NativeDecoder:
+        """Return it over caches of this shape, in whose blocks the numbers lie as in_kernel_order puts them."""
         layers = [
-            _native_layer(name, layer, *cache.unbind(0)) for layer, cache in zip(self.layers, caches, strict=True)
+            _native_layer(name, layer, *_kernel_views(*cache)) for layer, cache in zip(self.layers, caches, strict=True)
         ]
         return NativeDecoder(threads(name, num_threads), self.dims, layers, self.cos, self.sin)
 
@@ -46,6 +47,21 @@ class RandomDecoder:
         for layer, cache in zip(self.layers, caches, strict=True):
             hidden = _reference_layer(self, layer, hidden, batch, cache)
         return hidden
+
+
+def in_kernel_order(caches: Tensor) -> Tensor:
+    """Return the reference's caches with the numbers inside each block ordered as the CPU kernels want them."""
+    ordered = torch.empty_like(caches)
+    for source, target in zip(caches, ordered, strict=True):
+        keys, values = _kernel_views(*target)
+        keys.copy_(source[0].permute(0, 2, 3, 1))
+        values.copy_(source[1].transpose(1, 2))
+    return ordered
+
+
+def _kernel_views(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    num_blocks, block_size, num_heads, dim = keys.shape
+    return keys.view(num_blocks, num_heads, dim, block_size), values.view(num_blocks, num_heads, block_size, dim)
 
 
 def random_decoder(

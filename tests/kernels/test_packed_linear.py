@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu import PackedLinear, WeightFormat
+from kernels.cpu import InputFormat, PackedLinear, WeightFormat
 from tests.kernels.libraries import each_build, library, runnable_builds, threads
 
 GGUF_TYPES = {
@@ -28,12 +28,12 @@ def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tens
     return weight, weight
 
 
-def rounded_to_bytes(x: Tensor) -> Tensor:
+def rounded(x: Tensor, most: int) -> Tensor:
     """Blocks of 32 numbers, each rounded to a multiple of 1/127 of its largest."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
     largest = blocks.abs().amax(dim=-1, keepdim=True)
-    levels = (blocks * torch.where(largest > 0, 127 / largest, 0)).round()
-    return (levels * (largest / 127)).flatten(1)[:, : x.shape[1]]
+    levels = (blocks * torch.where(largest > 0, most / largest, 0)).round()
+    return (levels * (largest / most)).flatten(1)[:, : x.shape[1]]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -44,7 +44,7 @@ def rounded_to_bytes(x: Tensor) -> Tensor:
     num_inputs=st.integers(1, 700),
     num_outputs=st.integers(1, 150),
     has_bias=st.booleans(),
-    quantizes_input=st.booleans(),
+    input_format=st.sampled_from(list(InputFormat)),
     seed=st.integers(0, 2**30),
 )
 def test_any_shape_and_format_equals_the_reference(
@@ -54,7 +54,7 @@ def test_any_shape_and_format_equals_the_reference(
     num_inputs: int,
     num_outputs: int,
     has_bias: bool,
-    quantizes_input: bool,
+    input_format: InputFormat,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
@@ -63,10 +63,10 @@ def test_any_shape_and_format_equals_the_reference(
     source, weight = quantized(torch.randn(num_outputs, num_inputs), weight_format)
     bias = torch.randn(num_outputs) if has_bias else None
     x = torch.randn(num_rows, num_inputs)
-    packed = PackedLinear(library(name), [source], weight_format, bias, quantizes_input=quantizes_input)
+    packed = PackedLinear(library(name), [source], weight_format, bias, input_format=input_format)
     out = packed(x, threads(name))
     if packed.rounds_input:
-        x = rounded_to_bytes(x)
+        x = rounded(x, 127 if input_format == InputFormat.INT8 else 32767)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     # Each of num_inputs terms, and each partial sum, is rounded once.
     bound = 1e-6 * (x.abs().double() @ weight.abs().double().T) + 1e-6
@@ -74,11 +74,13 @@ def test_any_shape_and_format_equals_the_reference(
 
 
 @each_build
-@pytest.mark.parametrize("quantizes_input", [False, True])
+@pytest.mark.parametrize("input_format", list(InputFormat))
 @pytest.mark.parametrize("weight_format", list(WeightFormat))
-def test_rows_do_not_depend_on_batch_or_threads(name: str, weight_format: WeightFormat, quantizes_input: bool) -> None:
+def test_rows_do_not_depend_on_batch_or_threads(
+    name: str, weight_format: WeightFormat, input_format: InputFormat
+) -> None:
     source, _ = quantized(torch.randn(200, 1056), weight_format)
-    packed = PackedLinear(library(name), [source], weight_format, quantizes_input=quantizes_input)
+    packed = PackedLinear(library(name), [source], weight_format, input_format=input_format)
     x = torch.randn(50, 1056)
     whole = packed(x, threads(name))
     for num_rows in range(1, 20):
@@ -95,11 +97,11 @@ def test_parts_are_stacked(name: str) -> None:
 
 
 @each_build
-@pytest.mark.parametrize("quantizes_input", [False, True])
-def test_a_nan_stays_in_its_row(name: str, quantizes_input: bool) -> None:
+@pytest.mark.parametrize("input_format", list(InputFormat))
+def test_a_nan_stays_in_its_row(name: str, input_format: InputFormat) -> None:
     x = torch.randn(9, 64)
     source, _ = quantized(torch.randn(11, 64), WeightFormat.Q4_1)
-    packed = PackedLinear(library(name), [source], WeightFormat.Q4_1, quantizes_input=quantizes_input)
+    packed = PackedLinear(library(name), [source], WeightFormat.Q4_1, input_format=input_format)
     clean = packed(x, threads(name))
     x[4, 3] = torch.nan
     out = packed(x, threads(name))

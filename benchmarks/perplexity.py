@@ -1,0 +1,108 @@
+"""What a way of computing costs in quality: perplexity of a text, and how far logits move, against the exact path.
+
+`python -m benchmarks.perplexity --text FILE ...` reads the text in windows, each from an empty context, and compares
+every choice with the first one, which is exact: dequantized weights, float32 activations and cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from gpu_worker.kv_cache import KvCache
+from gpu_worker.loader import load_model
+from gpu_worker.models.decoder import Decoder, ForwardInputs
+from midstream.config import WorkerConfig
+from midstream.model_folder import ModelFolder, open_model_folder
+
+WINDOW, BLOCK = 512, 16
+CHOICES: dict[str, dict[str, str]] = {
+    "exact: f32 activations and cache": {"activations": "f32", "kv": "f32"},
+    "int16 activations": {"activations": "int16", "kv": "f32"},
+    "int8 activations": {"activations": "int8", "kv": "f32"},
+    "bf16 cache": {"activations": "f32", "kv": "bf16"},
+    "int8 activations, bf16 cache": {"activations": "int8", "kv": "bf16"},
+    "bf16 weights": {"weights": "bf16", "activations": "f32", "kv": "f32"},
+    "int8 weights": {"weights": "int8", "activations": "f32", "kv": "f32"},
+}
+
+
+def open_decoder(folder: ModelFolder, settings: dict[str, str]) -> Decoder:
+    """A decoder with a cache for one window."""
+    model = load_model(WorkerConfig(model=folder.name, device="cpu", **settings), folder)  # type: ignore[arg-type]
+    model.decoder.use_cache(KvCache(model.description, WINDOW // BLOCK, BLOCK, model.kv_dtype, model.device))
+    return model.decoder
+
+
+def logits_of(decoder: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
+    """Logits [W, vocab] of all positions of one window [W]."""
+    count = len(token_ids)
+    positions = torch.arange(count, dtype=torch.int32)
+    table = torch.arange(WINDOW // BLOCK, dtype=torch.int32)[None]
+    starts, lengths = torch.tensor([0, count], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
+    return decoder.forward(ForwardInputs(token_ids, positions, positions, starts, lengths, table, positions))
+
+
+def windows(folder: ModelFolder, paths: list[Path]) -> Iterator[torch.Tensor]:
+    """Whole windows of the texts' tokens."""
+    tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
+    for path in paths:
+        ids = torch.tensor(tokenizer.encode(path.read_text(encoding="utf-8")).ids, dtype=torch.int32)
+        yield from (piece for piece in torch.split(ids, WINDOW) if len(piece) == WINDOW)
+
+
+def main() -> None:
+    """Prints one row for each choice."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", type=Path, nargs="+", required=True)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--max-windows", type=int, default=10_000)
+    parser.add_argument("--choice", nargs="+", choices=list(CHOICES), default=list(CHOICES))
+    arguments = parser.parse_args()
+    folder = open_model_folder(arguments.model)
+    pieces = list(windows(folder, arguments.text))[: arguments.max_windows]
+    exact, *others = CHOICES
+    decoders = {name: open_decoder(folder, CHOICES[name]) for name in [exact, *others] if name in arguments.choice}
+    loss, moved, same = dict.fromkeys(decoders, 0.0), dict.fromkeys(decoders, 0.0), dict.fromkeys(decoders, 0)
+    largest = dict.fromkeys(decoders, 0.0)
+    for piece in track(pieces, "windows", console=Console(stderr=True)):
+        reference = logits_of(decoders[exact], piece)
+        for name, decoder in decoders.items():
+            logits = reference if name == exact else logits_of(decoder, piece)
+            loss[name] += torch.nn.functional.cross_entropy(logits[:-1], piece[1:].long(), reduction="sum").item()
+            # A constant added to all logits changes nothing, so only what moves against the mean counts.
+            moves = (logits - logits.mean(1, keepdim=True)) - (reference - reference.mean(1, keepdim=True))
+            moved[name] += moves.square().mean(1).sqrt().sum().item()
+            top = reference.topk(64, dim=1).indices
+            largest[name] = max(largest[name], moves.gather(1, top).abs().max().item())
+            same[name] += int((logits.argmax(1) == reference.argmax(1)).sum())
+    table = Table(title=f"{len(pieces) * WINDOW:,} tokens of text in windows of {WINDOW}", title_justify="left")
+    for column in (
+        "computed with",
+        "perplexity",
+        "change",
+        "logits moved by (rms)",
+        "largest (top 64)",
+        "same first choice",
+    ):
+        table.add_column(column, justify="left" if column == "computed with" else "right")
+    num_tokens, num_predicted = len(pieces) * WINDOW, len(pieces) * (WINDOW - 1)
+    base = loss[exact] / num_predicted
+    for name in decoders:
+        mean = loss[name] / num_predicted
+        perplexity = torch.tensor(mean).exp().item()
+        change = torch.tensor(mean - base).exp().item() - 1
+        row = (f"{perplexity:.3f}", f"{change:+.3%}", f"{moved[name] / num_tokens:.4f}", f"{largest[name]:.3f}")
+        table.add_row(name, *row, f"{same[name] / num_tokens:.2%}")
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
