@@ -18,8 +18,8 @@ from tests.gpu_worker.tiny_models import Driver, make_runner
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 20, 25, 31, 33, 40, 50, 64, 80, 100, 150, 260, 400, 1500)
 NUM_NEW = 10
-# Two logits of transformers this close may change places by rounding: ours and theirs, of the order of 20, differ by up to
-# a few 1e-4 after thirty layers summed in another order, and by up to 1e-2 where inputs are rounded to 16 bits.
+# Two logits of transformers this close may change places by rounding: ours and theirs, of the order of 20, differ by up
+# to a few 1e-4 after thirty layers summed in another order, and by up to 1e-2 where inputs are rounded to 16 bits.
 BOUND = 2e-2
 
 
