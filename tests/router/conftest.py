@@ -59,7 +59,8 @@ class Part:
         self._task = task
 
     async def kill(self) -> None:
-        """Ends it as if it had crashed."""
+        """Ends it as if it had crashed: one that has crashed aborts nothing for the clients it loses."""
+        self.server.draining.set()
         if self.http is not None:
             await self.http.stop(0)
         await self.server.grpc.stop(0)
