@@ -82,7 +82,7 @@ def has_room_to_the_end(request: Request, group: WorkerGroup) -> bool:
     """Whether rows and blocks for the request's longest output are there, beside what others may still take."""
     if not _has_rows(request, group):
         return False
-    return group.start_cost(request).num_blocks_to_end <= group.num_blocks_to_reserve
+    return group.start_cost(request).num_blocks_to_end <= group.tables.num_blocks_to_reserve
 
 
 def _has_rows(request: Request, group: WorkerGroup) -> bool:

@@ -37,7 +37,7 @@ from scheduler.events import (
     WorkerLeft,
     WorkerRegistered,
 )
-from scheduler.groups import Clock, WorkerGroup
+from scheduler.groups import WorkerGroup
 from scheduler.lifecycle import Lifecycle
 from scheduler.membership import Membership
 from scheduler.queue import RequestQueue
@@ -46,7 +46,7 @@ from scheduler.request_scheduler import RequestScheduler
 from scheduler.results import Results
 from scheduler.stats import IterationStats, Totals
 from scheduler.step_builder import StepBuilder
-from scheduler.timers import Timers
+from scheduler.timers import Clock, Timers
 
 # A generating sequence weighs as much as this many context tokens when groups are compared.
 _TOKENS_PER_ACTIVE_SEQUENCE = 16

@@ -16,7 +16,6 @@ from scheduler.effects import (
     SequenceEnded,
 )
 from scheduler.events import AbortRequested, Attached, Detached, Recovered, StopWordFound, Submitted
-from scheduler.groups import Clock
 from scheduler.queue import RequestQueue
 from scheduler.request import (
     ALREADY_EXISTS,
@@ -34,7 +33,7 @@ from scheduler.request import (
     SequenceEnd,
 )
 from scheduler.stats import Totals
-from scheduler.timers import Timers
+from scheduler.timers import Clock, Timers
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 100, 30_000
 

@@ -7,13 +7,13 @@ from functools import partial
 from scheduler.core_config import PROTOCOL_VERSION, CoreConfig
 from scheduler.effects import Effect, EpochEnded, GroupJoined, GroupRefused, KvChanged
 from scheduler.events import StepDone, WorkerBeat, WorkerLeft, WorkerRegistered
-from scheduler.groups import Clock, WorkerGroup
+from scheduler.groups import WorkerGroup
 from scheduler.lifecycle import Lifecycle
 from scheduler.prefix_cache import CacheCleared, KvChange
 from scheduler.queue import RequestQueue
 from scheduler.request import INTERNAL, UNAVAILABLE, Failure, FinishReason, Request, RequestState
 from scheduler.stats import Totals
-from scheduler.timers import Timers
+from scheduler.timers import Clock, Timers
 
 # Epochs grow from scheduler to scheduler: its own epoch stands above a count of registrations.
 _REGISTRATION_BITS = 20

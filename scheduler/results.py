@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from scheduler.effects import Effect, Emitted, IterationDone
 from scheduler.events import StepDone
-from scheduler.groups import Clock, InFlightStep, WorkerGroup
+from scheduler.groups import WorkerGroup
+from scheduler.in_flight import InFlightStep
 from scheduler.lifecycle import Lifecycle
 from scheduler.queue import RequestQueue
 from scheduler.request import ExtraOutput, Failure, FinishReason, Sequence, SequenceEnd
 from scheduler.stats import IterationStats, KvStats, RequestCounts, StepStats, Totals
+from scheduler.timers import Clock
 
 End = tuple[Sequence, SequenceEnd]
 
@@ -97,7 +99,7 @@ class Results:
         sequence.last_token_ns = self._clock.now_ns
         num_output = len(output)
         if num_output == sequence.next_publish:
-            group.publish_generated(sequence)
+            group.tables.publish_generated(sequence)
         if token in spec.stop_token_ids and num_output >= spec.min_tokens:
             ends.append((sequence, SequenceEnd(FinishReason.STOP, num_output, stop_token_id=token)))
         elif num_output == spec.max_tokens:

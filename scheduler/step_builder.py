@@ -7,7 +7,8 @@ by which some tables grew. Nothing here looks at a sequence that does not run.
 from __future__ import annotations
 
 from scheduler.effects import AddedSequence, StepPlan
-from scheduler.groups import InFlightStep, WorkerGroup
+from scheduler.groups import WorkerGroup
+from scheduler.in_flight import InFlightStep
 from scheduler.request import Request, Sequence
 
 
@@ -184,7 +185,7 @@ class StepBuilder:
             return False
         assert sequence.row is not None
         self._plan.block_rows.append(sequence.row)
-        self._plan.block_ids.append(group.grow(sequence))
+        self._plan.block_ids.append(group.tables.grow(sequence))
         group.set_checkpoint(sequence)
         return True
 

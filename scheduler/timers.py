@@ -1,11 +1,19 @@
-"""Things to do at a time, in the order of their times; cancelled by being harmless when they come up."""
+"""The time as the core knows it, and things to do at a time; cancelled by being harmless when they come up."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 
 Action = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Clock:
+    """The time of the event at hand."""
+
+    now_ns: int = 0
 
 
 class Timers:

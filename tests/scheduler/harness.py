@@ -245,7 +245,7 @@ class Harness:
         for group in self.core.groups:
             assert group.blocks.check(group.held_tables()) == []
             reserved = sum(s.num_reserved for request in group.active for s in request.sequences if s.row is not None)
-            assert group.num_reserved_blocks == reserved
+            assert group.tables.num_reserved_blocks == reserved
             rows = [s.row for request in group.active for s in request.sequences if s.row is not None]
             assert len(set(rows)) == len(rows) == group.max_batch_size - group.num_free_rows
 

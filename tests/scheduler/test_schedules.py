@@ -93,7 +93,7 @@ def test_guaranteed_no_evict_sets_blocks_aside_for_the_longest_output() -> None:
     harness.submit("c", 4, 1)  # 1 block, which is free now but may be needed
     assert harness.turn() == ["+a[0:4] +b[0:4]"]
     assert harness.group().blocks.num_available == 2
-    assert harness.group().num_reserved_blocks == 2
+    assert harness.group().tables.num_reserved_blocks == 2
     assert schedule(harness)[1:] == ["a b", "a b", "a b", "a b", "+c[0:4]"]
     assert harness.core.totals.num_preemptions == 0
 
