@@ -140,7 +140,9 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def prompt_embeddings(self) -> global___Tensor:
-        """Embeddings in place of token ids, shape [num_tokens, hidden_size]: the door for multimodal encoders."""
+        """Embeddings in place of token ids, shape [num_tokens, hidden_size]: the door for multimodal encoders. The router
+        makes them a prompt-tuning table, all of whose rows are the prompt.
+        """
 
     @property
     def sampling(self) -> global___SamplingConfig: ...
@@ -573,39 +575,99 @@ global___GuidedDecodingConfig = GuidedDecodingConfig
 
 @typing.final
 class LoraConfig(google.protobuf.message.Message):
+    """A low-rank adapter for this request. Other requests of the same batch have theirs, or none."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    RESOLVED_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """What it was loaded as. Must be set."""
+    path: builtins.str
+    """Absolute path of a PEFT folder that every worker can read: loaded as `name` unless it is already."""
+    @property
+    def resolved(self) -> global___ResolvedAdapter:
+        """Filled by the scheduler."""
+
     def __init__(
         self,
         *,
         name: builtins.str = ...,
+        path: builtins.str = ...,
+        resolved: global___ResolvedAdapter | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["resolved", b"resolved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "path", b"path", "resolved", b"resolved"]) -> None: ...
 
 global___LoraConfig = LoraConfig
 
 @typing.final
 class PromptTuningConfig(google.protobuf.message.Message):
+    """Virtual tokens: embeddings that stand where token ids do. Token id vocab_size + i is row i of the table. A prompt
+    without such ids begins with the whole table; a named adapter's table always comes first.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
     TABLE_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    RESOLVED_FIELD_NUMBER: builtins.int
     name: builtins.str
+    path: builtins.str
+    """As in LoraConfig, for a named one."""
     @property
     def table(self) -> global___Tensor: ...
+    @property
+    def resolved(self) -> global___ResolvedAdapter: ...
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         table: global___Tensor | None = ...,
+        path: builtins.str = ...,
+        resolved: global___ResolvedAdapter | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["name", b"name", "source", b"source", "table", b"table"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "source", b"source", "table", b"table"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["name", b"name", "resolved", b"resolved", "source", b"source", "table", b"table"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "path", b"path", "resolved", b"resolved", "source", b"source", "table", b"table"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["name", "table"] | None: ...
 
 global___PromptTuningConfig = PromptTuningConfig
+
+@typing.final
+class ResolvedAdapter(google.protobuf.message.Message):
+    """What stands behind an adapter's name from the moment a request is accepted, so that the request is computed again
+    with the same numbers wherever it goes on. Clients leave it unset.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    NUM_VIRTUAL_TOKENS_FIELD_NUMBER: builtins.int
+    FIRST_VIRTUAL_TOKEN_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    fingerprint: builtins.str
+    """Hash of the folder's files."""
+    num_bytes: builtins.int
+    """Taken on a worker's device while it is in use."""
+    num_virtual_tokens: builtins.int
+    """Of a prompt adapter; they have the ids first_virtual_token and following."""
+    first_virtual_token: builtins.int
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        num_bytes: builtins.int = ...,
+        num_virtual_tokens: builtins.int = ...,
+        first_virtual_token: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "first_virtual_token", b"first_virtual_token", "num_bytes", b"num_bytes", "num_virtual_tokens", b"num_virtual_tokens", "path", b"path"]) -> None: ...
+
+global___ResolvedAdapter = ResolvedAdapter
 
 @typing.final
 class KvRetentionConfig(google.protobuf.message.Message):

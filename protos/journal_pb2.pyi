@@ -149,6 +149,38 @@ class JournalSequenceEnd(google.protobuf.message.Message):
 global___JournalSequenceEnd = JournalSequenceEnd
 
 @typing.final
+class JournalAdapter(google.protobuf.message.Message):
+    """An adapter that was loaded; fields as in LoraInfo."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    NUM_VIRTUAL_TOKENS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    path: builtins.str
+    fingerprint: builtins.str
+    num_bytes: builtins.int
+    rank: builtins.int
+    num_virtual_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        path: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        num_bytes: builtins.int = ...,
+        rank: builtins.int = ...,
+        num_virtual_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "name", b"name", "num_bytes", b"num_bytes", "num_virtual_tokens", b"num_virtual_tokens", "path", b"path", "rank", b"rank"]) -> None: ...
+
+global___JournalAdapter = JournalAdapter
+
+@typing.final
 class JournalFinish(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -295,13 +295,18 @@ global___CellLoad = CellLoad
 
 @typing.final
 class LoadLoraRequest(google.protobuf.message.Message):
+    """Makes an adapter known: LoRA, or prompt tuning. The same name and path again change nothing; a name that is taken by
+    another path is ALREADY_EXISTS. INVALID_ARGUMENT names the file and tensor that do not fit the model.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """At most 128 characters."""
     path: builtins.str
-    """A PEFT folder that every worker can read."""
+    """Absolute path of a PEFT folder (adapter_config.json, adapter_model.safetensors) that every worker can read."""
     def __init__(
         self,
         *,
@@ -316,14 +321,23 @@ global___LoadLoraRequest = LoadLoraRequest
 class LoadLoraResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    LORA_FIELD_NUMBER: builtins.int
+    @property
+    def lora(self) -> global___LoraInfo: ...
     def __init__(
         self,
+        *,
+        lora: global___LoraInfo | None = ...,
     ) -> None: ...
+    def HasField(self, field_name: typing.Literal["lora", b"lora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lora", b"lora"]) -> None: ...
 
 global___LoadLoraResponse = LoadLoraResponse
 
 @typing.final
 class UnloadLoraRequest(google.protobuf.message.Message):
+    """New requests cannot name it any more; those that were accepted go on with it."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
@@ -380,16 +394,29 @@ class LoraInfo(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
+    NUM_VIRTUAL_TOKENS_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     path: builtins.str
     rank: builtins.int
+    """Largest rank of its matrices; 0 for a prompt adapter."""
+    num_virtual_tokens: builtins.int
+    """Of a prompt adapter."""
+    fingerprint: builtins.str
+    """Hash of the folder's files."""
+    num_bytes: builtins.int
+    """Taken on a worker's device while it is in use."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         path: builtins.str = ...,
         rank: builtins.int = ...,
+        num_virtual_tokens: builtins.int = ...,
+        fingerprint: builtins.str = ...,
+        num_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "path", b"path", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "name", b"name", "num_bytes", b"num_bytes", "num_virtual_tokens", b"num_virtual_tokens", "path", b"path", "rank", b"rank"]) -> None: ...
 
 global___LoraInfo = LoraInfo

@@ -205,6 +205,10 @@ class RecordedRequest(google.protobuf.message.Message):
     DECODE_PRIORITY_FIELD_NUMBER: builtins.int
     DECODE_DURATION_NS_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    LORA_KEY_FIELD_NUMBER: builtins.int
+    LORA_BYTES_FIELD_NUMBER: builtins.int
+    PROMPT_KEY_FIELD_NUMBER: builtins.int
+    NUM_VIRTUAL_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     max_tokens: builtins.int
     num_sequences: builtins.int
@@ -220,6 +224,10 @@ class RecordedRequest(google.protobuf.message.Message):
     decode_priority: builtins.int
     decode_duration_ns: builtins.int
     digest: builtins.bytes
+    lora_key: builtins.str
+    lora_bytes: builtins.int
+    prompt_key: builtins.str
+    num_virtual_tokens: builtins.int
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -247,9 +255,13 @@ class RecordedRequest(google.protobuf.message.Message):
         decode_priority: builtins.int = ...,
         decode_duration_ns: builtins.int | None = ...,
         digest: builtins.bytes = ...,
+        lora_key: builtins.str = ...,
+        lora_bytes: builtins.int = ...,
+        prompt_key: builtins.str = ...,
+        num_virtual_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "arrival_ns", b"arrival_ns", "cache_salt", b"cache_salt", "client_id", b"client_id", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns", "decode_priority", b"decode_priority", "digest", b"digest", "is_cacheable", b"is_cacheable", "is_detached", b"is_detached", "lora_name", b"lora_name", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_sequences", b"num_sequences", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "retention", b"retention", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "arrival_ns", b"arrival_ns", "cache_salt", b"cache_salt", "client_id", b"client_id", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns", "decode_priority", b"decode_priority", "digest", b"digest", "is_cacheable", b"is_cacheable", "is_detached", b"is_detached", "lora_bytes", b"lora_bytes", "lora_key", b"lora_key", "lora_name", b"lora_name", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_sequences", b"num_sequences", "num_virtual_tokens", b"num_virtual_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_key", b"prompt_key", "request_id", b"request_id", "retention", b"retention", "stop_token_ids", b"stop_token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline_ns", b"_deadline_ns"]) -> typing.Literal["deadline_ns"] | None: ...
     @typing.overload

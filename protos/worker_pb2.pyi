@@ -66,6 +66,7 @@ class SchedulerMessage(google.protobuf.message.Message):
     UNLOAD_LORA_FIELD_NUMBER: builtins.int
     EPOCH_ENDED_FIELD_NUMBER: builtins.int
     HEARTBEAT_ACK_FIELD_NUMBER: builtins.int
+    PROMPT_TABLE_FIELD_NUMBER: builtins.int
     @property
     def registered(self) -> global___Registered: ...
     @property
@@ -86,6 +87,8 @@ class SchedulerMessage(google.protobuf.message.Message):
 
     @property
     def heartbeat_ack(self) -> global___HeartbeatAck: ...
+    @property
+    def prompt_table(self) -> global___PromptTablePart: ...
     def __init__(
         self,
         *,
@@ -97,10 +100,11 @@ class SchedulerMessage(google.protobuf.message.Message):
         unload_lora: global___UnloadLoraAdapter | None = ...,
         epoch_ended: global___EpochEnded | None = ...,
         heartbeat_ack: global___HeartbeatAck | None = ...,
+        prompt_table: global___PromptTablePart | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["drain", b"drain", "epoch_ended", b"epoch_ended", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "epoch_ended", b"epoch_ended", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "drain", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack"] | None: ...
+    def HasField(self, field_name: typing.Literal["drain", b"drain", "epoch_ended", b"epoch_ended", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "epoch_ended", b"epoch_ended", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "drain", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table"] | None: ...
 
 global___SchedulerMessage = SchedulerMessage
 
@@ -128,6 +132,8 @@ class Register(google.protobuf.message.Message):
     HOST_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    LORA_CACHE_BYTES_FIELD_NUMBER: builtins.int
+    MAX_LORAS_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
     """Random, made anew each time the process starts."""
@@ -148,6 +154,9 @@ class Register(google.protobuf.message.Message):
     host: builtins.str
     pid: builtins.int
     protocol_version: builtins.int
+    lora_cache_bytes: builtins.int
+    """Device memory for adapters, and how many of rank 8 on all modules it holds."""
+    max_loras: builtins.int
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -171,8 +180,10 @@ class Register(google.protobuf.message.Message):
         host: builtins.str = ...,
         pid: builtins.int = ...,
         protocol_version: builtins.int = ...,
+        lora_cache_bytes: builtins.int = ...,
+        max_loras: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "host", b"host", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "max_batch_size", b"max_batch_size", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "host", b"host", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "lora_cache_bytes", b"lora_cache_bytes", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 
@@ -475,13 +486,15 @@ class AddSequence(google.protobuf.message.Message):
     SPECULATIVE_FIELD_NUMBER: builtins.int
     LOGITS_POST_PROCESSOR_NAME_FIELD_NUMBER: builtins.int
     CLIENT_ID_FIELD_NUMBER: builtins.int
-    PROMPT_EMBEDDINGS_FIELD_NUMBER: builtins.int
+    PROMPT_TABLE_FIELD_NUMBER: builtins.int
     row: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
     num_prompt_tokens: builtins.int
     logits_post_processor_name: builtins.str
     client_id: builtins.str
+    prompt_table: builtins.str
+    """Key of the table that token ids from vocab_size on index; empty: there are none, or prompt_tuning names an adapter."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -506,8 +519,6 @@ class AddSequence(google.protobuf.message.Message):
     def prompt_tuning(self) -> protos.generation_pb2.PromptTuningConfig: ...
     @property
     def speculative(self) -> protos.generation_pb2.SpeculativeConfig: ...
-    @property
-    def prompt_embeddings(self) -> protos.generation_pb2.Tensor: ...
     def __init__(
         self,
         *,
@@ -527,10 +538,10 @@ class AddSequence(google.protobuf.message.Message):
         speculative: protos.generation_pb2.SpeculativeConfig | None = ...,
         logits_post_processor_name: builtins.str = ...,
         client_id: builtins.str = ...,
-        prompt_embeddings: protos.generation_pb2.Tensor | None = ...,
+        prompt_table: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["guided_decoding", b"guided_decoding", "lora", b"lora", "output", b"output", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_words", b"bad_words", "block_ids", b"block_ids", "client_id", b"client_id", "end_ids", b"end_ids", "guided_decoding", b"guided_decoding", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "sequence_index", b"sequence_index", "speculative", b"speculative", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["guided_decoding", b"guided_decoding", "lora", b"lora", "output", b"output", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bad_words", b"bad_words", "block_ids", b"block_ids", "client_id", b"client_id", "end_ids", b"end_ids", "guided_decoding", b"guided_decoding", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "prompt_table", b"prompt_table", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "sequence_index", b"sequence_index", "speculative", b"speculative", "token_ids", b"token_ids"]) -> None: ...
 
 global___AddSequence = AddSequence
 
@@ -672,42 +683,60 @@ class LoadLoraAdapter(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     name: builtins.str
     path: builtins.str
+    epoch: builtins.int
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         path: builtins.str = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "path", b"path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "name", b"name", "path", b"path"]) -> None: ...
 
 global___LoadLoraAdapter = LoadLoraAdapter
 
 @typing.final
 class UnloadLoraAdapter(google.protobuf.message.Message):
+    """Forgets what no row uses."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: builtins.int
-    name: builtins.str
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    fingerprint: builtins.str
+    epoch: builtins.int
     def __init__(
         self,
         *,
-        name: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "fingerprint", b"fingerprint"]) -> None: ...
 
 global___UnloadLoraAdapter = UnloadLoraAdapter
 
 @typing.final
 class LoraResult(google.protobuf.message.Message):
+    """Answer to LoadLoraAdapter; fields as in LoraInfo."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    NUM_VIRTUAL_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     rank: builtins.int
+    epoch: builtins.int
+    fingerprint: builtins.str
+    num_bytes: builtins.int
+    num_virtual_tokens: builtins.int
     @property
     def error(self) -> protos.generation_pb2.ErrorInfo: ...
     def __init__(
@@ -716,8 +745,42 @@ class LoraResult(google.protobuf.message.Message):
         name: builtins.str = ...,
         error: protos.generation_pb2.ErrorInfo | None = ...,
         rank: builtins.int = ...,
+        epoch: builtins.int = ...,
+        fingerprint: builtins.str = ...,
+        num_bytes: builtins.int = ...,
+        num_virtual_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "name", b"name", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "error", b"error", "fingerprint", b"fingerprint", "name", b"name", "num_bytes", b"num_bytes", "num_virtual_tokens", b"num_virtual_tokens", "rank", b"rank"]) -> None: ...
 
 global___LoraResult = LoraResult
+
+@typing.final
+class PromptTablePart(google.protobuf.message.Message):
+    """Part of a table of virtual tokens, sent before the step that adds the first sequence with it. Parts come in order;
+    what was sent since the step before is forgotten after the step.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    TENSOR_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    key: builtins.str
+    """What AddSequence.prompt_table names."""
+    @property
+    def tensor(self) -> protos.generation_pb2.Tensor:
+        """shape and dtype are of the whole."""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        key: builtins.str = ...,
+        tensor: protos.generation_pb2.Tensor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["tensor", b"tensor"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "key", b"key", "tensor", b"tensor"]) -> None: ...
+
+global___PromptTablePart = PromptTablePart

@@ -1,7 +1,7 @@
 """Finds blocks by what they hold: a hash chain over full blocks of tokens.
 
 A block's hash covers its tokens and everything before them, so that equal hashes mean equal keys and values. The chain
-begins with a seed made of cache salt and adapter: requests that differ in either never share.
+begins with a seed made of cache salt, adapter and embeddings: requests that differ in one of them never share.
 
 A block is published when it is allocated for known tokens, before its contents exist; until the step that computes it
 is planned it is *pending*. A request that finds a pending block holds it and waits for its writer, so a prefix that
@@ -44,11 +44,11 @@ KvChange = BlocksStored | BlocksRemoved | CacheCleared
 
 
 def chain_seed(spec: RequestSpec) -> int:
-    """Where a request's hash chain begins; 0 without salt and adapter."""
-    if not spec.cache_salt and not spec.lora_name:
+    """Where a request's hash chain begins; 0 without salt, adapter and virtual tokens."""
+    parts = (spec.cache_salt, spec.lora_name, spec.lora_key, spec.prompt_key)
+    if not any(parts):
         return 0
-    salt = spec.cache_salt.encode()
-    text = len(salt).to_bytes(4, "little") + salt + spec.lora_name.encode()
+    text = b"".join(len(part).to_bytes(4, "little") + part for part in map(str.encode, parts))
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"chain seed").digest(), "little")
 
 

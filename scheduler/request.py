@@ -78,6 +78,9 @@ class RequestSpec:
         stop_token_ids: Tokens that end a sequence, the end ids among them.
         min_tokens: A stop token before this many output tokens does not end the sequence.
         deadline_ns: Unix nanoseconds; None is no deadline.
+        lora_key: Identifies what the adapter holds; empty for none. lora_bytes: What it takes on a worker's device.
+        prompt_key: Identifies what stands behind virtual tokens; empty where there are none.
+        num_virtual_tokens: Ids from vocab_size on that the prompt may have.
         is_cacheable: Cached blocks may stand in for prompt tokens, and others may use this request's.
         digest: Of the contents; tells a repeated Submit from another request under the same id.
         payload: The normalized GenerateRequest, serialized; opaque to the core.
@@ -93,6 +96,10 @@ class RequestSpec:
     priority: int = 0
     cache_salt: str = ""
     lora_name: str = ""
+    lora_key: str = ""
+    lora_bytes: int = 0
+    prompt_key: str = ""
+    num_virtual_tokens: int = 0
     is_detached: bool = False
     is_cacheable: bool = True
     arrival_ns: int = 0

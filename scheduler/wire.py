@@ -132,8 +132,11 @@ def _encode_added(added: AddedSequence, limits: ModelLimits, message: worker_pb2
     message.end_ids.extend(stop_ids(request, limits))
     message.bad_words.extend(request.stopping.bad_word_token_ids)
     message.output.CopyFrom(request.output)
-    for name in ("guided_decoding", "lora", "prompt_tuning", "speculative", "prompt_embeddings"):
+    for name in ("guided_decoding", "lora", "speculative"):
         if request.HasField(name):
             getattr(message, name).CopyFrom(getattr(request, name))
+    if request.prompt_tuning.WhichOneof("source") == "name":
+        message.prompt_tuning.CopyFrom(request.prompt_tuning)
+    message.prompt_table = sequence.request.spec.prompt_key if request.prompt_tuning.HasField("table") else ""
     message.logits_post_processor_name = request.logits_post_processor_name
     message.client_id = request.client_id
