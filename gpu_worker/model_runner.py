@@ -17,7 +17,7 @@ from gpu_worker.rows import Rows
 from gpu_worker.sampler import Sampler
 from gpu_worker.step import GREEDY, NewSequence, RowLogProbs, Step, StepOutput
 from midstream.config import WorkerConfig
-from midstream.errors import ConfigError, ExecutionError, MidstreamError
+from midstream.errors import ConfigError, MidstreamError
 from midstream.model_folder import ModelFolder
 
 logger = logging.getLogger(__name__)
@@ -85,11 +85,9 @@ class ModelRunner:
             if len(logits):
                 run_rows = rows[is_run]
                 sampled = self._sampler.sample(logits, run_rows)
-                token_ids[is_run] = np.where(sampled.is_broken, 0, sampled.token_ids)
+                token_ids[is_run] = sampled.token_ids
                 log_probs = sampled.log_probs
-                if sampled.is_broken.any():
-                    error = ExecutionError("the model gave logits that are not finite")
-                    errors += [(row, error) for row in run_rows[sampled.is_broken].tolist()]
+                errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
         if not is_run.all():
             errors += [(row, self._rows.failed[row]) for row in rows[~is_run].tolist()]
         if len(rows):

@@ -36,6 +36,9 @@ class Feature(enum.IntFlag):
     BIAS = 2
     MIN_TOKENS = 4
     LOG_PROBS = 8
+    BAD_WORDS = 16
+    NGRAMS = 32
+    TOP_P_DECAY = 64
 
 
 class Rows:
@@ -51,7 +54,7 @@ class Rows:
         sampling: Parameters by row.
         temperature, top_k, top_p, min_p, seeds: The same as vectors.
         sequence_indices: int32 [num_rows].
-        features: uint8 [num_rows]; the `Feature` bits that the row's parameters use.
+        features: uint16 [num_rows]; the `Feature` bits that the row's parameters use.
         failed: Rows that cannot run, and why.
     """
 
@@ -70,7 +73,7 @@ class Rows:
         self.sequence_indices, self.top_k = _ints(), _ints()
         self.temperature, self.top_p, self.min_p = _floats(), _floats(), _floats()
         self.seeds = np.zeros(0, dtype=np.uint64)
-        self.features = np.zeros(0, dtype=np.uint8)
+        self.features = np.zeros(0, dtype=np.uint16)
         self.is_active = np.zeros(0, dtype=np.bool_)
         self._resize(num_rows)
 
@@ -158,6 +161,7 @@ class Rows:
         if len(blocks) and (blocks.min() < 0 or blocks.max() >= self._pool_size):
             return InvalidArgumentError("a block id lies outside the pool")
         wanted = [token for token, _ in new.sampling.embedding_bias] + list(new.sampling.end_ids)
+        wanted += [token for word in new.sampling.bad_words for token in word]
         if wanted and not 0 <= min(wanted) <= max(wanted) < self._vocab_size:
             return InvalidArgumentError(f"a token id lies outside 0..{self._vocab_size - 1}", field="sampling")
         return None
@@ -191,6 +195,12 @@ def _features(sampling: SamplingParams) -> Feature:
         features |= Feature.MIN_TOKENS
     if sampling.log_probs is not None:
         features |= Feature.LOG_PROBS
+    if sampling.bad_words:
+        features |= Feature.BAD_WORDS
+    if sampling.no_repeat_ngram_size:
+        features |= Feature.NGRAMS
+    if sampling.top_p_decay != 1.0:
+        features |= Feature.TOP_P_DECAY
     return features
 
 

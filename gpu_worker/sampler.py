@@ -1,7 +1,7 @@
 """Chooses each row's next token from its logits.
 
 A batch may mix rows of every kind. All rows take part in one argmax, which is all that plain greedy rows need; the
-others are copied out, their logits changed as asked (bias, penalties, min tokens), and those with a temperature are
+others are copied out, their logits changed as asked (steering), and those with a temperature are
 drawn by inverting the cumulative distribution at one uniform number per row. No result depends on the batch's rest.
 """
 
@@ -17,11 +17,15 @@ from torch import Tensor
 import kernels
 from gpu_worker.distribution import invert, top_threshold
 from gpu_worker.rows import Feature, Rows
+from gpu_worker.steering import STEERING, decayed_top_p, steer
 from gpu_worker.step import IntArray, RowLogProbs
 from gpu_worker.uniforms import uniforms
+from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
 # Below it the likeliest token is as good as certain, and logits divided by it might overflow.
 _MIN_TEMPERATURE = 1e-6
+_NOT_FINITE = ExecutionError("the model gave logits that are not finite")
+_NOTHING_LEFT = InvalidArgumentError("no token is left that the request allows", field="sampling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,12 @@ class Sampled:
 
     Attributes:
         token_ids: int32 [num_rows].
-        is_broken: bool [num_rows]; the row's logits are not finite, its token means nothing.
+        errors: (place, error) of rows whose token means nothing; it is 0.
         log_probs: Of the rows that ask for them.
     """
 
     token_ids: IntArray
-    is_broken: NDArray[np.bool_]
+    errors: tuple[tuple[int, MidstreamError], ...]
     log_probs: tuple[RowLogProbs, ...]
 
 
@@ -53,77 +57,40 @@ class Sampler:
         found = torch.stack((best.double(), highest.double())).cpu().numpy()
         token_ids, is_broken = found[0].astype(np.int32), ~np.isfinite(found[1])
         is_special = (self._rows.temperature[rows] > 0) | (self._rows.features[rows] != 0)
-        is_special &= ~is_broken
+        errors: dict[int, MidstreamError] = {}
+        if is_broken.any():
+            is_special &= ~is_broken
+            token_ids[is_broken] = 0
+            errors = dict.fromkeys(np.flatnonzero(is_broken).tolist(), _NOT_FINITE)
         if not is_special.any():
-            return Sampled(token_ids, is_broken, ())
+            return Sampled(token_ids, tuple(errors.items()), ())
         places = np.flatnonzero(is_special)
         special, raw = rows[places], logits
         if len(places) < len(rows):
             raw = logits[torch.from_numpy(places).to(logits.device)]
-        token_ids[places] = self._choose(raw, special, token_ids[places])
-        return Sampled(token_ids, is_broken, self._log_probs(raw, special, token_ids[places]))
+        token_ids[places], is_left = self._choose(raw, special, token_ids[places])
+        if not is_left.all():
+            errors |= dict.fromkeys(places[~is_left].tolist(), _NOTHING_LEFT)
+        return Sampled(token_ids, tuple(errors.items()), self._log_probs(raw, special, token_ids[places]))
 
-    def _choose(self, raw: Tensor, rows: IntArray, best: IntArray) -> IntArray:
-        features = self._rows.features[rows]
-        changes = Feature.BIAS | Feature.PENALTIES | Feature.MIN_TOKENS
-        if (features & changes).any():
+    def _choose(self, raw: Tensor, rows: IntArray, best: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
+        """The tokens, and whether any was left to choose from."""
+        is_left = np.ones(len(rows), dtype=np.bool_)
+        logits, chosen = raw, best.copy()
+        if (self._rows.features[rows] & STEERING).any():
             logits = raw.clone()
-            self._add_bias(logits, rows)
-            self._penalize(logits, rows)
-            self._hold_back_end(logits, rows)
-            chosen = _argmax(logits).cpu().numpy().astype(np.int32)
-        else:
-            logits, chosen = raw, best.copy()
-        drawn = np.flatnonzero(self._rows.temperature[rows] > 0)
+            steer(logits, self._rows, rows)
+            likeliest = _argmax(logits)
+            chosen = likeliest.cpu().numpy().astype(np.int32)
+            is_left = (logits.gather(1, likeliest[:, None]).squeeze(1) > -torch.inf).cpu().numpy()
+        drawn = np.flatnonzero((self._rows.temperature[rows] > 0) & is_left)
         if len(drawn):
             some = logits if len(drawn) == len(rows) else logits[torch.from_numpy(drawn).to(logits.device)]
             chosen[drawn] = self._draw(some, rows[drawn])
-        return chosen
+        return chosen, is_left
 
     def _with(self, rows: IntArray, feature: Feature) -> list[int]:
         return np.flatnonzero(self._rows.features[rows] & feature).tolist()
-
-    def _add_bias(self, logits: Tensor, rows: IntArray) -> None:
-        for i in self._with(rows, Feature.BIAS):
-            ids, values = zip(*self._rows.sampling[rows[i]].embedding_bias, strict=True)
-            logits[i, list(ids)] += torch.tensor(values, dtype=torch.float32, device=logits.device)
-
-    def _penalize(self, logits: Tensor, rows: IntArray) -> None:
-        places = self._with(rows, Feature.PENALTIES)
-        if not places:
-            return
-        state = self._rows
-        known = [state.tokens[rows[i], : state.lengths[rows[i]]] for i in places]
-        output = [state.tokens[rows[i], state.prompt_lengths[rows[i]] : state.lengths[rows[i]]] for i in places]
-        sampling = [state.sampling[rows[i]] for i in places]
-        flat, width, device = logits.view(-1), logits.shape[1], logits.device
-
-        def keys(tokens: list[IntArray]) -> NDArray[np.int64]:
-            return np.concatenate([part.astype(np.int64) + i * width for i, part in zip(places, tokens, strict=True)])
-
-        def spread(values: list[float], keys: NDArray[np.int64]) -> Tensor:
-            """Each key's row's value."""
-            by_row = np.zeros(len(rows), dtype=np.float32)
-            by_row[places] = values
-            return torch.from_numpy(by_row[keys // width]).to(device)
-
-        # A token that occurs more than once is read before any is written, and written with one value.
-        seen = keys(known)
-        places_seen = torch.from_numpy(seen).to(device)
-        repetition = spread([item.repetition_penalty for item in sampling], seen)
-        values = flat[places_seen]
-        flat[places_seen] = torch.where(values > 0, values / repetition, values * repetition)
-        emitted, counts = np.unique(keys(output), return_counts=True)
-        places_emitted = torch.from_numpy(emitted).to(device)
-        penalty = spread([item.presence_penalty for item in sampling], emitted)
-        penalty += spread([item.frequency_penalty for item in sampling], emitted) * torch.from_numpy(counts).to(device)
-        flat[places_emitted] -= penalty
-
-    def _hold_back_end(self, logits: Tensor, rows: IntArray) -> None:
-        for i in self._with(rows, Feature.MIN_TOKENS):
-            sampling = self._rows.sampling[rows[i]]
-            if self._rows.lengths[rows[i]] - self._rows.prompt_lengths[rows[i]] < sampling.min_tokens:
-                logits[i, list(sampling.end_ids)] = -torch.inf
 
     def _draw(self, logits: Tensor, rows: IntArray) -> IntArray:
         if kernels.can_sample(logits):
@@ -133,7 +100,8 @@ class Sampler:
         if (temperature != 1.0).any():
             logits = logits / torch.from_numpy(temperature).to(device)[:, None]
         probabilities = torch.softmax(logits, dim=1)
-        cut = np.flatnonzero((state.top_k[rows] > 0) | (state.top_p[rows] < 1.0))
+        top_p = self._top_p(rows)
+        cut = np.flatnonzero((state.top_k[rows] > 0) | (top_p < 1.0))
         if len(cut) or (state.min_p[rows] > 0).any():
             threshold = probabilities.amax(dim=1, keepdim=True)
             threshold *= torch.from_numpy(state.min_p[rows]).to(device)[:, None]
@@ -141,18 +109,23 @@ class Sampler:
                 some = rows[cut]
                 places = torch.from_numpy(cut).to(device)
                 limited = probabilities if len(cut) == len(rows) else probabilities[places]
-                top = top_threshold(limited, state.top_k[some], state.top_p[some])
+                top = top_threshold(limited, state.top_k[some], top_p[cut])
                 threshold[places] = torch.maximum(threshold[places], top)
             probabilities = probabilities.mul_(probabilities >= threshold)
         numbers = uniforms(state.seeds[rows], state.sequence_indices[rows], state.lengths[rows])
         return invert(probabilities, torch.from_numpy(numbers).to(device)).cpu().numpy().astype(np.int32)
+
+    def _top_p(self, rows: IntArray) -> NDArray[np.float32]:
+        if (self._rows.features[rows] & Feature.TOP_P_DECAY).any():
+            return decayed_top_p(self._rows, rows)
+        return self._rows.top_p[rows]
 
     def _draw_on_gpu(self, logits: Tensor, rows: IntArray) -> IntArray:
         state = self._rows
         vectors = (
             np.maximum(state.temperature[rows], _MIN_TEMPERATURE).astype(np.float32),
             state.top_k[rows].astype(np.int32),
-            state.top_p[rows].astype(np.float32),
+            self._top_p(rows).astype(np.float32),
             state.min_p[rows].astype(np.float32),
             state.seeds[rows].view(np.int64),
             state.sequence_indices[rows].astype(np.int32),

@@ -20,6 +20,9 @@ class SamplingParams:
     Attributes:
         end_ids: Tokens that `min_tokens` keeps from being chosen.
         embedding_bias: (token id, what is added to its logit).
+        bad_words: Token sequences that may not be completed.
+        no_repeat_ngram_size: No n-gram of this size occurs twice; 0 is off.
+        top_p_decay, top_p_min, top_p_reset_id: How top_p changes from token to token; a reset id of -1 is none.
         log_probs: None: not wanted; else the number of likeliest tokens reported beside the chosen one.
     """
 
@@ -33,6 +36,11 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     embedding_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0
+    top_p_decay: float = 1.0
+    top_p_min: float = 1e-6
+    top_p_reset_id: int = -1
     end_ids: tuple[int, ...] = ()
     log_probs: int | None = None
 

@@ -12,7 +12,15 @@ from protos import generation_pb2, worker_pb2
 
 PROTOCOL_VERSION = 1
 # Optional features that this worker has; what a request asks beyond them fails that request alone.
-FEATURES = ("embedding_bias", "log_probs", "min_tokens", "penalties")
+FEATURES = (
+    "bad_words",
+    "embedding_bias",
+    "log_probs",
+    "min_tokens",
+    "no_repeat_ngram",
+    "penalties",
+    "top_p_decay",
+)
 
 
 def decode_step(message: worker_pb2.StepBatch) -> Step:
@@ -85,6 +93,11 @@ def _sampling(message: worker_pb2.AddSequence) -> SamplingParams:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         embedding_bias=tuple(sorted(sampling.embedding_bias.items())),
+        bad_words=tuple(tuple(word.values) for word in message.bad_words),
+        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+        top_p_decay=sampling.top_p_decay if sampling.HasField("top_p_decay") else 1.0,
+        top_p_min=sampling.top_p_min if sampling.HasField("top_p_min") else 1e-6,
+        top_p_reset_id=sampling.top_p_reset_id if sampling.HasField("top_p_reset_id") else -1,
         end_ids=tuple(message.end_ids),
         log_probs=output.log_probs if output.HasField("log_probs") else None,
     )
@@ -94,9 +107,6 @@ def _unsupported(message: worker_pb2.AddSequence) -> MidstreamError | None:
     sampling, output = message.sampling, message.output
     wanted = {
         "sampling.beam_width": sampling.beam_width > 1,
-        "sampling.no_repeat_ngram_size": sampling.no_repeat_ngram_size > 0,
-        "sampling.top_p_decay": sampling.HasField("top_p_decay") and sampling.top_p_decay != 1.0,
-        "stopping.bad_words": len(message.bad_words) > 0,
         "output.prompt_log_probs": output.HasField("prompt_log_probs"),
         "output.return_context_logits": output.return_context_logits,
         "output.return_generation_logits": output.return_generation_logits,
@@ -104,7 +114,7 @@ def _unsupported(message: worker_pb2.AddSequence) -> MidstreamError | None:
         "guided_decoding": message.HasField("guided_decoding"),
         "lora": message.HasField("lora"),
         "prompt_tuning": message.HasField("prompt_tuning"),
-        "prompt_embeddings": message.HasField("prompt_embeddings"),
+        "prompt_tuning.table": bool(message.prompt_table),
         "logits_post_processor_name": bool(message.logits_post_processor_name),
     }
     for field, is_wanted in wanted.items():

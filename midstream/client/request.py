@@ -23,7 +23,9 @@ class SamplingParams:
         seed: The same seed gives the same output.
         stop: Texts that end a sequence and are not part of it, unless include_stop_in_output.
         stop_token_ids: Tokens that end a sequence.
-        bad_words: Texts that may not be generated.
+        bad_words: Texts that may not be generated, with and without a space before them.
+        bad_word_token_ids: The same as sequences of tokens.
+        end_id: Ends a sequence in place of the model's end ids.
         ignore_eos: Go on past the model's end.
         embedding_bias: Added to the logits of token ids.
         num_return_sequences: Independent sequences.
@@ -55,7 +57,9 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
+    bad_word_token_ids: Sequence[Sequence[int]] = ()
     end_id: int | None = None
+    pad_id: int | None = None
     ignore_eos: bool = False
     include_stop_in_output: bool = False
     log_probs: int | None = None
@@ -93,7 +97,9 @@ class SamplingParams:
                     stop_words=self.stop,
                     stop_token_ids=self.stop_token_ids,
                     bad_words=self.bad_words,
+                    bad_word_token_ids=[pb.TokenIds(values=ids) for ids in self.bad_word_token_ids],
                     end_id=self.end_id,
+                    pad_id=self.pad_id,
                     ignore_eos=self.ignore_eos,
                     include_stop_in_output=self.include_stop_in_output,
                 )

@@ -1,0 +1,100 @@
+"""What is done to logits before a token is chosen: against transformers' processors, and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from gpu_worker.rows import Rows
+from gpu_worker.sampler import Sampler
+from gpu_worker.steering import bad_word_ends, decayed_top_p, repeated_ngram_ends, steer
+from gpu_worker.step import NewSequence, SamplingParams
+from midstream.errors import InvalidArgumentError
+from tests.gpu_worker.tiny_models import ints
+
+VOCAB_SIZE = 30
+
+
+def make_rows(tokens: list[list[int]], sampling: list[SamplingParams], num_prompt: int = 2) -> Rows:
+    rows = Rows(len(tokens), 256, 16, 8, VOCAB_SIZE)
+    for row, (known, params) in enumerate(zip(tokens, sampling, strict=True)):
+        rows.add(NewSequence(row=row, token_ids=ints(known), num_prompt_tokens=num_prompt, sampling=params))
+    assert not rows.failed
+    return rows
+
+
+def steered(logits: Tensor, rows: Rows) -> Tensor:
+    result = logits.clone()
+    steer(result, rows, ints(range(len(logits))))
+    return result
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_no_ngram_repeats_as_in_transformers(size: int) -> None:
+    generator = np.random.default_rng(size)
+    tokens = [generator.integers(0, 4, length).tolist() for length in (2, 3, 4, 9, 40, 80)]
+    rows = make_rows(tokens, [SamplingParams(no_repeat_ngram_size=size)] * len(tokens))
+    logits = torch.randn(len(tokens), VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    processor = transformers.NoRepeatNGramLogitsProcessor(size)
+    expected = torch.cat([processor(torch.tensor([t]), logits[i : i + 1]) for i, t in enumerate(tokens)])
+    assert torch.equal(steered(logits, rows), expected)
+    assert expected.isinf().any()
+
+
+def test_bad_words_end_nowhere_as_in_transformers() -> None:
+    words = [[3], [1, 2], [2, 1, 2], [0, 0, 0, 0, 5], [7, 8]]
+    generator = np.random.default_rng(1)
+    tokens = [[0, 2], [2, 1], [0, 2, 1], [0, 0, 0, 0], [0, 7], *(generator.integers(0, 3, 12).tolist() for _ in "abcd")]
+    rows = make_rows(tokens, [SamplingParams(bad_words=tuple(map(tuple, words)))] * len(tokens))
+    logits = torch.randn(len(tokens), VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    processor = transformers.NoBadWordsLogitsProcessor(words, eos_token_id=[VOCAB_SIZE - 1])
+    expected = torch.cat([processor(torch.tensor([t]), logits[i : i + 1]) for i, t in enumerate(tokens)])
+    assert torch.equal(steered(logits, rows), expected)
+    assert steered(logits, rows)[2].isinf().nonzero().flatten().tolist() == [2, 3]
+
+
+def test_a_word_longer_than_what_is_known_bans_nothing() -> None:
+    assert bad_word_ends(ints([5]), ((5, 5, 6), (9, 6))) == []
+    assert repeated_ngram_ends(ints([5]), 3).tolist() == []
+    assert repeated_ngram_ends(ints([5, 6, 5]), 2).tolist() == [6]
+
+
+def test_top_p_decays_from_token_to_token() -> None:
+    """0.8, then 0.8 / 2, 0.8 / 4, not below 0.15; token 9 restores it."""
+    params = SamplingParams(top_p=0.8, top_p_decay=0.5, top_p_min=0.15, top_p_reset_id=9)
+    outputs: list[list[int]] = [[], [1], [1, 1], [1, 1, 1], [1, 1, 9], [1, 9, 1], [9, 9, 9, 1, 1]]
+    rows = make_rows([[9, 9, *output] for output in outputs], [params] * len(outputs))
+    top_p = decayed_top_p(rows, ints(range(len(outputs))))
+    assert top_p.tolist() == pytest.approx([0.8, 0.4, 0.2, 0.15, 0.8, 0.4, 0.2])
+
+
+def test_a_decayed_top_p_is_what_is_drawn_with() -> None:
+    """Probabilities 0.5, 0.3, 0.2: top_p 1 keeps all three, 0.4 the first alone."""
+    decaying = [SamplingParams(top_p=1.0, top_p_decay=0.4, top_p_min=0.4, seed=seed) for seed in range(60)]
+    logits = torch.full((60, VOCAB_SIZE), -torch.inf)
+    logits[:, :3] = torch.tensor([0.5, 0.3, 0.2]).log()
+    for output, kept in (([], {0, 1, 2}), ([4], {0})):
+        rows = make_rows([[1, 2, *output]] * 60, decaying)
+        assert set(Sampler(rows).sample(logits, ints(range(60))).token_ids.tolist()) == kept
+
+
+def test_virtual_tokens_of_a_prompt_are_passed_over() -> None:
+    rows = make_rows([[1, 1]], [SamplingParams(repetition_penalty=2.0, no_repeat_ngram_size=1)])
+    rows.tokens[0, :2] = [VOCAB_SIZE, 3]
+    logits = torch.ones(1, VOCAB_SIZE)
+    assert steered(logits, rows)[0].isinf().nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_bans_every_token_fails_alone(temperature: float) -> None:
+    everything = SamplingParams(temperature=temperature, bad_words=tuple((token,) for token in range(VOCAB_SIZE)))
+    rows = make_rows([[1, 2], [1, 2]], [everything, SamplingParams(temperature=0.0, bad_words=((4,),))])
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[:, 4], logits[:, 6] = 2.0, 1.0
+    sampled = Sampler(rows).sample(logits, ints([0, 1]))
+    ((place, error),) = sampled.errors
+    assert (place, type(error)) == (0, InvalidArgumentError)
+    assert sampled.token_ids[1] == 6
