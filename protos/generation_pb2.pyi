@@ -322,7 +322,9 @@ class SamplingConfig(google.protobuf.message.Message):
     top_p: builtins.float
     """Keep the likeliest tokens up to this probability. (0, 1], default 1."""
     top_p_decay: builtins.float
-    """top_p is multiplied by the decay after each token, down to the minimum; a reset id restores it."""
+    """top_p is multiplied by the decay after each token, down to the minimum; a reset id restores it. Decay and minimum
+    (0, 1], default 1 and 1e-6.
+    """
     top_p_min: builtins.float
     top_p_reset_id: builtins.int
     min_p: builtins.float
@@ -334,6 +336,7 @@ class SamplingConfig(google.protobuf.message.Message):
     seed: builtins.int
     """Default: drawn by the router. Randomness is keyed by (seed, sequence, position)."""
     beam_search_diversity_rate: builtins.float
+    """Beam search: a candidate of the beam of rank i (from 0) is preferred by i times this. Default 0."""
     repetition_penalty: builtins.float
     """Divides positive and multiplies negative logits of tokens seen in prompt or output. > 0, default 1."""
     presence_penalty: builtins.float
@@ -341,16 +344,18 @@ class SamplingConfig(google.protobuf.message.Message):
     frequency_penalty: builtins.float
     """Subtracted once per occurrence in the output. [-2, 2], default 0."""
     length_penalty: builtins.float
-    """Exponent on length in a beam's score. Default 0."""
+    """Beam search: a beam's score is its cumulative log probability divided by its length to this power. Default 0."""
     early_stopping: builtins.int
-    """Beam search: 1 stops when beam_width beams have ended, 0 when none can improve, others by heuristic. Default 1."""
+    """Beam search, once beam_width beams have ended: 1 stops; 0 stops when the best one that goes on scores, at its present
+    length, no better than the worst ended one; others when it could not at any length. Default 1.
+    """
     no_repeat_ngram_size: builtins.int
     """No n-gram of this size occurs twice in prompt and output. 0 is off. Default 0."""
     num_return_sequences: builtins.int
-    """Independent sequences, 1..128; with beam search, how many beams come back. Default 1."""
+    """Independent sequences, 1..128; with beam search, how many beams come back, best first, at the end. Default 1."""
     @property
     def embedding_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
-        """Added to logits before anything else."""
+        """Added to logits before penalties. Finite."""
 
     def __init__(
         self,
@@ -433,6 +438,7 @@ class StoppingConfig(google.protobuf.message.Message):
     end_id: builtins.int
     """Default: the model's end ids."""
     pad_id: builtins.int
+    """What a front door fills rows of unequal length with. Native outputs are never padded."""
     ignore_eos: builtins.bool
     """Go on past the end id."""
     include_stop_in_output: builtins.bool
@@ -447,10 +453,14 @@ class StoppingConfig(google.protobuf.message.Message):
 
     @property
     def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Text that may not be generated, and the tokens it stands for (the router fills these)."""
+        """Text that may not be generated, at most 64 of at most 256 characters. The router adds its tokens, with and without a
+        space before it, to bad_word_token_ids.
+        """
 
     @property
-    def bad_word_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenIds]: ...
+    def bad_word_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenIds]:
+        """Token sequences that may not be completed, also where they begin in the prompt. At most 64 of 1 to 256."""
+
     def __init__(
         self,
         *,
@@ -753,7 +763,7 @@ class SpeculativeConfig(google.protobuf.message.Message):
     MAX_NGRAM_SIZE_FIELD_NUMBER: builtins.int
     method: global___SpeculativeConfig.Method.ValueType
     num_draft_tokens: builtins.int
-    """Draft tokens per step, 1..16."""
+    """Draft tokens per step, 1..16. The output is the same with drafts and without."""
     max_ngram_size: builtins.int
     """Prompt look-up: longest n-gram to match. Default 3."""
     def __init__(

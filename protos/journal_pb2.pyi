@@ -59,6 +59,7 @@ class JournalCommit(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     SEQUENCE_ENDS_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
+    BEAM_STEPS_FIELD_NUMBER: builtins.int
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -73,6 +74,8 @@ class JournalCommit(google.protobuf.message.Message):
     def sequence_ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalSequenceEnd]: ...
     @property
     def finished(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalFinish]: ...
+    @property
+    def beam_steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalBeamStep]: ...
     def __init__(
         self,
         *,
@@ -83,10 +86,42 @@ class JournalCommit(google.protobuf.message.Message):
         outputs: collections.abc.Iterable[global___JournalOutput] | None = ...,
         sequence_ends: collections.abc.Iterable[global___JournalSequenceEnd] | None = ...,
         finished: collections.abc.Iterable[global___JournalFinish] | None = ...,
+        beam_steps: collections.abc.Iterable[global___JournalBeamStep] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["finished", b"finished", "num_tokens", b"num_tokens", "outputs", b"outputs", "requests", b"requests", "sequence_ends", b"sequence_ends", "sequence_indices", b"sequence_indices", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beam_steps", b"beam_steps", "finished", b"finished", "num_tokens", b"num_tokens", "outputs", b"outputs", "requests", b"requests", "sequence_ends", b"sequence_ends", "sequence_indices", b"sequence_indices", "token_ids", b"token_ids"]) -> None: ...
 
 global___JournalCommit = JournalCommit
+
+@typing.final
+class JournalBeamStep(google.protobuf.message.Message):
+    """One step of a beam search: its state follows from its steps in order. Entry i extends the beam parents[i] (its rank after
+    the step before) by a token; in the order of their scores, those that go on and those that end.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    PARENTS_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOG_PROBS_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    @property
+    def parents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        parents: collections.abc.Iterable[builtins.int] | None = ...,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        log_probs: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["log_probs", b"log_probs", "parents", b"parents", "request", b"request", "token_ids", b"token_ids"]) -> None: ...
+
+global___JournalBeamStep = JournalBeamStep
 
 @typing.final
 class JournalOutput(google.protobuf.message.Message):
@@ -126,12 +161,14 @@ class JournalSequenceEnd(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     STOP_WORD_FIELD_NUMBER: builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
+    CUMULATIVE_LOG_PROB_FIELD_NUMBER: builtins.int
     request: builtins.int
     sequence_index: builtins.int
     finish_reason: protos.generation_pb2.FinishReason.ValueType
     num_tokens: builtins.int
     stop_word: builtins.str
     stop_token_id: builtins.int
+    cumulative_log_prob: builtins.float
     def __init__(
         self,
         *,
@@ -141,9 +178,13 @@ class JournalSequenceEnd(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         stop_word: builtins.str = ...,
         stop_token_id: builtins.int | None = ...,
+        cumulative_log_prob: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "num_tokens", b"num_tokens", "request", b"request", "sequence_index", b"sequence_index", "stop_token_id", b"stop_token_id", "stop_word", b"stop_word"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_stop_token_id", b"_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "stop_token_id", b"stop_token_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_stop_token_id", b"_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "finish_reason", b"finish_reason", "num_tokens", b"num_tokens", "request", b"request", "sequence_index", b"sequence_index", "stop_token_id", b"stop_token_id", "stop_word", b"stop_word"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_stop_token_id", b"_stop_token_id"]) -> typing.Literal["stop_token_id"] | None: ...
 
 global___JournalSequenceEnd = JournalSequenceEnd
@@ -196,6 +237,8 @@ class JournalFinish(google.protobuf.message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: builtins.int
     NUM_RECOVERIES_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     request: builtins.int
     arrival_ns: builtins.int
     """Unix nanoseconds; 0 is "did not happen"."""
@@ -208,6 +251,8 @@ class JournalFinish(google.protobuf.message.Message):
     num_preemptions: builtins.int
     num_recoveries: builtins.int
     num_steps: builtins.int
+    num_draft_tokens: builtins.int
+    num_accepted_tokens: builtins.int
     @property
     def error(self) -> protos.generation_pb2.ErrorInfo: ...
     def __init__(
@@ -225,8 +270,10 @@ class JournalFinish(google.protobuf.message.Message):
         num_preemptions: builtins.int = ...,
         num_recoveries: builtins.int = ...,
         num_steps: builtins.int = ...,
+        num_draft_tokens: builtins.int = ...,
+        num_accepted_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrival_ns", b"arrival_ns", "error", b"error", "finished_ns", b"finished_ns", "first_scheduled_ns", b"first_scheduled_ns", "first_token_ns", b"first_token_ns", "last_token_ns", b"last_token_ns", "num_cached_tokens", b"num_cached_tokens", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_steps", b"num_steps", "queued_ns", b"queued_ns", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrival_ns", b"arrival_ns", "error", b"error", "finished_ns", b"finished_ns", "first_scheduled_ns", b"first_scheduled_ns", "first_token_ns", b"first_token_ns", "last_token_ns", b"last_token_ns", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_steps", b"num_steps", "queued_ns", b"queued_ns", "request", b"request"]) -> None: ...
 
 global___JournalFinish = JournalFinish

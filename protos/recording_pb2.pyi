@@ -209,6 +209,11 @@ class RecordedRequest(google.protobuf.message.Message):
     LORA_BYTES_FIELD_NUMBER: builtins.int
     PROMPT_KEY_FIELD_NUMBER: builtins.int
     NUM_VIRTUAL_TOKENS_FIELD_NUMBER: builtins.int
+    BEAM_WIDTH_FIELD_NUMBER: builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: builtins.int
+    BEAM_DIVERSITY_RATE_FIELD_NUMBER: builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     max_tokens: builtins.int
     num_sequences: builtins.int
@@ -228,6 +233,11 @@ class RecordedRequest(google.protobuf.message.Message):
     lora_bytes: builtins.int
     prompt_key: builtins.str
     num_virtual_tokens: builtins.int
+    beam_width: builtins.int
+    length_penalty: builtins.float
+    beam_diversity_rate: builtins.float
+    early_stopping: builtins.int
+    num_draft_tokens: builtins.int
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -259,9 +269,14 @@ class RecordedRequest(google.protobuf.message.Message):
         lora_bytes: builtins.int = ...,
         prompt_key: builtins.str = ...,
         num_virtual_tokens: builtins.int = ...,
+        beam_width: builtins.int = ...,
+        length_penalty: builtins.float = ...,
+        beam_diversity_rate: builtins.float = ...,
+        early_stopping: builtins.int = ...,
+        num_draft_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "arrival_ns", b"arrival_ns", "cache_salt", b"cache_salt", "client_id", b"client_id", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns", "decode_priority", b"decode_priority", "digest", b"digest", "is_cacheable", b"is_cacheable", "is_detached", b"is_detached", "lora_bytes", b"lora_bytes", "lora_key", b"lora_key", "lora_name", b"lora_name", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_sequences", b"num_sequences", "num_virtual_tokens", b"num_virtual_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_key", b"prompt_key", "request_id", b"request_id", "retention", b"retention", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "arrival_ns", b"arrival_ns", "beam_diversity_rate", b"beam_diversity_rate", "beam_width", b"beam_width", "cache_salt", b"cache_salt", "client_id", b"client_id", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns", "decode_priority", b"decode_priority", "digest", b"digest", "early_stopping", b"early_stopping", "is_cacheable", b"is_cacheable", "is_detached", b"is_detached", "length_penalty", b"length_penalty", "lora_bytes", b"lora_bytes", "lora_key", b"lora_key", "lora_name", b"lora_name", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_draft_tokens", b"num_draft_tokens", "num_sequences", b"num_sequences", "num_virtual_tokens", b"num_virtual_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_key", b"prompt_key", "request_id", b"request_id", "retention", b"retention", "stop_token_ids", b"stop_token_ids"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline_ns", b"_deadline_ns"]) -> typing.Literal["deadline_ns"] | None: ...
     @typing.overload
@@ -306,6 +321,7 @@ class RecordedRecovery(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
     FINISHED_NS_FIELD_NUMBER: builtins.int
+    BEAM_STEPS_FIELD_NUMBER: builtins.int
     finished_ns: builtins.int
     """Set when the request had ended."""
     @property
@@ -316,6 +332,8 @@ class RecordedRecovery(google.protobuf.message.Message):
 
     @property
     def ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedSequenceEnd]: ...
+    @property
+    def beam_steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedBeamStep]: ...
     def __init__(
         self,
         *,
@@ -323,12 +341,37 @@ class RecordedRecovery(google.protobuf.message.Message):
         outputs: collections.abc.Iterable[global___RecordedTokens] | None = ...,
         ends: collections.abc.Iterable[global___RecordedSequenceEnd] | None = ...,
         finished_ns: builtins.int | None = ...,
+        beam_steps: collections.abc.Iterable[global___RecordedBeamStep] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "finished_ns", b"finished_ns", "request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "ends", b"ends", "finished_ns", b"finished_ns", "outputs", b"outputs", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "beam_steps", b"beam_steps", "ends", b"ends", "finished_ns", b"finished_ns", "outputs", b"outputs", "request", b"request"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_finished_ns", b"_finished_ns"]) -> typing.Literal["finished_ns"] | None: ...
 
 global___RecordedRecovery = RecordedRecovery
+
+@typing.final
+class RecordedBeamStep(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARENTS_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOG_PROBS_FIELD_NUMBER: builtins.int
+    @property
+    def parents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        parents: collections.abc.Iterable[builtins.int] | None = ...,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        log_probs: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["log_probs", b"log_probs", "parents", b"parents", "token_ids", b"token_ids"]) -> None: ...
+
+global___RecordedBeamStep = RecordedBeamStep
 
 @typing.final
 class RecordedTokens(google.protobuf.message.Message):
@@ -434,6 +477,11 @@ class RecordedPlan(google.protobuf.message.Message):
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     COPY_SOURCE_BLOCKS_FIELD_NUMBER: builtins.int
     COPY_TARGET_BLOCKS_FIELD_NUMBER: builtins.int
+    FORKS_FIELD_NUMBER: builtins.int
+    BEAM_ROWS_FIELD_NUMBER: builtins.int
+    BEAM_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    DRAFT_ROWS_FIELD_NUMBER: builtins.int
+    DRAFT_LIMITS_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     epoch: builtins.int
     step_id: builtins.int
@@ -460,6 +508,16 @@ class RecordedPlan(google.protobuf.message.Message):
     def copy_source_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def copy_target_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def forks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedFork]: ...
+    @property
+    def beam_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def beam_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def draft_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def draft_limits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -478,10 +536,37 @@ class RecordedPlan(google.protobuf.message.Message):
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
         copy_source_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         copy_target_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        forks: collections.abc.Iterable[global___RecordedFork] | None = ...,
+        beam_rows: collections.abc.Iterable[builtins.int] | None = ...,
+        beam_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        draft_rows: collections.abc.Iterable[builtins.int] | None = ...,
+        draft_limits: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["added", b"added", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "epoch", b"epoch", "generation_rows", b"generation_rows", "group_id", b"group_id", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeats_generation", b"repeats_generation", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["added", b"added", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "group_id", b"group_id", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeats_generation", b"repeats_generation", "step_id", b"step_id"]) -> None: ...
 
 global___RecordedPlan = RecordedPlan
+
+@typing.final
+class RecordedFork(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FROM_ROW_FIELD_NUMBER: builtins.int
+    TO_ROW_FIELD_NUMBER: builtins.int
+    BLOCK_IDS_FIELD_NUMBER: builtins.int
+    from_row: builtins.int
+    to_row: builtins.int
+    @property
+    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        from_row: builtins.int = ...,
+        to_row: builtins.int = ...,
+        block_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "from_row", b"from_row", "to_row", b"to_row"]) -> None: ...
+
+global___RecordedFork = RecordedFork
 
 @typing.final
 class RecordedAddition(google.protobuf.message.Message):

@@ -342,7 +342,7 @@ global___EpochEnded = EpochEnded
 @typing.final
 class StepBatch(google.protobuf.message.Message):
     """One forward step of one worker group, as parallel arrays. Applied in this order: released_rows, add_sequences,
-    forks, block growth, block copies, then the forward pass over context chunks and generation rows.
+    forks, beam tokens, block growth, block copies, then the forward pass over context chunks and generation rows.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -382,6 +382,8 @@ class StepBatch(google.protobuf.message.Message):
     COPY_TARGET_BLOCKS_FIELD_NUMBER: builtins.int
     FORKS_FIELD_NUMBER: builtins.int
     TRACE_PARENTS_FIELD_NUMBER: builtins.int
+    BEAM_ROWS_FIELD_NUMBER: builtins.int
+    BEAM_TOKEN_IDS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     """1, 2, 3, … within an epoch. A gap or a repeat means a broken link."""
@@ -413,7 +415,9 @@ class StepBatch(google.protobuf.message.Message):
 
     @property
     def draft_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Draft tokens that each speculative row may verify in this step: parallel arrays; other rows 0."""
+        """Draft tokens that each speculative row may verify in this step, for which its table has room: parallel arrays; other
+        rows 0. The worker makes the drafts.
+        """
 
     @property
     def draft_limits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -431,12 +435,18 @@ class StepBatch(google.protobuf.message.Message):
     def copy_target_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def forks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ForkRow]:
-        """Beam search: after a step, the row's tokens and table become those of another row."""
+        """Beam search: a row becomes a copy of another one, with a table of its own. All are read before any is written."""
 
     @property
     def trace_parents(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
         """W3C traceparent of requests that are traced, by row."""
 
+    @property
+    def beam_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The token that the scheduler chose for each row of a beam search, appended to the row: parallel arrays."""
+
+    @property
+    def beam_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -459,8 +469,10 @@ class StepBatch(google.protobuf.message.Message):
         copy_target_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         forks: collections.abc.Iterable[global___ForkRow] | None = ...,
         trace_parents: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
+        beam_rows: collections.abc.Iterable[builtins.int] | None = ...,
+        beam_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "context_without_sample", b"context_without_sample", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id", "trace_parents", b"trace_parents"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "context_without_sample", b"context_without_sample", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id", "trace_parents", b"trace_parents"]) -> None: ...
 
 global___StepBatch = StepBatch
 
@@ -554,8 +566,11 @@ class ForkRow(google.protobuf.message.Message):
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     from_row: builtins.int
     to_row: builtins.int
+    """May hold a sequence or be empty."""
     @property
-    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The whole table."""
+
     def __init__(
         self,
         *,
@@ -586,6 +601,8 @@ class StepResult(google.protobuf.message.Message):
     MEMORY_FIELD_NUMBER: builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    CANDIDATE_LOG_PROBS_FIELD_NUMBER: builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     forward_us: builtins.int
@@ -597,7 +614,10 @@ class StepResult(google.protobuf.message.Message):
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def num_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens of each sampled row; empty means one each."""
+        """Tokens of each sampled row; empty means one each. A speculative row has the drafts that were accepted and one more. A
+        row of a beam search has candidates for its next token, likeliest first, and of equal ones the lowest id first: the
+        beam_width + len(end_ids) likeliest, fewer when no more are possible; none of them is appended to the row.
+        """
 
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RowOutputs]: ...
@@ -605,6 +625,14 @@ class StepResult(google.protobuf.message.Message):
     def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RowError]: ...
     @property
     def memory(self) -> global___MemoryUsage: ...
+    @property
+    def candidate_log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Of the candidates of all rows of beam searches, in order."""
+
+    @property
+    def num_drafts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Drafts that were verified, of each sampled row; empty means none."""
+
     def __init__(
         self,
         *,
@@ -619,9 +647,11 @@ class StepResult(google.protobuf.message.Message):
         memory: global___MemoryUsage | None = ...,
         num_draft_tokens: builtins.int = ...,
         num_accepted_tokens: builtins.int = ...,
+        candidate_log_probs: collections.abc.Iterable[builtins.float] | None = ...,
+        num_drafts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "memory", b"memory", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "memory", b"memory", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
 
 global___StepResult = StepResult
 
