@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--detokenizers", type=int, default=1)
     parser.add_argument("--step-ms", type=float, default=0.0, help="Time of a fake step. [0]")
-    parser.add_argument("--scheduler-flags", default="", help="More flags of the scheduler.")
+    parser.add_argument("--scheduler-flags", default="", help="More flags of the scheduler. [--journal off]")
     parser.add_argument(
         "--profile", default="", help="Part to sample with py-spy: router, detokenizer, scheduler, client."
     )
@@ -66,7 +66,7 @@ def start_parts(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, psuti
     folder = open_model_folder("smollm2")
     commands = {
         "scheduler": f"-m scheduler --port {scheduler} --worker-port {worker} --max-batch-size {arguments.streams} "
-        f"{arguments.scheduler_flags}",
+        f"{arguments.scheduler_flags or '--journal off'}",
         "fake worker": f"-m tests.fakes.worker --scheduler tcp://127.0.0.1:{worker} --step-ms {arguments.step_ms} "
         f"--model-fingerprint {folder.fingerprint} --vocab-size {folder.vocab_size} --num-blocks 65536 "
         f"--max-batch-size {arguments.streams}",

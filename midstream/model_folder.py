@@ -105,9 +105,14 @@ def prepare_model_folder(model: str, target: Path) -> ModelFolder:
     return _open_folder(target)
 
 
+def midstream_home() -> Path:
+    """Where everything lies that nobody named a place for: $MIDSTREAM_HOME, by default ~/.cache/midstream."""
+    return Path(os.environ.get("MIDSTREAM_HOME") or "~/.cache/midstream").expanduser()
+
+
 def models_home() -> Path:
     """Where prepared folders lie: $MIDSTREAM_HOME/models, by default ~/.cache/midstream/models."""
-    return Path(os.environ.get("MIDSTREAM_HOME") or "~/.cache/midstream").expanduser() / "models"
+    return midstream_home() / "models"
 
 
 def _embedded_file() -> Path:

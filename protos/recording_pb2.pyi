@@ -133,6 +133,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     NO_WORKER_TIMEOUT_NS_FIELD_NUMBER: builtins.int
     MAX_NUM_FINISHED_FIELD_NUMBER: builtins.int
     MAX_WORKER_DEATHS_FIELD_NUMBER: builtins.int
+    MAX_FINISHED_TOKENS_FIELD_NUMBER: builtins.int
     scheduler_epoch: builtins.int
     vocab_size: builtins.int
     max_sequence_length: builtins.int
@@ -153,6 +154,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     no_worker_timeout_ns: builtins.int
     max_num_finished: builtins.int
     max_worker_deaths: builtins.int
+    max_finished_tokens: builtins.int
     def __init__(
         self,
         *,
@@ -176,8 +178,9 @@ class RecordedCoreConfig(google.protobuf.message.Message):
         no_worker_timeout_ns: builtins.int = ...,
         max_num_finished: builtins.int = ...,
         max_worker_deaths: builtins.int = ...,
+        max_finished_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_window", b"attention_window", "enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_window", b"attention_window", "enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
 
 global___RecordedCoreConfig = RecordedCoreConfig
 

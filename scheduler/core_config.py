@@ -38,4 +38,5 @@ class CoreConfig:
     finished_ttl_ns: int = 60_000_000_000
     no_worker_timeout_ns: int = 30_000_000_000
     max_num_finished: int = 8192
+    max_finished_tokens: int = 16_777_216
     max_worker_deaths: int = 2

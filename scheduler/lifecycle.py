@@ -66,6 +66,7 @@ class Lifecycle:
         self._clock = clock
         self._effects = effects
         self._finished: OrderedDict[str, Request] = OrderedDict()
+        self._num_finished_tokens = 0
         self._num_seen = 0
 
     @property
@@ -112,6 +113,7 @@ class Lifecycle:
         for index, end in event.ends:
             request.sequences[index].end = end
         if event.finish is not None:
+            self._keep_finished(request)
             return request
         request.num_recoveries = 1
         if request.live_sequences:
@@ -129,11 +131,17 @@ class Lifecycle:
         request.num_preemptions = finish.num_preemptions
         request.num_recoveries = finish.num_recoveries
         request.num_steps = finish.num_steps
-        self.requests[request.request_id] = self._finished[request.request_id] = request
-        if len(self._finished) > self._config.max_num_finished:
-            self._forget_oldest()
-        self._timers.at(finish.times.finished_ns + self._config.finished_ttl_ns, self._forget_expired)
+        self.requests[request.request_id] = request
         return request
+
+    def _keep_finished(self, request: Request) -> None:
+        """Keeps a request for those who resume it, in place of older ones where these take too much."""
+        config = self._config
+        self._finished[request.request_id] = request
+        self._num_finished_tokens += _num_tokens(request)
+        while len(self._finished) > config.max_num_finished or self._num_finished_tokens > config.max_finished_tokens:
+            self._forget_oldest()
+        self._timers.at(request.times.finished_ns + config.finished_ttl_ns, self._forget_expired)
 
     def _check(self, spec: RequestSpec) -> Failure | None:
         if not spec.prompt:
@@ -238,11 +246,8 @@ class Lifecycle:
         unused = request.spec.max_tokens * request.spec.num_sequences - request.num_output_tokens
         self._queue.refund(request, unused)
         self._count_finished(request)
-        self._finished[request.request_id] = request
         self._effects.append(RequestEnded(request))
-        if len(self._finished) > self._config.max_num_finished:
-            self._forget_oldest()
-        self._timers.at(self._clock.now_ns + self._config.finished_ttl_ns, self._forget_expired)
+        self._keep_finished(request)
 
     def _count_finished(self, request: Request) -> None:
         totals, end = self._totals, request.sequences[0].end
@@ -255,6 +260,7 @@ class Lifecycle:
     def _forget_oldest(self) -> None:
         request_id, request = self._finished.popitem(last=False)
         del self.requests[request_id]
+        self._num_finished_tokens -= _num_tokens(request)
         self._effects.append(RequestForgotten(request))
 
     def _forget_expired(self, now_ns: int) -> None:
@@ -279,6 +285,11 @@ class Lifecycle:
             return
         if now_ns - request.orphaned_ns >= self._config.orphan_grace_ns:
             self.end(request, FinishReason.ABORT)
+
+
+def _num_tokens(request: Request) -> int:
+    """What keeping a request takes; it does not change once the request has ended."""
+    return len(request.spec.prompt) + sum(len(sequence.output) for sequence in request.sequences)
 
 
 def _is_overtaken(known: SequenceEnd, found: SequenceEnd) -> bool:

@@ -12,9 +12,10 @@ from pathlib import Path
 from midstream.config import SchedulerConfig
 from midstream.errors import ConfigError
 from midstream.health import Progress
-from midstream.model_folder import ModelFolder, open_model_folder
+from midstream.model_folder import ModelFolder, midstream_home, open_model_folder
 from midstream.serving import Server
 from midstream.telemetry import HttpServer, Metrics
+from midstream.transport_security import Tls
 from protos import recording_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
@@ -61,7 +62,12 @@ class SchedulerService:
         self.progress = Progress()
         self.metrics = Metrics()
         self.server = Server(
-            SERVICE_NAME, config.host, config.port, self.progress, max_message_bytes=config.max_message_bytes
+            SERVICE_NAME,
+            config.host,
+            config.port,
+            self.progress,
+            max_message_bytes=config.max_message_bytes,
+            tls=Tls.from_config(config),
         )
         self.port = self.server.port
         self.dispatcher = Dispatcher(
@@ -72,7 +78,7 @@ class SchedulerService:
             worker_timeout_ms=config.worker_timeout_ms,
         )
         self.worker_port = self.dispatcher.port
-        self.journal = make_journal(config, self.model, self.limits)
+        self.journal = make_journal(config, self.model, self.limits, self.port)
         self._journal_failed = asyncio.Event()
         self._journal_failure: JournalError | None = None
         self._http = HttpServer(config.host, config.http_port, self.metrics, self.progress.problems)
@@ -207,24 +213,24 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
         finished_ttl_ns=int(config.finished_ttl_s * ns_per_s),
         no_worker_timeout_ns=int(config.no_worker_timeout_s * ns_per_s),
         max_num_finished=config.max_num_finished,
+        max_finished_tokens=config.max_finished_tokens,
         max_worker_deaths=config.max_worker_deaths,
     )
 
 
-def make_journal(config: SchedulerConfig, model: ModelFolder, limits: ModelLimits) -> Journal:
-    """The journal that the configuration names.
+def make_journal(config: SchedulerConfig, model: ModelFolder, limits: ModelLimits, port: int) -> Journal:
+    """The journal that the configuration names; a file that it does not name is named after the gRPC port.
 
     Raises:
-        ConfigError: It is not said where it is.
+        ConfigError: A standby needs another journal, or PostgreSQL a package.
     """
     if config.standby and config.journal != "postgres":
         raise ConfigError("only a journal in PostgreSQL has a lease to wait for", field="standby")
     if config.journal == "off":
         return NoJournal()
     if config.journal == "sqlite":
-        if not config.journal_path:
-            raise ConfigError("a journal in SQLite needs a file", field="journal_path")
-        return ThreadedJournal(SqliteStore(Path(config.journal_path)), limits, model.fingerprint)
+        path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.sqlite"
+        return ThreadedJournal(SqliteStore(path), limits, model.fingerprint)
     return ThreadedJournal(_postgres_store(config), limits, model.fingerprint)
 
 

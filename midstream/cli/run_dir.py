@@ -3,7 +3,7 @@
 RUN_DIR/state.json   written by the supervisor at each change, replaced as a whole
 RUN_DIR/lock         held by the supervisor as long as it lives, so that a stale state is never taken for a live one
 RUN_DIR/logs/        one file per process
-RUN_DIR/journal.sqlite   requests and tokens, where MIDSTREAM_JOURNAL is sqlite
+RUN_DIR/journal.sqlite   requests and tokens, unless MIDSTREAM_JOURNAL says otherwise
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.errors import ConfigError
+from midstream.model_folder import midstream_home
 
 
 class ProcessPhase(StrEnum):
@@ -149,7 +150,7 @@ def _parse_state(fields: dict[str, Any]) -> RunState:
 
 def default_run_dir() -> Path:
     """$MIDSTREAM_HOME/run, by default ~/.cache/midstream/run."""
-    return Path(os.environ.get("MIDSTREAM_HOME") or "~/.cache/midstream").expanduser() / "run"
+    return midstream_home() / "run"
 
 
 def started_ticks(pid: int) -> int:

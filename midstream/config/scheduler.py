@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from midstream.config.service import ServiceConfig, setting
+from midstream.config.service import GrpcServiceConfig, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig(ServiceConfig):
+class SchedulerConfig(GrpcServiceConfig):
     """Flags of `python -m scheduler`. Names follow TensorRT-LLM's executor configuration."""
 
     model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
@@ -41,8 +41,11 @@ class SchedulerConfig(ServiceConfig):
     orphan_grace_s: float = setting(30.0, "Seconds that a request nobody is attached to lives on.")
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")
     max_num_finished: int = setting(8192, "Finished requests that are kept.")
-    journal: str = setting("off", "Where requests and tokens are kept.", choices=("off", "sqlite", "postgres"))
-    journal_path: str = setting("", "File of the journal in SQLite.")
+    max_finished_tokens: int = setting(16_777_216, "Prompt and output tokens of the finished requests that are kept.")
+    journal: str = setting("sqlite", "Where requests and tokens are kept.", choices=("off", "sqlite", "postgres"))
+    journal_path: str = setting(
+        "", "File of the journal in SQLite; empty: scheduler-PORT.sqlite in $MIDSTREAM_HOME (~/.cache/midstream)."
+    )
     journal_url: str = setting("", "Where the journal in PostgreSQL is, as libpq takes it; empty: the PG* variables.")
     standby: bool = setting(False, "Wait until the scheduler that has the journal's lease is gone, then take over.")
     record: str = setting("", "File to which all events and plans are appended, for `midstream replay`; empty: none.")

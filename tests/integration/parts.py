@@ -46,7 +46,8 @@ class Parts:
             "detokenizer": f"-m detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler}",
             "router": f"-m router --port {self.router_port} --http-port 0 --schedulers 127.0.0.1:{scheduler} "
             f"--detokenizers 127.0.0.1:{detokenizer}",
-            "scheduler": f"-m scheduler --port {scheduler} --worker-port {worker}",
+            "scheduler": f"-m scheduler --port {scheduler} --worker-port {worker} "
+            f"--journal-path {folder / 'journal.sqlite'}",
         }
 
     def start(self, name: str) -> subprocess.Popen[bytes]:

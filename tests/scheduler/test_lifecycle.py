@@ -186,6 +186,21 @@ def test_finished_requests_are_kept_for_a_time_and_up_to_a_number() -> None:
     assert harness.core.lifecycle.requests == {}
 
 
+def test_finished_requests_are_kept_up_to_a_number_of_tokens() -> None:
+    harness = Harness(max_finished_tokens=11)
+    harness.add_group()
+    for request_id in "abc":
+        harness.submit(request_id, 3, 1)
+    harness.run()
+    assert harness.forgotten == {"a"}
+    harness.submit("d", 10, 2)
+    harness.run()
+    assert harness.forgotten == {"a", "b", "c", "d"}
+    harness.submit("e", 3, 1)
+    harness.run()
+    assert list(harness.core.lifecycle.requests) == ["e"]
+
+
 def test_a_draining_scheduler_takes_nothing_new_and_finishes_what_it_has() -> None:
     harness = Harness()
     harness.add_group()

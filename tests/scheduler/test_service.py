@@ -117,7 +117,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def run_cell(**settings: Any) -> AsyncIterator[Cell]:
-    service = SchedulerService(SchedulerConfig(port=0, worker_port=0, **settings), MODEL)
+    config = SchedulerConfig(**{"port": 0, "worker_port": 0, "journal": "off"} | settings)
+    service = SchedulerService(config, MODEL)
     await service.start()
     async with open_channel(f"127.0.0.1:{service.port}") as channel:
         cell = Cell(service, SchedulerStub(channel))
