@@ -4,6 +4,7 @@ The names here choose by the tensors' device; see `kernels.dispatch`.
 """
 
 from kernels.dispatch import (
+    add_lora,
     add_rms_norm,
     apply_rotary,
     can_sample,
@@ -20,6 +21,7 @@ from kernels.quantized_kv import KvScales
 
 __all__ = [
     "KvScales",
+    "add_lora",
     "add_rms_norm",
     "apply_rotary",
     "can_sample",

@@ -16,6 +16,7 @@ from kernels.attention import paged_attention as torch_paged_attention
 from kernels.flash_attention import FlashAttention, load_flash_attention
 from kernels.kv_store import store_kv as torch_store_kv
 from kernels.linear import linear as torch_linear
+from kernels.lora import add_lora as torch_add_lora
 from kernels.quantized_kv import KvScales, quantized_paged_attention, store_quantized_kv
 from kernels.rms_norm import add_rms_norm as torch_add_rms_norm
 from kernels.rms_norm import rms_norm as torch_rms_norm
@@ -65,6 +66,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _is_batch_invariant and _takes_triton(x):
         return triton.linear(x, weight, bias)
     return torch_linear(x, weight, bias)
+
+
+def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Tensor, adapters: Tensor) -> None:
+    """Add scaling[i] * (x @ a[i].T) @ b[i].T to the rows of y [M, N] whose entry of adapters (int32 [M]) is i; -1: none.
+
+    x [M, K], a [num_adapters, R, K], b [num_adapters, N, R], scaling float32 [num_adapters].
+    """
+    if _takes_triton(x):
+        triton.add_lora(y, x, a, b, scaling, adapters)
+    else:
+        torch_add_lora(y, x, a, b, scaling, adapters)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

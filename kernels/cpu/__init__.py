@@ -3,6 +3,7 @@
 from kernels.cpu.decoder import DecoderDims, DecoderLayer, NativeDecoder, supports
 from kernels.cpu.library import Library, load_library
 from kernels.cpu.linear import InputFormat, PackedLinear, WeightFormat
+from kernels.cpu.lora import PackedLora
 from kernels.cpu.threads import ThreadPool
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Library",
     "NativeDecoder",
     "PackedLinear",
+    "PackedLora",
     "ThreadPool",
     "WeightFormat",
     "load_library",

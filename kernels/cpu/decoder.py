@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.cpu.library import BatchStruct, DimsStruct, LayerStruct
 from kernels.cpu.linear import PackedLinear
+from kernels.cpu.lora import PackedLora, adapter_pointers
 from kernels.cpu.threads import ThreadPool
 
 MAX_HEAD_DIM = 256
@@ -93,12 +94,13 @@ class NativeDecoder:
         block_tables: Tensor,
         first_layer: int = 0,
         last_layer: int | None = None,
+        adapters: Sequence[PackedLora | None] | None = None,
     ) -> None:
         """Run layers first_layer..last_layer - 1 on hidden [M, hidden_size] float32, in place.
 
         int32: positions and slot_mapping (block * block_size + offset) [M]; query_starts [B + 1], the first row of each
-        sequence and M; context_lens [B], its keys with this step's; block_tables [B, max_blocks]. Raises ValueError for
-        wrong shapes and for indices out of range; then nothing was written.
+        sequence and M; context_lens [B], its keys with this step's; block_tables [B, max_blocks]. adapters are the
+        sequences' own. Raises ValueError for wrong shapes and for indices out of range; then nothing was written.
         """
         num_tokens, num_sequences = hidden.shape[0], context_lens.shape[0]
         _check("hidden", hidden, torch.float32, (num_tokens, self.dims.hidden_size))
@@ -107,6 +109,7 @@ class NativeDecoder:
         _check("query_starts", query_starts, torch.int32, (num_sequences + 1,))
         _check("context_lens", context_lens, torch.int32, (num_sequences,))
         _check("block_tables", block_tables, torch.int32, (num_sequences, block_tables.shape[1]))
+        pointers = adapter_pointers(adapters, num_sequences, self.dims, self._num_layers)
         batch = BatchStruct(
             num_tokens,
             num_sequences,
@@ -116,6 +119,7 @@ class NativeDecoder:
             query_starts.data_ptr(),
             context_lens.data_ptr(),
             block_tables.data_ptr(),
+            None if pointers is None else ctypes.addressof(pointers),
         )
         last = self._num_layers if last_layer is None else last_layer
         problem = self._library.decoder_forward(self._handle, ctypes.byref(batch), hidden.data_ptr(), first_layer, last)

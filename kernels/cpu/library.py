@@ -45,12 +45,25 @@ class DimsStruct(ctypes.Structure):
     ]
 
 
+class LoraPairStruct(ctypes.Structure):
+    """MidstreamLoraPair in csrc/api.h."""
+
+    _fields_: ClassVar = [("a", c_void_p), ("b", c_void_p), ("rank", c_int32)]
+
+
+class LoraLayerStruct(ctypes.Structure):
+    """MidstreamLoraLayer in csrc/api.h."""
+
+    _fields_: ClassVar = [(name, LoraPairStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")]
+
+
 class BatchStruct(ctypes.Structure):
     """MidstreamBatch in csrc/api.h."""
 
     _fields_: ClassVar = [
         *((name, c_int32) for name in ("num_tokens", "num_sequences", "max_blocks")),
         *((name, c_void_p) for name in ("positions", "slot_mapping", "query_starts", "context_lens", "block_tables")),
+        ("adapters", c_void_p),
     ]
 
 

@@ -40,6 +40,17 @@ struct MidstreamDims {
   float eps, scale;
 };
 
+// Adds (x a^T) b to a linear layer of x. a [rank, k], null where the adapter leaves the layer alone; b [rank, n] with the
+// adapter's scale in it.
+struct MidstreamLoraPair {
+  const float *a, *b;
+  int32_t rank;
+};
+
+struct MidstreamLoraLayer {
+  MidstreamLoraPair q, k, v, o, gate, up, down;
+};
+
 // The tokens of one step, sequence after sequence.
 struct MidstreamBatch {
   int32_t num_tokens, num_sequences, max_blocks;
@@ -48,6 +59,7 @@ struct MidstreamBatch {
   const int32_t* query_starts;   // [num_sequences + 1]
   const int32_t* context_lens;   // [num_sequences]: keys of the sequence, this step's included
   const int32_t* block_tables;   // [num_sequences, max_blocks]
+  const MidstreamLoraLayer* const* adapters;  // [num_sequences]: layers of its adapter, or null; null where none has one
 };
 
 struct MidstreamDecoder;

@@ -43,8 +43,9 @@ const char* MidstreamDecoder::forward(const MidstreamBatch& batch, float* hidden
   if (first_layer < 0 || last_layer > dims_.num_layers) return "there is no such layer";
   reserve(batch.num_tokens);
   plan_attention(batch);
+  lora_.plan(batch, std::max({qkv_width(), 2 * dims_.ffn, dims_.hidden}));
   threads_.run([&](int thread) {
-    for (int i = first_layer; i < last_layer; ++i) run_layer(thread, layers_[i], batch, hidden);
+    for (int i = first_layer; i < last_layer; ++i) run_layer(thread, i, batch, hidden);
   });
   return nullptr;
 }
@@ -65,7 +66,7 @@ void MidstreamDecoder::Rows::reserve(int num_rows, int width) {
 void MidstreamDecoder::reserve(int num_tokens) {
   pool_.reserve(num_tokens, std::max({dims_.hidden, dims_.ffn, dims_.num_heads * dims_.head_dim}));
   normed_.reserve(num_tokens, dims_.hidden);
-  qkv_.reserve(num_tokens, (dims_.num_heads + 2 * dims_.num_kv_heads) * dims_.head_dim);
+  qkv_.reserve(num_tokens, qkv_width());
   attended_.reserve(num_tokens, dims_.num_heads * dims_.head_dim);
   gated_.reserve(num_tokens, dims_.ffn);
 }
@@ -105,16 +106,31 @@ void MidstreamDecoder::plan_attention(const MidstreamBatch& batch) {
     }
 }
 
-void MidstreamDecoder::run_layer(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch, float* hidden) {
+void MidstreamDecoder::run_layer(int thread, int index, const MidstreamBatch& batch, float* hidden) {
+  using Lora = MidstreamLoraLayer;
+  const MidstreamLayer& layer = layers_[index];
   int m = batch.num_tokens, num_tasks = static_cast<int>(tasks_.size());
+  int q_width = dims_.num_heads * dims_.head_dim, kv_width = dims_.num_kv_heads * dims_.head_dim;
   norm_rows(m, hidden, layer.attention_norm);
-  run_linear(thread, layer.qkv, m, normed_, Output::kStore, layer.qkv.n, qkv_.data.data(), qkv_.stride);
+  const LoraRows* lora = adapt(index, layer.qkv, normed_, {{&Lora::q, q_width}, {&Lora::k, kv_width}, {&Lora::v, kv_width}});
+  run_linear(thread, layer.qkv, m, normed_, Output::kStore, layer.qkv.n, qkv_.data.data(), qkv_.stride, lora);
   threads_.for_each(m, threads_.grain(m), [&](int token) { rotate_and_store(layer, batch, token); });
   threads_.for_each(num_tasks, threads_.grain(num_tasks), [&](int i) { run_attention(thread, layer, batch, tasks_[i]); });
-  run_linear(thread, layer.o, m, attended_, Output::kAdd, dims_.hidden, hidden, dims_.hidden);
+  lora = adapt(index, layer.o, attended_, {{&Lora::o, dims_.hidden}});
+  run_linear(thread, layer.o, m, attended_, Output::kAdd, dims_.hidden, hidden, dims_.hidden, lora);
   norm_rows(m, hidden, layer.ffn_norm);
-  run_linear(thread, layer.gate_up, m, normed_, Output::kSiluMul, dims_.ffn, gated_.data.data(), gated_.stride);
-  run_linear(thread, layer.down, m, gated_, Output::kAdd, dims_.hidden, hidden, dims_.hidden);
+  lora = adapt(index, layer.gate_up, normed_, {{&Lora::gate, dims_.ffn}, {&Lora::up, dims_.ffn}});
+  run_linear(thread, layer.gate_up, m, normed_, Output::kSiluMul, dims_.ffn, gated_.data.data(), gated_.stride, lora);
+  lora = adapt(index, layer.down, gated_, {{&Lora::down, dims_.hidden}});
+  run_linear(thread, layer.down, m, gated_, Output::kAdd, dims_.hidden, hidden, dims_.hidden, lora);
+}
+
+// The deltas of the step's adapters for a linear layer of x; null, at no cost, where the step has none.
+const LoraRows* MidstreamDecoder::adapt(int index, const MidstreamLinear& weight, Rows& x,
+                                        std::initializer_list<LoraPart> parts) {
+  if (lora_.empty()) return nullptr;
+  lora_.compute(threads_, index, parts, weight.k, x.data.data(), x.stride);
+  return &lora_;
 }
 
 void MidstreamDecoder::norm_rows(int m, const float* x, const float* weight) {
@@ -124,9 +140,9 @@ void MidstreamDecoder::norm_rows(int m, const float* x, const float* weight) {
 }
 
 void MidstreamDecoder::run_linear(int thread, const MidstreamLinear& weight, int m, Rows& x, Output output, int num_outputs,
-                                  float* out, int64_t stride) {
+                                  float* out, int64_t stride, const LoraRows* lora) {
   linear(threads_, pool_.linear_scratch[thread], pool_.quantized, weight, m, x.data.data(), x.stride, output, num_outputs, out,
-         stride);
+         stride, lora);
 }
 
 void MidstreamDecoder::rotate_and_store(const MidstreamLayer& layer, const MidstreamBatch& batch, int token) {

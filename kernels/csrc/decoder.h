@@ -25,13 +25,16 @@ struct MidstreamDecoder {
   const char* check(const MidstreamBatch& batch) const;
   void reserve(int num_tokens);
   void plan_attention(const MidstreamBatch& batch);
-  void run_layer(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch, float* hidden);
+  int qkv_width() const { return (dims_.num_heads + 2 * dims_.num_kv_heads) * dims_.head_dim; }
+  void run_layer(int thread, int index, const MidstreamBatch& batch, float* hidden);
+  const midstream::LoraRows* adapt(int index, const MidstreamLinear& weight, Rows& x,
+                                   std::initializer_list<midstream::LoraPart> parts);
   void norm_rows(int m, const float* x, const float* weight);
   void rotate_and_store(const MidstreamLayer& layer, const MidstreamBatch& batch, int token);
   template <class T> void store_cache(const MidstreamLayer& layer, int slot, const float* k, const float* v);
   void run_attention(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch, const AttentionTask& task);
   void run_linear(int thread, const MidstreamLinear& weight, int m, Rows& x, midstream::Output output, int num_outputs,
-                  float* out, int64_t stride);
+                  float* out, int64_t stride, const midstream::LoraRows* lora = nullptr);
 
   midstream::ThreadPool& threads_;
   MidstreamPool& pool_;
@@ -41,5 +44,6 @@ struct MidstreamDecoder {
   const int group_, queries_per_task_;
   std::vector<midstream::AttentionScratch> attention_scratch_;
   std::vector<AttentionTask> tasks_;
+  midstream::LoraRows lora_;
   Rows normed_, qkv_, attended_, gated_;
 };

@@ -86,6 +86,13 @@ void sum_panel(const MidstreamLinear& weight, int panel_index, int m, const floa
   if (format == Format::kInt8) scale_columns(reinterpret_cast<const float*>(panel + bytes) - kPanel, m, sums);
 }
 
+// Adds columns first..first+width-1 of the deltas to a panel's sums.
+void add_deltas(const LoraRows& lora, int m, int first, int width, float* sums) {
+  for (int r = 0; r < m; ++r)
+    if (const float* delta = lora.delta(r))
+      for (int i = 0; i < width; ++i) sums[r * kPanel + i] += delta[first + i];
+}
+
 // Writes one row of a panel: width columns of out.
 void write_row(Output output, const float* sums, const float* bias, int width, float* out) {
   float row[kPanel];
@@ -111,7 +118,7 @@ void LinearScratch::reserve(int max_rows) {
 }
 
 void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m,
-            const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout) {
+            const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout, const LoraRows* lora) {
   Format format = static_cast<Format>(weight.format);
   Input input = static_cast<Input>(weight.input);
   bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
@@ -125,6 +132,8 @@ void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantize
     sum_panel(weight, is_gated ? 2 * i : i, m, x, ldx, integers, scratch, sums);
     if (is_gated) sum_panel(weight, 2 * i + 1, m, x, ldx, integers, scratch, up);
     int first = i * kPanel, width = std::min(kPanel, num_outputs - first);
+    if (lora) add_deltas(*lora, m, first, width, sums);
+    if (lora && is_gated) add_deltas(*lora, m, num_outputs + first, width, up);
     const float* bias = weight.bias ? weight.bias + first : nullptr;
     for (int r = 0; r < m; ++r)
       write_row(output, sums + r * kPanel, is_gated ? up + r * kPanel : bias, width, out + r * ldout + first);

@@ -2,6 +2,7 @@
 #pragma once
 #include "api.h"
 #include "dot_panel.h"
+#include "lora.h"
 #include "thread_pool.h"
 
 namespace midstream {
@@ -21,8 +22,10 @@ struct LinearScratch {
 };
 
 // Called by every thread of a running team; quantized is the team's. x [m, ldx] has zeros from weight.k up to a multiple of
-// kBlock; out [m, ldout] is written in columns 0..num_outputs-1 only. Bits of a row do not depend on m.
+// kBlock; out [m, ldout] is written in columns 0..num_outputs-1 only. Where lora is given, its deltas are added to the sums;
+// those for gate and up lie one after the other. Bits of a row do not depend on m.
 void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m,
-            const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout);
+            const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout,
+            const LoraRows* lora = nullptr);
 
 }  // namespace midstream
