@@ -1,0 +1,81 @@
+"""Watches what must hold at every event, whatever fails: R2, R4, R5, R6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduler.core import SchedulerCore
+from scheduler.effects import Effect, Emitted, RequestEnded
+from scheduler.events import Event, Recovered, StepDone, WorkerBeat
+from tests.simulation.journal import Disk
+from tests.simulation.workload import Job
+
+
+class Checker:
+    """What it has found.
+
+    Attributes:
+        problems: What must not happen, and did.
+        num_stale: Messages of stale epochs that were dropped (R4).
+        finishes: How each request ended, by scheduler.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.num_stale = 0
+        self.num_deaths = 0
+        self.num_preemptions = 0
+        self.finishes: dict[str, list[str]] = {}
+
+    def watch(self, core: SchedulerCore) -> Callable[[Event, list[Effect]], None]:
+        """Checks each event of a scheduler and what followed from it."""
+        epochs: set[int] = set()
+        ended: set[str] = set()
+
+        def check(event: Event, effects: list[Effect]) -> None:
+            if isinstance(event, StepDone | WorkerBeat) and event.epoch not in epochs:
+                self.num_stale += 1
+                if any(isinstance(effect, Emitted) for effect in effects):
+                    self.problems.append(f"R4: a result of the stale epoch {event.epoch} was taken")
+            if isinstance(event, Recovered) and event.finish is not None:
+                ended.add(event.spec.request_id)
+            for effect in effects:
+                if isinstance(effect, RequestEnded):
+                    self._note_end(effect, ended)
+            for group in core.membership.groups.values():
+                if not group.blocks.is_conserved:
+                    self.problems.append(f"R5: blocks of {group.group_id} are not conserved")
+            epochs.clear()
+            epochs.update(core.membership.groups)
+            self.num_deaths = core.totals.num_worker_deaths
+            self.num_preemptions = max(self.num_preemptions, core.totals.num_preemptions)
+
+        return check
+
+    def _note_end(self, effect: RequestEnded, ended: set[str]) -> None:
+        request = effect.request
+        if request.request_id in ended:
+            self.problems.append(f"R6: {request.request_id} ended twice")
+        ended.add(request.request_id)
+        reasons = "+".join(item.end.reason.name for item in request.sequences if item.end is not None)
+        self.finishes.setdefault(request.request_id, []).append(reasons)
+
+    def check_shown(self, job: Job, disk: Disk) -> None:
+        """R2: what a client has is committed."""
+        for index, tokens in enumerate(job.tokens):
+            committed = disk.num_committed.get((job.request.request_id, index), 0)
+            if len(tokens) > committed:
+                self.problems.append(f"R2: {job.request.request_id} shows {len(tokens)} tokens, {committed} are safe")
+
+    def check_rest(self, core: SchedulerCore) -> None:
+        """R5: when everything has ended, all blocks are back."""
+        if core.lifecycle.num_unfinished:
+            left = [item.request_id for item in core.lifecycle.requests.values() if item.times.finished_ns == 0]
+            self.problems.append(f"R6: {left} have not ended")
+            return
+        for group in core.groups:
+            blocks = group.blocks
+            problems = blocks.check([])
+            if blocks.num_available != blocks.num_blocks or group.tables.num_reserved_blocks or group.active:
+                problems.append(f"{blocks.num_available} of {blocks.num_blocks} blocks, {len(group.active)} active")
+            self.problems.extend(f"R5: {group.group_id}: {problem}" for problem in problems)

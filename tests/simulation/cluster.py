@@ -1,0 +1,199 @@
+"""The parts as processes of the simulated machines: each runs the real service's own main function."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import detokenizer.__main__
+import router.__main__
+from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.effects import Effect
+from scheduler.engine import Engine
+from scheduler.events import Event
+from scheduler.journal import Journal, JournalError
+from scheduler.request_codec import ModelLimits
+from scheduler.service import SchedulerService
+from tests.simulation.journal import Disk, SimulatedJournal
+from tests.simulation.loop import Process, VirtualLoop
+from tests.simulation.model import TOKENS_PER_BLOCK
+from tests.simulation.network import Network, running
+from tests.simulation.worker import SimulatedWorker
+from tests.simulation.world import folder
+
+SCHEDULER_PORT, WORKER_PORT, DETOKENIZER_PORT, ROUTER_PORT = 50052, 50053, 50054, 50051
+
+
+@dataclass
+class Shape:
+    """How many parts there are, and their settings."""
+
+    num_workers: int = 2
+    num_detokenizers: int = 2
+    num_routers: int = 2
+    num_blocks: int = 64
+    step_s: float = 0.01
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    router: dict[str, Any] = field(default_factory=dict)
+
+
+class Cluster:
+    """All parts, by name, as they are now.
+
+    Attributes:
+        processes: The newest process of each name.
+        disk: The journal's.
+        workers: The newest worker of each name.
+        services: Every scheduler that was started, oldest first.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        network: Network,
+        shape: Shape,
+        watch: Callable[[SchedulerCore], Callable[[Event, list[Effect]], None]],
+    ) -> None:
+        self.loop, self.network, self.shape = loop, network, shape
+        self.disk = Disk()
+        self.processes: dict[str, Process] = {}
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.services: list[SchedulerService] = []
+        self.all_processes: list[Process] = []
+        self.names: dict[str, list[str]] = {}
+        self._watch = watch
+
+    # Parts.
+
+    def start_all(self) -> None:
+        """Starts every part of the shape."""
+        shape = self.shape
+        self.start("scheduler")
+        for kind, count in (
+            ("worker", shape.num_workers),
+            ("detokenizer", shape.num_detokenizers),
+            ("router", shape.num_routers),
+        ):
+            for number in range(count):
+                self.start(f"{kind}-{number}")
+
+    def start(self, name: str) -> Process:
+        """Starts a part, for the first time or again."""
+        kind = name.partition("-")[0]
+        mains: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+            "scheduler": self._scheduler,
+            "worker": lambda: self._worker(name),
+            "detokenizer": lambda: self._detokenizer(name),
+            "router": lambda: self._router(name),
+        }
+        if kind == "detokenizer":
+            known = self.names.setdefault("detokenizers", [])
+            if name not in known:
+                known.append(name)
+        return self.run(name, mains[kind])
+
+    def run(self, name: str, main: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
+        """Runs something in a new process."""
+        process = Process(name, len(self.all_processes))
+        process.on_death.append(lambda: self.network.died(process))
+        self.all_processes.append(process)
+        self.processes[name] = process
+        self.network.note(f"{process!r} starts")
+
+        async def live() -> None:
+            code = 1
+            try:
+                code = await main() or 0
+            except (JournalError, asyncio.CancelledError):
+                pass
+            finally:
+                self.network.note(f"{process!r} exits")
+                # Its last task is this one, which is about to end.
+                process.exit_code = code
+                asyncio.get_running_loop().call_soon(process.die, code, context=contextvars.Context())
+
+        process.spawn(live(), name)
+        return process
+
+    def resolve(self, name: str) -> list[str]:
+        """Machines behind a name of the simulated DNS."""
+        return list(self.names.get(name, ()))
+
+    def alive(self, kind: str) -> list[str]:
+        """Names of parts that run."""
+        return [name for name, item in self.processes.items() if name.startswith(kind) and not item.is_dead]
+
+    @property
+    def service(self) -> SchedulerService | None:
+        """The newest scheduler, once it serves."""
+        service = self.services[-1] if self.services else None
+        return service if service is not None and hasattr(service, "engine") else None
+
+    @property
+    def engine(self) -> Engine | None:
+        """Of the newest scheduler, while it lives."""
+        process = self.processes.get("scheduler")
+        if process is None or process.is_dead or self.service is None:
+            return None
+        return self.service.engine
+
+    def make_journal(self, *_: object) -> Journal:
+        """For the scheduler that is starting."""
+        limits = ModelLimits(1024, folder().end_ids)
+        return SimulatedJournal(self.network, self.disk, running(), limits, folder().fingerprint)
+
+    def make_engine(self, core: SchedulerCore, **parts: Any) -> Engine:
+        """For the scheduler that is starting: all that its core does is checked."""
+        return Engine(core, **{**parts, "record": self._watch(core)})
+
+    async def _scheduler(self) -> None:
+        settings: dict[str, Any] = {
+            "host": "scheduler",
+            "port": SCHEDULER_PORT,
+            "worker_port": WORKER_PORT,
+            "tokens_per_block": TOKENS_PER_BLOCK,
+            "journal": "sqlite",
+            "heartbeat_interval_ms": 200,
+            "worker_timeout_ms": 800,
+            "worker_progress_timeout_ms": 2_000,
+            "drain_timeout_s": 10.0,
+            **self.shape.scheduler,
+        }
+        service = SchedulerService(SchedulerConfig(**settings), folder())
+        self.services.append(service)
+        await service.run()
+
+    async def _worker(self, name: str) -> int:
+        address = f"tcp://scheduler:{WORKER_PORT}"
+        shape = self.shape
+        worker = SimulatedWorker(self.network, name, address, shape.num_blocks, shape.step_s)
+        self.workers[name] = worker
+        return await worker.run()
+
+    async def _detokenizer(self, name: str) -> None:
+        config = DetokenizerConfig(
+            name=name,
+            host=name,
+            port=DETOKENIZER_PORT,
+            schedulers=f"scheduler:{SCHEDULER_PORT}",
+            drain_timeout_s=10.0,
+        )
+        await detokenizer.__main__.serve(config)
+
+    async def _router(self, name: str) -> None:
+        config = RouterConfig(
+            name=name,
+            host=name,
+            port=ROUTER_PORT,
+            schedulers=f"scheduler:{SCHEDULER_PORT}",
+            **{
+                "detokenizers": f"dns:///detokenizers:{DETOKENIZER_PORT}",
+                "drain_timeout_s": 10.0,
+                **self.shape.router,
+            },
+        )
+        await router.__main__.serve(config)

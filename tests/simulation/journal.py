@@ -1,0 +1,162 @@
+"""The journal on a simulated disk, which outlives the processes that write to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from protos import generation_pb2, journal_pb2
+from scheduler.journal import DeposedError, JournalContents, JournalEntry, JournalError
+from scheduler.journal.store import Store, StoredJournal, Transaction, unseal
+from scheduler.journal.threaded import ThreadedJournal
+from scheduler.journal.writer import RowWriter
+from scheduler.request_codec import ModelLimits
+from tests.simulation.loop import Flag, Process
+from tests.simulation.network import Network
+
+_CHECK_INTERVAL_S = 0.5
+
+
+class Disk:
+    """What is stored, and what ever was.
+
+    Attributes:
+        epoch: Of the scheduler that may write.
+        is_full: Writes fail.
+        num_committed: The most output tokens of each (request id, sequence) that were ever committed.
+        num_deposed: Writes refused because another scheduler has taken over.
+        num_full: Writes refused because there was no room.
+        is_damaged: A record was lost or spoilt, so requests may end again.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.requests: dict[int, tuple[bytes, bytes]] = {}
+        self.commits: list[tuple[int, bytes]] = []
+        self.is_full = False
+        self.num_torn = 0
+        self.num_committed: dict[tuple[str, int], int] = {}
+        self.num_deposed = self.num_full = 0
+        self.is_damaged = False
+        self._num_commits = 0
+        self._ids: dict[int, str] = {}
+        self._lengths: dict[tuple[int, int], int] = {}
+
+    def write(self, transaction: Transaction) -> None:
+        """All of it at once."""
+        for number, sealed in transaction.accepted:
+            self.requests[number] = (sealed, b"")
+            payload = journal_pb2.JournalRequest.FromString(unseal(sealed) or b"").payload
+            self._ids[number] = generation_pb2.GenerateRequest.FromString(payload).request_id
+        if transaction.compacted is not None:
+            for number, output in transaction.compacted:
+                self.requests[number] = (self.requests[number][0], output)
+            self.commits.clear()
+        if transaction.commit:
+            if transaction.compacted is None:
+                self._num_commits += 1
+                self.commits.append((self._num_commits, transaction.commit))
+            self._note_committed(transaction.commit)
+        for number in transaction.forgotten:
+            self.requests.pop(number, None)
+
+    def _note_committed(self, sealed: bytes) -> None:
+        record = journal_pb2.JournalCommit.FromString(unseal(sealed) or b"")
+        indices = record.sequence_indices[:] or [0] * len(record.requests)
+        counts = record.num_tokens[:] or [1] * len(record.requests)
+        for number, index, count in zip(record.requests, indices, counts, strict=True):
+            key = (self._ids[number], index)
+            stored = self._lengths[number, index] = self._lengths.get((number, index), 0) + count
+            self.num_committed[key] = max(self.num_committed.get(key, 0), stored)
+
+    def reset_lengths(self, lengths: dict[tuple[int, int], int]) -> None:
+        """A scheduler has read this much, and goes on behind it."""
+        self._lengths = lengths
+
+
+class DiskStore(Store):
+    """The disk as one scheduler sees it."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._epoch = 0
+
+    def take_over(self, least_epoch: int) -> int:
+        self._disk.epoch = self._epoch = max(self._disk.epoch + 1, least_epoch)
+        return self._epoch
+
+    def read(self) -> StoredJournal:
+        disk = self._disk
+        torn, disk.num_torn = disk.num_torn, 0
+        requests = [(number, *row) for number, row in sorted(disk.requests.items())]
+        return StoredJournal(requests, list(disk.commits), torn)
+
+    def write(self, transaction: Transaction) -> None:
+        self.check()
+        if self._disk.is_full:
+            self._disk.num_full += 1
+            raise JournalError("the disk is full")
+        self._disk.write(transaction)
+
+    def check(self) -> None:
+        if self._disk.epoch != self._epoch:
+            self._disk.num_deposed += 1
+            raise DeposedError(f"epoch {self._epoch} is over")
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedJournal(ThreadedJournal):
+    """What the journal's thread does, as a task: the rows, their order and the group commit are the real ones."""
+
+    def __init__(self, network: Network, disk: Disk, process: Process, limits: ModelLimits, fingerprint: str) -> None:
+        super().__init__(DiskStore(disk), limits, fingerprint)
+        self._network, self._disk, self._process = network, disk, process
+        self._waiting: list[tuple[list[JournalEntry], Callable[[], None]]] = []
+        self._changed = Flag()
+        self._is_closing = False
+        self._writing: asyncio.Task[None] | None = None
+
+    async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
+        await asyncio.sleep(self._sync_s())
+        contents, writer = self._open()
+        kept = writer._kept.values()
+        self._disk.reset_lengths({(item.number, i): n for item in kept for i, n in enumerate(item.lengths)})
+        self._writing = asyncio.create_task(self._write(writer, on_failure), name="journal")
+        return contents
+
+    def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
+        self._waiting.append((entries, then))
+        self._changed.set()
+
+    async def close(self) -> None:
+        self._is_closing = True
+        self._changed.set()
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    def _sync_s(self) -> float:
+        return self._network.dice.uniform(0.0001, 0.002)
+
+    async def _write(self, writer: RowWriter, on_failure: Callable[[JournalError], None]) -> None:
+        while self._waiting or not self._is_closing:
+            if not self._waiting:
+                await self._changed.wait(_CHECK_INTERVAL_S)
+            group, self._waiting = self._waiting, []
+            try:
+                if not group:
+                    self._store.check()
+                    continue
+                transaction = writer.transaction(entry for entries, _ in group for entry in entries)
+                await asyncio.sleep(self._sync_s())
+                if self._process.is_dead:
+                    return
+                self._store.write(transaction)
+            except JournalError as error:
+                on_failure(error)
+                return
+            self.num_commits += 1
+            self._network.arrive(f"{self._process!r} committed {len(transaction.commit)}")
+            for _, then in group:
+                then()

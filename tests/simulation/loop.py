@@ -1,0 +1,211 @@
+"""An event loop whose time is made up: where nothing is ready it jumps to the next timer.
+
+Everything that runs belongs to a `Process` of the simulated machines, found in its context. A callback of a frozen
+process waits until the process goes on (SIGSTOP, SIGCONT); one that has died runs its callbacks only to clean up, and
+nothing that it does then is seen by others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import asyncio.base_events
+import contextvars
+import heapq
+import signal
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+# Unix time at which every simulation begins.
+START_S = 1_700_000_000.0
+_PURGE_TASKS = 64
+
+
+class Process:
+    """A simulated operating-system process.
+
+    Attributes:
+        name: Also the name of its machine, which addresses use.
+        number: Counts the processes of a simulation.
+        is_dead: It has exited, or was killed.
+        held: Callbacks that wait while it is frozen; None while it runs.
+        signals: Handlers of SIGTERM and others.
+        on_death: What its operating system does then: closes its connections.
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        self.number = number
+        self.is_dead = False
+        self.exit_code: int | None = None
+        self.held: deque[asyncio.Handle] | None = None
+        self.signals: dict[int, Callable[[], object]] = {}
+        self.on_death: list[Callable[[], None]] = []
+        self.context = contextvars.Context()
+        self.context.run(PROCESS.set, self)
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._purge_at = _PURGE_TASKS
+
+    def __repr__(self) -> str:
+        return f"{self.name}#{self.number}"
+
+    def adopt(self, task: asyncio.Task[Any]) -> None:
+        """Notes a task of it."""
+        self._tasks[task] = None
+        if len(self._tasks) > self._purge_at:
+            self._tasks = {item: None for item in self._tasks if not item.done()}
+            self._purge_at = 2 * len(self._tasks) + _PURGE_TASKS
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str = "") -> asyncio.Task[Any]:
+        """Runs a coroutine in it."""
+        loop = asyncio.get_running_loop()
+        return loop.create_task(coroutine, name=name or self.name, context=self.context.copy())
+
+    def die(self, exit_code: int | None = None) -> None:
+        """Ends it: at once, whatever it is doing."""
+        if self.is_dead:
+            return
+        self.thaw()
+        self.is_dead, self.exit_code = True, exit_code
+        for close in self.on_death:
+            close()
+        for task in self._tasks:
+            task.cancel()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        if self.held is None and not self.is_dead:
+            self.held = deque()
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        held, self.held = self.held, None
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        for handle in held or ():
+            loop.run_soon(handle)
+
+    def terminate(self) -> None:
+        """SIGTERM: its handler runs."""
+        handler = self.signals.get(signal.SIGTERM)
+        if handler is None:
+            self.die()
+        else:
+            asyncio.get_running_loop().call_soon(handler, context=self.context.copy())
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether some task has not ended."""
+        return any(not task.done() for task in self._tasks)
+
+
+PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+
+
+class StandstillError(AssertionError):
+    """Nothing is ready and no timer runs, but the simulation has not ended."""
+
+
+class VirtualLoop(asyncio.base_events.BaseEventLoop):
+    """Time in seconds since the start of the simulation."""
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+
+    def __init__(self, resolve: Callable[[str], list[str]]) -> None:
+        """Names behind `dns:///` are resolved by `resolve`."""
+        super().__init__()
+        self.now = 0.0
+        self.failures: list[str] = []
+        self._resolve = resolve
+        self.set_exception_handler(self._note_failure)
+
+    def time(self) -> float:
+        """Seconds since the start."""
+        return self.now
+
+    def unix_ns(self) -> int:
+        """What `time.time_ns` says."""
+        return int((START_S + self.now) * 1e9)
+
+    def run_soon(self, handle: asyncio.Handle) -> None:
+        """Runs a callback that was held back."""
+        self._ready.append(handle)
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        """There is one thread."""
+        return self.call_soon(callback, *args, context=context)
+
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        """Notes whose task it is."""
+        task: asyncio.Task[Any] = super().create_task(coro, **options)
+        context = options.get("context")
+        process = context.get(PROCESS) if context is not None else PROCESS.get()
+        if process is not None:
+            process.adopt(task)
+        return task
+
+    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
+        """For the running process."""
+        process = PROCESS.get()
+        assert process is not None
+        process.signals[sig] = lambda: callback(*args)
+
+    async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> list[Any]:
+        """Addresses are names of machines."""
+        return [(0, 0, 0, "", (address, port)) for address in self._resolve(host)]
+
+    def _run_once(self) -> None:
+        ready, scheduled = self._ready, self._scheduled
+        while scheduled and scheduled[0]._cancelled:  # type: ignore[attr-defined]
+            self._timer_cancelled_count -= 1
+            heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            if not scheduled:
+                raise StandstillError("everything waits, and nothing will come")
+            self.now = max(self.now, scheduled[0].when())
+        while scheduled and scheduled[0].when() <= self.now:
+            handle = heapq.heappop(scheduled)
+            handle._scheduled = False  # type: ignore[attr-defined]
+            ready.append(handle)
+        for _ in range(len(ready)):
+            callback = ready.popleft()
+            if callback._cancelled:  # type: ignore[attr-defined]
+                continue
+            process = callback._context.get(PROCESS)  # type: ignore[attr-defined]
+            if process is None or process.held is None:
+                callback._run()  # type: ignore[attr-defined]
+            else:
+                process.held.append(callback)
+
+    def _note_failure(self, _: Any, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.failures.append(f"{context['message']}: {error!r}")
+
+
+class Flag:
+    """An event that wakes one waiter, and itself is set again by waking."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Wakes whoever waits, or will."""
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until it is set, or until the time is over, and resets it."""
+        if not self._is_set:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if timeout_s is None else loop.call_later(max(timeout_s, 0), self.set)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        self._is_set = False

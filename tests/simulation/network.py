@@ -1,0 +1,218 @@
+"""What lies between simulated machines: it delays, parts, cuts, and counts every message that arrives.
+
+A `Wire` is one direction of a connection. Its messages arrive in order, as over TCP: while the network is parted they
+are held and come once it has healed, unless the connection is cut before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tests.simulation.loop import PROCESS, Process
+
+# A connection without an answer for as long is given up by its ends.
+KEEPALIVE_S = 5.0
+_OUTSIDE = contextvars.Context()
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """How the network behaves.
+
+    Attributes:
+        delay_s: Usual delay of a message.
+        slow_share: Share of messages that take up to `slow_s`.
+        loss, repeats, overtakes: Shares of ZeroMQ messages that are lost, come twice, or come out of order.
+    """
+
+    delay_s: float = 0.001
+    slow_share: float = 0.0
+    slow_s: float = 0.2
+    loss: float = 0.0
+    repeats: float = 0.0
+    overtakes: float = 0.0
+
+
+class Connection(Protocol):
+    """Something between two processes that can break."""
+
+    ends: tuple[Process, Process]
+
+    def break_(self) -> None:
+        """Both ends learn that it is gone; what was on its way is lost."""
+
+    def end_closed(self, end: Process) -> None:
+        """The process at one end has gone; the other one learns of it behind what was sent before."""
+
+
+class Network:
+    """All connections of a simulation.
+
+    Attributes:
+        weather: How it behaves now.
+        listeners: Who answers, by address.
+        connections: Those that are open, oldest first.
+        num_messages: Messages that have arrived.
+        on_message: Called before each message arrives.
+    """
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.weather = Weather()
+        self.listeners: dict[str, Any] = {}
+        self.connections: dict[Connection, None] = {}
+        self.num_messages = 0
+        self.on_message: Callable[[], None] = lambda: None
+        self.trace: list[str] | None = None
+        self._parted: set[frozenset[str]] = set()
+        self._held: list[tuple[Wire, Any]] = []
+        self._log = hashlib.blake2b(digest_size=16)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop."""
+        return asyncio.get_running_loop()
+
+    @property
+    def digest(self) -> str:
+        """Stands for everything that has happened."""
+        return self._log.hexdigest()
+
+    def note(self, text: str) -> None:
+        """Writes a line of the log of events."""
+        line = f"{self.loop.time():.6f} {text}"
+        self._log.update(line.encode())
+        if self.trace is not None:
+            self.trace.append(line)
+
+    def later(self, delay_s: float, callback: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
+        """Calls back outside of any process."""
+        return self.loop.call_later(delay_s, callback, *arguments, context=_OUTSIDE)
+
+    def delay(self) -> float:
+        """How long one message takes."""
+        weather = self.weather
+        if weather.slow_share and self.dice.random() < weather.slow_share:
+            return self.dice.uniform(0, weather.slow_s)
+        return weather.delay_s * self.dice.uniform(0.5, 1.5)
+
+    def arrive(self, text: str) -> None:
+        """A message arrives."""
+        self.num_messages += 1
+        self.note(text)
+        self.on_message()
+
+    def add(self, connection: Connection) -> None:
+        """A connection is open."""
+        self.connections[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """It is closed."""
+        self.connections.pop(connection, None)
+
+    def bind(self, address: str, listener: Any) -> None:
+        """Answers at an address, in place of whoever did before."""
+        process = running()
+        self.listeners[address] = listener
+
+        def unbind() -> None:
+            if self.listeners.get(address) is listener:
+                del self.listeners[address]
+
+        process.on_death.append(unbind)
+
+    def died(self, process: Process) -> None:
+        """The operating system of a dead process closes its connections."""
+        for connection in [item for item in self.connections if process in item.ends]:
+            connection.end_closed(process)
+
+    def cut(self, matches: Callable[[Process, Process], bool]) -> int:
+        """Breaks connections; how many."""
+        broken = [item for item in self.connections if matches(*item.ends)]
+        for connection in broken:
+            connection.break_()
+        return len(broken)
+
+    def is_parted(self, one: Process, other: Process) -> bool:
+        """Whether nothing gets through between two machines."""
+        return frozenset((one.name, other.name)) in self._parted
+
+    def part(self, one: str, other: str) -> None:
+        """Lets nothing through between two machines."""
+        pair = frozenset((one, other))
+        self._parted.add(pair)
+        self.later(KEEPALIVE_S, self._give_up, pair)
+
+    def heal(self) -> None:
+        """Lets everything through, and delivers what was held."""
+        self._parted.clear()
+        held, self._held = self._held, []
+        for wire, item in held:
+            wire.resend(item)
+
+    def hold(self, wire: Wire, item: Any) -> None:
+        """Keeps a message until the network has healed."""
+        self._held.append((wire, item))
+
+    def _give_up(self, pair: frozenset[str]) -> None:
+        if pair in self._parted:
+            self.cut(lambda one, other: frozenset((one.name, other.name)) == pair)
+
+
+class Wire:
+    """One direction of a connection."""
+
+    __slots__ = ("_last", "_name", "_network", "_receive", "is_cut", "source", "target")
+
+    def __init__(
+        self, network: Network, source: Process, target: Process, name: str, receive: Callable[[Any], None]
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.is_cut = False
+        self._network = network
+        self._name = f"{source!r} {target!r} {name}"
+        self._receive = receive
+        self._last = 0.0
+
+    def send(self, item: Any) -> None:
+        """Sends a message; the dead send none."""
+        if self.source.is_dead or self.is_cut:
+            return
+        self._send(item)
+
+    def resend(self, item: Any) -> None:
+        """Sends again what did not get through."""
+        if not self.is_cut:
+            self._send(item)
+
+    def send_end(self, item: Any) -> None:
+        """Sends the last message, though the source may be dead."""
+        self.resend(item)
+
+    def _send(self, item: Any) -> None:
+        network = self._network
+        self._last = max(network.loop.time() + network.delay(), self._last)
+        network.loop.call_at(self._last, self._arrive, item, context=_OUTSIDE)
+
+    def _arrive(self, item: Any) -> None:
+        if self.is_cut:
+            return
+        if self._network.is_parted(self.source, self.target):
+            self._network.hold(self, item)
+            return
+        self._network.arrive(f"{self._name} {item.label()}")
+        self._receive(item)
+
+
+def running() -> Process:
+    """The process whose code is running."""
+    process = PROCESS.get()
+    assert process is not None, "a part of the system runs outside of any process"
+    return process

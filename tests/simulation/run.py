@@ -1,0 +1,136 @@
+"""Runs one seed: a scenario, on simulated machines, from the first request until everything has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from midstream.client import AsyncClient
+from tests.simulation.checker import Checker
+from tests.simulation.cluster import ROUTER_PORT, Cluster
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.network import Network
+from tests.simulation.scenarios import Scenario, Stage, scenario_of
+from tests.simulation.workload import Job
+from tests.simulation.world import simulated
+
+# A simulation that lasts longer hangs.
+LIMIT_S = 300.0
+_COLLECT_EVERY = 8
+
+
+@dataclass
+class Outcome:
+    """What a seed gave.
+
+    Attributes:
+        digest: Stands for all events; the same for the same seed.
+        happened: Faults that came about.
+        problems: What must not be; empty for a seed that passes.
+    """
+
+    seed: int
+    name: str
+    digest: str = ""
+    virtual_s: float = 0.0
+    num_messages: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    trace: list[str] = field(default_factory=list)
+
+
+def run_seed(seed: int, *, faults: bool = True, trace: bool = False) -> Outcome:
+    """Runs a seed; without `faults`, its workload alone."""
+    dice = random.Random(f"simulation {seed}")
+    scenario = scenario_of(seed, dice)
+    network = Network(random.Random(f"network {seed}"))
+    if trace:
+        network.trace = []
+    cluster: Cluster | None = None
+    loop = VirtualLoop(lambda name: cluster.resolve(name) if cluster is not None else [])
+    checker = Checker()
+    cluster = Cluster(loop, network, scenario.shape, checker.watch)
+    outcome = Outcome(seed, scenario.name)
+    stage = Stage(cluster, checker, dice, outcome.happened)
+    with simulated(loop, network, seed, cluster.make_journal, cluster.make_engine) as errors:
+        asyncio.events.set_event_loop(None)
+        try:
+            loop.run_until_complete(_play(scenario, stage, outcome, faults))
+        except AssertionError as error:
+            outcome.problems.append(f"{type(error).__name__}: {error}")
+        finally:
+            outcome.digest, outcome.virtual_s = network.digest, loop.now
+            outcome.num_messages = network.num_messages
+            outcome.trace = network.trace or []
+            _bury(loop, cluster)
+    outcome.problems += checker.problems + loop.failures
+    outcome.problems += [line for line in errors.lines if not any(word in line for word in scenario.may_report)]
+    if seed % _COLLECT_EVERY == 0:
+        gc.collect()
+    return outcome
+
+
+def _bury(loop: VirtualLoop, cluster: Cluster) -> None:
+    async def end() -> None:
+        for process in cluster.all_processes:
+            process.die()
+        for _ in range(200):
+            if not any(process.has_tasks for process in cluster.all_processes):
+                break
+            await asyncio.sleep(0.01)
+
+    loop.run_until_complete(end())
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+async def _play(scenario: Scenario, stage: Stage, outcome: Outcome, faults: bool) -> None:
+    cluster, network, checker = stage.cluster, stage.cluster.network, stage.checker
+    stage.jobs = scenario.jobs
+
+    def on_message() -> None:
+        for job in stage.jobs:
+            if not job.is_done:
+                checker.check_shown(job, cluster.disk)
+
+    network.on_message = on_message
+    cluster.start_all()
+    await asyncio.sleep(0.5)
+    for number, job in enumerate(scenario.jobs):
+        cluster.run(f"client-{number}", lambda job=job: _client(cluster, job))  # type: ignore[misc]
+    injecting = asyncio.create_task(scenario.inject(stage)) if faults else None
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while not all(job.is_done for job in stage.jobs):
+                await asyncio.sleep(0.05)
+            if injecting is not None:
+                await injecting
+            await stage.settle()
+    except TimeoutError:
+        waiting = [job.request.request_id for job in stage.jobs if not job.is_done]
+        outcome.problems.append(f"it hangs: {waiting} are not done")
+        return
+    for job in stage.jobs:
+        _judge(job, outcome)
+    scenario.judge(stage)
+    outcome.problems += stage.problems
+    if cluster.engine is not None:
+        checker.check_rest(cluster.engine.core)
+
+
+async def _client(cluster: Cluster, job: Job) -> None:
+    routers = [f"router-{number}:{ROUTER_PORT}" for number in range(cluster.shape.num_routers)]
+    async with AsyncClient(routers) as client:
+        await job.run(client)
+
+
+def _judge(job: Job, outcome: Outcome) -> None:
+    if job.must_complete and not job.has_left:
+        if job.error is not None:
+            job.problems.append(f"it failed: {job.error!r}")
+        else:
+            job.check_complete()
+    outcome.problems += [f"{job.request.request_id}: {problem}" for problem in job.problems]

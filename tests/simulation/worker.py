@@ -1,0 +1,116 @@
+"""A worker's process: the real link and wire, around the fake model, in one task instead of two threads."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import signal
+import time
+
+from gpu_worker.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
+from midstream.telemetry import Metrics
+from protos import worker_pb2
+from tests.simulation.loop import Flag
+from tests.simulation.model import POISON_ID, TOKENS_PER_BLOCK, VOCAB_SIZE, SimulatedModel, fingerprint
+from tests.simulation.network import Network, running
+from tests.simulation.zmq_transport import Dealer, Poller
+
+
+class SimulatedLink(SchedulerLink):
+    """The link, whose thread is a task."""
+
+    def __init__(self, network: Network, address: str, register: worker_pb2.Register) -> None:
+        super().__init__(address, register, Metrics(), worker_pb2.MemoryUsage)
+        self.has_work = Flag()
+        self._network = network
+        self._changed = Flag()
+
+    def start(self) -> None:
+        self._wake_reader.close()
+        self._wake_writer.close()
+        self._wake_reader = _NoSocket()  # type: ignore[assignment]
+        asyncio.create_task(self._run_task(), name="link")  # noqa: RUF006 (its process holds it)
+
+    async def _run_task(self) -> None:
+        dealer = Dealer(self._network, self._address, self._changed.set)
+        while self._turn(dealer, Poller()):  # type: ignore[arg-type]
+            self.has_work.set()
+            await self._changed.wait(max(self._next_send - time.monotonic(), 0.001))
+        self.has_work.set()
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+
+class _NoSocket:
+    def recv(self, _: int) -> bytes:
+        raise BlockingIOError
+
+
+class SimulatedWorker:
+    """What the worker's compute loop does.
+
+    Attributes:
+        hangs: The next step never ends, while the link goes on.
+        wrong_result: The next result has a token too many.
+    """
+
+    def __init__(self, network: Network, name: str, address: str, num_blocks: int, step_s: float) -> None:
+        self.process = running()
+        self.hangs = self.wrong_result = False
+        self._network, self._num_blocks, self._step_s = network, num_blocks, step_s
+        register = worker_pb2.Register(
+            group_id=name,
+            incarnation=network.dice.getrandbits(63),
+            model_fingerprint=fingerprint(),
+            model="simulated",
+            tokens_per_block=TOKENS_PER_BLOCK,
+            num_blocks=num_blocks,
+            vocab_size=VOCAB_SIZE,
+            max_sequence_length=1024,
+            max_batch_size=16,
+            max_num_tokens=256,
+            world_size=1,
+            device="simulated",
+            features=("log_probs", "min_tokens"),
+            protocol_version=1,
+        )
+        self.link = SimulatedLink(network, address, register)
+        self._model = SimulatedModel(num_blocks)
+
+    async def run(self) -> int:
+        """Serves until SIGTERM or a rejection; returns the exit code."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.link.leave)
+        self.link.start()
+        while True:
+            work = self._next()
+            if work is None:
+                await self.link.has_work.wait()
+            elif isinstance(work, WaitingStep):
+                await self._execute(work)
+            elif isinstance(work, EpochStarted):
+                self._model = SimulatedModel(self._num_blocks)
+            else:
+                assert isinstance(work, Stopped)
+                # What the socket still holds goes out, as its linger time allows.
+                await asyncio.sleep(0.05)
+                return work.exit_code
+
+    def _next(self) -> Work | None:
+        try:
+            return self.link.inbox.get_nowait()
+        except queue.Empty:
+            return None
+
+    async def _execute(self, work: WaitingStep) -> None:
+        step = work.step
+        if step.epoch != self.link.epoch:
+            return
+        if any(POISON_ID in new.token_ids for new in step.new_sequences):
+            self._network.note(f"{self.process!r} is poisoned")
+            self.process.die()
+        while self.hangs:  # noqa: ASYNC110 (for good)
+            await asyncio.sleep(1)
+        await asyncio.sleep(self._step_s * self._network.dice.uniform(0.5, 1.5))
+        output = self._model.run(step)
+        self.link.send_result(step, output, 0.0)

@@ -1,0 +1,168 @@
+"""Makes this process the simulated world: its clock, its dice and its transports stand in for the real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import detokenizer.__main__
+import router.__main__
+import scheduler.service
+from detokenizer.incremental import DecoderFactory
+from midstream.model_folder import ModelFolder
+from tests.simulation import grpc_transport, zmq_transport
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.model import END_ID, VOCAB_SIZE, decoders, fingerprint
+from tests.simulation.network import Network
+
+_MONOTONIC_OFFSET_S = 1_000.0
+
+
+def folder() -> ModelFolder:
+    """The served model."""
+    return ModelFolder(
+        path=Path("/nowhere"),
+        name="simulated",
+        architecture="llama",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=1,
+        num_layers=1,
+        max_sequence_length=1024,
+        end_ids=(END_ID,),
+        pad_id=None,
+        bos_id=None,
+        chat_template=None,
+        sliding_window=None,
+        fingerprint=fingerprint(),
+        weights_format="gguf",
+        weight_files=(),
+        config={},
+    )
+
+
+class _NoServer:
+    """Stands in for what answers HTTP."""
+
+    port = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def stop(self, *_: object) -> Any:
+        return _nothing()
+
+    def app(self) -> None:
+        pass
+
+
+class _nothing:  # noqa: N801
+    """Awaited or not."""
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
+
+
+class _Prompts:
+    """Prompts come as token ids."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    async def token_ids(self, request: Any) -> list[int]:
+        return list(request.token_ids.values)
+
+    def close(self) -> None:
+        pass
+
+
+class ErrorLog(logging.Handler):
+    """What parts report as errors.
+
+    Attributes:
+        lines: All of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {_leaf(record.exc_info[1])!r}"
+        self.lines.append(text)
+
+
+def _leaf(error: BaseException) -> BaseException:
+    return _leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+@contextlib.contextmanager
+def simulated(
+    loop: VirtualLoop, network: Network, seed: int, make_journal: Any, make_engine: Any
+) -> Iterator[ErrorLog]:
+    """Everything that is read from outside comes from the simulation while this is open."""
+    dice_state = random.getstate()
+    random.seed(seed)
+    errors, root = ErrorLog(), logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    root.handlers[:] = [errors]
+    root.setLevel(logging.ERROR)
+    was_collecting = gc.isenabled()
+    gc.disable()
+    http = {"HttpServer": _NoServer}
+    patches = [
+        mock.patch.multiple(
+            time,
+            time=lambda: loop.unix_ns() / 1e9,
+            time_ns=loop.unix_ns,
+            monotonic=lambda: loop.now + _MONOTONIC_OFFSET_S,
+            monotonic_ns=lambda: int((loop.now + _MONOTONIC_OFFSET_S) * 1e9),
+            perf_counter=lambda: loop.now,
+        ),
+        mock.patch("secrets.randbits", network.dice.getrandbits),
+        mock.patch("gc.collect", lambda *_: 0),
+        mock.patch("grpc.aio.insecure_channel", lambda target, **_: grpc_transport.Channel(network, target)),
+        mock.patch("grpc.aio.server", lambda **options: grpc_transport.Server(network, **options)),
+        mock.patch("zmq.asyncio.Context", lambda: zmq_transport.Context(network)),
+        mock.patch.multiple(scheduler.service, make_journal=make_journal, Engine=make_engine, **http),
+        mock.patch.multiple(
+            detokenizer.__main__,
+            open_model_folder=lambda _: folder(),
+            Tokenizer=lambda _: None,
+            decoder_factory=_decoders,
+            **http,
+        ),
+        mock.patch.multiple(
+            router.__main__,
+            open_model_folder=lambda _: folder(),
+            PromptBuilder=_Prompts,
+            OpenAiApi=_NoServer,
+            HttpPort=_NoServer,
+        ),
+    ]
+    try:
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            yield errors
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        random.setstate(dice_state)
+        if was_collecting:
+            gc.enable()
+
+
+def _decoders(_: object) -> DecoderFactory:
+    return decoders()

@@ -1,0 +1,220 @@
+"""A ZeroMQ ROUTER and its DEALERs without sockets, over the simulated network.
+
+As ever with ZeroMQ, a connection comes back by itself under a new identity, and what was on its way is lost. Beyond
+that, this network may lose, repeat and reorder single messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from tests.simulation.loop import Flag, Process
+from tests.simulation.network import Network, Wire, running
+
+_RECONNECT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message."""
+
+    data: bytes
+    kind: str = "frame"
+
+    def label(self) -> str:
+        """For the log of events."""
+        return f"{self.kind} {len(self.data)}"
+
+
+class Link:
+    """The connection of one DEALER to a ROUTER."""
+
+    def __init__(self, network: Network, dealer: Dealer, router: Router, identity: bytes) -> None:
+        self.network = network
+        self.ends = (dealer.process, router.process)
+        self.identity = identity
+        self._dealer, self._router = dealer, router
+        self.up = Wire(network, dealer.process, router.process, "zmq", self._at_router)
+        self.down = Wire(network, router.process, dealer.process, "zmq", self._at_dealer)
+        network.add(self)
+
+    def send(self, wire: Wire, data: bytes) -> None:
+        """Sends a message as the weather allows."""
+        weather, dice = self.network.weather, self.network.dice
+        if weather.loss and dice.random() < weather.loss:
+            self.network.note("zmq message lost")
+            return
+        times = 2 if weather.repeats and dice.random() < weather.repeats else 1
+        for _ in range(times):
+            if weather.overtakes and dice.random() < weather.overtakes:
+                aside = Wire(self.network, wire.source, wire.target, "zmq overtakes", wire._receive)
+                aside.send(Frame(data))
+            else:
+                wire.send(Frame(data))
+
+    def _at_router(self, frame: Frame) -> None:
+        if self._router.links.get(self.identity) is not self:
+            return
+        if frame.kind == "closed":
+            del self._router.links[self.identity]
+        else:
+            self._router.receive([self.identity, frame.data])
+
+    def _at_dealer(self, frame: Frame) -> None:
+        if self._dealer.link is not self:
+            return
+        if frame.kind == "closed":
+            self._dealer.lose()
+        else:
+            self._dealer.receive(frame.data)
+
+    def break_(self) -> None:
+        """Cuts the connection; the dealer connects anew."""
+        self.up.is_cut = self.down.is_cut = True
+        self.network.remove(self)
+        self._router.links.pop(self.identity, None)
+        self._dealer.lose()
+
+    def end_closed(self, end: Process) -> None:
+        """The system of a process that has gone closes the connection."""
+        self.network.remove(self)
+        if end is self.ends[0]:
+            self.up.send_end(Frame(b"", "closed"))
+        else:
+            self.down.send_end(Frame(b"", "closed"))
+
+
+class Router:
+    """Stands in for a ROUTER socket of zmq.asyncio."""
+
+    def __init__(self, network: Network) -> None:
+        self.process = running()
+        self.links: dict[bytes, Link] = {}
+        self._network = network
+        self._address = ""
+        self._inbox: deque[list[bytes]] = deque()
+        self._readable = Flag()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """All options are taken, and the security ones mean nothing here."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_: None
+
+    def bind(self, address: str) -> None:
+        """Lets dealers connect."""
+        self._address = address
+        self._network.bind(address, self)
+
+    def getsockopt_string(self, _: int) -> str:
+        """The bound address."""
+        return self._address
+
+    def receive(self, frames: list[bytes]) -> None:
+        """A message has come."""
+        self._inbox.append(frames)
+        self._readable.set()
+
+    async def recv_multipart(self) -> list[bytes]:
+        """The next message, behind the identity of its sender."""
+        while not self._inbox:
+            await self._readable.wait()
+        return self._inbox.popleft()
+
+    def send_multipart(self, frames: list[bytes], _: int = 0) -> asyncio.Future[None]:
+        """Sends to the dealer of an identity."""
+        future = asyncio.get_running_loop().create_future()
+        link = self.links.get(frames[0])
+        if link is None:
+            future.set_exception(zmq.ZMQError(zmq.EHOSTUNREACH))
+        else:
+            link.send(link.down, frames[1])
+            future.set_result(None)
+        return future
+
+    def close(self) -> None:
+        """Refuses everybody."""
+        if self._network.listeners.get(self._address) is self:
+            del self._network.listeners[self._address]
+        for link in list(self.links.values()):
+            link.end_closed(self.process)
+        self.links.clear()
+
+
+class Context:
+    """Stands in for zmq.asyncio.Context."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def socket(self, kind: int) -> Any:
+        """A scheduler's socket."""
+        assert kind == zmq.ROUTER
+        return Router(self._network)
+
+    def term(self) -> None:
+        """There is nothing to end."""
+
+
+class Dealer:
+    """Stands in for a worker's DEALER socket: what it lacks raises `zmq.Again`."""
+
+    def __init__(self, network: Network, address: str, on_readable: Callable[[], None]) -> None:
+        self.process = running()
+        self.link: Link | None = None
+        self._network, self._address = network, address
+        self._on_readable = on_readable
+        self._inbox: deque[bytes] = deque()
+        self._connect_later()
+
+    def _connect_later(self) -> None:
+        self._network.later(_RECONNECT_S * self._network.dice.uniform(0.2, 1.8), self._connect)
+
+    def _connect(self) -> None:
+        if self.process.is_dead or self.link is not None:
+            return
+        router: Router | None = self._network.listeners.get(self._address)
+        if router is None or router.process.is_dead or self._network.is_parted(self.process, router.process):
+            self._connect_later()
+            return
+        identity = self._network.dice.randbytes(5)
+        self.link = router.links[identity] = Link(self._network, self, router, identity)
+        self._network.note(f"{self.process!r} connects to {router.process!r}")
+
+    def lose(self) -> None:
+        """The connection is gone."""
+        self.link = None
+        self._connect_later()
+
+    def receive(self, data: bytes) -> None:
+        """A message has come."""
+        self._inbox.append(data)
+        self._on_readable()
+
+    def send(self, data: bytes, _: int = 0) -> None:
+        """Sends a message."""
+        if self.process.is_dead:
+            return
+        if self.link is None:
+            raise zmq.Again
+        self.link.send(self.link.up, data)
+
+    def recv_multipart(self, _: int = 0) -> list[bytes]:
+        """The next message."""
+        if not self._inbox:
+            raise zmq.Again
+        return [self._inbox.popleft()]
+
+
+class Poller:
+    """The simulated link waits by itself before it polls."""
+
+    def poll(self, _: int) -> list[object]:
+        """Returns at once."""
+        return []
