@@ -18,6 +18,7 @@ from midstream.model_folder import open_model_folder
 from midstream.serving import Server
 from midstream.telemetry import HttpServer, Metrics, configure_logging
 from midstream.tokenizer import Tokenizer
+from midstream.transport_security import Tls
 from protos import detokenizer_pb2_grpc
 
 SERVICE = "midstream.v1.Detokenizer"
@@ -35,13 +36,14 @@ async def serve(config: DetokenizerConfig) -> None:
     progress, metrics = Progress(), Metrics()
     num_tokens = metrics.counter("detokenized_tokens", "Tokens that came over the feeds.")
     detokenizer_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
-    pool = FeedPool(config.schedulers, detokenizer_id, folder.end_ids, config.max_message_bytes, num_tokens.inc)
+    tls = Tls.from_config(config)
+    pool = FeedPool(config.schedulers, detokenizer_id, folder.end_ids, config.max_message_bytes, num_tokens.inc, tls)
     servicer = DetokenizerServicer(pool, decoders, config.max_pending_bytes)
     metrics.gauge("num_attached_streams", "Requests attached by routers.").set_function(lambda: servicer.num_attached)
     metrics.gauge("num_connected_schedulers", "Open token feeds.").set_function(
         lambda: sum(feed.is_connected for feed in pool.feeds.values())
     )
-    server = Server(SERVICE, config.host, config.port, progress, max_message_bytes=config.max_message_bytes)
+    server = Server(SERVICE, config.host, config.port, progress, max_message_bytes=config.max_message_bytes, tls=tls)
     detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)
     feeding = asyncio.create_task(pool.run(), name="feeds")

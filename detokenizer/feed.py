@@ -23,7 +23,6 @@ from detokenizer.sequence import TextRules
 from detokenizer.streams import Opened, OutputStream, SequenceEnd
 from midstream.chunk import (
     FinishReason,
-    extras_from_proto,
     finish_reason_from_proto,
     matched_stop_from_proto,
     perf_metrics_from_proto,
@@ -31,7 +30,9 @@ from midstream.chunk import (
 )
 from midstream.discovery import Discovery
 from midstream.errors import NotFoundError, UnavailableError, from_proto
+from midstream.extras import extras_from_proto
 from midstream.serving import open_channel
+from midstream.transport_security import Tls
 from protos import scheduler_pb2 as pb
 from protos import scheduler_pb2_grpc
 
@@ -88,7 +89,10 @@ class SchedulerFeed:
 
     async def run(self) -> None:
         """Keeps the feed open until cancelled."""
-        async with open_channel(self.target, max_message_bytes=self._pool.max_message_bytes) as channel:
+        name = self._pool.server_name(self.target)
+        async with open_channel(
+            self.target, max_message_bytes=self._pool.max_message_bytes, tls=self._pool.tls, server_name=name
+        ) as channel:
             while True:
                 try:
                     await self._run_once(channel)
@@ -199,8 +203,10 @@ class FeedPool:
         end_ids: tuple[int, ...],
         max_message_bytes: int,
         count_tokens: Callable[[int], None],
+        tls: Tls | None = None,
     ) -> None:
         self.max_message_bytes = max_message_bytes
+        self.tls = tls
         self.count_tokens = count_tokens
         self.feeds: dict[str, SchedulerFeed] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -217,6 +223,10 @@ class FeedPool:
         finally:
             for task in self._tasks.values():
                 task.cancel()
+
+    def server_name(self, target: str) -> str:
+        """Name that the certificate of a scheduler must carry; empty: its address."""
+        return self._discovery.name_of(target)
 
     def attach(self, stream: OutputStream) -> None:
         """Asks all schedulers for a request."""

@@ -36,11 +36,16 @@ class Discovery:
         self._targets = [target.strip() for target in targets.split(",") if target.strip()]
         self._on_change = on_change
         self.addresses: list[str] = []
+        self._names: dict[str, str] = {}
         if not self._targets:
             raise ConfigError("needs at least one address", field=field)
         for target in self._targets:
             if not target.rpartition(":")[2].isdigit():
                 raise ConfigError(f"{target!r} is not host:port", field=field)
+
+    def name_of(self, address: str) -> str:
+        """The host name behind which an address was found, which its certificate carries; empty: the address's own."""
+        return self._names.get(address, "")
 
     async def run(self) -> None:
         """Resolves for as long as it runs; ends at once where there is nothing to resolve anew."""
@@ -69,6 +74,8 @@ class Discovery:
                 found.update(dict.fromkeys(self.addresses))
                 continue
             for info in sorted(infos, key=lambda item: str(item[4][0])):
-                address = str(info[4][0])
-                found[f"[{address}]:{port}" if ":" in address else f"{address}:{port}"] = None
+                ip = str(info[4][0])
+                address = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+                found[address] = None
+                self._names[address] = host
         return list(found)

@@ -72,8 +72,10 @@ def add_health(server: grpc.aio.Server, progress: Progress, service: str) -> Non
     health_pb2_grpc.add_HealthServicer_to_server(_AsyncHealth(progress, ("", service)), server)
 
 
-def bind(server: grpc.Server | grpc.aio.Server, host: str, port: int) -> int:
-    """Adds a listening port; 0 takes a free one.
+def bind(
+    server: grpc.Server | grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """Adds a listening port, with TLS where there are credentials; 0 takes a free one.
 
     Returns:
         The port.
@@ -83,6 +85,8 @@ def bind(server: grpc.Server | grpc.aio.Server, host: str, port: int) -> int:
     """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
+        if credentials is not None:
+            return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import inspect
 import logging
@@ -23,10 +24,13 @@ from grpc_reflection.v1alpha import reflection
 
 from midstream.errors import MidstreamError, OverloadedError, from_status
 from midstream.health import HEALTH_SERVICE, Progress, add_health, bind
+from midstream.secure_channel import SecureChannel
+from midstream.transport_security import Tls
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
+MAX_METADATA_BYTES = 16 << 10
 RETRY_AFTER_KEY = "retry-after-ms"
 FIELD_KEY = "midstream-field"
 
@@ -39,6 +43,8 @@ _KEEPALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _EVENT_LOOP_BEAT_S = 0.5
+_Context = grpc.aio.ServicerContext[Any, Any]
+Admit = Callable[[str, _Context], None]
 _COLLECT_INTERVAL_S = 0.5
 
 
@@ -60,6 +66,8 @@ class Server:
         *,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         max_concurrent_streams: int = 4096,
+        tls: Tls | None = None,
+        admit: Admit | None = None,
     ) -> None:
         """Binds the port.
 
@@ -70,12 +78,14 @@ class Server:
             progress: What health is computed from.
             max_message_bytes: Largest message, each way.
             max_concurrent_streams: Calls at once on one connection.
+            tls: Certificates; None: plain text.
+            admit: Called before each method with its full name; raises where the caller may not.
 
         Raises:
             OSError: The port is taken.
         """
         self.grpc = grpc.aio.server(
-            interceptors=[_ErrorMapper()],
+            interceptors=[_ErrorMapper(admit)],
             options=[
                 *_KEEPALIVE,
                 ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
@@ -83,7 +93,8 @@ class Server:
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
                 ("grpc.max_concurrent_streams", max_concurrent_streams),
-                ("grpc.max_metadata_size", 16 << 10),
+                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+                ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
                 # Else a second process would share the port in silence.
                 ("grpc.so_reuseport", 0),
             ],
@@ -94,7 +105,7 @@ class Server:
         self._beat: asyncio.Task[None] | None = None
         add_health(self.grpc, progress, name)
         reflection.enable_server_reflection((name, HEALTH_SERVICE, reflection.SERVICE_NAME), self.grpc)
-        self.port = bind(self.grpc, host, port)
+        self.port = bind(self.grpc, host, port, tls.server_credentials() if tls is not None else None)
 
     async def start(self) -> None:
         """Begins to answer calls."""
@@ -149,14 +160,33 @@ class Server:
             await asyncio.sleep(_EVENT_LOOP_BEAT_S)
 
 
-def open_channel(target: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+def open_channel(
+    target: str,
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    tls: Tls | None = None,
+    server_name: str = "",
+    token: str = "",
+) -> grpc.aio.Channel:
     """A channel with the keepalive that `Server` expects, which reconnects within a second.
 
     Args:
         target: `host:port`, or `dns:///host:port` for all addresses of a name in turn.
         max_message_bytes: Largest message, each way.
+        tls: Certificates; None: plain text.
+        server_name: Name that the server's certificate must carry, where that is not the target's.
+        token: Bearer token that goes with each call.
     """
-    return grpc.aio.insecure_channel(target, options=channel_options(max_message_bytes))
+    options = channel_options(max_message_bytes)
+    if tls is None:
+        if not token:
+            return grpc.aio.insecure_channel(target, options=options)
+        return SecureChannel(lambda: grpc.aio.insecure_channel(target, options=options), lambda: 0, token)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return SecureChannel(
+        lambda: grpc.aio.secure_channel(target, tls.channel_credentials(), options=options), tls.refresh, token
+    )
 
 
 def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
@@ -199,6 +229,9 @@ def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
 class _ErrorMapper(grpc.aio.ServerInterceptor):
     """The one place where exceptions become statuses."""
 
+    def __init__(self, admit: Admit | None) -> None:
+        self._admit = admit
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
@@ -208,7 +241,9 @@ class _ErrorMapper(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        wrapped = _map_generator(behaviour) if inspect.isasyncgenfunction(behaviour) else _map_coroutine(behaviour)
+        admit = functools.partial(self._admit, handler_call_details.method) if self._admit is not None else None
+        wrap = _map_generator if inspect.isasyncgenfunction(behaviour) else _map_coroutine
+        wrapped = wrap(behaviour, admit)
         kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
         make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
         return make(  # type: ignore[no-any-return]
@@ -218,9 +253,11 @@ class _ErrorMapper(grpc.aio.ServerInterceptor):
         )
 
 
-def _map_coroutine(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+def _map_coroutine(behaviour: Callable[..., Any], admit: Callable[[_Context], None] | None) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            if admit is not None:
+                admit(context)
             response = behaviour(request, context)
             return await response if inspect.isawaitable(response) else response
         except Exception as error:  # noqa: BLE001 (mapped, and logged where unexpected)
@@ -229,9 +266,13 @@ def _map_coroutine(behaviour: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _map_generator(behaviour: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+def _map_generator(
+    behaviour: Callable[..., AsyncIterator[Any]], admit: Callable[[_Context], None] | None
+) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
+            if admit is not None:
+                admit(context)
             # Closed here and now when the caller leaves, so that its `finally` does not wait for the garbage collector.
             async with contextlib.aclosing(behaviour(request, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:

@@ -14,8 +14,10 @@ from midstream.health import Progress
 from midstream.model_folder import open_model_folder
 from midstream.serving import Server
 from midstream.telemetry import Metrics, configure_logging
+from midstream.transport_security import Tls
 from protos import service_pb2_grpc
-from router.adapters.openai.app import OpenAiApi
+from router.adapters.openai.app import OpenAiApi, refuse
+from router.authentication import AuthenticatedApp, Authenticator
 from router.cells import Cells
 from router.detokenizer_pool import DetokenizerPool
 from router.generation import Runner
@@ -23,6 +25,7 @@ from router.http_server import HttpPort
 from router.output import FrontDoor, RouterMetrics
 from router.prompt import PromptBuilder
 from router.servicer import RouterServicer
+from router.stream_limits import StreamLimits
 
 SERVICE = "midstream.v1.Midstream"
 
@@ -34,11 +37,12 @@ async def serve(config: RouterConfig) -> None:
         ConfigError: The model folder or a setting is wrong.
         OSError: A port is taken.
     """
+    tls, authenticator = Tls.from_config(config), Authenticator.from_config(config)
     folder = open_model_folder(config.model)
     prompts = PromptBuilder(folder, config.num_tokenizer_threads)
     progress, metrics = Progress(), Metrics()
-    cells = Cells(config.schedulers, config.max_message_bytes)
-    pool = DetokenizerPool(config.detokenizers, config.max_message_bytes)
+    cells = Cells(config.schedulers, config.max_message_bytes, tls)
+    pool = DetokenizerPool(config.detokenizers, config.max_message_bytes, tls)
     runner = Runner(
         folder,
         prompts,
@@ -54,14 +58,20 @@ async def serve(config: RouterConfig) -> None:
         config.port,
         progress,
         max_message_bytes=config.max_message_bytes,
-        max_concurrent_streams=config.max_concurrent_streams,
+        # Beyond the router's own limit, which refuses: here a client's calls would wait in silence.
+        max_concurrent_streams=2 * config.max_concurrent_streams,
+        tls=tls,
+        admit=authenticator.admit,
     )
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
-    front = FrontDoor(runner, RouterMetrics(metrics), server.draining)
+    limits = StreamLimits(config.max_concurrent_streams, config.max_streams_per_client)
+    metrics.gauge("num_open_streams", "Streams of clients that are open.").set_function(lambda: limits.num_open)
+    front = FrontDoor(runner, RouterMetrics(metrics), server.draining, limits)
     servicer = RouterServicer(front, cells, router_id)
     service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
     api = OpenAiApi(front, prompts, metrics, progress.problems, config.max_message_bytes)
-    http = HttpPort(api.app(), config.host, config.http_port)
+    app = AuthenticatedApp(api.app(), authenticator, refuse)
+    http = HttpPort(app, config.host, config.http_port, tls)
     tasks = [asyncio.create_task(cells.run(), name="cells"), asyncio.create_task(pool.run(), name="detokenizers")]
     await server.start()
     http.start()

@@ -17,6 +17,7 @@ import grpc.aio
 from midstream.discovery import Discovery
 from midstream.errors import MidstreamError, UnavailableError
 from midstream.serving import error_from_rpc, open_channel
+from midstream.transport_security import Tls
 from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,9 @@ class Cell:
         is_up: Whether it answered last.
     """
 
-    def __init__(self, name: str, max_message_bytes: int) -> None:
+    def __init__(self, name: str, max_message_bytes: int, tls: Tls | None = None, server_name: str = "") -> None:
         self.name = name
-        self._channel = open_channel(name, max_message_bytes=max_message_bytes)
+        self._channel = open_channel(name, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
         self.stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._channel)  # type: ignore[assignment]
         self.load = 0
         self.features: frozenset[str] | None = None
@@ -101,9 +102,10 @@ class Cell:
 class Cells:
     """All cells that can be found."""
 
-    def __init__(self, targets: str, max_message_bytes: int) -> None:
+    def __init__(self, targets: str, max_message_bytes: int, tls: Tls | None = None) -> None:
         self.cells: dict[str, Cell] = {}
         self._max_message_bytes = max_message_bytes
+        self._tls = tls
         self._discovery = Discovery(targets, field="schedulers", on_change=self._set_targets)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -167,7 +169,8 @@ class Cells:
             task.add_done_callback(self._closing.discard)
         for target in targets:
             if target not in self.cells:
-                self.cells[target] = Cell(target, self._max_message_bytes)
+                name = self._discovery.name_of(target)
+                self.cells[target] = Cell(target, self._max_message_bytes, self._tls, name)
 
 
 def _affinity(name: str, prefix: Sequence[int], cache_salt: str) -> bytes:

@@ -17,6 +17,7 @@ from midstream.chunk import Chunk
 from midstream.discovery import Discovery
 from midstream.errors import UnavailableError, from_proto
 from midstream.serving import open_channel
+from midstream.transport_security import Tls
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
 from router.streams import ClientStream
@@ -38,13 +39,22 @@ class DetokenizerLink:
         refuses_until: Loop time until which it is the last choice.
     """
 
-    def __init__(self, target: str, max_message_bytes: int, on_live: asyncio.Event) -> None:
+    def __init__(
+        self,
+        target: str,
+        max_message_bytes: int,
+        on_live: asyncio.Event,
+        tls: Tls | None = None,
+        server_name: str = "",
+    ) -> None:
         self.target = target
         self.is_live = False
         self.streams: dict[int, ClientStream] = {}
         self.refuses_until = 0.0
         self._max_message_bytes = max_message_bytes
         self._on_live = on_live
+        self._tls = tls
+        self._server_name = server_name
         self._commands: deque[pb.StreamCommand] = deque()
         self._wake = asyncio.Event()
         self._numbers = itertools.count(1)
@@ -69,7 +79,9 @@ class DetokenizerLink:
 
     async def run(self) -> None:
         """Keeps the stream open until cancelled."""
-        async with open_channel(self.target, max_message_bytes=self._max_message_bytes) as channel:
+        async with open_channel(
+            self.target, max_message_bytes=self._max_message_bytes, tls=self._tls, server_name=self._server_name
+        ) as channel:
             while True:
                 try:
                     await self._run_once(channel)
@@ -154,10 +166,11 @@ class Attachment:
 class DetokenizerPool:
     """All detokenizers that can be found."""
 
-    def __init__(self, targets: str, max_message_bytes: int) -> None:
+    def __init__(self, targets: str, max_message_bytes: int, tls: Tls | None = None) -> None:
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._max_message_bytes = max_message_bytes
+        self._tls = tls
         self._live = asyncio.Event()
         self._turn = 0
         self._discovery = Discovery(targets, field="detokenizers", on_change=self._set_targets)
@@ -204,5 +217,7 @@ class DetokenizerPool:
             self._tasks.pop(target).cancel()
         for target in targets:
             if target not in self.links:
-                link = self.links[target] = DetokenizerLink(target, self._max_message_bytes, self._live)
+                name = self._discovery.name_of(target)
+                link = DetokenizerLink(target, self._max_message_bytes, self._live, self._tls, name)
+                self.links[target] = link
                 self._tasks[target] = asyncio.create_task(link.run(), name=f"detokenizer-{target}")

@@ -24,6 +24,7 @@ from midstream.chunk import Chunk
 from midstream.errors import DeadlineError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from midstream.model_folder import ModelFolder
 from protos import generation_pb2 as pb
+from router.authentication import current_caller
 from router.cells import Cell, Cells
 from router.detokenizer_pool import Attachment, DetokenizerPool
 from router.prompt import PromptBuilder
@@ -180,7 +181,7 @@ class Runner:
         check_name(request_id, "request_id")
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         stream = ClientStream(
-            request_id,
+            current_caller.get().scope(request_id),
             self._max_pending_bytes,
             from_token=from_token,
             from_token_by_sequence=from_token_by_sequence,
@@ -221,7 +222,7 @@ class Runner:
         if bad_words:
             for ids in await self._prompts.bad_word_ids(list(bad_words)):
                 request.stopping.bad_word_token_ids.add(values=ids)
-        request.request_id = request.request_id or uuid.uuid4().hex
+        request.request_id = current_caller.get().scope(request.request_id or uuid.uuid4().hex)
         request.model = self.model.name
         if not request.sampling.HasField("seed"):
             # Drawn from the id, so that the same request sent to another router has the same contents.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -22,7 +23,9 @@ from midstream.chunk import Chunk, FinishReason
 from midstream.errors import DeadlineError, ExecutionError, OverloadedError
 from midstream.telemetry import Metrics, current_request_id
 from protos import generation_pb2 as pb
+from router.authentication import current_caller
 from router.generation import Generation, Runner
+from router.stream_limits import StreamLimits
 
 
 class RouterMetrics:
@@ -47,13 +50,21 @@ class Output:
     """
 
     def __init__(
-        self, generation: Generation, metrics: RouterMetrics, draining: asyncio.Event, arrival: float | None = None
+        self,
+        request_id: str,
+        generation: Generation,
+        metrics: RouterMetrics,
+        draining: asyncio.Event,
+        release: Callable[[], None],
+        arrival: float | None = None,
     ) -> None:
-        self.request_id = generation.request_id
+        """`release` is called when the output is left."""
+        self.request_id = request_id
         self.is_final = False
         self._generation = generation
         self._metrics = metrics
         self._draining = draining
+        self._release = release
         self._arrival = time.monotonic() if arrival is None else arrival
         self._last: float | None = None
         self._end: Chunk | None = None
@@ -87,6 +98,7 @@ class Output:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._release()
         cancelled = isinstance(error, asyncio.CancelledError)
         self._generation.close(abort=cancelled and not self._draining.is_set())
         if cancelled and self._generation.stream.overflowed:
@@ -116,10 +128,13 @@ class FrontDoor:
         draining: Set while what runs is finished and nothing new is taken.
     """
 
-    def __init__(self, runner: Runner, metrics: RouterMetrics, draining: asyncio.Event) -> None:
+    def __init__(
+        self, runner: Runner, metrics: RouterMetrics, draining: asyncio.Event, limits: StreamLimits | None = None
+    ) -> None:
         self.runner = runner
         self.draining = draining
         self._metrics = metrics
+        self._limits = limits or StreamLimits()
 
     async def start(self, request: pb.GenerateRequest, timeout_s: float | None) -> Output:
         """Runs a request, of which nobody else holds a reference.
@@ -127,11 +142,19 @@ class FrontDoor:
         Raises:
             MidstreamError: It is refused.
         """
-        current_request_id.set(request.request_id)
-        arrival = time.monotonic()
-        generation = await self.runner.start(request, timeout_s, _canceller())
-        current_request_id.set(generation.request_id)
-        return Output(generation, self._metrics, self.draining, arrival)
+        arrival, caller = time.monotonic(), current_caller.get()
+        request_id = request.request_id or uuid.uuid4().hex
+        current_request_id.set(request_id)
+        request.request_id = request_id
+        if caller.is_authenticated:
+            request.client_id = caller.name
+        release = self._limits.take(caller.name)
+        try:
+            generation = await self.runner.start(request, timeout_s, _canceller())
+        except BaseException:
+            release()
+            raise
+        return Output(request_id, generation, self._metrics, self.draining, release, arrival)
 
     def resume(
         self, request_id: str, from_token: int, from_token_by_sequence: Sequence[int], timeout_s: float | None
@@ -140,10 +163,21 @@ class FrontDoor:
 
         Raises:
             InvalidArgumentError: The request id is empty or cannot be.
+            OverloadedError: The client has too many streams.
         """
         current_request_id.set(request_id)
         generation = self.runner.resume(request_id, from_token, from_token_by_sequence, timeout_s, _canceller())
-        return Output(generation, self._metrics, self.draining)
+        release = self._limits.take(current_caller.get().name)
+        return Output(request_id, generation, self._metrics, self.draining, release)
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request of the caller; whether it was running."""
+        current_request_id.set(request_id)
+        return await self.runner.cells.abort(current_caller.get().scope(request_id))
+
+    def abort_soon(self, request_id: str) -> None:
+        """Ends a request of the caller, without waiting for it."""
+        self.runner.abort_soon(current_caller.get().scope(request_id))
 
 
 def _canceller() -> Callable[[], None]:

@@ -11,7 +11,6 @@ import grpc.aio
 
 from midstream import __version__
 from midstream.errors import UnsupportedError
-from midstream.telemetry import current_request_id
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2
 from router.cells import Cells
@@ -48,8 +47,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:  # noqa: N802
         """Ends a request."""
-        current_request_id.set(request.request_id)
-        return loads_pb2.AbortResponse(was_running=await self._cells.abort(request.request_id))
+        return loads_pb2.AbortResponse(was_running=await self._front.abort(request.request_id))
 
     async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:  # noqa: N802
         """What is served. Answered from the model folder; only `features` is the workers' word."""

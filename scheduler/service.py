@@ -58,7 +58,9 @@ class SchedulerService:
         """
         self.config = config
         self.model = model or open_model_folder(config.model)
-        self.limits = ModelLimits(self.model.max_sequence_length, self.model.end_ids)
+        self.limits = ModelLimits(
+            self.model.max_sequence_length, self.model.end_ids, self.model.vocab_size, self.model.hidden_size
+        )
         self.progress = Progress()
         self.metrics = Metrics()
         self.server = Server(
@@ -215,6 +217,7 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
         max_num_finished=config.max_num_finished,
         max_finished_tokens=config.max_finished_tokens,
         max_worker_deaths=config.max_worker_deaths,
+        max_tensor_bytes=config.max_tensor_bytes,
     )
 
 

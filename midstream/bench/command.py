@@ -14,6 +14,7 @@ from midstream.bench import workloads
 from midstream.bench.measure import RunResult, run_workload
 from midstream.bench.report import plot, summarize, summary_table, write_json
 from midstream.bench.workloads import Workload
+from midstream.cli.credentials import add_credentials, credentials_of
 from midstream.errors import InvalidArgumentError
 
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=1, help="Runs of each workload. [1]")
     parser.add_argument("--seed", type=int, default=0, help="Of prompts and arrival times. [0]")
     parser.add_argument("--json", type=Path, help="Write the figures to this file.")
+    add_credentials(parser)
     parser.add_argument("--plot", type=Path, help="Draw tokens over time to this PNG or SVG file.")
 
 
@@ -78,6 +80,7 @@ async def _run_all(arguments: argparse.Namespace) -> list[RunResult]:
                         workload,
                         request_rate=arguments.request_rate,
                         seed=arguments.seed,
+                        credentials=credentials_of(arguments),
                         on_tokens=lambda count, task=task: progress.advance(task, count),  # type: ignore[misc]
                     )
                 )

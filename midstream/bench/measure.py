@@ -16,10 +16,10 @@ from typing import cast
 import grpc
 
 from midstream.bench.workloads import BenchRequest, Workload
+from midstream.cli.credentials import Credentials
+from midstream.serving import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
-
-_CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)]
 
 
 @dataclass(slots=True)
@@ -60,6 +60,7 @@ async def run_workload(
     *,
     request_rate: float | None = None,
     seed: int = 0,
+    credentials: Credentials | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> RunResult:
     """Sends the workload and waits for all of it.
@@ -69,9 +70,11 @@ async def run_workload(
         workload: What to send.
         request_rate: Poisson arrivals per second; None sends as fast as the workload's concurrency allows.
         seed: Of the arrival times.
+        credentials: What routers ask for.
         on_tokens: Called with the number of tokens of each chunk, for progress.
     """
-    channels = [grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) for address in addresses]
+    options = credentials or Credentials(tls=None, server_name="", token="")
+    channels = [open_channel(address, **options) for address in addresses]
     try:
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
         stubs = [cast("service_pb2_grpc.MidstreamAsyncStub", service_pb2_grpc.MidstreamStub(it)) for it in channels]

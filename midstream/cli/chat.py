@@ -7,9 +7,8 @@ import asyncio
 
 from rich.console import Console
 
-from midstream.cli.connect import add_connection, add_sampling, router_addresses, sampling_of
+from midstream.cli.connect import add_connection, add_sampling, open_client, sampling_of
 from midstream.cli.pace import Pace
-from midstream.client import AsyncClient
 from midstream.errors import MidstreamError, UnsupportedError
 
 _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C cuts an answer short."
@@ -23,11 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command until the user leaves."""
-    addresses = router_addresses(arguments)
     console = Console(highlight=False)
-    console.print(asyncio.run(_greeting(addresses)), style="bold")
+    console.print(asyncio.run(_greeting(arguments)), style="bold")
     console.print(_HELP, style="dim", soft_wrap=True)
-    conversation = Conversation(addresses, arguments, console)
+    conversation = Conversation(arguments, console)
     while True:
         try:
             line = console.input("[bold cyan]you[/bold cyan]  ").strip()
@@ -47,8 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 class Conversation:
     """The turns so far; a turn that fails is forgotten."""
 
-    def __init__(self, addresses: list[str], arguments: argparse.Namespace, console: Console) -> None:
-        self._addresses = addresses
+    def __init__(self, arguments: argparse.Namespace, console: Console) -> None:
         self._arguments = arguments
         self._console = console
         self.reset()
@@ -74,7 +71,7 @@ class Conversation:
         self._console.print(str(pace), style="dim")
 
     async def _answer(self, turns: list[dict[str, str]], pieces: list[str], pace: Pace) -> None:
-        async with AsyncClient(self._addresses) as client:
+        async with open_client(self._arguments) as client:
             async for chunk in client.generate(messages=turns, sampling=sampling_of(self._arguments)):
                 pace.note(chunk)
                 pieces.append(chunk.text)
@@ -82,8 +79,8 @@ class Conversation:
         self._console.print()
 
 
-async def _greeting(addresses: list[str]) -> str:
-    async with AsyncClient(addresses) as client:
+async def _greeting(arguments: argparse.Namespace) -> str:
+    async with open_client(arguments) as client:
         info = await client.model_info()
     if not info.has_chat_template:
         raise UnsupportedError(f"{info.model} has no chat template; use `midstream generate`")

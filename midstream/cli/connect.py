@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from midstream.cli.credentials import add_credentials, credentials_of
 from midstream.cli.run_dir import RunDir
 from midstream.cli.status import NOT_RUNNING
 from midstream.cli.up import add_run_dir
@@ -19,6 +20,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="A router; may repeat. [those that `midstream up` started]",
     )
+    add_credentials(parser)
     add_run_dir(parser)
 
 
@@ -72,5 +74,6 @@ def open_client(arguments: argparse.Namespace) -> AsyncClient:
 
     Raises:
         UnavailableError: Nothing runs.
+        ConfigError: Certificates or token cannot be used.
     """
-    return AsyncClient(router_addresses(arguments))
+    return AsyncClient(router_addresses(arguments), **credentials_of(arguments))

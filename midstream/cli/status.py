@@ -13,6 +13,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from midstream.cli.credentials import Credentials, add_credentials, credentials_of
 from midstream.cli.health import probe_health
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive
 from midstream.cli.up import add_run_dir
@@ -34,6 +35,7 @@ class ProcessStatus:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
+    add_credentials(parser)
     add_run_dir(parser)
     parser.add_argument("--json", action="store_true", help="For programs.")
 
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if state is None or not run_dir.is_supervised():
         print(json.dumps({"running": False, "processes": []}) if arguments.json else NOT_RUNNING)
         return 1
-    statuses = asyncio.run(_ask_all(state))
+    statuses = asyncio.run(_ask_all(state, credentials_of(arguments)))
     if arguments.json:
         print(json.dumps(_to_json(run_dir, state, statuses), indent=2))
     else:
@@ -55,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _ask_all(state: RunState) -> list[ProcessStatus]:
+async def _ask_all(state: RunState, credentials: Credentials) -> list[ProcessStatus]:
     healths = asyncio.gather(*(_ask_health(item) for item in state.processes))
-    epochs = await _ask_epochs(state)
+    epochs = await _ask_epochs(state, credentials)
     return [
         ProcessStatus(process, health, epochs.get(process.name))
         for process, health in zip(state.processes, await healths, strict=True)
@@ -73,10 +75,10 @@ async def _ask_health(process: ProcessState) -> str:
     return problem or "serving"
 
 
-async def _ask_epochs(state: RunState) -> dict[str, int]:
+async def _ask_epochs(state: RunState, credentials: Credentials) -> dict[str, int]:
     """Epochs by process name, as the scheduler knows them."""
     (scheduler,) = state.of_kind("scheduler")
-    async with open_channel(scheduler.addresses["grpc"]) as channel:
+    async with open_channel(scheduler.addresses["grpc"], **credentials) as channel:
         stub = cast("scheduler_pb2_grpc.SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
         try:
             info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)

@@ -18,6 +18,7 @@ from midstream.client.request import Message, SamplingParams, set_input
 from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
 from midstream.serving import DEFAULT_MAX_MESSAGE_BYTES, error_from_rpc, open_channel
+from midstream.transport_security import Tls
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2_grpc, stats_pb2
 
@@ -43,6 +44,9 @@ class AsyncClient:
         *,
         unavailable_timeout_s: float = 30.0,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        tls: Tls | None = None,
+        server_name: str = "",
+        token: str = "",
     ) -> None:
         """Opens no connection yet.
 
@@ -51,12 +55,18 @@ class AsyncClient:
                 is lost.
             unavailable_timeout_s: How long a stream without a deadline waits for a router.
             max_message_bytes: Largest message, each way.
+            tls: `Tls(ca=FILE)`, with `cert` and `key` where routers ask for a client's certificate; None: plain text.
+            server_name: Name that routers' certificates carry, where that is not their address.
+            token: Bearer token, where routers ask for one. Send none in plain text over a network.
         """
         addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         if not addresses:
             raise InvalidArgumentError("needs at least one router", field="addresses")
         self._unavailable_timeout_s = unavailable_timeout_s
-        self._channels = [open_channel(address, max_message_bytes=max_message_bytes) for address in addresses]
+        self._channels = [
+            open_channel(address, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name, token=token)
+            for address in addresses
+        ]
         stubs: list[Stub] = [service_pb2_grpc.MidstreamStub(channel) for channel in self._channels]  # type: ignore[misc]
         random.shuffle(stubs)
         self._stubs = itertools.cycle(stubs)

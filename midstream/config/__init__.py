@@ -18,12 +18,13 @@ __all__ = ["DetokenizerConfig", "RouterConfig", "SchedulerConfig", "WorkerConfig
 
 ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
 
-# A variable that any service knows may stand in an environment that all share; MIDSTREAM_HOME is the models' home.
+# A variable that any service knows may stand in an environment that all share; MIDSTREAM_HOME is the models' home, and
+# MIDSTREAM_TOKEN_FILE the command line's.
 KNOWN_SETTINGS = frozenset(
     item.name
     for config_class in (RouterConfig, SchedulerConfig, WorkerConfig, DetokenizerConfig)
     for item in dataclasses.fields(config_class)
-) | {"home"}
+) | {"home", "token_file"}
 
 
 def load_config(config_class: type[ServiceConfigT], program: str) -> ServiceConfigT:

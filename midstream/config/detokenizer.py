@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from midstream.config.service import ServiceConfig, setting
+from midstream.config.service import GrpcServiceConfig, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetokenizerConfig(ServiceConfig):
+class DetokenizerConfig(GrpcServiceConfig):
     """Flags of `python -m detokenizer`."""
 
     model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 from midstream.errors import ConfigError
 
 ENV_PREFIX = "MIDSTREAM_"
+TRUE_WORDS = ("1", "true", "yes", "on")
 # Kubernetes injects these for every Service in the namespace.
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP).*)?$")
 
@@ -83,7 +84,7 @@ def _from_environment(
 
 def _parse_value(variable: str, text: str, kind: type, choices: tuple[str, ...]) -> Any:
     if kind is bool:
-        if text.lower() in ("1", "true", "yes", "on"):
+        if text.lower() in TRUE_WORDS:
             return True
         if text.lower() in ("0", "false", "no", "off"):
             return False

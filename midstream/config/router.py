@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from midstream.config.service import ServiceConfig, setting
+from midstream.config.service import GrpcServiceConfig, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ServiceConfig):
+class RouterConfig(GrpcServiceConfig):
     """Flags of `python -m router`."""
 
     model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
@@ -23,6 +23,12 @@ class RouterConfig(ServiceConfig):
     max_pending_bytes: int = setting(1 << 20, "Bytes waiting for one slow reader before its stream is cut.")
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
     max_concurrent_streams: int = setting(4096, "Streams at once on this router.")
+    max_streams_per_client: int = setting(1024, "Streams at once of one client, or address where none is known.")
+    auth: str = setting(
+        "none", "How clients are known; mtls: by their certificates.", choices=("none", "token", "mtls")
+    )
+    auth_tokens: str = setting("", "File with lines of `TOKEN CLIENT_ID`, re-read when it changes.")
+    tls_require_client_cert: bool = setting(False, "Take only clients with a certificate of the authorities.")
     unavailable_timeout_s: float = setting(
         30.0, "Seconds that a request without a deadline waits for a part that is away."
     )

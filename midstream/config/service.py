@@ -22,3 +22,14 @@ class ServiceConfig:
     log_level: str = setting("info", "Least level that is logged.", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("json", "How log lines look.", choices=("json", "text"))
     drain_timeout_s: float = setting(30.0, "Seconds that streams in progress get after SIGTERM.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpcServiceConfig(ServiceConfig):
+    """Base of those with a gRPC port. One identity serves the port and the links to other services."""
+
+    tls: bool = setting(False, "TLS on the gRPC port and on the links to other services.")
+    tls_cert: str = setting("", "PEM file with this process's certificate chain; re-read when it changes, as all are.")
+    tls_key: str = setting("", "PEM file with its private key.")
+    tls_ca: str = setting("", "PEM file with the authorities of peers' certificates; empty: the system's.")
+    tls_require_client_cert: bool = setting(True, "Take only clients with a certificate of the authorities.")

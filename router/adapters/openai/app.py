@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
 from midstream.telemetry import Metrics
@@ -131,6 +132,11 @@ def _mapped(endpoint: Endpoint) -> Endpoint:
             return Response(status_code=499)
 
     return call
+
+
+async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request that does not come to an endpoint with `error`."""
+    await JSONResponse(error_body(error), http_status(error), headers=headers(error))(scope, receive, send)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

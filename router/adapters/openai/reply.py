@@ -110,7 +110,7 @@ class Reply(Response):
         except MidstreamError:
             # Those that were taken are of no use without the one that was not.
             for output in outputs:
-                self._front.runner.abort_soon(output.request_id)
+                self._front.abort_soon(output.request_id)
             raise
         return outputs
 

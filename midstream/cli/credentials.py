@@ -1,0 +1,63 @@
+"""How commands are let in where a service asks for certificates or a token."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TypedDict
+
+from midstream.config.loading import TRUE_WORDS
+from midstream.errors import ConfigError
+from midstream.transport_security import Tls
+
+
+class Credentials(TypedDict):
+    """What `AsyncClient` and `open_channel` take."""
+
+    tls: Tls | None
+    server_name: str
+    token: str
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say how to be let in; what is not given is read from the services' own variables."""
+    parser.add_argument(
+        "--tls", action=argparse.BooleanOptionalAction, default=None, help="Speak TLS. [as MIDSTREAM_TLS]"
+    )
+    for name, text in (
+        ("tls-ca", "Authorities of the routers' certificates."),
+        ("tls-cert", "Certificate to show."),
+        ("tls-key", "Its private key."),
+        ("token-file", "File that holds the bearer token to send."),
+    ):
+        variable = "MIDSTREAM_" + name.replace("-", "_").upper()
+        parser.add_argument(
+            f"--{name}", default=os.environ.get(variable, ""), metavar="FILE", help=f"{text} [{variable}]"
+        )
+    parser.add_argument("--server-name", default="", metavar="NAME", help="Name in the certificates. [the address]")
+
+
+def credentials_of(arguments: argparse.Namespace) -> Credentials:
+    """What the flags of `add_credentials` name.
+
+    Raises:
+        ConfigError: A file cannot be used.
+    """
+    is_on = arguments.tls
+    if is_on is None:
+        is_on = os.environ.get("MIDSTREAM_TLS", "").lower() in TRUE_WORDS
+    tls = Tls(arguments.tls_cert, arguments.tls_key, arguments.tls_ca) if is_on else None
+    return Credentials(tls=tls, server_name=arguments.server_name, token=_read_token(arguments.token_file))
+
+
+def _read_token(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", field="token_file") from None
+    if not token or len(token.split()) > 1:
+        raise ConfigError(f"{path} does not hold one token", field="token_file")
+    return token

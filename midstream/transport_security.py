@@ -1,0 +1,163 @@
+"""TLS for every gRPC link and the router's HTTP port: one place that reads certificates and makes credentials of them.
+
+A process has one identity: its certificate is what it shows as a server, and what it shows to the services that it
+dials. The files are looked at again at each handshake, so new ones are in use without a restart; a certificate and a
+key that do not belong together, as while they are being replaced, are not taken, and the old ones stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from pathlib import Path
+
+import grpc
+
+from midstream.config.service import GrpcServiceConfig
+from midstream.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_Signature = tuple[tuple[int, int, int], ...]
+
+
+class Tls:
+    """Certificate, key and authorities of this process.
+
+    Attributes:
+        require_client_cert: Whether the server takes only clients that show a certificate of the authorities.
+    """
+
+    def __init__(self, cert: str = "", key: str = "", ca: str = "", *, require_client_cert: bool = False) -> None:
+        """Reads the files.
+
+        Args:
+            cert: PEM file with this process's certificate, and those that lead to its authority. Empty: none is shown.
+            key: PEM file with its private key, without a password.
+            ca: PEM file with the authorities that peers' certificates must come from. Empty: the system's.
+            require_client_cert: See above.
+
+        Raises:
+            ConfigError: A file is missing, empty or damaged, or key and certificate do not belong together.
+        """
+        if bool(cert) != bool(key):
+            raise ConfigError("certificate and key come together", field="tls_key" if cert else "tls_cert")
+        if require_client_cert and not ca:
+            raise ConfigError("clients' certificates need authorities to come from", field="tls_ca")
+        self.require_client_cert = require_client_cert
+        self._paths = {name: Path(path) for name, path in (("cert", cert), ("key", key), ("ca", ca)) if path}
+        self._lock = threading.Lock()
+        self._contexts: list[ssl.SSLContext] = []
+        self._version = 1
+        self._signature = self._sign()
+        self._contents = self._read()
+
+    @classmethod
+    def from_config(cls, config: GrpcServiceConfig) -> Tls | None:
+        """What a service's configuration asks for; None is plain text.
+
+        Raises:
+            ConfigError: It contradicts itself, or a file is not usable.
+        """
+        if not config.tls:
+            for name in ("tls_cert", "tls_key", "tls_ca"):
+                if getattr(config, name):
+                    raise ConfigError("is given, and tls is off", field=name)
+            return None
+        if not config.tls_cert:
+            raise ConfigError("is empty, and tls is on", field="tls_cert")
+        return cls(config.tls_cert, config.tls_key, config.tls_ca, require_client_cert=config.tls_require_client_cert)
+
+    def refresh(self) -> int:
+        """Looks at the files again; returns a number that changes with their contents. Safe to call in any thread."""
+        with self._lock:
+            try:
+                signature = self._sign()
+                if signature != self._signature:
+                    self._signature = signature
+                    contents = self._read()
+                    if self._sign() == signature:
+                        self._contents = contents
+                        self._version += 1
+                        for context in self._contexts:
+                            self._load(context)
+                        logger.info("took new certificates")
+            except ConfigError as error:
+                logger.warning("the certificates on disk are not usable, so the old ones stay: %s", error)
+            return self._version
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """What a gRPC server's port needs; each handshake is made with the newest files."""
+        known = self._version
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal known
+            version = self.refresh()
+            if version == known:
+                return None
+            known = version
+            return self._server_configuration()
+
+        # None says that nothing has changed, which the stub does not know.
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(),
+            fetch,  # type: ignore[arg-type]
+            self.require_client_cert,
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """What a gRPC channel needs, as of now."""
+        contents = self._contents
+        return grpc.ssl_channel_credentials(contents.get("ca"), contents.get("key"), contents.get("cert"))
+
+    def http_context(self) -> ssl.SSLContext:
+        """What an HTTP server needs; `refresh` keeps it up to date. A client may show a certificate: it is checked."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._load(context)
+        if "ca" in self._paths:
+            context.verify_mode = ssl.CERT_OPTIONAL
+        self._contexts.append(context)
+        return context
+
+    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        contents = self._contents
+        return grpc.ssl_server_certificate_configuration([(contents["key"], contents["cert"])], contents.get("ca"))
+
+    def _sign(self) -> _Signature:
+        try:
+            stats = [path.stat() for path in self._paths.values()]
+        except OSError as error:
+            raise ConfigError(f"cannot be read: {error}", field=self._field(str(error.filename))) from None
+        return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
+
+    def _read(self) -> dict[str, bytes]:
+        contents = {}
+        for name, path in self._paths.items():
+            try:
+                contents[name] = path.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"cannot be read: {error}", field=f"tls_{name}") from None
+            if not contents[name].strip():
+                raise ConfigError(f"{path} is empty", field=f"tls_{name}")
+        self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        return contents
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        """Takes the files into a context, which checks them and that they belong together."""
+        try:
+            if "ca" in self._paths:
+                context.load_verify_locations(self._paths["ca"])
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(f"{self._paths['ca']} holds no certificates: {error}", field="tls_ca") from None
+        try:
+            if "cert" in self._paths:
+                # A key with a password would ask for it on the terminal.
+                context.load_cert_chain(self._paths["cert"], self._paths["key"], password=lambda: b"")
+        except (ssl.SSLError, OSError, ValueError) as error:
+            reason = f"{self._paths['cert']} and {self._paths['key']} are no certificate with its key: {error}"
+            raise ConfigError(reason, field="tls_cert") from None
+
+    def _field(self, filename: str) -> str:
+        return next((f"tls_{name}" for name, path in self._paths.items() if str(path) == filename), "tls_cert")

@@ -1,0 +1,50 @@
+"""Certificates for tests, made with the openssl program."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Paths of a certificate and its key."""
+
+    cert: str
+    key: str
+
+
+class Authority:
+    """Signs certificates in a folder of its own.
+
+    Attributes:
+        ca: Path of its own certificate.
+    """
+
+    def __init__(self, folder: Path, name: str = "authority") -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.ca = str(folder / "ca.pem")
+        self._key = str(folder / "ca.key")
+        _openssl("req", "-x509", *_KEY, "-keyout", self._key, "-out", self.ca, "-subj", f"/CN={name}")
+
+    def issue(self, name: str, *, hosts: str = "IP:127.0.0.1,DNS:localhost") -> Identity:
+        """A new certificate for `name`; one of this name made before is replaced."""
+        request, key, cert, extensions = (
+            str(self._folder / f"{name}.{kind}") for kind in ("csr", "key", "pem", "extensions")
+        )
+        Path(extensions).write_text(f"subjectAltName={hosts}\n", encoding="utf-8")
+        _openssl("req", *_KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
+        _openssl(
+            "x509", "-req", "-in", request, "-CA", self.ca, "-CAkey", self._key, "-CAcreateserial",
+            "-out", cert, "-days", "2", "-extfile", extensions,
+        )  # fmt: skip
+        return Identity(cert, key)
+
+
+def _openssl(*arguments: str) -> None:
+    result = subprocess.run(["openssl", *arguments], capture_output=True, text=True, check=False, timeout=30)
+    assert result.returncode == 0, result.stderr
