@@ -10,8 +10,9 @@ PROTO_OUT := .
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
 
+# A file of tests stays in one process, for its tests share services and models.
 test: $(VENV)/.ready check
-	@$(BIN)/pytest -q
+	@$(BIN)/pytest -q --numprocesses auto --dist loadfile
 
 # All that can be said without running the code.
 check: $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc

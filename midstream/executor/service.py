@@ -1,0 +1,61 @@
+"""The services of an executor that starts its own: `midstream up` in a run directory of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from midstream.cli.run_dir import RunDir
+from midstream.errors import ExecutionError
+
+
+class LocalService:
+    """Router, scheduler, workers and detokenizers as processes of this machine.
+
+    Attributes:
+        addresses: The routers.
+    """
+
+    def __init__(self, model: str, parts: Mapping[str, int], environment: Mapping[str, str]) -> None:
+        """Starts it and waits until it is ready, which takes as long as the model takes to load.
+
+        Args:
+            model: As `midstream up --model` takes it.
+            parts: How many of each: `routers`, `detokenizers`, `workers`.
+            environment: MIDSTREAM_* variables, beside those of this process.
+
+        Raises:
+            ExecutionError: It did not start.
+        """
+        self._directory = Path(tempfile.mkdtemp(prefix="midstream-"))
+        self._environment = {**os.environ, **environment}
+        counts = [item for part, count in parts.items() for item in (f"--{part}", str(count))]
+        try:
+            self._midstream("up", "--detach", "--model", model, *counts)
+            state = RunDir(self._directory).read_state()
+            if state is None:
+                raise ExecutionError("the services said nothing of themselves")
+            self.addresses = [router.addresses["grpc"] for router in state.of_kind("router")]
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stops it and forgets its state; what still runs is cut."""
+        with contextlib.suppress(ExecutionError):
+            self._midstream("down", "--now")
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _midstream(self, command: str, *arguments: str) -> None:
+        line = [sys.executable, "-m", "midstream.cli", command, "--run-dir", str(self._directory), *arguments]
+        done = subprocess.run(
+            line, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise ExecutionError(f"midstream {command} failed: {(done.stderr or done.stdout).strip()}")

@@ -1,0 +1,207 @@
+"""The executor on a real service: the usages of TensorRT-LLM's documentation, and the batch manager's callbacks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from midstream.client import Client
+from midstream.client import SamplingParams as ClientParams
+from midstream.errors import InvalidArgumentError, NotFoundError
+from midstream.executor import (
+    BatchManager,
+    CapacitySchedulerPolicy,
+    ExecutorConfig,
+    GenerationExecutor,
+    GenerationRequest,
+    InferenceRequest,
+    KvCacheConfig,
+    KvCacheRetentionConfig,
+    ResponseResult,
+    SamplingParams,
+    SchedulerConfig,
+)
+from tests.integration.service import Service
+
+PROMPT = [504, 2365, 282, 4649, 314]
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def executor(service: Service) -> Iterator[GenerationExecutor]:
+    with GenerationExecutor.create(address=service.routers()) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def expected(service: Service) -> tuple[str, list[int]]:
+    """What the client gets for PROMPT."""
+    with Client(service.routers()[0]) as client:
+        params = ClientParams(max_tokens=12, temperature=0, ignore_eos=True)
+        result = client.generate(token_ids=PROMPT, sampling=params).result()
+    return result.text, result.token_ids
+
+
+def test_asynchronous_generation(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
+    result = executor.generate_async(prompt_token_ids=PROMPT, sampling_params=GREEDY)
+    output = result.result(timeout=60)
+    assert (output.text, output.token_ids, output.finish_reason) == (*expected, "length")
+    assert result.finished
+    assert result.result() is output
+
+
+def test_streaming(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
+    result = executor.generate_async(PROMPT, GREEDY, streaming=True)
+    outputs = list(result)
+    assert len(outputs) > 1
+    assert "".join(output.text_diff for output in outputs) == expected[0]
+    assert [token for output in outputs for token in output.token_ids_diff] == expected[1]
+    assert outputs[-1].text == expected[0]
+    assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
+
+
+async def test_asynchronous_streaming_and_result(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
+    result = executor.generate_async(PROMPT, GREEDY, streaming=True)
+    assert "".join([output.text_diff async for output in result]) == expected[0]
+    assert (await executor.generate_async(PROMPT, GREEDY).aresult(timeout=60)).text == expected[0]
+
+
+def test_a_batch_with_parameters_of_their_own(executor: GenerationExecutor) -> None:
+    params = [SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in (2, 5, 3)]
+    results = executor.generate([PROMPT, "One, two, three,", PROMPT[:2]], params)
+    assert [len(result.result().token_ids) for result in results] == [2, 5, 3]
+    assert executor.generate(PROMPT, params[0]).outputs[0].token_ids == results[0].outputs[0].token_ids
+    with pytest.raises(InvalidArgumentError, match="sampling_params"):
+        executor.generate([PROMPT], params)
+
+
+def test_several_sequences_and_log_probs(executor: GenerationExecutor) -> None:
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=3, n=3, logprobs=2, ignore_eos=True)
+    result = executor.generate(PROMPT, params)
+    assert [output.index for output in result.outputs] == [0, 1, 2]
+    assert len({tuple(output.token_ids) for output in result.outputs}) > 1
+    for output in result.outputs:
+        assert len(output.logprobs) == len(output.token_ids) == 4
+        assert all(token in entry for token, entry in zip(output.token_ids, output.logprobs, strict=True))
+        total = sum(entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True))
+        assert output.cumulative_logprob == pytest.approx(total, abs=1e-4)
+
+
+def test_a_request_that_takes_too_long_is_aborted(executor: GenerationExecutor) -> None:
+    endless = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
+    result = executor.generate_async(PROMPT, endless, kv_cache_retention_config=KvCacheRetentionConfig(max_tokens=1024))
+    with pytest.raises(TimeoutError):
+        result.result(timeout=0.2)
+    executor.abort_request(result.request.id)
+    assert result.result(timeout=60).finish_reason == "abort"
+    executor.abort_request(result.request.id)  # has ended: nothing to do
+
+
+def test_what_the_service_refuses_is_raised_by_the_result(executor: GenerationExecutor) -> None:
+    result = executor.generate_async(PROMPT, SamplingParams(temperature=-1.0))
+    with pytest.raises(InvalidArgumentError, match="temperature"):
+        result.result(timeout=60)
+    with pytest.raises(InvalidArgumentError, match="temperature"):
+        list(executor.generate_async(PROMPT, SamplingParams(temperature=-1.0), streaming=True))
+
+
+def test_responses_of_one_request_and_of_any(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
+    first = executor.submit(GenerationRequest(PROMPT, GREEDY, streaming=True)).request.id
+    second = executor.submit(GenerationRequest(PROMPT, GREEDY)).request.id
+    (alone,) = executor.await_responses(second, timeout=60)
+    assert alone.result is not None
+    assert alone.result.output_token_ids == [expected[1]]
+    assert alone.is_final
+    with pytest.raises(NotFoundError):
+        executor.await_responses(second)
+    tokens: list[int] = []
+    while True:
+        for response in executor.await_responses(timeout=60):
+            assert response.request_id == first
+            assert response.result is not None
+            tokens += response.result.output_token_ids[0]
+        if response.is_final:
+            break
+    assert tokens == expected[1]
+    assert executor.await_responses(timeout=0.01) == []
+
+
+def test_a_failed_request_gives_one_response_with_its_error(executor: GenerationExecutor) -> None:
+    request_id = executor.submit(GenerationRequest([], GREEDY)).request.id
+    (response,) = executor.await_responses(request_id, timeout=60)
+    assert response.has_error()
+    assert "token_ids" in response.error_msg
+
+
+def test_statistics(executor: GenerationExecutor) -> None:
+    stats = executor.get_latest_stats()
+    assert (stats.num_active_requests, stats.num_queued_requests) == (0, 0)
+    assert stats.num_completed_requests > 0
+    assert '"iterLatencyMS"' in stats.to_json()
+
+
+def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
+    """Two requests finish, one is stopped, one comes under an id in use; statistics come while there is work."""
+    endless = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
+    waiting = [
+        InferenceRequest(1, GenerationRequest(PROMPT, GREEDY)),
+        InferenceRequest(2, GenerationRequest(PROMPT, GREEDY, streaming=True)),
+        InferenceRequest(3, GenerationRequest(PROMPT, endless, streaming=True)),
+        InferenceRequest(3, GenerationRequest(PROMPT, GREEDY)),
+    ]
+    tokens: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    finals: list[tuple[int, str, list[str]]] = []
+    stats: list[str] = []
+    done = threading.Event()
+
+    def get_requests(max_num_requests: int) -> list[InferenceRequest]:
+        assert max_num_requests > 0
+        return [waiting.pop(0) for _ in range(min(max_num_requests, len(waiting)))]
+
+    def send_response(request_id: int, results: Sequence[ResponseResult], is_final: bool, error: str) -> None:
+        for result in results:
+            tokens[request_id] += result.output_token_ids[0]
+        if is_final:
+            finals.append((request_id, error, results[-1].finish_reasons if results else []))
+            if len(finals) == 4:
+                done.set()
+        if request_id == 1:
+            raise RuntimeError("a defect of the caller's own")
+
+    def poll_stop_signals() -> set[int]:
+        return {3} if tokens[3] else set()
+
+    with BatchManager(executor, get_requests, send_response, poll_stop_signals, stats.append, max_num_requests=8):
+        assert done.wait(60)
+    assert sorted(finals) == [
+        (1, "", ["length"]),
+        (2, "", ["length"]),
+        (3, "", ["abort"]),
+        (3, "request_id: the id is being processed", []),
+    ]
+    assert tokens[1] == tokens[2] == expected[1]
+    assert stats
+
+
+def test_it_starts_and_stops_services_of_its_own(expected: tuple[str, list[int]]) -> None:
+    config = ExecutorConfig(
+        max_batch_size=4,
+        scheduler_config=SchedulerConfig(policy=CapacitySchedulerPolicy.MAX_UTILIZATION),
+        kv_cache_config=KvCacheConfig(max_tokens=512),
+    )
+    with GenerationExecutor.create(engine_dir="smollm2", tokenizer_dir="smollm2", executor_config=config) as executor:
+        assert executor.generate_async(PROMPT, GREEDY).result(timeout=60).text == expected[0]
+        cache = executor.get_latest_stats().fields["kvCacheStats"]
+        assert isinstance(cache, dict)
+        assert int(cache["maxNumBlocks"]) * int(cache["tokensPerBlock"]) <= 512
+    with pytest.raises(InvalidArgumentError, match="shut down"):
+        executor.generate_async(PROMPT, GREEDY)
+
+
+def test_arguments_that_do_not_go_together() -> None:
+    with pytest.raises(InvalidArgumentError, match="tokenizer_dir"):
+        GenerationExecutor.create("smollm2", tokenizer_dir="elsewhere")
+    with pytest.raises(InvalidArgumentError, match="executor_config"):
+        GenerationExecutor.create(address="127.0.0.1:1", executor_config=ExecutorConfig())
