@@ -48,6 +48,7 @@ class Cluster:
         processes: The newest process of each name.
         disk: The journal's.
         workers: The newest worker of each name.
+        crashes: Processes that ended by a defect.
         services: Every scheduler that was started, oldest first.
     """
 
@@ -65,9 +66,8 @@ class Cluster:
         self.services: list[SchedulerService] = []
         self.all_processes: list[Process] = []
         self.names: dict[str, list[str]] = {}
+        self.crashes: list[str] = []
         self._watch = watch
-
-    # Parts.
 
     def start_all(self) -> None:
         """Starts every part of the shape."""
@@ -96,6 +96,13 @@ class Cluster:
                 known.append(name)
         return self.run(name, mains[kind])
 
+    def retire(self, name: str) -> None:
+        """SIGTERM, and its name is no longer resolved."""
+        for names in self.names.values():
+            if name in names:
+                names.remove(name)
+        self.processes[name].terminate()
+
     def run(self, name: str, main: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
         """Runs something in a new process."""
         process = Process(name, len(self.all_processes))
@@ -110,6 +117,8 @@ class Cluster:
                 code = await main() or 0
             except (JournalError, asyncio.CancelledError):
                 pass
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is a defect)
+                self.crashes.append(f"{process!r} failed: {error!r}")
             finally:
                 self.network.note(f"{process!r} exits")
                 # Its last task is this one, which is about to end.

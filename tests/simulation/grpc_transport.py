@@ -1,6 +1,6 @@
 """grpc.aio without sockets: channels, calls, servers and their contexts, over the simulated network.
 
-Messages are serialized by the real stubs and handlers. A writer waits while more than `WINDOW` messages have not been
+Messages are serialized by the real stubs and handlers. A writer waits while more than the network's `window` messages have not been
 read at the other end, as HTTP/2's flow control makes it.
 """
 
@@ -19,7 +19,6 @@ import grpc.aio
 from tests.simulation.loop import Flag, Process
 from tests.simulation.network import Network, Wire, running
 
-WINDOW = 16
 _CONNECT_TIMEOUT_S = 2.0
 _RECONNECT_S = 0.1
 
@@ -236,7 +235,7 @@ class ClientCall:
         """Sends a message."""
         if self._status is not None:
             raise asyncio.InvalidStateError("RPC already finished.")
-        while self._call is None or self._end.num_unread >= WINDOW:
+        while self._call is None or self._end.num_unread >= self._network.window:
             await self._wait(self._is_open if self._call is None else self._end.can_write)
             if self._status is not None:
                 self._raise_for_status()
@@ -352,7 +351,7 @@ class Context:
     async def write(self, message: Any) -> None:
         """Sends a message to the caller."""
         end = self._call.server
-        while end.num_unread >= WINDOW and not self._is_over:
+        while end.num_unread >= self._call.network.window and not self._is_over:
             await end.can_write.wait()
         if self._is_over:
             raise asyncio.CancelledError

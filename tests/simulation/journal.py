@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
 from protos import generation_pb2, journal_pb2
@@ -26,7 +27,7 @@ class Disk:
         num_committed: The most output tokens of each (request id, sequence) that were ever committed.
         num_deposed: Writes refused because another scheduler has taken over.
         num_full: Writes refused because there was no room.
-        is_damaged: A record was lost or spoilt, so requests may end again.
+        was_damaged: A record was torn or spoilt.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class Disk:
         self.num_torn = 0
         self.num_committed: dict[tuple[str, int], int] = {}
         self.num_deposed = self.num_full = 0
-        self.is_damaged = False
+        self.was_damaged = False
         self._num_commits = 0
         self._ids: dict[int, str] = {}
         self._lengths: dict[tuple[int, int], int] = {}
@@ -69,9 +70,31 @@ class Disk:
             stored = self._lengths[number, index] = self._lengths.get((number, index), 0) + count
             self.num_committed[key] = max(self.num_committed.get(key, 0), stored)
 
+    def damage(self, kind: str, dice: random.Random) -> bool:
+        """Tears the tail or spoils a record; whether there was one."""
+        if kind == "torn":
+            self.num_torn += 1
+        elif kind == "corrupt" and self.commits:
+            position = dice.randrange(len(self.commits))
+            number, sealed = self.commits[position]
+            self.commits[position] = (number, _spoil(sealed, dice))
+        elif kind == "corrupt request" and self.requests:
+            number = dice.choice(sorted(self.requests))
+            sealed, output = self.requests[number]
+            self.requests[number] = (_spoil(sealed, dice), output)
+        else:
+            return False
+        self.was_damaged = True
+        return True
+
     def reset_lengths(self, lengths: dict[tuple[int, int], int]) -> None:
         """A scheduler has read this much, and goes on behind it."""
         self._lengths = lengths
+
+
+def _spoil(sealed: bytes, dice: random.Random) -> bytes:
+    position = dice.randrange(len(sealed))
+    return sealed[:position] + bytes([sealed[position] ^ 0x55]) + sealed[position + 1 :]
 
 
 class DiskStore(Store):

@@ -53,8 +53,12 @@ class Process:
         """Notes a task of it."""
         self._tasks[task] = None
         if len(self._tasks) > self._purge_at:
-            self._tasks = {item: None for item in self._tasks if not item.done()}
+            self.forget_done()
             self._purge_at = 2 * len(self._tasks) + _PURGE_TASKS
+
+    def forget_done(self) -> None:
+        """Lets go of tasks that have ended; an error that nobody asked for is then reported."""
+        self._tasks = {item: None for item in self._tasks if not item.done()}
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str = "") -> asyncio.Task[Any]:
         """Runs a coroutine in it."""

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 
 from detokenizer.incremental import ByteLevelFactory, DecoderFactory
-from gpu_worker.step import RowLogProbs, Step, StepOutput
-from protos import generation_pb2, worker_pb2
-from tests.fakes.model import FakeModel, Row
+from gpu_worker.step import NewSequence, RowLogProbs, Step, StepOutput
 
 VOCAB_SIZE = 96
 END_ID = 1
@@ -28,7 +26,7 @@ _MASK = (1 << 61) - 1
 
 
 def extend_state(state: int, token: int) -> int:
-    """The hash of some tokens and one more, as the fake model's cache keeps it."""
+    """The hash of some tokens and one more, as the cache keeps it."""
     return (state * 1_000_003 + token + 1) & _MASK
 
 
@@ -47,65 +45,112 @@ def log_prob(token: int, position: int) -> float:
     return -(token * 64 + position % 64 + 1) / 64
 
 
-class SimulatedModel(FakeModel):
-    """The fake model, which checks every step, with other tokens."""
+class ProtocolError(AssertionError):
+    """A step that no scheduler should send."""
+
+
+@dataclass
+class Row:
+    """A row at the worker. `states[n]` stands for its first n tokens."""
+
+    new: NewSequence
+    tokens: list[int]
+    table: list[int]
+    num_computed: int = 0
+    states: list[int] = field(default_factory=lambda: [0])
+
+
+class SimulatedModel:
+    """Rows and blocks of one epoch; each step is checked.
+
+    Its KV cache keeps, for each slot, what stands for all tokens up to there. Before a row is computed, all behind it
+    must be in its blocks: so wrong sharing, and blocks that were given away too early, are found where they happen.
+    """
 
     def __init__(self, num_blocks: int) -> None:
-        super().__init__(vocab_size=VOCAB_SIZE, tokens_per_block=TOKENS_PER_BLOCK, num_blocks=num_blocks, checks=True)
-        self._samplings: dict[int, tuple[int, bool]] = {}
-        self._outputs: list[RowLogProbs] = []
+        self._rows: dict[int, Row] = {}
+        self._generating: list[int] = []
+        self._slots = [[0] * TOKENS_PER_BLOCK for _ in range(num_blocks)]
 
     def run(self, step: Step) -> StepOutput:
-        """Runs a step as the link gives it."""
-        for new in step.new_sequences:
-            self._samplings[new.row] = (new.sampling.seed, new.sampling.log_probs is not None)
-        self._outputs = []
-        result = self.step(_message(step))
-        tokens = np.array(result.token_ids, dtype=np.int32)
-        return StepOutput(tokens, tuple(self._outputs), (), 0.001)
+        """Runs a step.
 
-    def _sample(self, row: Row, number: int, result: worker_pb2.StepResult) -> int:
-        seed, wants_log_probs = self._samplings[number]
-        position = len(row.tokens) - row.num_prompt_tokens
-        token = next_token(row.prefix[len(row.tokens)], seed, row.sequence_index)
-        if token in row.end_ids and position < row.min_tokens:
+        Raises:
+            ProtocolError: It contradicts what is known.
+        """
+        self._update_rows(step)
+        self._update_generating(step)
+        spans = [
+            (self._row(row), start, start + length)
+            for row, start, length in zip(
+                step.context_rows.tolist(), step.context_starts.tolist(), step.context_lengths.tolist(), strict=True
+            )
+        ]
+        sampling = [row for row, _, end in spans if end == len(row.tokens)]
+        rows = [self._row(number) for number in self._generating]
+        spans += [(row, row.num_computed, row.num_computed + 1) for row in rows]
+        self._compute(spans)
+        log_probs: list[RowLogProbs] = []
+        tokens = [self._sample(row, log_probs) for row in sampling + rows]
+        return StepOutput(np.array(tokens, dtype=np.int32), tuple(log_probs), (), 0.001)
+
+    def _row(self, number: int) -> Row:
+        if number not in self._rows:
+            raise ProtocolError(f"row {number} is empty")
+        return self._rows[number]
+
+    def _update_rows(self, step: Step) -> None:
+        for number in step.released_rows.tolist():
+            self._row(number)
+            del self._rows[number]
+        for new in step.new_sequences:
+            if new.row in self._rows:
+                raise ProtocolError(f"row {new.row} is taken")
+            self._rows[new.row] = Row(new, new.token_ids.tolist(), new.block_ids.tolist())
+        for number, block in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
+            self._row(number).table.append(block)
+        for source, target in zip(step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True):
+            self._slots[target] = list(self._slots[source])
+
+    def _update_generating(self, step: Step) -> None:
+        rows = step.generation_rows.tolist()
+        if step.repeat_generation:
+            gone = {*step.released_rows.tolist(), *step.idle_rows.tolist()}
+            rows += [number for number in self._generating if number not in gone]
+        self._generating = sorted(rows)
+        for number in self._generating:
+            row = self._row(number)
+            if row.num_computed != len(row.tokens) - 1:
+                raise ProtocolError(f"row {number} generates with {row.num_computed} of {len(row.tokens)} computed")
+
+    def _compute(self, spans: list[tuple[Row, int, int]]) -> None:
+        """All keys and values of a step are written before anything is attended to."""
+        for row, start, end in spans:
+            if end > len(row.tokens) or end > len(row.table) * TOKENS_PER_BLOCK:
+                raise ProtocolError(f"{row.new.request_id} computes up to {end} with {len(row.table)} blocks")
+            while len(row.states) <= end:
+                row.states.append(extend_state(row.states[-1], row.tokens[len(row.states) - 1]))
+            for position in range(start, end):
+                self._slots[row.table[position // TOKENS_PER_BLOCK]][position % TOKENS_PER_BLOCK] = row.states[
+                    position + 1
+                ]
+        for row, _, end in spans:
+            for position in range(end):
+                slot = self._slots[row.table[position // TOKENS_PER_BLOCK]][position % TOKENS_PER_BLOCK]
+                if slot != row.states[position + 1]:
+                    raise ProtocolError(f"{row.new.request_id}: position {position} is not in its block")
+            row.num_computed = end
+
+    def _sample(self, row: Row, log_probs: list[RowLogProbs]) -> int:
+        sampling = row.new.sampling
+        position = len(row.tokens) - row.new.num_prompt_tokens
+        token = next_token(row.states[len(row.tokens)], sampling.seed, row.new.sequence_index)
+        if token in sampling.end_ids and position < sampling.min_tokens:
             token = FIRST_PLAIN_ID
         row.tokens.append(token)
-        if wants_log_probs:
-            self._outputs.append(RowLogProbs(number, log_prob(token, position), 0, (token,), (0.0,)))
+        if sampling.log_probs is not None:
+            log_probs.append(RowLogProbs(row.new.row, log_prob(token, position), 0, (token,), (0.0,)))
         return token
-
-
-def _message(step: Step) -> worker_pb2.StepBatch:
-    return worker_pb2.StepBatch(
-        epoch=step.epoch,
-        step_id=step.step_id,
-        released_rows=step.released_rows.tolist(),
-        add_sequences=[
-            worker_pb2.AddSequence(
-                row=new.row,
-                request_id=new.request_id,
-                sequence_index=new.sequence_index,
-                token_ids=new.token_ids.tolist(),
-                num_prompt_tokens=new.num_prompt_tokens,
-                block_ids=new.block_ids.tolist(),
-                end_ids=new.sampling.end_ids,
-                sampling=generation_pb2.SamplingConfig(min_tokens=new.sampling.min_tokens),
-            )
-            for new in step.new_sequences
-        ],
-        context_rows=step.context_rows.tolist(),
-        context_starts=step.context_starts.tolist(),
-        context_lengths=step.context_lengths.tolist(),
-        context_without_sample=step.context_without_sample.tolist(),
-        repeat_generation=step.repeat_generation,
-        generation_rows=step.generation_rows.tolist(),
-        idle_rows=step.idle_rows.tolist(),
-        block_rows=step.block_rows.tolist(),
-        block_ids=step.block_ids.tolist(),
-        copy_source_blocks=step.copy_sources.tolist(),
-        copy_target_blocks=step.copy_targets.tolist(),
-    )
 
 
 @dataclass(frozen=True)

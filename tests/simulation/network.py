@@ -56,6 +56,7 @@ class Network:
 
     Attributes:
         weather: How it behaves now.
+        window: Messages of a call that may be on their way or unread.
         listeners: Who answers, by address.
         connections: Those that are open, oldest first.
         num_messages: Messages that have arrived.
@@ -65,6 +66,7 @@ class Network:
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
         self.weather = Weather()
+        self.window = 16
         self.listeners: dict[str, Any] = {}
         self.connections: dict[Connection, None] = {}
         self.num_messages = 0

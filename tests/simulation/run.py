@@ -13,7 +13,8 @@ from tests.simulation.checker import Checker
 from tests.simulation.cluster import ROUTER_PORT, Cluster
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import Network
-from tests.simulation.scenarios import Scenario, Stage, scenario_of
+from tests.simulation.scenarios import Scenario, scenario_of
+from tests.simulation.stage import Stage
 from tests.simulation.workload import Job
 from tests.simulation.world import simulated
 
@@ -66,8 +67,10 @@ def run_seed(seed: int, *, faults: bool = True, trace: bool = False) -> Outcome:
             outcome.num_messages = network.num_messages
             outcome.trace = network.trace or []
             _bury(loop, cluster)
-    outcome.problems += checker.problems + loop.failures
-    outcome.problems += [line for line in errors.lines if not any(word in line for word in scenario.may_report)]
+    outcome.problems += checker.problems + loop.failures + cluster.crashes
+    if faults:
+        errors.lines = [line for line in errors.lines if not any(word in line for word in scenario.may_report)]
+    outcome.problems += errors.lines
     if seed % _COLLECT_EVERY == 0:
         gc.collect()
     return outcome
@@ -81,6 +84,8 @@ def _bury(loop: VirtualLoop, cluster: Cluster) -> None:
             if not any(process.has_tasks for process in cluster.all_processes):
                 break
             await asyncio.sleep(0.01)
+        for process in cluster.all_processes:
+            process.forget_done()
 
     loop.run_until_complete(end())
     loop.run_until_complete(loop.shutdown_asyncgens())
@@ -88,18 +93,13 @@ def _bury(loop: VirtualLoop, cluster: Cluster) -> None:
 
 
 async def _play(scenario: Scenario, stage: Stage, outcome: Outcome, faults: bool) -> None:
-    cluster, network, checker = stage.cluster, stage.cluster.network, stage.checker
+    cluster, checker = stage.cluster, stage.checker
     stage.jobs = scenario.jobs
 
-    def on_message() -> None:
-        for job in stage.jobs:
-            if not job.is_done:
-                checker.check_shown(job, cluster.disk)
-
-    network.on_message = on_message
     cluster.start_all()
     await asyncio.sleep(0.5)
     for number, job in enumerate(scenario.jobs):
+        job.watch = lambda job: checker.check_shown(job, cluster.disk)
         cluster.run(f"client-{number}", lambda job=job: _client(cluster, job))  # type: ignore[misc]
     injecting = asyncio.create_task(scenario.inject(stage)) if faults else None
     try:
@@ -115,7 +115,8 @@ async def _play(scenario: Scenario, stage: Stage, outcome: Outcome, faults: bool
         return
     for job in stage.jobs:
         _judge(job, outcome)
-    scenario.judge(stage)
+    if faults:
+        scenario.judge(stage)
     outcome.problems += stage.problems
     if cluster.engine is not None:
         checker.check_rest(cluster.engine.core)

@@ -1,52 +1,62 @@
-"""The faults, one scenario for each, drawn by the seed."""
+"""The faults that have to be survived, a scenario for each; the seed draws the rest."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from tests.simulation.checker import Checker
-from tests.simulation.cluster import Cluster, Shape
-from tests.simulation.workload import Job, jobs
-
-
-@dataclass
-class Stage:
-    """A running simulation, for those that make faults."""
-
-    cluster: Cluster
-    checker: Checker
-    dice: random.Random
-    happened: Counter[str]
-    jobs: list[Job] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    async def settle(self) -> None:
-        """Waits until the scheduler has nothing left to do."""
-        self.cluster.network.heal()
-        while (engine := self.cluster.engine) is None or engine.core.lifecycle.num_unfinished:
-            await asyncio.sleep(0.1)
+from tests.simulation.cluster import Shape
+from tests.simulation.stage import Stage
+from tests.simulation.workload import Job
 
 
 async def _nothing(_: Stage) -> None:
     pass
 
 
+def _accept(_: Stage) -> None:
+    pass
+
+
 @dataclass
 class Scenario:
-    """Parts, requests, and what is done to them."""
+    """Parts, requests, and what is done to them.
 
-    name: str
-    shape: Shape
-    jobs: list[Job]
+    Attributes:
+        inject: Makes the faults.
+        judge: Looks at what came of it, beside what always holds.
+        may_report: Errors that parts may log.
+    """
+
+    name: str = ""
+    shape: Shape = field(default_factory=Shape)
+    jobs: list[Job] = field(default_factory=list)
     inject: Callable[[Stage], Awaitable[None]] = _nothing
-    judge: Callable[[Stage], None] = lambda _: None
+    judge: Callable[[Stage], None] = _accept
     may_report: tuple[str, ...] = ()
 
 
+MakeScenario = Callable[[random.Random], Scenario]
+SCENARIOS: dict[int, MakeScenario] = {}
+
+
+def scenario(number: int) -> Callable[[MakeScenario], MakeScenario]:
+    """Registers what makes a fault; its name says which."""
+
+    def register(make: MakeScenario) -> MakeScenario:
+        SCENARIOS[number] = make
+        return make
+
+    return register
+
+
 def scenario_of(seed: int, dice: random.Random) -> Scenario:
-    """The scenario of a seed."""
-    return Scenario("fault-free", Shape(), jobs(dice, 4))
+    """The scenario of a seed: all take turns."""
+    from tests.simulation import fault_mix, faults_of_clients, faults_of_parts  # noqa: F401 (they register)
+
+    number = seed % len(SCENARIOS)
+    make = SCENARIOS[number]
+    result = make(dice)
+    result.name = make.__name__.strip("_")
+    return result

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import queue
 import signal
 import time
+from typing import Any
+from unittest.mock import Mock
 
 from gpu_worker.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
 from midstream.telemetry import Metrics
@@ -20,7 +23,7 @@ class SimulatedLink(SchedulerLink):
     """The link, whose thread is a task."""
 
     def __init__(self, network: Network, address: str, register: worker_pb2.Register) -> None:
-        super().__init__(address, register, Metrics(), worker_pb2.MemoryUsage)
+        super().__init__(address, register, Metrics(), worker_pb2.MemoryUsage, **_unused())
         self.has_work = Flag()
         self._network = network
         self._changed = Flag()
@@ -33,13 +36,20 @@ class SimulatedLink(SchedulerLink):
 
     async def _run_task(self) -> None:
         dealer = Dealer(self._network, self._address, self._changed.set)
-        while self._turn(dealer, Poller()):  # type: ignore[arg-type]
+        while self._turn(dealer, dealer.monitor, Poller()):  # type: ignore[arg-type]
             self.has_work.set()
             await self._changed.wait(max(self._next_send - time.monotonic(), 0.001))
         self.has_work.set()
 
     def _wake(self) -> None:
         self._changed.set()
+
+
+def _unused() -> dict[str, Any]:
+    """What the link is given for requests of kinds that are not simulated."""
+    given = ("self", "address", "register", "metrics", "memory")
+    parameters = inspect.signature(SchedulerLink.__init__).parameters.values()
+    return {item.name: Mock() for item in parameters if item.name not in given and item.default is item.empty}
 
 
 class _NoSocket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from midstream.chunk import Chunk, FinishReason
@@ -71,6 +71,7 @@ class Job:
         leaves_after: The client leaves when it has so many tokens; None never.
         leaves_at_s: The client leaves then.
         pause_s: Between one chunk and the next.
+        watch: Told of each chunk.
         problems: What must not happen, and did.
     """
 
@@ -81,6 +82,7 @@ class Job:
     leaves_at_s: float | None = None
     pause_s: float = 0.0
     must_complete: bool = True
+    watch: Callable[[Job], None] = lambda _: None
     error: MidstreamError | None = None
     has_left: bool = False
     is_done: bool = False
@@ -161,6 +163,7 @@ class Job:
             async with asyncio.timeout_at(self.leaves_at_s):
                 async for chunk in stream:
                     self.add(chunk)
+                    self.watch(self)
                     if self.leaves_after is not None and self.num_tokens >= self.leaves_after and not chunk.is_final:
                         self.has_left = True
                         stream.cancel()

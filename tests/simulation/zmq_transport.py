@@ -7,6 +7,7 @@ that, this network may lose, repeat and reorder single messages.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Link:
         if self._router.links.get(self.identity) is not self:
             return
         if frame.kind == "closed":
-            del self._router.links[self.identity]
+            self._router.forget(self.identity)
         else:
             self._router.receive([self.identity, frame.data])
 
@@ -78,7 +79,7 @@ class Link:
         """Cuts the connection; the dealer connects anew."""
         self.up.is_cut = self.down.is_cut = True
         self.network.remove(self)
-        self._router.links.pop(self.identity, None)
+        self._router.forget(self.identity)
         self._dealer.lose()
 
     def end_closed(self, end: Process) -> None:
@@ -90,16 +91,41 @@ class Link:
             self.down.send_end(Frame(b"", "closed"))
 
 
-class Router:
-    """Stands in for a ROUTER socket of zmq.asyncio."""
+_DISCONNECTED = [struct.pack("=hi", zmq.EVENT_DISCONNECTED, 0), b"address"]
+
+
+class Monitor:
+    """Stands in for a socket that tells of connections that are closed, of a ROUTER or a DEALER."""
+
+    def __init__(self) -> None:
+        self._inbox: deque[list[bytes]] = deque()
+        self._readable = Flag()
+
+    def receive(self, frames: list[bytes]) -> None:
+        """A message has come."""
+        self._inbox.append(frames)
+        self._readable.set()
+
+    async def recv_multipart(self) -> list[bytes]:
+        """The next message, as zmq.asyncio gives it."""
+        while not self._inbox:
+            await self._readable.wait()
+        return self._inbox.popleft()
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class Router(Monitor):
+    """Stands in for a ROUTER socket of zmq.asyncio; messages come behind the identity of their sender."""
 
     def __init__(self, network: Network) -> None:
+        super().__init__()
         self.process = running()
         self.links: dict[bytes, Link] = {}
         self._network = network
         self._address = ""
-        self._inbox: deque[list[bytes]] = deque()
-        self._readable = Flag()
+        self._monitor: Monitor | None = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """All options are taken, and the security ones mean nothing here."""
@@ -116,16 +142,15 @@ class Router:
         """The bound address."""
         return self._address
 
-    def receive(self, frames: list[bytes]) -> None:
-        """A message has come."""
-        self._inbox.append(frames)
-        self._readable.set()
+    def get_monitor_socket(self, _: int) -> Monitor:
+        """Tells when a dealer's connection is closed."""
+        self._monitor = Monitor()
+        return self._monitor
 
-    async def recv_multipart(self) -> list[bytes]:
-        """The next message, behind the identity of its sender."""
-        while not self._inbox:
-            await self._readable.wait()
-        return self._inbox.popleft()
+    def forget(self, identity: bytes) -> None:
+        """The connection of a dealer is closed."""
+        if self.links.pop(identity, None) is not None and self._monitor is not None:
+            self._monitor.receive(_DISCONNECTED)
 
     def send_multipart(self, frames: list[bytes], _: int = 0) -> asyncio.Future[None]:
         """Sends to the dealer of an identity."""
@@ -162,6 +187,21 @@ class Context:
         """There is nothing to end."""
 
 
+class LinkMonitor:
+    """The same for a worker, which polls."""
+
+    def __init__(self) -> None:
+        self.events: deque[list[bytes]] = deque()
+
+    def poll(self, _: int) -> int:
+        """Events that wait."""
+        return len(self.events)
+
+    def recv_multipart(self) -> list[bytes]:
+        """The next one."""
+        return self.events.popleft()
+
+
 class Dealer:
     """Stands in for a worker's DEALER socket: what it lacks raises `zmq.Again`."""
 
@@ -171,6 +211,7 @@ class Dealer:
         self._network, self._address = network, address
         self._on_readable = on_readable
         self._inbox: deque[bytes] = deque()
+        self.monitor = LinkMonitor()
         self._connect_later()
 
     def _connect_later(self) -> None:
@@ -190,6 +231,8 @@ class Dealer:
     def lose(self) -> None:
         """The connection is gone."""
         self.link = None
+        self.monitor.events.append(_DISCONNECTED)
+        self._on_readable()
         self._connect_later()
 
     def receive(self, data: bytes) -> None:

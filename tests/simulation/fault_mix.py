@@ -1,0 +1,106 @@
+"""Anything, at any time, together."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from midstream.errors import DeadlineError
+from tests.simulation.cluster import Shape
+from tests.simulation.network import Weather
+from tests.simulation.scenarios import Scenario, scenario
+from tests.simulation.stage import Stage
+from tests.simulation.workload import jobs
+
+Fault = Callable[[Stage, random.Random], Awaitable[None]]
+
+
+@scenario(0)
+def mixture(dice: random.Random) -> Scenario:
+    """Several faults of any kind, in bad weather."""
+    work = jobs(dice, 4, 1.0)
+    for job in work:
+        if dice.random() < 0.1:
+            job.timeout_s, job.must_complete = dice.uniform(1, 10), False
+        elif dice.random() < 0.1:
+            job.leaves_after = dice.randint(1, 10)
+    weather = Weather(
+        delay_s=dice.choice((0.001, 0.005)),
+        slow_share=dice.choice((0, 0.02, 0.1)),
+        slow_s=dice.choice((0.1, 0.5)),
+        loss=dice.choice((0, 0, 0.01)),
+        repeats=dice.choice((0, 0.05)),
+        overtakes=dice.choice((0, 0.05)),
+    )
+    faults: list[Fault] = dice.choices((_kill, _terminate, _freeze, _part, _cut), (4, 2, 2, 2, 2), k=dice.randint(1, 4))
+
+    async def inject(stage: Stage) -> None:
+        network = stage.cluster.network
+        network.weather = weather
+        making = []
+        for fault in faults:
+            if not await stage.at(stage.messages(5, 150)):
+                break
+            making.append(asyncio.create_task(fault(stage, dice)))
+            stage.happened[f"0 {fault.__name__.strip('_')}"] += 1
+        if making:
+            await asyncio.wait(making)
+        network.weather = Weather()
+        network.heal()
+
+    def judge(stage: Stage) -> None:
+        for job in work:
+            if job.error is not None and not job.must_complete and not isinstance(job.error, DeadlineError):
+                stage.problems.append(f"{job.request.request_id} ended with {job.error!r}")
+
+    shape = Shape(
+        num_workers=dice.randint(1, 3),
+        num_detokenizers=dice.randint(1, 3),
+        num_routers=dice.randint(1, 3),
+        num_blocks=dice.choice((32, 64)),
+        scheduler={
+            "max_worker_deaths": 100,
+            "capacity_policy": dice.choice(("guaranteed_no_evict", "max_utilization")),
+            "max_context_chunk": dice.choice((0, 0, 8)),
+        },
+    )
+    may_report = ("the journal failed",)
+    return Scenario(shape=shape, jobs=work, inject=inject, judge=judge, may_report=may_report)
+
+
+def _any(stage: Stage, dice: random.Random) -> str:
+    return dice.choice([name for name in stage.cluster.processes if not name.startswith("client")])
+
+
+async def _kill(stage: Stage, dice: random.Random) -> None:
+    name = _any(stage, dice)
+    stage.kill(name)
+    await stage.restart(name)
+
+
+async def _terminate(stage: Stage, dice: random.Random) -> None:
+    name = _any(stage, dice)
+    process = stage.process(name)
+    process.terminate()
+    await stage.until(lambda: process.is_dead, 20, f"{name} drains")
+    await stage.restart(name)
+
+
+async def _freeze(stage: Stage, dice: random.Random) -> None:
+    process = stage.process(_any(stage, dice))
+    process.freeze()
+    await stage.sleep(0.1, 3.0)
+    process.thaw()
+
+
+async def _part(stage: Stage, dice: random.Random) -> None:
+    one, other = dice.sample(sorted(stage.cluster.processes), 2)
+    stage.cluster.network.part(one, other)
+    await stage.sleep(0.1, 8.0)
+    stage.cluster.network.heal()
+
+
+async def _cut(stage: Stage, dice: random.Random) -> None:
+    name = _any(stage, dice)
+    stage.cluster.network.cut(lambda one, other: name in (one.name, other.name) and dice.random() < 0.7)

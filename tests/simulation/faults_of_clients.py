@@ -1,0 +1,141 @@
+"""Scenarios in which clients leave, are late, slow, too many, or say the same twice."""
+
+from __future__ import annotations
+
+import random
+
+from midstream.errors import AlreadyExistsError, DeadlineError, OverloadedError
+from protos import generation_pb2 as pb
+from tests.simulation.cluster import Shape
+from tests.simulation.loop import START_S
+from tests.simulation.scenarios import Scenario, scenario
+from tests.simulation.stage import Stage
+from tests.simulation.workload import Job, jobs, long_request, request
+
+
+@scenario(12)
+def client_leaves(dice: random.Random) -> Scenario:
+    """While its request is queued, in prefill, or in decode: it is aborted within a second, and counted once."""
+    leaving: list[Job] = []
+    for number in range(3):
+        job = Job(long_request(dice, number, dice.choice((4, 60)), 40), start_s=dice.uniform(0, 0.1))
+        if dice.random() < 0.5:
+            job.leaves_after = dice.randint(1, 20)
+        else:
+            job.leaves_at_s = 0.5 + job.start_s + dice.uniform(0.003, 0.3)
+        leaving.append(job)
+
+    def judge(stage: Stage) -> None:
+        engine = stage.cluster.engine
+        assert engine is not None
+        for job in leaving:
+            known = engine.core.lifecycle.requests.get(job.request.request_id)
+            if known is None or not job.has_left:
+                continue
+            stage.happened["12"] += 1
+            if stage.checker.finishes[job.request.request_id] != ["ABORT"]:
+                stage.problems.append(f"it ended as {stage.checker.finishes[job.request.request_id]}")
+            if known.times.finished_ns / 1e9 - START_S > job.ended_s + 1.0:
+                stage.problems.append("the request of a client that left lived on")
+
+    shape = Shape(num_workers=1, scheduler={"max_batch_size": 2, "max_context_chunk": 8})
+    return Scenario(shape=shape, jobs=[*leaving, *[Job(request(dice, 5 + i)) for i in range(2)]], judge=judge)
+
+
+@scenario(13)
+def deadline_passes(dice: random.Random) -> Scenario:
+    """In the queue: no worker ever runs it. In decode: what came before stays, the blocks are free."""
+    in_queue = dice.random() < 0.5
+    late = [
+        Job(long_request(dice, number, 5, 40), timeout_s=dice.uniform(0.3, 0.8), must_complete=False)
+        for number in range(2)
+    ]
+    others = [Job(request(dice, 5 + number)) for number in range(2)]
+
+    async def inject(stage: Stage) -> None:
+        if in_queue:
+            await stage.sleep(1.0, 1.5)
+            stage.cluster.start("worker-0")
+
+    def judge(stage: Stage) -> None:
+        engine = stage.cluster.engine
+        assert engine is not None
+        for job in late:
+            stage.happened["13 queue" if in_queue else "13 decode"] += 1
+            if not isinstance(job.error, DeadlineError):
+                stage.problems.append(f"past its deadline it ended with {job.error!r}")
+            known = engine.core.lifecycle.requests.get(job.request.request_id)
+            if known is not None and in_queue and known.times.first_scheduled_ns:
+                stage.problems.append("a worker ran a request past its deadline")
+            if stage.checker.finishes.get(job.request.request_id, ["DEADLINE"]) != ["DEADLINE"]:
+                stage.problems.append(f"it ended as {stage.checker.finishes[job.request.request_id]}")
+
+    shape = Shape(num_workers=0 if in_queue else 1, step_s=0.01 if in_queue else 0.05)
+    return Scenario(shape=shape, jobs=[*late, *others], inject=inject, judge=judge)
+
+
+@scenario(14)
+def slow_reader(dice: random.Random) -> Scenario:
+    """A client that reads too slowly is cut; the others do not notice."""
+    slow = Job(long_request(dice, 0, 5, 60), pause_s=dice.uniform(0.3, 0.6), must_complete=False)
+
+    async def inject(stage: Stage) -> None:
+        stage.cluster.network.window = 1
+
+    def judge(stage: Stage) -> None:
+        stage.happened["14"] += isinstance(slow.error, OverloadedError)
+        if slow.error is not None and not isinstance(slow.error, OverloadedError):
+            stage.problems.append(f"the slow reader got {slow.error!r}")
+        quick = max(job.ended_s for job in stage.jobs if job is not slow)
+        if quick > 3.0:
+            stage.problems.append(f"the others took until {quick} s")
+
+    shape = Shape(router={"max_pending_bytes": dice.choice((400, 500))})
+    return Scenario(
+        shape=shape, jobs=[slow, *[Job(long_request(dice, 1 + i, 6, 12)) for i in range(3)]], inject=inject, judge=judge
+    )
+
+
+@scenario(15)
+def overload(dice: random.Random) -> Scenario:
+    """Ten times too much: refused at once, with a hint; what was admitted completes."""
+    work = [Job(request(dice, number), start_s=dice.uniform(0, 0.05), must_complete=False) for number in range(20)]
+
+    def judge(stage: Stage) -> None:
+        for job in work:
+            if job.error is None:
+                job.check_complete()
+                stage.problems.extend(job.problems)
+            elif not isinstance(job.error, OverloadedError) or job.error.retry_after_ms < 1:
+                stage.problems.append(f"refused with {job.error!r}")
+            else:
+                stage.happened["15"] += 1
+                if job.ended_s > 1.5:
+                    stage.problems.append(f"refused only at {job.ended_s} s")
+
+    shape = Shape(num_workers=1, scheduler={"max_queue_size": 2, "max_batch_size": 3})
+    return Scenario(shape=shape, jobs=work, judge=judge)
+
+
+@scenario(19)
+def same_id_twice(dice: random.Random) -> Scenario:
+    """The same contents attach to the first; others are refused."""
+    first = Job(long_request(dice, 0, 6, 20))
+    again = Job(_copy(first.request), start_s=dice.uniform(0, 0.6))
+    other = Job(_copy(first.request), start_s=dice.uniform(0.1, 0.6), must_complete=False)
+    other.request.sampling.seed += 1
+
+    def judge(stage: Stage) -> None:
+        stage.happened["19"] += 1
+        if not isinstance(other.error, AlreadyExistsError):
+            stage.problems.append(f"other contents under the same id ended with {other.error!r}")
+        if stage.checker.finishes["r0"] != ["LENGTH"]:
+            stage.problems.append(f"it ended as {stage.checker.finishes['r0']}")
+
+    return Scenario(jobs=[first, again, other, *jobs(dice, 3)[1:]], judge=judge)
+
+
+def _copy(original: pb.GenerateRequest) -> pb.GenerateRequest:
+    result = pb.GenerateRequest()
+    result.CopyFrom(original)
+    return result

@@ -1,0 +1,344 @@
+"""Scenarios in which workers, schedulers, detokenizers, routers, links and disks fail."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import random
+
+from midstream.errors import ExecutionError, UnavailableError
+from tests.simulation.cluster import Shape
+from tests.simulation.model import vocabulary
+from tests.simulation.network import Weather
+from tests.simulation.scenarios import Scenario, scenario
+from tests.simulation.stage import Stage
+from tests.simulation.workload import Job, jobs, long_request, poison, request
+
+
+@scenario(1)
+def worker_killed_in_decode(dice: random.Random) -> Scenario:
+    """SIGKILL a worker: the stream goes on elsewhere."""
+    name = f"worker-{dice.randrange(2)}"
+
+    async def inject(stage: Stage) -> None:
+        if await stage.at(lambda: stage.is_decoding(name), lambda: stage.kill(name)):
+            stage.happened["1"] += 1
+            await stage.restart(name)
+
+    return Scenario(jobs=jobs(dice, 4), inject=inject)
+
+
+@scenario(2)
+def worker_terminated(dice: random.Random) -> Scenario:
+    """SIGTERM a worker: it finishes its steps and leaves; nobody counts a death."""
+    name = f"worker-{dice.randrange(2)}"
+
+    async def inject(stage: Stage) -> None:
+        if await stage.at(lambda: stage.is_decoding(name), lambda: stage.process(name).terminate()):
+            stage.happened["2"] += 1
+            process = stage.process(name)
+            if await stage.until(lambda: process.is_dead, 5, "the worker exits") and process.exit_code != 0:
+                stage.problems.append(f"the worker exits with {process.exit_code}")
+            await stage.restart(name)
+
+    def judge(stage: Stage) -> None:
+        if stage.checker.num_deaths:
+            stage.problems.append("a worker that left counts as dead")
+
+    return Scenario(jobs=jobs(dice, 4), inject=inject, judge=judge)
+
+
+@scenario(3)
+def worker_killed_in_chunked_prefill(dice: random.Random) -> Scenario:
+    """SIGKILL a worker between two chunks of a prompt."""
+    work = [Job(long_request(dice, i, dice.randint(40, 90), dice.randint(3, 12))) for i in range(2)]
+    work += [Job(request(dice, number), start_s=dice.uniform(0, 0.1)) for number in (2, 3)]
+
+    async def inject(stage: Stage) -> None:
+        def victim() -> str | None:
+            for group in stage.groups():
+                if any(0 < item.num_computed < len(item.request.spec.prompt) for item in group.context):
+                    return group.group_id
+            return None
+
+        def kill() -> None:
+            stage.kill(victim() or "")
+
+        if await stage.at(lambda: victim() is not None, kill):
+            stage.happened["3"] += 1
+            stage.supervise("worker", 0.4)
+
+    settings = {"max_context_chunk": dice.choice((4, 8, 16)), "max_num_tokens": 32}
+    return Scenario(shape=Shape(scheduler=settings), jobs=work, inject=inject)
+
+
+@scenario(4)
+def worker_stands_still(dice: random.Random) -> Scenario:
+    """SIGSTOP a worker, or let its step hang; what it says after SIGCONT is of a stale epoch."""
+    name = f"worker-{dice.randrange(2)}"
+    hangs = dice.random() < 0.4
+
+    async def inject(stage: Stage) -> None:
+        def stop() -> None:
+            if hangs:
+                stage.cluster.workers[name].hangs = True
+            else:
+                stage.process(name).freeze()
+
+        if not await stage.at(lambda: stage.is_decoding(name), stop):
+            return
+        group = stage.group(name)
+        await stage.until(lambda: stage.group(name) is not group, 5, "the group is given up")
+        stage.happened["4 hang" if hangs else "4"] += 1
+        await stage.sleep(0.2, 2.0)
+        if hangs:
+            # What watches its health kills it.
+            stage.kill(name)
+            await stage.restart(name)
+        else:
+            stage.process(name).thaw()
+            await stage.until(lambda: stage.group(name) is not None, 5, "it registers again")
+
+    return Scenario(jobs=jobs(dice, 4), inject=inject)
+
+
+@scenario(5)
+def all_workers_dead(dice: random.Random) -> Scenario:
+    """No worker is left: requests wait for one, or fail as UNAVAILABLE in time."""
+    is_long = dice.random() < 0.4
+    work = jobs(dice, 4)
+    late = Job(request(dice, 9), start_s=12.0)
+    if is_long:
+        for job in work:
+            job.must_complete = False
+        work.append(late)
+
+    async def inject(stage: Stage) -> None:
+        if not await stage.at(stage.is_streaming, lambda: [stage.kill(f"worker-{i}") for i in range(2)]):  # type: ignore[arg-type,func-returns-value]
+            return
+        stage.happened["5 long" if is_long else "5"] += 1
+        await asyncio.sleep(10.0 if is_long else dice.uniform(0.1, 2.5))
+        stage.cluster.start("worker-0")
+
+    def judge(stage: Stage) -> None:
+        for job in stage.jobs:
+            if job.error is not None and job is not late:
+                if not isinstance(job.error, UnavailableError):
+                    stage.problems.append(f"not UNAVAILABLE: {job.error!r}")
+                if job.ended_s > 6.0:
+                    stage.problems.append(f"it failed only after {job.ended_s} s")
+
+    return Scenario(shape=Shape(scheduler={"no_worker_timeout_s": 3.0}), jobs=work, inject=inject, judge=judge)
+
+
+@scenario(6)
+def poisonous_request(dice: random.Random) -> Scenario:
+    """A request that kills workers is quarantined; its neighbours finish."""
+    work = jobs(dice, 3)
+    bad = Job(poison(long_request(dice, 8, 5, 10)), start_s=dice.uniform(0, 0.2), must_complete=False)
+
+    async def inject(stage: Stage) -> None:
+        stage.supervise("worker", dice.uniform(0.1, 0.5))
+
+    def judge(stage: Stage) -> None:
+        stage.happened["6"] += 1
+        if not isinstance(bad.error, ExecutionError):
+            stage.problems.append(f"the poison ended with {bad.error!r}")
+        if not 1 <= stage.checker.num_deaths <= 8:
+            stage.problems.append(f"{stage.checker.num_deaths} workers died of it")
+
+    return Scenario(jobs=[*work, bad], inject=inject, judge=judge)
+
+
+@scenario(7)
+def scheduler_killed(dice: random.Random) -> Scenario:
+    """SIGKILL the scheduler, also more than once: rebuilt from the journal."""
+    times = dice.choice((1, 1, 2, 3))
+
+    async def inject(stage: Stage) -> None:
+        for _ in range(times):
+            if not await stage.at(stage.messages(20, 250), lambda: stage.kill("scheduler")):
+                return
+            if stage.is_streaming():
+                stage.happened["7"] += 1
+            await stage.restart("scheduler")
+
+    return Scenario(jobs=jobs(dice, 4), inject=inject)
+
+
+@scenario(8)
+def old_scheduler_returns(dice: random.Random) -> Scenario:
+    """A scheduler that was replaced goes on: it is fenced, and ends."""
+    freezes = dice.random() < 0.6
+
+    async def inject(stage: Stage) -> None:
+        old = stage.process("scheduler")
+        if not await stage.at(stage.messages(20, 200), old.freeze if freezes else lambda: None):
+            return
+        await stage.sleep(0.05, 1.0)
+        new = stage.cluster.start("scheduler")
+        await stage.sleep(0.0, 1.0)
+        if freezes or dice.random() < 0.5:
+            stage.cluster.network.cut(lambda one, other: old in (one, other))
+        await stage.sleep(0.05, 2.0)
+        old.thaw()
+        await stage.until(lambda: old.is_dead, 10, "the old scheduler ends")
+        if stage.cluster.disk.num_deposed:
+            stage.happened["8"] += 1
+        if new.is_dead:
+            stage.problems.append("the new scheduler ended")
+
+    return Scenario(jobs=jobs(dice, 4), inject=inject, may_report=("the journal failed",))
+
+
+@scenario(9)
+def detokenizer_killed_in_a_character(dice: random.Random) -> Scenario:
+    """SIGKILL detokenizers when a client has a part of a character's tokens."""
+
+    def is_torn(job: Job) -> bool:
+        pieces = vocabulary().pieces
+        for tokens in job.tokens:
+            data = b"".join(pieces[token] for token in tokens)
+            if not job.is_done and codecs.utf_8_decode(data, "replace", False)[1] < len(data):
+                return True
+        return False
+
+    async def inject(stage: Stage) -> None:
+        victims = ["detokenizer-0", "detokenizer-1"] if dice.random() < 0.5 else [f"detokenizer-{dice.randrange(2)}"]
+
+        def kill() -> None:
+            for name in victims:
+                stage.kill(name)
+
+        if await stage.at(lambda: any(map(is_torn, stage.jobs)), kill):
+            stage.happened["9"] += 1
+        for name in victims:
+            await stage.restart(name)
+
+    work = [Job(long_request(dice, i, 4, dice.randint(12, 30)), start_s=dice.uniform(0, 0.2)) for i in range(4)]
+    return Scenario(jobs=work, inject=inject)
+
+
+@scenario(10)
+def detokenizers_come_and_go(dice: random.Random) -> Scenario:
+    """From one to four and back to one, under load."""
+    work = [Job(request(dice, i), start_s=dice.uniform(0, 5)) for i in range(8)]
+
+    async def inject(stage: Stage) -> None:
+        await stage.sleep(0.1, 0.5)
+        for number in range(1, 4):
+            stage.cluster.start(f"detokenizer-{number}")
+        await stage.sleep(2.0, 3.0)
+        names = [f"detokenizer-{number}" for number in range(4)]
+        dice.shuffle(names)
+        for name in names[1:]:
+            stage.cluster.retire(name)
+            await stage.sleep(0.0, 0.4)
+        stage.happened["10"] += 1
+
+    return Scenario(shape=Shape(num_detokenizers=1, num_routers=1), jobs=work, inject=inject)
+
+
+@scenario(11)
+def router_killed(dice: random.Random) -> Scenario:
+    """SIGKILL routers: clients resume at another, or at the same one when it is back."""
+
+    async def inject(stage: Stage) -> None:
+        for number in dice.sample(range(2), dice.choice((1, 2))):
+            name = f"router-{number}"
+            if await stage.at(stage.messages(30, 150), lambda name=name: stage.kill(name)):  # type: ignore[misc]
+                if stage.is_streaming():
+                    stage.happened["11"] += 1
+                await stage.restart(name)
+
+    return Scenario(jobs=jobs(dice, 4), inject=inject)
+
+
+@scenario(16)
+def kv_exhausted(dice: random.Random) -> Scenario:
+    """More requests than blocks: pauses, and the same output."""
+    work = [Job(long_request(dice, i, dice.randint(4, 16), dice.randint(10, 24))) for i in range(5)]
+
+    def judge(stage: Stage) -> None:
+        stage.happened["16"] += stage.checker.num_preemptions
+
+    shape = Shape(num_workers=1, num_blocks=dice.randint(12, 16), scheduler={"capacity_policy": "max_utilization"})
+    return Scenario(shape=shape, jobs=work, judge=judge)
+
+
+@scenario(17)
+def zeromq_misbehaves(dice: random.Random) -> Scenario:
+    """Messages between scheduler and workers are lost, repeated, late and out of order; links are cut."""
+
+    async def inject(stage: Stage) -> None:
+        network = stage.cluster.network
+        network.weather = Weather(
+            slow_share=dice.choice((0, 0.05)), slow_s=0.3, loss=dice.choice((0, 0.01, 0.03)), repeats=0.1, overtakes=0.1
+        )
+        for _ in range(dice.randint(1, 3)):
+            if not await stage.at(stage.messages(20, 150)):
+                break
+            name = f"worker-{dice.randrange(2)}"
+            pair = {name, "scheduler"}
+            if dice.random() < 0.5:
+                network.cut(lambda one, other, pair=pair: {one.name, other.name} == pair)  # type: ignore[misc]
+                stage.happened["17 cut"] += 1
+            else:
+                network.part(name, "scheduler")
+                await stage.sleep(0.1, 3.0)
+                network.heal()
+                stage.happened["17 parted"] += 1
+        stage.happened["17"] += 1
+        await stage.sleep(0, 1)
+        network.weather = Weather()
+
+    return Scenario(shape=Shape(scheduler={"max_worker_deaths": 100}), jobs=jobs(dice, 4), inject=inject)
+
+
+@scenario(18)
+def rolling_restart(dice: random.Random) -> Scenario:
+    """Every part is replaced under load, and connections are closed by age: no request fails."""
+    work = [Job(request(dice, i), start_s=dice.uniform(0, 4)) for i in range(8)]
+
+    async def inject(stage: Stage) -> None:
+        names = [name for name in stage.cluster.processes if not name.startswith("client")]
+        dice.shuffle(names)
+        for name in names:
+            process = stage.process(name)
+            process.terminate()
+            await stage.until(lambda process=process: process.is_dead, 15, f"{name} drains")  # type: ignore[misc]
+            if process.exit_code != 0:
+                stage.problems.append(f"{name} exits with {process.exit_code}")
+            await stage.restart(name, 0.05, 0.3)
+            if dice.random() < 0.3:
+                stage.cluster.network.cut(lambda *_: dice.random() < 0.3)
+        stage.happened["18"] += 1
+
+    return Scenario(jobs=work, inject=inject)
+
+
+@scenario(20)
+def journal_fails(dice: random.Random) -> Scenario:
+    """The disk is full, the tail of the journal is torn, or a record is spoilt."""
+    kind = dice.choice(("full", "torn", "corrupt", "corrupt request"))
+
+    async def inject(stage: Stage) -> None:
+        disk = stage.cluster.disk
+        if kind == "full":
+            if await stage.at(stage.messages(20, 200), lambda: setattr(disk, "is_full", True)):
+                stage.supervise("scheduler", 0.3)
+                await stage.sleep(0.2, 2.0)
+                disk.is_full = False
+                stage.happened["20 full"] += bool(disk.num_full)
+            return
+        if not await stage.at(stage.messages(40, 200), lambda: stage.kill("scheduler")):
+            return
+        if disk.damage(kind, dice):
+            stage.happened[f"20 {kind}"] += 1
+        await stage.restart("scheduler")
+        await stage.until(lambda: stage.cluster.engine is not None, 5, "the scheduler starts on what is left")
+        service = stage.cluster.service
+        if disk.was_damaged and service is not None and not service.journal.num_damaged:
+            stage.problems.append("the damage is not reported")
+
+    return Scenario(jobs=jobs(dice, 4), inject=inject, may_report=("the journal failed", "the journal is damaged"))

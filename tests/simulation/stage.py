@@ -1,0 +1,140 @@
+"""A running simulation, in the hands of those who make faults."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scheduler.groups import WorkerGroup
+from tests.simulation.checker import Checker
+from tests.simulation.cluster import Cluster
+from tests.simulation.loop import Process
+from tests.simulation.workload import Job
+
+_POLL_S = 0.05
+
+
+@dataclass
+class Stage:
+    """What there is, and what was done to it.
+
+    Attributes:
+        happened: How often each fault came about.
+        problems: What a scenario found wrong.
+    """
+
+    cluster: Cluster
+    checker: Checker
+    dice: random.Random
+    happened: Counter[str]
+    jobs: list[Job] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    _watches: list[tuple[Callable[[], bool], Callable[[], None]]] = field(default_factory=list)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cluster.network.on_message = self._on_message
+
+    def _on_message(self) -> None:
+        for watch in self._watches[:]:
+            if watch[0]():
+                self._watches.remove(watch)
+                watch[1]()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all clients are done."""
+        return all(job.is_done for job in self.jobs)
+
+    async def at(self, condition: Callable[[], bool], action: Callable[[], None] = lambda: None) -> bool:
+        """Does something at the very message before which a condition holds; False if all is over before that."""
+        done = asyncio.get_running_loop().create_future()
+
+        def act() -> None:
+            action()
+            done.set_result(None)
+
+        self._watches.append((condition, act))
+        while not done.done() and not self.is_over:
+            await asyncio.wait([done], timeout=_POLL_S)
+        self._watches = [watch for watch in self._watches if watch[1] is not act]
+        return done.done()
+
+    async def until(self, condition: Callable[[], bool], limit_s: float, what: str) -> bool:
+        """Waits; that it takes longer than the limit is a problem."""
+        for _ in range(int(limit_s / _POLL_S)):
+            if condition():
+                return True
+            await asyncio.sleep(_POLL_S)
+        self.problems.append(f"not within {limit_s} s: {what}")
+        return False
+
+    async def sleep(self, low_s: float, high_s: float) -> None:
+        """Some time goes by."""
+        await asyncio.sleep(self.dice.uniform(low_s, high_s))
+
+    def messages(self, low: int, high: int) -> Callable[[], bool]:
+        """Holds after some more messages."""
+        network = self.cluster.network
+        due = network.num_messages + self.dice.randint(low, high)
+        return lambda: network.num_messages >= due
+
+    def process(self, name: str) -> Process:
+        """The newest process of a name."""
+        return self.cluster.processes[name]
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        process = self.process(name)
+        if not process.is_dead:
+            self.cluster.network.note(f"{process!r} is killed")
+            self.happened[f"kill {name.partition('-')[0]}"] += 1
+            process.die()
+
+    async def restart(self, name: str, low_s: float = 0.05, high_s: float = 1.0) -> None:
+        """Starts a part that has ended, a while later."""
+        await self.sleep(low_s, high_s)
+        if self.process(name).is_dead:
+            self.cluster.start(name)
+
+    def supervise(self, kind: str, delay_s: float) -> None:
+        """Starts parts again whenever they end."""
+        self._tasks.append(asyncio.create_task(self._supervise(kind, delay_s)))
+
+    async def _supervise(self, kind: str, delay_s: float) -> None:
+        while True:
+            await asyncio.sleep(delay_s)
+            for name, process in list(self.cluster.processes.items()):
+                if name.startswith(kind) and process.is_dead:
+                    self.cluster.start(name)
+
+    def groups(self) -> list[WorkerGroup]:
+        """The scheduler's worker groups."""
+        engine = self.cluster.engine
+        return engine.core.groups if engine is not None else []
+
+    def group(self, name: str) -> WorkerGroup | None:
+        """The group of a worker."""
+        return next((group for group in self.groups() if group.group_id == name), None)
+
+    def is_decoding(self, name: str) -> bool:
+        """Whether a worker has a generation step in flight."""
+        group = self.group(name)
+        return group is not None and any(step.generation for step in group.in_flight)
+
+    def is_streaming(self) -> bool:
+        """Whether some client is in the middle of its stream."""
+        return any(not job.is_done and job.num_tokens for job in self.jobs)
+
+    async def settle(self) -> None:
+        """Waits until the scheduler has nothing left to do."""
+        self.cluster.network.heal()
+        while (engine := self.cluster.engine) is None or engine.core.lifecycle.num_unfinished:
+            if engine is None and self.process("scheduler").is_dead:
+                self.cluster.start("scheduler")
+            await asyncio.sleep(0.1)
+        for task in self._tasks:
+            task.cancel()
