@@ -21,6 +21,7 @@ COMMANDS = {
     "down": ("midstream.cli.down", "stop everything, letting streams finish"),
     "generate": ("midstream.cli.generate", "stream the answer to one prompt"),
     "chat": ("midstream.cli.chat", "hold a conversation"),
+    "keys": ("midstream.cli.keys", "make a key pair for the link between scheduler and workers"),
     "prepare": ("midstream.cli.prepare", "lay down a model folder"),
     "demo": ("midstream.cli.demo", "start everything, stream a few answers at once, stop"),
     "bench": ("midstream.bench.command", "measure a running service"),

@@ -14,6 +14,9 @@ class SchedulerConfig(GrpcServiceConfig):
     model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
     port: int = setting(50052, "gRPC port.")
     worker_port: int = setting(50053, "ZeroMQ port that workers dial.")
+    curve: bool = setting(False, "Encrypt the workers' links and take only workers whose keys are known.")
+    curve_secret_key: str = setting("", "File with this process's key pair, from `midstream keys`.")
+    curve_worker_keys: str = setting("", "Folder with workers' public keys, NAME.key; re-read when it changes.")
     capacity_policy: str = setting(
         "guaranteed_no_evict",
         "Which requests may hold KV blocks.",

@@ -13,6 +13,9 @@ class WorkerConfig(ServiceConfig):
 
     model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
     scheduler: str = setting("tcp://127.0.0.1:50053", "ZeroMQ address of the scheduler.")
+    curve: bool = setting(False, "Encrypt the link to the scheduler, and show a key.")
+    curve_secret_key: str = setting("", "File with this process's key pair, from `midstream keys`.")
+    curve_server_key: str = setting("", "File with the scheduler's public key.")
     group_id: str = setting("", "Name of the worker group; default: host and process.")
     device: str = setting("auto", "cpu, cuda, cuda:N; auto takes CUDA where there is one.")
     weights: str = setting(
@@ -33,6 +36,18 @@ class WorkerConfig(ServiceConfig):
     max_batch_size: int = setting(256, "Sequences in one step.")
     max_num_tokens: int = setting(0, "Tokens in one step; 0: 2048 on a GPU, 256 on a CPU.")
     max_sequence_length: int = setting(0, "Prompt and output together; 0: as the model says.")
+    lora_host_cache_bytes: int = setting(1 << 30, "Bytes of adapters that are kept on the host, as they were read.")
+    lora_device_cache_percent: float = setting(
+        0.05, "Share, 0 to 1, of the memory left behind weights and KV pool that adapters in use may take."
+    )
+    lora_num_host_module_layer: int = setting(
+        0, "In place of lora_host_cache_bytes: ranks of a module in a layer that are kept; 0: bytes count."
+    )
+    lora_num_device_module_layer: int = setting(
+        0, "In place of lora_device_cache_percent: ranks of a module in a layer on the device; 0: the share counts."
+    )
+    lora_max_adapter_size: int = setting(64, "Largest rank of an adapter.")
+    adapter_root: str = setting("", "Folder that adapters must lie in; empty: they may lie anywhere.")
     cuda_graphs: bool = setting(True, "On a GPU, decode by replaying recorded CUDA graphs.")
     batch_invariant: bool = setting(False, "On a GPU, let no output depend on the rest of its batch; slower.")
     num_threads: int = setting(0, "Compute threads on a CPU; 0: one per core.")

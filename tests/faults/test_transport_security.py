@@ -59,7 +59,7 @@ async def serving(tls: Tls | None, authenticator: Authenticator | None = None) -
         yield current_caller.get().name.encode()
         await asyncio.Event().wait()
 
-    methods = {
+    methods: dict[str, Any] = {
         "WhoAmI": grpc.unary_unary_rpc_method_handler(cast("Any", answer)),
         "Stream": grpc.unary_stream_rpc_method_handler(cast("Any", stream)),
     }

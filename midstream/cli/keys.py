@@ -1,0 +1,28 @@
+"""`midstream keys`: a CURVE key pair for the scheduler or a worker."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from midstream.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument("name", metavar="NAME", help="Whose they are: the files are NAME.key and NAME.key_secret.")
+    parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="Where they go. [here]")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    if not re.fullmatch(r"[\w.-]+", arguments.name):
+        raise ConfigError("is made of letters, digits, and . _ -", field="name")
+    try:
+        from midstream.curve import make_key_pair
+    except ImportError as error:
+        raise ConfigError(f"needs `pip install midstream[scheduler]` ({error})", field="keys") from None
+    public, secret = make_key_pair(arguments.output, arguments.name)
+    print(f"public key: {public}\nsecret key: {secret} (of {arguments.name} alone)")
+    return 0
