@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.models.decoder import ForwardInputs
+from gpu_worker.models.decoder import ForwardInputs, Probe
 from gpu_worker.step import EMPTY, NewSequence, SamplingParams, Step
 from midstream.config import WorkerConfig
 from midstream.model_folder import open_model_folder
@@ -35,9 +35,9 @@ class Timed:
         self._forward = runner.model.decoder.forward
         runner.model.decoder.forward = self  # type: ignore[method-assign]
 
-    def __call__(self, inputs: ForwardInputs) -> torch.Tensor:
+    def __call__(self, inputs: ForwardInputs, probe: Probe | None = None) -> torch.Tensor:
         started = time.thread_time()
-        logits = self._forward(inputs)
+        logits = self._forward(inputs, probe)
         self.seconds += time.thread_time() - started
         return logits
 

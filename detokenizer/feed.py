@@ -293,4 +293,6 @@ def _opened(opened: pb.FeedOpened, end_ids: tuple[int, ...]) -> Opened:
         detokenize=output.detokenize if output.HasField("detokenize") else True,
         prompt_ids=tuple(opened.prompt_token_ids),
     )
-    return Opened(opened.num_sequences, rules, opened.streaming, output.return_all_generated_tokens)
+    return Opened(
+        opened.num_sequences, rules, opened.streaming, output.return_all_generated_tokens, output.return_perf_metrics
+    )

@@ -16,6 +16,9 @@ from midstream.errors import UnavailableError
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
 
+# Of one message to a router, less those of the last request in it.
+_MAX_TENSOR_BYTES = 8 << 20
+
 
 class RouterConnection:
     """What one router has attached. Streams mark themselves ready; the writer takes everything ready in one batch."""
@@ -38,10 +41,14 @@ class RouterConnection:
         """Everything ready, one chunk per sequence; streams that are done are forgotten."""
         self._wake.clear()
         ready, self._ready = self._ready, {}
-        batch = pb.StreamBatch()
+        batch, batch_bytes = pb.StreamBatch(), 0
         add = batch.chunks.add
         for number, stream in ready.items():
+            if batch_bytes >= _MAX_TENSOR_BYTES:
+                self.mark_ready(stream)
+                continue
             for chunk in stream.take():
+                batch_bytes += chunk.extras.num_tensor_bytes if chunk.extras is not None else 0
                 item = add()
                 item.stream = number
                 item.response.SetInParent()

@@ -12,9 +12,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from detokenizer.incremental import DecoderFactory
+from detokenizer.outputs import OutputCursor
 from detokenizer.sequence import SequenceText, TextRules
-from midstream.chunk import Chunk, Extras, FinishReason, PerfMetrics, Usage
+from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import MidstreamError, OverloadedError, UnavailableError
+from midstream.extras import Extras
+
+# Of one sequence in one message to the router.
+MAX_TENSOR_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +30,15 @@ class Opened:
     rules: TextRules
     is_streaming: bool
     return_all: bool
+    return_perf_metrics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """How a sequence ended; `num_tokens` is the length of its output without the prompt."""
+    """How a sequence ended; `num_tokens` is the length of its output without the prompt.
+
+    A cumulative log probability is the scheduler's word, of beams; else it is the sum of the tokens'.
+    """
 
     sequence_index: int
     reason: FinishReason
@@ -61,6 +70,7 @@ class _Sequence:
     pending: Chunk | None = None
     has_ended: bool = False
     num_dropped: int = 0  # tokens that the scheduler counts and that lie behind the stop word
+    outputs: OutputCursor = field(default_factory=OutputCursor)
     all_ids: list[int] = field(default_factory=list)
     all_text: str = ""
 
@@ -109,8 +119,10 @@ class OutputStream:
         return self._opened is not None
 
     def open(self, opened: Opened) -> None:
-        """The request is known. Again after the feed was opened anew: changes nothing."""
+        """The request is known. Again after the feed was opened anew: all that came will come again."""
         if self._opened is not None:
+            for sequence in self._sequences:
+                sequence.outputs.reopen()
             return
         self._opened = opened
         self._num_prompt = len(opened.rules.prompt_ids)
@@ -159,12 +171,14 @@ class OutputStream:
         if self._opened is None or sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[sequence_index]
-        if self._num_prompt + token_offset < sequence.from_token and not extras.prompt_log_probs:
+        from_token = max(sequence.from_token - self._num_prompt, 0)
+        new = sequence.outputs.new(extras, token_offset, from_token, sequence.text.stop_at)
+        if new is None:
             return
         chunk = sequence.pending
         if chunk is None:
             chunk = sequence.pending = Chunk(sequence_index, self._end_offset(sequence))
-        chunk.extras = chunk.extras + extras if chunk.extras is not None else extras
+        chunk.extras = chunk.extras + new if chunk.extras is not None else new
 
     def end_sequence(self, end: SequenceEnd) -> None:
         """A sequence has ended; its last text comes out."""
@@ -188,7 +202,7 @@ class OutputStream:
         chunk = sequence.pending or Chunk(end.sequence_index, self._end_offset(sequence))
         chunk.is_sequence_final = True
         chunk.finish_reason, chunk.matched_stop = reason, matched
-        chunk.cumulative_log_prob = end.cumulative_log_prob
+        chunk.cumulative_log_prob = end.cumulative_log_prob or sequence.outputs.cumulative_log_prob
         sequence.pending, sequence.has_ended = chunk, True
         self._flush()
 
@@ -210,7 +224,8 @@ class OutputStream:
             completion = usage.completion_tokens - num_dropped
             usage = Usage(usage.prompt_tokens, completion, usage.cached_tokens)
         chunk = last.pending
-        chunk.is_final, chunk.usage, chunk.perf_metrics, chunk.error = True, usage, perf_metrics, error
+        chunk.is_final, chunk.usage, chunk.error = True, usage, error
+        chunk.perf_metrics = perf_metrics if self._opened.return_perf_metrics else None
         self._flush()
 
     def fail(self, error: MidstreamError) -> None:
@@ -227,7 +242,9 @@ class OutputStream:
         for sequence in self._sequences:
             if sequence.pending is None or not self._is_ready(sequence):
                 continue
-            chunk, sequence.pending = sequence.pending, None
+            chunk, sequence.pending = sequence.pending.cut(MAX_TENSOR_BYTES)
+            if sequence.pending is not None:
+                self._sink.mark_ready(self)
             if self._opened.return_all:
                 chunk.token_offset, chunk.token_ids, chunk.text = 0, sequence.all_ids[:], sequence.all_text
             chunks.append(chunk)

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.kv_cache import KvCache
-from gpu_worker.models.decoder import Decoder, ForwardInputs
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,10 @@ class GraphDecoder:
         most_eager = 3 * max_num_tokens + max_batch_size * (3 + max_blocks) + 1
         self._pinned = _PinnedBuffers(device, max(most_eager, self._arena.numel()))
 
+    def place_adapter(self, adapter: Adapter) -> object:
+        """Brings a LoRA adapter to the device."""
+        return self._decoder.place_adapter(adapter)
+
     def use_cache(self, kv: KvCache) -> None:
         """Computes over this cache from now on; graphs over another are dropped."""
         self._graphs.clear()
@@ -140,16 +145,23 @@ class GraphDecoder:
         logger.info("recorded %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs) -> Tensor:
+    def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Float32 logits [S, vocab_size] on the device, good until the next call."""
+        if probe is not None:
+            return self._decoder.forward(self._send_all(inputs), probe)
         num_rows = inputs.context_lens.shape[0]
-        is_decode = inputs.token_ids.shape[0] == inputs.sampled.shape[0] == num_rows
+        is_plain = inputs.adapters is None and inputs.virtual is None
+        is_decode = is_plain and inputs.token_ids.shape[0] == inputs.sampled.shape[0] == num_rows
         size = next((size for size in sorted(self._graphs) if size >= num_rows), None) if is_decode else None
         if size is None:
             return self._decoder.forward(self._send_all(inputs))
         self._fill(inputs, size)
         self._graphs[size]()
         return self._logits[:num_rows]
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Float32 logits of what a probe kept."""
+        return self._decoder.logits(last)
 
     def _run(self, inputs: ForwardInputs, size: int) -> None:
         # All graphs leave their logits in one place, for these can be larger than all else that they hold.
@@ -182,7 +194,7 @@ class GraphDecoder:
         self._tables[:num_rows, :num_blocks] = self._arena[4 * size : used].view(num_rows, num_blocks)
 
     def _send_all(self, inputs: ForwardInputs) -> ForwardInputs:
-        names = [field.name for field in fields(ForwardInputs)]
+        names = [field.name for field in fields(ForwardInputs) if field.name not in ("adapters", "virtual")]
         arrays: Sequence[NDArray[np.int32]] = [getattr(inputs, name).numpy() for name in names]
         ends = np.cumsum([array.size for array in arrays])
         buffer = self._pinned.next()[: ends[-1]]
@@ -192,4 +204,4 @@ class GraphDecoder:
         parts = [
             target[end - array.size : end].view(array.shape) for end, array in zip(ends.tolist(), arrays, strict=True)
         ]
-        return ForwardInputs(**dict(zip(names, parts, strict=True)))
+        return replace(inputs, **dict(zip(names, parts, strict=True)))

@@ -19,12 +19,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 from google.protobuf.message import DecodeError
+from zmq.utils.monitor import parse_monitor_message
 
+from gpu_worker.lora.cache import AdapterCache
+from gpu_worker.lora.messages import AdapterMessages
 from gpu_worker.step import Step, StepOutput
 from gpu_worker.wire import decode_step, encode_result
+from midstream.curve import WorkerCredentials
 from midstream.telemetry import Metrics
 from protos import worker_pb2
 
@@ -33,9 +38,12 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 20
 _REGISTER_INTERVAL_S = 0.5
 _CONNECT_INTERVAL_S = 0.05
-_RECONNECT_MS, _MAX_RECONNECT_MS = 50, 500
+_REDIAL_S = 1.0
+_RECONNECT_MS, _MAX_RECONNECT_MS = 20, 200
 _LINGER_MS = 1000
 _REJECTED_EXIT_CODE = 3
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_LINK_EVENTS = zmq.EVENT_DISCONNECTED | _REFUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,8 @@ class SchedulerLink:
         register: worker_pb2.Register,
         metrics: Metrics,
         memory: Callable[[], worker_pb2.MemoryUsage],
+        adapters: AdapterCache[Any],
+        credentials: WorkerCredentials | None = None,
     ) -> None:
         """Makes the link; `start` connects it.
 
@@ -84,20 +94,24 @@ class SchedulerLink:
             register: What the worker offers.
             metrics: Where drops and registrations are counted.
             memory: Memory in use now.
+            adapters: The worker's adapters.
+            credentials: Keys of the link; None: plain text.
         """
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.epoch = 0
         self._address, self._register, self._memory = address, register, memory
+        self._credentials = credentials
+        self._adapters = AdapterMessages(adapters, self._wake)
         self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="scheduler-link", daemon=True)
-        self._leaving = self._has_failed = False
+        self._leaving = self._has_failed = self._was_refused = False
         self._last_epoch = 0
         self._last_received = self._last_finished = 0
         self._heartbeat_s, self._timeout_s = 0.5, 2.0
-        self._next_send = self._last_heard = 0.0
+        self._next_send = self._last_heard = self._redial_at = 0.0
         self._dropped = metrics.counter("worker_messages_dropped", "Messages dropped, by reason.", ("reason",))
         self._registrations = metrics.counter("worker_registrations", "Epochs begun.")
         metrics.gauge("worker_steps_waiting", "Steps received and not finished.").set_function(self._num_waiting)
@@ -129,9 +143,11 @@ class SchedulerLink:
     def join(self) -> None:
         """Waits for the thread, after Stopped."""
         self._thread.join()
+        self._wake_reader.close()
+        self._wake_writer.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: the thread is about to wake anyway
+        with contextlib.suppress(OSError):  # full: the thread is about to wake anyway; closed: it has ended
             self._wake_writer.send(b"\0")
 
     def _num_waiting(self) -> int:
@@ -144,18 +160,26 @@ class SchedulerLink:
             dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
             dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
             dealer.setsockopt(zmq.LINGER, _LINGER_MS)
+            if self._credentials is not None:
+                self._credentials.secure(dealer)
             dealer.connect(self._address)
             poller = zmq.Poller()
             poller.register(dealer, zmq.POLLIN)
             poller.register(self._wake_reader, zmq.POLLIN)
-            while self._turn(dealer, poller):
-                pass
+            with dealer.get_monitor_socket(_LINK_EVENTS) as monitor:
+                poller.register(monitor, zmq.POLLIN)
+                while self._turn(dealer, monitor, poller):
+                    pass
+                dealer.disable_monitor()
 
-    def _turn(self, dealer: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
+    def _turn(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
         """Waits for something to do and does it; False when the worker has left."""
         poller.poll(max(0, int((self._next_send - time.monotonic()) * 1000) + 1))
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(4096)
+        if self._was_cut(monitor) and self.epoch:
+            # Steps and results that were on their way are lost, so the scheduler is told to begin anew.
+            self._end_epoch("the link was cut")
         self._send_results(dealer)
         while True:
             try:
@@ -171,18 +195,43 @@ class SchedulerLink:
                 self._send(dealer, worker_pb2.WorkerMessage(leave=worker_pb2.Leave(epoch=self.epoch, reason="drain")))
             self.inbox.put(Stopped(0, "drained"))
             return False
+        self._redial_when_due(dealer)
         self._send_when_due(dealer)
         return True
 
+    def _was_cut(self, monitor: zmq.Socket[bytes]) -> bool:
+        was_cut = False
+        while monitor.poll(0):
+            event = parse_monitor_message(monitor.recv_multipart())["event"]
+            was_cut = was_cut or event == zmq.EVENT_DISCONNECTED
+            if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+                self._redial_at = time.monotonic() + _REDIAL_S
+            if event != zmq.EVENT_DISCONNECTED and not self._was_refused:
+                self._was_refused = True
+                logger.warning("no handshake: the scheduler does not know this worker's key, or has another itself")
+        return was_cut
+
+    def _redial_when_due(self, dealer: zmq.Socket[bytes]) -> None:
+        """Connects again after a refusal, which ZeroMQ takes as final: the key may be let in meanwhile."""
+        if self._redial_at and time.monotonic() >= self._redial_at:
+            self._redial_at = 0.0
+            with contextlib.suppress(zmq.ZMQError):
+                dealer.disconnect(self._address)
+            dealer.connect(self._address)
+
     def _send_results(self, dealer: zmq.Socket[bytes]) -> None:
+        while self._adapters.answers:
+            answer = self._adapters.answers.popleft()
+            if answer.epoch == self.epoch:
+                self._send(dealer, worker_pb2.WorkerMessage(lora_result=answer))
         while self._outbox:
             step, output, waiting_s = self._outbox.popleft()
             if step.epoch != self.epoch:
                 self._drop("stale")
                 continue
-            result = encode_result(step.epoch, step.step_id, output, waiting_s)
+            messages = encode_result(step.epoch, step.step_id, output, waiting_s)
             self._last_finished = step.step_id
-            if not self._send(dealer, worker_pb2.WorkerMessage(step_result=result)):
+            if not all(self._send(dealer, message) for message in messages):
                 self._end_epoch("the link is down")
 
     def _send_when_due(self, dealer: zmq.Socket[bytes]) -> None:
@@ -237,6 +286,12 @@ class SchedulerLink:
             self._end_epoch("the scheduler ended it")
         elif kind == "drain":
             self._leaving = True
+        elif kind == "load_lora" and message.load_lora.epoch == self.epoch:
+            self._adapters.load(message.load_lora)
+        elif kind == "unload_lora" and message.unload_lora.epoch == self.epoch:
+            self._adapters.unload(message.unload_lora)
+        elif kind == "prompt_table" and message.prompt_table.epoch == self.epoch:
+            self._adapters.keep(message.prompt_table)
         elif kind is None:
             self._drop("malformed")
         return None
@@ -252,7 +307,11 @@ class SchedulerLink:
             self._drop("gap")
             self._end_epoch(f"step {message.step_id} came after step {self._last_received}")
         else:
-            step = decode_step(message)
+            step = self._adapters.complete(decode_step(message))
+            if step is None:
+                self._drop("gap")
+                self._end_epoch("a table of virtual tokens did not come")
+                return
             self._last_received = message.step_id
             self.inbox.put(WaitingStep(step, time.perf_counter()))
 
@@ -261,10 +320,12 @@ class SchedulerLink:
             self._drop("stale")
             return
         self._last_received = self._last_finished = 0
+        self._adapters.clear()
         self._last_epoch = self.epoch = registered.epoch
         self._heartbeat_s = max(registered.heartbeat_interval_ms, 10) / 1000
         self._timeout_s = max(registered.timeout_ms / 1000, 2 * self._heartbeat_s)
         self._next_send = time.monotonic() + self._heartbeat_s
+        self._was_refused = False
         self._registrations.inc()
         self.inbox.put(EpochStarted())
         logger.info("registered with epoch %d", self.epoch)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from midstream.errors import MidstreamError, from_proto
+from midstream.extras import Extras, extras_from_proto
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
 
@@ -46,77 +47,6 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class LogProbs:
-    """Log probabilities of consecutive tokens: row i belongs to token i and has `top_k` likeliest entries."""
-
-    token_log_probs: tuple[float, ...]
-    top_k: int
-    top_token_ids: tuple[int, ...]
-    top_log_probs: tuple[float, ...]
-    token_ranks: tuple[int, ...]
-
-    @staticmethod
-    def from_proto(message: pb.LogProbs) -> LogProbs:
-        """Copies out of the message."""
-        return LogProbs(
-            tuple(message.token_log_probs),
-            message.top_k,
-            tuple(message.top_token_ids),
-            tuple(message.top_log_probs),
-            tuple(message.token_ranks),
-        )
-
-    def to_proto(self) -> pb.LogProbs:
-        """The message."""
-        return pb.LogProbs(
-            token_log_probs=self.token_log_probs,
-            top_k=self.top_k,
-            top_token_ids=self.top_token_ids,
-            top_log_probs=self.top_log_probs,
-            token_ranks=self.token_ranks,
-        )
-
-    def __add__(self, other: LogProbs) -> LogProbs:
-        return LogProbs(
-            self.token_log_probs + other.token_log_probs,
-            max(self.top_k, other.top_k),
-            self.top_token_ids + other.top_token_ids,
-            self.top_log_probs + other.top_log_probs,
-            self.token_ranks + other.token_ranks,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A piece of a dense row-major little-endian tensor; `dtype` is a name such as `float32`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-    data_offset: int = 0
-    is_last: bool = True
-
-    @staticmethod
-    def from_proto(message: pb.Tensor) -> Tensor:
-        """Copies out of the message."""
-        dtype = pb.Tensor.Dtype.Name(message.dtype).removeprefix("DTYPE_").lower()
-        shape = tuple(message.shape)
-        return Tensor(message.name, dtype, shape, message.data, message.data_offset, message.is_last)
-
-    def to_proto(self) -> pb.Tensor:
-        """The message."""
-        return pb.Tensor(
-            name=self.name,
-            dtype=pb.Tensor.Dtype.Value(f"DTYPE_{self.dtype.upper()}"),
-            shape=self.shape,
-            data=self.data,
-            data_offset=self.data_offset,
-            is_last=self.is_last,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class PerfMetrics:
     """When things happened to a request, nanoseconds since the Unix epoch (0: did not happen), and how often."""
 
@@ -132,34 +62,6 @@ class PerfMetrics:
 
 
 _PERF_FIELDS = tuple(PerfMetrics.__dataclass_fields__)
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What only some requests ask for beside tokens and text."""
-
-    log_probs: LogProbs | None = None
-    prompt_log_probs: LogProbs | None = None
-    tensors: tuple[Tensor, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """About how much memory it takes."""
-        rows = [item for item in (self.log_probs, self.prompt_log_probs) if item is not None]
-        return sum(64 + 16 * (len(item.token_log_probs) + len(item.top_log_probs)) for item in rows) + sum(
-            128 + len(tensor.data) for tensor in self.tensors
-        )
-
-    def __add__(self, other: Extras) -> Extras:
-        return Extras(
-            _join(self.log_probs, other.log_probs),
-            _join(self.prompt_log_probs, other.prompt_log_probs),
-            self.tensors + other.tensors,
-        )
-
-
-def _join(first: LogProbs | None, second: LogProbs | None) -> LogProbs | None:
-    return first + second if first and second else first or second
 
 
 @dataclass(slots=True)
@@ -203,7 +105,7 @@ class Chunk:
 
     def adds_to(self, num_tokens: int) -> bool:
         """Whether it brings anything to a reader who has `num_tokens` tokens of the sequence."""
-        if self.is_sequence_final or self.next_offset > num_tokens:
+        if self.is_sequence_final or self.next_offset > num_tokens or (self.extras is not None and self.extras.tensors):
             return True
         return not self.token_ids and self.token_offset == num_tokens
 
@@ -231,6 +133,23 @@ class Chunk:
             self.finish_reason, self.matched_stop = later.finish_reason, later.matched_stop
             self.cumulative_log_prob, self.usage = later.cumulative_log_prob, later.usage
             self.perf_metrics, self.error = later.perf_metrics, later.error
+
+    def cut(self, max_tensor_bytes: int) -> tuple[Chunk, Chunk | None]:
+        """The chunk with so many bytes of tensors at most, and one with the rest, which then is the final one."""
+        if self.extras is None or len(self.extras.tensors) < 2:
+            return self, None
+        extras, rest = self.extras.cut(max_tensor_bytes)
+        if rest is None:
+            return self, None
+        first = Chunk(self.sequence_index, self.token_offset, self.token_ids, self.text, extras=extras)
+        return first, replace(self, token_offset=self.next_offset, token_ids=(), text="", extras=rest)
+
+    def pieces(self, max_tensor_bytes: int) -> Iterator[Chunk]:
+        """The chunk in messages of so many bytes of tensors at most."""
+        rest: Chunk | None = self
+        while rest is not None:
+            piece, rest = rest.cut(max_tensor_bytes)
+            yield piece
 
     def to_proto(self, request_id: str) -> pb.GenerateResponse:
         """The message."""
@@ -310,12 +229,3 @@ def matched_stop_from_proto(message: pb.GenerateResponse | scheduler_pb2.FeedSeq
     if message.matched_stop_word:
         return message.matched_stop_word
     return message.matched_stop_token_id if message.HasField("matched_stop_token_id") else None
-
-
-def extras_from_proto(message: pb.GenerateResponse | scheduler_pb2.FeedOutputs) -> Extras:
-    """Copies out of the message."""
-    return Extras(
-        LogProbs.from_proto(message.log_probs) if message.HasField("log_probs") else None,
-        LogProbs.from_proto(message.prompt_log_probs) if message.HasField("prompt_log_probs") else None,
-        tuple(Tensor.from_proto(tensor) for tensor in message.tensors),
-    )

@@ -501,14 +501,18 @@ class OutputConfig(google.protobuf.message.Message):
     log_probs: builtins.int
     """Log probabilities of each output token and of this many likeliest ones. 0 is the token's own alone. At most 20."""
     prompt_log_probs: builtins.int
-    """The same for prompt tokens."""
+    """The same for prompt tokens from the second on. At most 20."""
     return_context_logits: builtins.bool
+    """Tensors (see Tensor): the model's own logits at each prompt token [prompt tokens, vocab_size], and those that each
+    output token was chosen from, before anything changes them [output tokens, vocab_size]. Several sequences share the
+    prompt, and the first one reports it.
+    """
     return_generation_logits: builtins.bool
     exclude_input_from_output: builtins.bool
     """False: the output begins with the prompt. Default true."""
     return_perf_metrics: builtins.bool
     return_all_generated_tokens: builtins.bool
-    """Each chunk carries all tokens so far instead of the new ones."""
+    """Each chunk carries all tokens and text so far instead of the new ones. Log probabilities stay those of the new ones."""
     skip_special_tokens: builtins.bool
     """Special tokens are left out of text. Default true."""
     detokenize: builtins.bool
@@ -546,7 +550,9 @@ global___OutputConfig = OutputConfig
 
 @typing.final
 class AdditionalOutput(google.protobuf.message.Message):
-    """A named model output: `hidden_states.LAYER` or `topk_logits.K`."""
+    """A named model output: `hidden_states.LAYER` [output tokens, hidden_size], where layer 0 is the embeddings and the
+    last one normed, or `topk_logits.K` [output tokens, K] (1 to 1,024) with the int32 tensor `topk_logits.K.ids`.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -554,6 +560,7 @@ class AdditionalOutput(google.protobuf.message.Message):
     GATHER_CONTEXT_FIELD_NUMBER: builtins.int
     name: builtins.str
     gather_context: builtins.bool
+    """The prompt's as well, as the tensor `context_NAME`."""
     def __init__(
         self,
         *,
@@ -781,7 +788,9 @@ global___SpeculativeConfig = SpeculativeConfig
 
 @typing.final
 class Tensor(google.protobuf.message.Message):
-    """A dense tensor in row-major order, little endian."""
+    """A dense tensor in row-major order, little endian, or a piece of one: some of its rows. In responses pieces have at
+    most about a megabyte; they come in order, and again after a part of the service was lost: drop what you have.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -816,10 +825,13 @@ class Tensor(google.protobuf.message.Message):
     dtype: global___Tensor.Dtype.ValueType
     data: builtins.bytes
     data_offset: builtins.int
-    """Byte offset of `data` in the whole tensor, for tensors sent in pieces; is_last marks the end."""
+    """Byte offset of `data` in the whole tensor."""
     is_last: builtins.bool
+    """The tensor ends with this piece. Never set on what grows with each token, which ends with its sequence."""
     @property
-    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of this piece; pieces follow one another along the first axis."""
+
     def __init__(
         self,
         *,
@@ -997,6 +1009,7 @@ class GenerateResponse(google.protobuf.message.Message):
     """The stop word or the stop token that matched."""
     matched_stop_token_id: builtins.int
     cumulative_log_prob: builtins.float
+    """Of the whole sequence, on its final chunk, where log probabilities are asked for."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -1007,7 +1020,7 @@ class GenerateResponse(google.protobuf.message.Message):
     def log_probs(self) -> global___LogProbs: ...
     @property
     def prompt_log_probs(self) -> global___LogProbs:
-        """Set on the first chunk."""
+        """Set on the first chunk of the first sequence."""
 
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tensor]: ...

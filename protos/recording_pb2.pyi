@@ -32,6 +32,7 @@ class Record(google.protobuf.message.Message):
     WORKER_MESSAGE_FIELD_NUMBER: builtins.int
     TURN_FIELD_NUMBER: builtins.int
     DRAIN_STARTED_FIELD_NUMBER: builtins.int
+    WORKER_LOST_FIELD_NUMBER: builtins.int
     PLANS_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
     time_ns: builtins.int
@@ -42,6 +43,8 @@ class Record(google.protobuf.message.Message):
     detached: builtins.str
     turn: builtins.bool
     drain_started: builtins.bool
+    worker_lost: builtins.bytes
+    """A connection that is gone."""
     @property
     def started(self) -> global___RecordingStarted: ...
     @property
@@ -72,12 +75,13 @@ class Record(google.protobuf.message.Message):
         worker_message: global___RecordedWorkerMessage | None = ...,
         turn: builtins.bool = ...,
         drain_started: builtins.bool = ...,
+        worker_lost: builtins.bytes = ...,
         plans: collections.abc.Iterable[global___RecordedPlan] | None = ...,
         ends: collections.abc.Iterable[global___RecordedEnd] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "event", b"event", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "turn", b"turn", "worker_message", b"worker_message"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "ends", b"ends", "event", b"event", "plans", b"plans", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "time_ns", b"time_ns", "turn", b"turn", "worker_message", b"worker_message"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["started", "submitted", "recovered", "abort_requested", "attached", "detached", "stop_word_found", "worker_message", "turn", "drain_started"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "event", b"event", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "turn", b"turn", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "ends", b"ends", "event", b"event", "plans", b"plans", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "time_ns", b"time_ns", "turn", b"turn", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["started", "submitted", "recovered", "abort_requested", "attached", "detached", "stop_word_found", "worker_message", "turn", "drain_started", "worker_lost"] | None: ...
 
 global___Record = Record
 
@@ -134,6 +138,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     MAX_NUM_FINISHED_FIELD_NUMBER: builtins.int
     MAX_WORKER_DEATHS_FIELD_NUMBER: builtins.int
     MAX_FINISHED_TOKENS_FIELD_NUMBER: builtins.int
+    MAX_TENSOR_BYTES_FIELD_NUMBER: builtins.int
     scheduler_epoch: builtins.int
     vocab_size: builtins.int
     max_sequence_length: builtins.int
@@ -155,6 +160,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     max_num_finished: builtins.int
     max_worker_deaths: builtins.int
     max_finished_tokens: builtins.int
+    max_tensor_bytes: builtins.int
     def __init__(
         self,
         *,
@@ -179,8 +185,9 @@ class RecordedCoreConfig(google.protobuf.message.Message):
         max_num_finished: builtins.int = ...,
         max_worker_deaths: builtins.int = ...,
         max_finished_tokens: builtins.int = ...,
+        max_tensor_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_window", b"attention_window", "enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_window", b"attention_window", "enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
 
 global___RecordedCoreConfig = RecordedCoreConfig
 
@@ -208,6 +215,7 @@ class RecordedRequest(google.protobuf.message.Message):
     DECODE_PRIORITY_FIELD_NUMBER: builtins.int
     DECODE_DURATION_NS_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    TENSOR_BYTES_FIELD_NUMBER: builtins.int
     LORA_KEY_FIELD_NUMBER: builtins.int
     LORA_BYTES_FIELD_NUMBER: builtins.int
     PROMPT_KEY_FIELD_NUMBER: builtins.int
@@ -232,6 +240,7 @@ class RecordedRequest(google.protobuf.message.Message):
     decode_priority: builtins.int
     decode_duration_ns: builtins.int
     digest: builtins.bytes
+    tensor_bytes: builtins.int
     lora_key: builtins.str
     lora_bytes: builtins.int
     prompt_key: builtins.str
@@ -268,6 +277,7 @@ class RecordedRequest(google.protobuf.message.Message):
         decode_priority: builtins.int = ...,
         decode_duration_ns: builtins.int | None = ...,
         digest: builtins.bytes = ...,
+        tensor_bytes: builtins.int = ...,
         lora_key: builtins.str = ...,
         lora_bytes: builtins.int = ...,
         prompt_key: builtins.str = ...,
@@ -279,7 +289,7 @@ class RecordedRequest(google.protobuf.message.Message):
         num_draft_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "arrival_ns", b"arrival_ns", "beam_diversity_rate", b"beam_diversity_rate", "beam_width", b"beam_width", "cache_salt", b"cache_salt", "client_id", b"client_id", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns", "decode_priority", b"decode_priority", "digest", b"digest", "early_stopping", b"early_stopping", "is_cacheable", b"is_cacheable", "is_detached", b"is_detached", "length_penalty", b"length_penalty", "lora_bytes", b"lora_bytes", "lora_key", b"lora_key", "lora_name", b"lora_name", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_draft_tokens", b"num_draft_tokens", "num_sequences", b"num_sequences", "num_virtual_tokens", b"num_virtual_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_key", b"prompt_key", "request_id", b"request_id", "retention", b"retention", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "arrival_ns", b"arrival_ns", "beam_diversity_rate", b"beam_diversity_rate", "beam_width", b"beam_width", "cache_salt", b"cache_salt", "client_id", b"client_id", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns", "decode_priority", b"decode_priority", "digest", b"digest", "early_stopping", b"early_stopping", "is_cacheable", b"is_cacheable", "is_detached", b"is_detached", "length_penalty", b"length_penalty", "lora_bytes", b"lora_bytes", "lora_key", b"lora_key", "lora_name", b"lora_name", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_draft_tokens", b"num_draft_tokens", "num_sequences", b"num_sequences", "num_virtual_tokens", b"num_virtual_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_key", b"prompt_key", "request_id", b"request_id", "retention", b"retention", "stop_token_ids", b"stop_token_ids", "tensor_bytes", b"tensor_bytes"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline_ns", b"_deadline_ns"]) -> typing.Literal["deadline_ns"] | None: ...
     @typing.overload

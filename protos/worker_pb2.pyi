@@ -29,6 +29,7 @@ class WorkerMessage(google.protobuf.message.Message):
     STEP_RESULT_FIELD_NUMBER: builtins.int
     LEAVE_FIELD_NUMBER: builtins.int
     LORA_RESULT_FIELD_NUMBER: builtins.int
+    STEP_OUTPUTS_FIELD_NUMBER: builtins.int
     @property
     def register(self) -> global___Register: ...
     @property
@@ -39,6 +40,8 @@ class WorkerMessage(google.protobuf.message.Message):
     def leave(self) -> global___Leave: ...
     @property
     def lora_result(self) -> global___LoraResult: ...
+    @property
+    def step_outputs(self) -> global___StepOutputs: ...
     def __init__(
         self,
         *,
@@ -47,10 +50,11 @@ class WorkerMessage(google.protobuf.message.Message):
         step_result: global___StepResult | None = ...,
         leave: global___Leave | None = ...,
         lora_result: global___LoraResult | None = ...,
+        step_outputs: global___StepOutputs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_result", b"step_result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_result", b"step_result"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["register", "heartbeat", "step_result", "leave", "lora_result"] | None: ...
+    def HasField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["register", "heartbeat", "step_result", "leave", "lora_result", "step_outputs"] | None: ...
 
 global___WorkerMessage = WorkerMessage
 
@@ -656,8 +660,35 @@ class StepResult(google.protobuf.message.Message):
 global___StepResult = StepResult
 
 @typing.final
+class StepOutputs(google.protobuf.message.Message):
+    """Tensors of a step, sent before its StepResult, in messages of a few megabytes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    STEP_ID_FIELD_NUMBER: builtins.int
+    OUTPUTS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    step_id: builtins.int
+    @property
+    def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RowOutputs]: ...
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        step_id: builtins.int = ...,
+        outputs: collections.abc.Iterable[global___RowOutputs] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "outputs", b"outputs", "step_id", b"step_id"]) -> None: ...
+
+global___StepOutputs = StepOutputs
+
+@typing.final
 class RowOutputs(google.protobuf.message.Message):
-    """Extra outputs of one sampled row (or context chunk), by its row number."""
+    """Extra outputs of one sampled row (or context chunk), by its row number. Tensors are named after what was asked for:
+    context_logits [prompt tokens, vocab_size], generation_logits [output tokens, vocab_size], and each additional output,
+    with `context_` before its name for the prompt's; topk_logits.K comes with the int32 tensor topk_logits.K.ids.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -669,7 +700,9 @@ class RowOutputs(google.protobuf.message.Message):
     @property
     def log_probs(self) -> protos.generation_pb2.LogProbs: ...
     @property
-    def prompt_log_probs(self) -> protos.generation_pb2.LogProbs: ...
+    def prompt_log_probs(self) -> protos.generation_pb2.LogProbs:
+        """Of the prompt's tokens from the second on, as far as the chunk goes."""
+
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.generation_pb2.Tensor]: ...
     def __init__(

@@ -49,6 +49,7 @@ async def serve(config: RouterConfig) -> None:
         cells,
         pool,
         max_pending_bytes=config.max_pending_bytes,
+            max_tensor_bytes=config.max_tensor_bytes,
         unavailable_timeout_s=config.unavailable_timeout_s,
     )
     metrics.gauge("num_live_detokenizers", "Detokenizers that can be used.").set_function(lambda: pool.num_live)

@@ -28,7 +28,7 @@ from router.authentication import current_caller
 from router.cells import Cell, Cells
 from router.detokenizer_pool import Attachment, DetokenizerPool
 from router.prompt import PromptBuilder
-from router.request_checks import check_name, check_request, check_supported, fit_to_context
+from router.request_checks import check_name, check_request, check_supported, check_tensors, fit_to_context
 from router.streams import ClientStream
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,7 @@ class Runner:
         *,
         max_pending_bytes: int,
         unavailable_timeout_s: float,
+        max_tensor_bytes: int = 256 << 20,
     ) -> None:
         self.model = model
         self.cells = cells
@@ -135,6 +136,7 @@ class Runner:
         self._prompts = prompts
         self._max_pending_bytes = max_pending_bytes
         self._unavailable_timeout_s = unavailable_timeout_s
+        self._max_tensor_bytes = max_tensor_bytes
         self._aborting: set[asyncio.Task[None]] = set()
 
     async def start(
@@ -218,6 +220,7 @@ class Runner:
         if request.WhichOneof("input") != "token_ids":
             request.token_ids.values.extend(token_ids)
         request.max_tokens = fit_to_context(len(token_ids), asked, self.model)
+        check_tensors(request, self.model, self._max_tensor_bytes)
         bad_words = request.stopping.bad_words
         if bad_words:
             for ids in await self._prompts.bad_word_ids(list(bad_words)):

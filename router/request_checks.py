@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from midstream.extras import tensor_bytes
 from midstream.model_folder import ModelFolder
 from protos import generation_pb2 as pb
 
@@ -21,7 +22,9 @@ MAX_GUIDE_CHARACTERS = 1 << 20
 MAX_LOG_PROBS = 20
 MAX_DEFAULT_TOKENS = 16_384
 
-_ADDITIONAL_OUTPUT = re.compile(r"hidden_states\.\d{1,4}|topk_logits\.\d{1,4}")
+MAX_TOPK_LOGITS = 1024
+
+_ADDITIONAL_OUTPUT = re.compile(r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[1-9]\d{0,3}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,23 @@ def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelF
     return min(room, MAX_DEFAULT_TOKENS if max_tokens is None else max_tokens)
 
 
+def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_bytes: int) -> None:
+    """Checks the tensors that a normalized request asks for.
+
+    Raises:
+        InvalidArgumentError: They are larger than is let through.
+        UnsupportedError: Of beams, which do not report any.
+    """
+    num_bytes = tensor_bytes(request, len(request.token_ids.values), model.vocab_size, model.hidden_size)
+    if num_bytes and request.sampling.beam_width > 1:
+        raise UnsupportedError("logits and hidden states are not reported of beams", field="output")
+    if num_bytes > max_tensor_bytes:
+        raise InvalidArgumentError(
+            f"logits and hidden states of this prompt and max_tokens take {num_bytes} bytes; at most {max_tensor_bytes}",
+            field="output",
+        )
+
+
 def _check_sampling(sampling: pb.SamplingConfig, model: ModelFolder) -> None:
     for name, bounds in _SAMPLING.items():
         if sampling.HasField(name):  # type: ignore[arg-type]
@@ -193,7 +213,10 @@ def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
         if not _ADDITIONAL_OUTPUT.fullmatch(additional.name):
             raise InvalidArgumentError("must be hidden_states.LAYER or topk_logits.K", field=field)
         kind, _, number = additional.name.partition(".")
-        _at_most(int(number), model.num_layers if kind == "hidden_states" else model.vocab_size, field)
+        _at_most(int(number), model.num_layers if kind == "hidden_states" else MAX_TOPK_LOGITS, field)
+    names = [additional.name for additional in output.additional_outputs]
+    if len(set(names)) < len(names):
+        raise InvalidArgumentError("must not come twice", field="output.additional_outputs.name")
 
 
 def _check_features(request: pb.GenerateRequest) -> None:

@@ -18,6 +18,8 @@ from router.output import FrontDoor, Output
 from router.request_checks import check_model
 
 _CALL_TIMEOUT_S = 10.0
+# Of one response: gRPC's clients take messages of 4 MiB by default.
+_MAX_TENSOR_BYTES = 2 << 20
 
 
 class RouterServicer(service_pb2_grpc.MidstreamServicer):
@@ -139,5 +141,6 @@ async def _relay(output: Output, context: grpc.aio.ServicerContext[Any, Any]) ->
     async with output:
         while not output.is_final:
             for chunk in await output.take():
-                await context.write(chunk.to_proto(request_id))
+                for piece in chunk.pieces(_MAX_TENSOR_BYTES):
+                    await context.write(piece.to_proto(request_id))
     output.raise_failure()

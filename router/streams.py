@@ -7,10 +7,12 @@ There is no queue. While a client is slow its next message grows, one chunk per 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from midstream.chunk import Chunk
 from midstream.errors import MidstreamError, OverloadedError, UnavailableError
+from midstream.extras import TensorCursor
 
 
 class ClientStream:
@@ -24,7 +26,7 @@ class ClientStream:
 
     __slots__ = (
         "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
-        "_pending", "_waiter", "is_final", "overflowed", "request_id",
+        "_pending", "_tensors", "_waiter", "is_final", "overflowed", "request_id",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +47,7 @@ class ClientStream:
         self._on_overflow = on_overflow
         self._offsets: dict[int, int] = dict(enumerate(from_token_by_sequence))
         self._pending: dict[int, Chunk] = {}
+        self._tensors: defaultdict[int, TensorCursor] = defaultdict(TensorCursor)
         self._num_bytes = 0
         self._error: MidstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -63,6 +66,8 @@ class ClientStream:
     def push(self, chunk: Chunk) -> None:
         """Adds output; what the stream has already is dropped, and a gap is a reason to attach anew."""
         index = chunk.sequence_index
+        if chunk.extras is not None:
+            chunk.extras = self._tensors[index].new(chunk.extras)
         expected = self._offsets.get(index, self._from_token)
         if self.is_final or self.overflowed or not chunk.adds_to(expected):
             return

@@ -16,6 +16,7 @@ class CoreConfig:
         model_fingerprint: Workers must have the same; empty takes any.
         max_context_chunk: Context tokens of one request in one step; 0 is up to max_num_tokens.
         attention_window: Tokens attended to; 0 is all. Blocks behind it are given back.
+        max_tensor_bytes: Of all requests that are known, as far as they ask for tensors.
         max_worker_deaths: Deaths in a row, without a new token in between, that make a request a suspect.
     """
 
@@ -40,3 +41,4 @@ class CoreConfig:
     max_num_finished: int = 8192
     max_finished_tokens: int = 16_777_216
     max_worker_deaths: int = 2
+    max_tensor_bytes: int = 1 << 30

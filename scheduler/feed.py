@@ -211,10 +211,11 @@ class DetokenizerFeed:
         for stream, request_id in self._unknown:
             builder.add_unknown(stream, request_id)
         self._unknown.clear()
-        while self._dirty and builder.num_tokens < MAX_TOKENS_PER_BATCH:
+        while self._dirty and builder.num_tokens < MAX_TOKENS_PER_BATCH and not builder.is_full:
             attachment = next(iter(self._dirty))
             del self._dirty[attachment]
-            builder.add(attachment)
-            if attachment.log.is_over:
+            if not builder.add(attachment):
+                self.mark(attachment)
+            elif attachment.log.is_over:
                 self.detach(attachment.stream)
         return builder.finish()

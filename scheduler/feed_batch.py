@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from scheduler.feed import Attachment
 
 
+MAX_OUTPUT_BYTES = 8 << 20
+
+
 class FeedBatchBuilder:
     """One batch in the making."""
 
@@ -24,6 +27,7 @@ class FeedBatchBuilder:
         self._counts: list[int] = []
         self._tokens: array[int] = array("I")
         self._is_several = False
+        self._num_output_bytes = 0
 
     @property
     def num_tokens(self) -> int:
@@ -35,26 +39,35 @@ class FeedBatchBuilder:
         opened = self._batch.opened.add(stream=stream, request_id=request_id)
         opened.error.CopyFrom(NotFoundError(f"no request {request_id!r} is known here").to_proto())
 
-    def add(self, reader: Attachment) -> None:
-        """Adds what is new for a reader, and moves its cursors."""
+    @property
+    def is_full(self) -> bool:
+        """No more extra outputs fit."""
+        return self._num_output_bytes >= MAX_OUTPUT_BYTES
+
+    def add(self, reader: Attachment) -> bool:
+        """Adds what is new for a reader, and moves its cursors; False when not all of it fits."""
         log = reader.log
         if not reader.is_opened:
             reader.is_opened = True
             self._open(reader.stream, log.request)
         cursors = reader.cursors
-        for index, num_committed in enumerate(log.num_committed):
+        limits = log.num_committed
+        if log.request.sequences[0].outputs or len(cursors) > 1:
+            limits = [self._add_outputs(reader, index) for index in range(len(cursors))]
+        for index, num_committed in enumerate(limits):
             cursor = cursors[index]
             if num_committed > cursor:
                 self._add_run(reader.stream, log.request.sequences[index], cursor, num_committed)
                 cursors[index] = num_committed
-        if log.request.sequences[0].outputs or len(cursors) > 1:
-            self._add_outputs(reader)
+        if limits is not log.num_committed and limits != log.num_committed:
+            return False
         for index, has_ended in enumerate(log.has_ended):
             if has_ended and not reader.ends_sent[index]:
                 reader.ends_sent[index] = True
                 self._add_end(reader.stream, log.request.sequences[index])
         if log.is_over:
             self._add_over(reader.stream, log.request)
+        return True
 
     def _open(self, stream: int, request: Request) -> None:
         contents = generation_pb2.GenerateRequest.FromString(request.spec.payload)
@@ -83,22 +96,25 @@ class FeedBatchBuilder:
             self._is_several = True
             self._tokens.extend(sequence.output[start:end])
 
-    def _add_outputs(self, reader: Attachment) -> None:
-        for index, sequence in enumerate(reader.log.request.sequences):
-            sent = reader.num_outputs[index]
-            for extra in sequence.outputs[sent:]:
-                if extra.token_offset >= reader.log.num_committed[index]:
-                    break
-                sent += 1
-                row = worker_pb2.RowOutputs.FromString(extra.data)
-                outputs = self._batch.outputs.add(
-                    stream=reader.stream, sequence_index=index, token_offset=extra.token_offset, tensors=row.tensors
-                )
-                if row.HasField("log_probs"):
-                    outputs.log_probs.CopyFrom(row.log_probs)
-                if row.HasField("prompt_log_probs"):
-                    outputs.prompt_log_probs.CopyFrom(row.prompt_log_probs)
-            reader.num_outputs[index] = sent
+    def _add_outputs(self, reader: Attachment, index: int) -> int:
+        """Adds extra outputs of a sequence; returns how many of its tokens may be shown, all of whose outputs are."""
+        sequence, num_committed = reader.log.request.sequences[index], reader.log.num_committed[index]
+        for extra in sequence.outputs[reader.num_outputs[index] :]:
+            if extra.token_offset >= num_committed:
+                break
+            if self.is_full:
+                return extra.token_offset
+            reader.num_outputs[index] += 1
+            self._num_output_bytes += len(extra.data)
+            row = worker_pb2.RowOutputs.FromString(extra.data)
+            outputs = self._batch.outputs.add(
+                stream=reader.stream, sequence_index=index, token_offset=extra.token_offset, tensors=row.tensors
+            )
+            if row.HasField("log_probs"):
+                outputs.log_probs.CopyFrom(row.log_probs)
+            if row.HasField("prompt_log_probs"):
+                outputs.prompt_log_probs.CopyFrom(row.prompt_log_probs)
+        return num_committed
 
     def _add_end(self, stream: int, sequence: Sequence) -> None:
         end = sequence.end
@@ -110,6 +126,7 @@ class FeedBatchBuilder:
             num_tokens=end.num_tokens,
             matched_stop_word=end.stop_word,
             matched_stop_token_id=end.stop_token_id,
+            cumulative_log_prob=end.cumulative_log_prob,
         )
 
     def _add_over(self, stream: int, request: Request) -> None:
@@ -142,7 +159,9 @@ def usage_of(request: Request) -> generation_pb2.Usage:
 
 def perf_metrics_of(request: Request) -> generation_pb2.PerfMetrics:
     """When things happened to a request."""
-    times = request.times
+    times, num_steps = request.times, request.num_steps
+    if not request.placed_sequences[0].waits_for_result:
+        num_steps += max(len(sequence.output) for sequence in request.sequences)
     return generation_pb2.PerfMetrics(
         arrival_unix_ns=times.arrival_ns,
         first_scheduled_unix_ns=times.first_scheduled_ns,
@@ -150,5 +169,7 @@ def perf_metrics_of(request: Request) -> generation_pb2.PerfMetrics:
         last_token_unix_ns=times.last_token_ns,
         num_preemptions=request.num_preemptions,
         num_recoveries=request.num_recoveries,
-        num_steps=request.num_steps + max(len(sequence.output) for sequence in request.sequences),
+        num_draft_tokens=request.num_draft_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
+        num_steps=num_steps,
     )

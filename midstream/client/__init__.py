@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from midstream.chunk import Chunk, FinishReason, LogProbs, PerfMetrics, Usage
+from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.client.async_client import AsyncClient
 from midstream.client.info import CellLoad, DetokenizerInfo, ModelInfo, ServerInfo, WorkerGroupInfo
 from midstream.client.request import SamplingParams
 from midstream.client.result import Result, SequenceResult
 from midstream.client.stream import AsyncStream
 from midstream.client.sync_client import Client, Stream
+from midstream.extras import LogProbs, Tensor
+from midstream.transport_security import Tls
 
 __all__ = [
     "AsyncClient",
@@ -26,6 +28,8 @@ __all__ = [
     "SequenceResult",
     "ServerInfo",
     "Stream",
+    "Tensor",
+    "Tls",
     "Usage",
     "WorkerGroupInfo",
 ]

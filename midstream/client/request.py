@@ -30,6 +30,9 @@ class SamplingParams:
         embedding_bias: Added to the logits of token ids.
         num_return_sequences: Independent sequences.
         log_probs: Report log probabilities of each token and of this many likeliest ones.
+        prompt_log_probs: The same for the prompt's tokens from the second on.
+        return_context_logits, return_generation_logits: Report logits, as tensors in the result.
+        additional_outputs: Names of further tensors; True: of the prompt as well.
         exclude_input_from_output: False: the output begins with the prompt.
         return_all_generated_tokens: Each chunk carries everything so far.
     """
@@ -64,6 +67,9 @@ class SamplingParams:
     include_stop_in_output: bool = False
     log_probs: int | None = None
     prompt_log_probs: int | None = None
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
+    additional_outputs: Mapping[str, bool] | None = None
     exclude_input_from_output: bool = True
     return_perf_metrics: bool = False
     return_all_generated_tokens: bool = False
@@ -89,6 +95,9 @@ class SamplingParams:
                 value = getattr(self, field)
                 if value is not None:
                     setattr(request.output, field, value)
+            field = "additional_outputs"
+            for name, gathers in (self.additional_outputs or {}).items():
+                request.output.additional_outputs.add(name=name, gather_context=gathers)
             field = "embedding_bias"
             request.sampling.embedding_bias.update(self.embedding_bias or {})
             field = "stopping"
@@ -110,7 +119,7 @@ class SamplingParams:
 
 _OWN_FIELDS = {field.name for field in fields(SamplingParams)}
 _SAMPLING_FIELDS = sorted(_OWN_FIELDS.intersection(pb.SamplingConfig.DESCRIPTOR.fields_by_name) - {"embedding_bias"})
-_OUTPUT_FIELDS = sorted(_OWN_FIELDS.intersection(pb.OutputConfig.DESCRIPTOR.fields_by_name))
+_OUTPUT_FIELDS = sorted(_OWN_FIELDS.intersection(pb.OutputConfig.DESCRIPTOR.fields_by_name) - {"additional_outputs"})
 
 
 def set_input(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from midstream.chunk import Chunk, Extras, FinishReason, PerfMetrics, Usage
+from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
+from midstream.extras import Extras, Tensor, join_tensors
 
 
 @dataclass(slots=True)
 class SequenceResult:
-    """One sequence; `matched_stop` is the stop word or the id of the stop token that ended it."""
+    """One sequence; `matched_stop` is the stop word or the id of the stop token that ended it.
+
+    Attributes:
+        extras: Log probabilities and the pieces of tensors, where asked for.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -17,6 +22,11 @@ class SequenceResult:
     matched_stop: str | int | None = None
     extras: Extras | None = None
     cumulative_log_prob: float | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Whole tensors by name."""
+        return join_tensors(self.extras.tensors) if self.extras is not None else {}
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
@@ -19,6 +20,7 @@ import grpc.aio
 from midstream.chunk import Chunk, FinishReason
 from midstream.client.result import Result
 from midstream.errors import DeadlineError, ExecutionError, MidstreamError
+from midstream.extras import TensorCursor
 from midstream.serving import error_from_rpc
 from protos import generation_pb2 as pb
 from protos import service_pb2
@@ -58,6 +60,7 @@ class AsyncStream:
         self._unavailable_timeout_s = unavailable_timeout_s
         self._from_token = from_token
         self._offsets: dict[int, int] = {}
+        self._tensors: defaultdict[int, TensorCursor] = defaultdict(TensorCursor)
         self._call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse] | None = None
         self._deadline: float | None = None
         self._broken_since: float | None = None
@@ -92,6 +95,8 @@ class AsyncStream:
                 raise StopAsyncIteration
             chunk = Chunk.from_proto(response)
             expected = self._offsets.get(chunk.sequence_index, self._from_token)
+            if chunk.extras is not None:
+                chunk.extras = self._tensors[chunk.sequence_index].new(chunk.extras)
             if not chunk.adds_to(expected):
                 continue
             self._offsets[chunk.sequence_index] = max(chunk.next_offset, expected)

@@ -21,6 +21,7 @@ class RouterConfig(GrpcServiceConfig):
         "127.0.0.1:50054", "Comma-separated detokenizer targets; a dns:/// target is resolved anew."
     )
     max_pending_bytes: int = setting(1 << 20, "Bytes waiting for one slow reader before its stream is cut.")
+    max_tensor_bytes: int = setting(256 << 20, "Bytes of logits and hidden states that one request may ask for.")
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
     max_concurrent_streams: int = setting(4096, "Streams at once on this router.")
     max_streams_per_client: int = setting(1024, "Streams at once of one client, or address where none is known.")

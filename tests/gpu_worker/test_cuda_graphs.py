@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu_worker.cuda_graphs import GraphDecoder, graph_sizes
 from gpu_worker.kv_cache import KvCache
-from gpu_worker.models.decoder import ForwardInputs
+from gpu_worker.models.decoder import ForwardInputs, Probe
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,11 @@ class FakeDecoder:
     def use_cache(self, kv: KvCache) -> None:
         raise NotImplementedError
 
-    def forward(self, inputs: ForwardInputs) -> Tensor:
+    def logits(self, last: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+        assert probe is None
         self.num_rows.append(inputs.context_lens.shape[0])
         self.slots = inputs.slot_mapping.tolist()
         sampled = inputs.sampled.long()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.models.decoder import ForwardInputs, TorchDecoder
+from gpu_worker.models.decoder import ForwardInputs, Probe, TorchDecoder
 from gpu_worker.models.description import describe
 from gpu_worker.models.native import CpuDecoder
 from midstream.errors import ConfigError, UnsupportedError
@@ -30,8 +30,8 @@ class Recorder:
         self.logits: list[Tensor] = []
         forward = runner.model.decoder.forward
 
-        def record(inputs: ForwardInputs) -> Tensor:
-            self.logits.append(forward(inputs).clone())
+        def record(inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+            self.logits.append(forward(inputs, probe).clone())
             return self.logits[-1]
 
         monkeypatch.setattr(runner.model.decoder, "forward", record)

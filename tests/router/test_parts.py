@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.chunk import Chunk, Extras, FinishReason, LogProbs, PerfMetrics, Tensor, Usage
+from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.discovery import Discovery
 from midstream.errors import ConfigError, OverloadedError, UnavailableError
+from midstream.extras import Extras, LogProbs, Tensor
 from protos import generation_pb2 as pb
 from router.cells import Cell, Cells
 from router.streams import ClientStream

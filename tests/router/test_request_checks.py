@@ -10,7 +10,7 @@ import pytest
 from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from midstream.model_folder import ModelFolder
 from protos import generation_pb2 as pb
-from router.request_checks import FEATURES, check_request, check_supported, fit_to_context
+from router.request_checks import FEATURES, check_request, check_supported, check_tensors, fit_to_context
 
 VOCAB = 49_152
 
@@ -76,6 +76,21 @@ BAD: list[tuple[str, pb.GenerateRequest]] = [
     ("output.prompt_log_probs", output(prompt_log_probs=21)),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="weights.1")])),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="hidden_states.31")])),
+    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="hidden_states.03")])),
+    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.0")])),
+    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.1025")])),
+    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.5")] * 2)),
+    ("output.additional_outputs", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.5")] * 17)),
+    ("sampling.top_p_decay", sampling(top_p_decay=0.0)),
+    ("sampling.top_p_decay", sampling(top_p_decay=1.1)),
+    ("sampling.top_p_min", sampling(top_p_min=0.0)),
+    ("sampling.top_p_reset_id", sampling(top_p_reset_id=VOCAB)),
+    ("sampling.no_repeat_ngram_size", sampling(no_repeat_ngram_size=8193)),
+    ("stopping.bad_words", stopping(bad_words=["x"] * 65)),
+    ("stopping.bad_words", stopping(bad_words=["x" * 257])),
+    ("stopping.bad_word_token_ids", stopping(bad_word_token_ids=[pb.TokenIds(values=[1])] * 65)),
+    ("stopping.bad_word_token_ids", stopping(bad_word_token_ids=[pb.TokenIds(values=[1] * 257)])),
+    ("stopping.pad_id", stopping(pad_id=VOCAB)),
     ("guided_decoding.guide_type", guided(guide="x")),
     ("guided_decoding.guide", guided(guide_type=pb.GUIDE_TYPE_REGEX)),
     ("lora.name", pb.GenerateRequest(lora=pb.LoraConfig())),
@@ -121,6 +136,25 @@ def test_a_value_out_of_range_is_refused_by_name(folder: ModelFolder, field: str
 @pytest.mark.parametrize("request_", GOOD)
 def test_a_value_at_the_end_of_its_range_passes(folder: ModelFolder, request_: pb.GenerateRequest) -> None:
     check_request(request_, folder)
+
+
+def test_tensors_are_limited_by_their_size(folder: ModelFolder) -> None:
+    """Of 10 prompt tokens and 2 sequences of 5: 30 rows of logits or hidden states."""
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1] * 10), max_tokens=5)
+    request.sampling.num_return_sequences = 2
+    request.output.return_generation_logits = True
+    limit = 10 * VOCAB * 4
+    check_tensors(request, folder, limit)
+    with pytest.raises(InvalidArgumentError) as raised:
+        check_tensors(request, folder, limit - 1)
+    assert raised.value.field == "output"
+    request.output.return_context_logits = True
+    check_tensors(request, folder, 2 * limit)
+    request.output.additional_outputs.add(name="hidden_states.1", gather_context=True)
+    check_tensors(request, folder, 2 * limit + 20 * 576 * 4)
+    request.output.additional_outputs.add(name="topk_logits.3")
+    with pytest.raises(InvalidArgumentError):
+        check_tensors(request, folder, 2 * limit + 20 * 576 * 4 + 10 * 3 * 8 - 1)
 
 
 def test_an_unknown_model_is_not_found(folder: ModelFolder) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from midstream.chunk import Chunk, FinishReason, LogProbs, Usage
+from midstream.chunk import Chunk, FinishReason, Usage
+from midstream.extras import LogProbs
 
 # The text of one token.
 Spell = Callable[[int], str]

@@ -1,0 +1,65 @@
+"""What comes of one sequence beside its tokens: log probabilities and tensors, each exactly once.
+
+When a feed is opened anew, all of it comes again. Log probabilities are counted, since their rows belong to consecutive
+tokens; tensors say themselves where they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from midstream.extras import Extras, LogProbs, TensorCursor
+
+
+class OutputCursor:
+    """How much has come.
+
+    Attributes:
+        cumulative_log_prob: Of the output tokens whose log probabilities have come; None while there are none.
+    """
+
+    def __init__(self) -> None:
+        self.cumulative_log_prob: float | None = None
+        self._tensors = TensorCursor()
+        self._num_rows = 0
+        self._num_prompt_rows = 0
+        self._num_repeated_rows = 0
+
+    def reopen(self) -> None:
+        """Everything will come again."""
+        self._num_repeated_rows = self._num_prompt_rows
+
+    def new(self, extras: Extras, token_offset: int, from_token: int, end: int | None) -> Extras | None:
+        """What is new of `extras` and is to be shown; None where that is nothing.
+
+        Args:
+            extras: Of the tokens from `token_offset` on.
+            token_offset: Index in the output.
+            from_token: Log probabilities of tokens before it are not shown.
+            end: Length of the output, where that is known.
+        """
+        log_probs = self._rows(extras.log_probs, token_offset, from_token, end) if extras.log_probs else None
+        prompt = self._prompt_rows(extras.prompt_log_probs) if extras.prompt_log_probs else None
+        if from_token > 0:
+            prompt = None  # the reader has it: it came with the first token
+        found = self._tensors.new(replace(extras, log_probs=log_probs, prompt_log_probs=prompt))
+        return None if found == Extras() else found
+
+    def _rows(self, rows: LogProbs, token_offset: int, from_token: int, end: int | None) -> LogProbs | None:
+        if end is not None:
+            rows = rows.first(max(end - token_offset, 0))
+        first = max(self._num_rows, token_offset)
+        rows = rows.without(first - token_offset)
+        if not rows.token_log_probs:
+            return None
+        self._num_rows = first + len(rows.token_log_probs)
+        self.cumulative_log_prob = (self.cumulative_log_prob or 0.0) + sum(rows.token_log_probs)
+        shown = rows.without(max(from_token - first, 0))
+        return shown if shown.token_log_probs else None
+
+    def _prompt_rows(self, rows: LogProbs) -> LogProbs | None:
+        num_known = min(self._num_repeated_rows, len(rows.token_log_probs))
+        self._num_repeated_rows -= num_known
+        self._num_prompt_rows += len(rows.token_log_probs) - num_known
+        new = rows.without(num_known)
+        return new if new.token_log_probs else None

@@ -1,0 +1,213 @@
+"""What some requests ask for beside tokens and text: log probabilities and tensors.
+
+A tensor is sent in pieces. A piece says where its bytes lie in the whole, so pieces may come again, after a part of the
+service was lost, and each reader drops what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from protos import generation_pb2 as pb
+from protos import scheduler_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Log probabilities of consecutive tokens: row i belongs to token i and has `top_k` likeliest entries."""
+
+    token_log_probs: tuple[float, ...]
+    top_k: int
+    top_token_ids: tuple[int, ...]
+    top_log_probs: tuple[float, ...]
+    token_ranks: tuple[int, ...]
+
+    @staticmethod
+    def from_proto(message: pb.LogProbs) -> LogProbs:
+        """Copies out of the message."""
+        return LogProbs(
+            tuple(message.token_log_probs),
+            message.top_k,
+            tuple(message.top_token_ids),
+            tuple(message.top_log_probs),
+            tuple(message.token_ranks),
+        )
+
+    def to_proto(self) -> pb.LogProbs:
+        """The message."""
+        return pb.LogProbs(
+            token_log_probs=self.token_log_probs,
+            top_k=self.top_k,
+            top_token_ids=self.top_token_ids,
+            top_log_probs=self.top_log_probs,
+            token_ranks=self.token_ranks,
+        )
+
+    def without(self, num_rows: int) -> LogProbs:
+        """Without the first rows."""
+        first = num_rows * self.top_k
+        return LogProbs(
+            self.token_log_probs[num_rows:],
+            self.top_k,
+            self.top_token_ids[first:],
+            self.top_log_probs[first:],
+            self.token_ranks[num_rows:],
+        )
+
+    def first(self, num_rows: int) -> LogProbs:
+        """The first rows alone."""
+        last = num_rows * self.top_k
+        return LogProbs(
+            self.token_log_probs[:num_rows],
+            self.top_k,
+            self.top_token_ids[:last],
+            self.top_log_probs[:last],
+            self.token_ranks[:num_rows],
+        )
+
+    def __add__(self, other: LogProbs) -> LogProbs:
+        return LogProbs(
+            self.token_log_probs + other.token_log_probs,
+            max(self.top_k, other.top_k),
+            self.top_token_ids + other.top_token_ids,
+            self.top_log_probs + other.top_log_probs,
+            self.token_ranks + other.token_ranks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A piece of a dense row-major little-endian tensor: some of its rows.
+
+    Attributes:
+        dtype: A name such as `float32`.
+        shape: Of this piece; pieces follow one another along the first axis.
+        data_offset: Where `data` begins in the whole, in bytes.
+        is_last: The tensor ends with it; what grows with each token ends with its sequence instead.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+    data_offset: int = 0
+    is_last: bool = True
+
+    @staticmethod
+    def from_proto(message: pb.Tensor) -> Tensor:
+        """Copies out of the message."""
+        dtype = pb.Tensor.Dtype.Name(message.dtype).removeprefix("DTYPE_").lower()
+        shape = tuple(message.shape)
+        return Tensor(message.name, dtype, shape, message.data, message.data_offset, message.is_last)
+
+    def to_proto(self) -> pb.Tensor:
+        """The message."""
+        return pb.Tensor(
+            name=self.name,
+            dtype=pb.Tensor.Dtype.Value(f"DTYPE_{self.dtype.upper()}"),
+            shape=self.shape,
+            data=self.data,
+            data_offset=self.data_offset,
+            is_last=self.is_last,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What only some requests ask for beside tokens and text."""
+
+    log_probs: LogProbs | None = None
+    prompt_log_probs: LogProbs | None = None
+    tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes without tensors, whose bytes are limited by request."""
+        rows = [item for item in (self.log_probs, self.prompt_log_probs) if item is not None]
+        return sum(64 + 16 * (len(item.token_log_probs) + len(item.top_log_probs)) for item in rows)
+
+    @property
+    def num_tensor_bytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(len(tensor.data) for tensor in self.tensors)
+
+    def cut(self, max_tensor_bytes: int) -> tuple[Extras, Extras | None]:
+        """Everything but the tensors' pieces beyond `max_tensor_bytes`, at least one piece; and those."""
+        num_bytes = 0
+        for count, tensor in enumerate(self.tensors):
+            num_bytes += len(tensor.data)
+            if count and num_bytes > max_tensor_bytes:
+                return replace(self, tensors=self.tensors[:count]), Extras(tensors=self.tensors[count:])
+        return self, None
+
+    def __add__(self, other: Extras) -> Extras:
+        return Extras(
+            _join(self.log_probs, other.log_probs),
+            _join(self.prompt_log_probs, other.prompt_log_probs),
+            self.tensors + other.tensors,
+        )
+
+
+def _join(first: LogProbs | None, second: LogProbs | None) -> LogProbs | None:
+    return first + second if first and second else first or second
+
+
+def extras_from_proto(message: pb.GenerateResponse | scheduler_pb2.FeedOutputs) -> Extras:
+    """Copies out of the message."""
+    return Extras(
+        LogProbs.from_proto(message.log_probs) if message.HasField("log_probs") else None,
+        LogProbs.from_proto(message.prompt_log_probs) if message.HasField("prompt_log_probs") else None,
+        tuple(Tensor.from_proto(tensor) for tensor in message.tensors),
+    )
+
+
+class TensorCursor:
+    """How much a reader has of each tensor of one sequence."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, int] = {}
+
+    def new(self, extras: Extras) -> Extras | None:
+        """What the reader does not have yet; None where that is nothing."""
+        if not extras.tensors:
+            return extras
+        kept = []
+        for tensor in extras.tensors:
+            if tensor.data_offset == self._ends.get(tensor.name, 0):
+                self._ends[tensor.name] = tensor.data_offset + len(tensor.data)
+                kept.append(tensor)
+        extras = replace(extras, tensors=tuple(kept))
+        return extras if extras != Extras() else None
+
+
+def join_tensors(pieces: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Whole tensors by name, of consecutive pieces."""
+    by_name: dict[str, list[Tensor]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
+    return {
+        name: replace(
+            parts[0],
+            shape=(sum(part.shape[0] for part in parts), *parts[0].shape[1:]),
+            data=b"".join(part.data for part in parts),
+            is_last=parts[-1].is_last,
+        )
+        for name, parts in by_name.items()
+    }
+
+
+_VALUE_BYTES = 4
+
+
+def tensor_bytes(request: pb.GenerateRequest, num_prompt_tokens: int, vocab_size: int, hidden_size: int) -> int:
+    """Bytes of all tensors that a request asks for, when each sequence has its max_tokens."""
+    output = request.output
+    num_output_tokens = request.max_tokens * max(request.sampling.num_return_sequences, request.sampling.beam_width, 1)
+    num_values = output.return_context_logits * num_prompt_tokens * vocab_size
+    num_values += output.return_generation_logits * num_output_tokens * vocab_size
+    for item in output.additional_outputs:
+        kind, _, number = item.name.partition(".")
+        width = hidden_size if kind == "hidden_states" else 2 * int(number)
+        num_values += width * (num_output_tokens + item.gather_context * num_prompt_tokens)
+    return _VALUE_BYTES * num_values
