@@ -195,9 +195,10 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.initial_reconnect_backoff_ms", 100),
+        # A part that was killed is back within a second or two; waiting longer than it takes would show to clients.
+        ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 250),
         # A channel's back-off is its own, also where several point at one address.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.lb_policy_name", "round_robin"),

@@ -2,7 +2,7 @@
 
 A process's life: it is started and `starting` until its /health first answers 200, then `ready`, or `unhealthy` while
 /health says otherwise. When it dies it is `restarting` after a pause that doubles with each death and is forgotten
-after a minute. Only a process that dies before everything was ready once ends the whole run: its settings are wrong.
+once it has lived for a while. Only a process that dies before everything was ready once ends the whole run: its settings are wrong.
 To stop, routers go first, so that streams in progress can finish behind them; the scheduler goes last.
 """
 
@@ -24,9 +24,9 @@ from midstream.cli.topology import ProcessSpec
 from midstream.errors import ExecutionError
 
 _PROBE_INTERVAL_S = 0.2
-_FIRST_BACKOFF_S = 0.25
+_FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 10.0
-_BACKOFF_FORGOTTEN_S = 60.0
+_BACKOFF_FORGOTTEN_S = 5.0
 _STOP_ORDER = (("router",), ("detokenizer", "gpu_worker"), ("scheduler",))
 # More than the services' own limit for draining.
 _STOP_TIMEOUT_S = 40.0
