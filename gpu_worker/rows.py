@@ -10,7 +10,7 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_worker.step import GREEDY, Fork, IntArray, NewSequence, SamplingParams
+from gpu_worker.step import GREEDY, NOTHING, Fork, IntArray, NewSequence, OutputParams, SamplingParams
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
 _MAX_ROWS = 1 << 16
@@ -39,6 +39,9 @@ class Feature(enum.IntFlag):
     BAD_WORDS = 16
     NGRAMS = 32
     TOP_P_DECAY = 64
+    REPORTS = 128
+    PROMPT_REPORTS = 256
+    BEAMS = 4096
 
 
 class Rows:
@@ -51,7 +54,7 @@ class Rows:
         block_tables: int32 [num_rows, blocks of the longest sequence].
         num_blocks: int32 [num_rows]; entries of each block table.
         is_active: bool [num_rows].
-        sampling: Parameters by row.
+        sampling, outputs: Parameters by row.
         temperature, top_k, top_p, min_p, seeds: The same as vectors.
         sequence_indices: int32 [num_rows].
         features: uint16 [num_rows]; the `Feature` bits that the row's parameters use.
@@ -67,6 +70,7 @@ class Rows:
         self._vocab_size = vocab_size
         self.failed: dict[int, MidstreamError] = {}
         self.sampling: list[SamplingParams] = []
+        self.outputs: list[OutputParams] = []
         self.tokens = np.zeros((0, max_sequence_length), dtype=np.int32)
         self.block_tables = np.zeros((0, -(-max_sequence_length // tokens_per_block)), dtype=np.int32)
         self.lengths, self.prompt_lengths, self.num_blocks = _ints(), _ints(), _ints()
@@ -88,7 +92,7 @@ class Rows:
             self._grow(new.row)
         row = new.row
         self.is_active[row] = True
-        self.lengths[row], self.num_blocks[row] = len(new.token_ids), 0
+        self.lengths[row], self.num_blocks[row], self.features[row] = len(new.token_ids), 0, 0
         self.failed.pop(row, None)
         error = new.error or self._fault(new)
         if error is not None:
@@ -101,9 +105,12 @@ class Rows:
         sampling = new.sampling
         self.sampling[row] = sampling
         self.seeds[row], self.sequence_indices[row] = sampling.seed, new.sequence_index
-        self.temperature[row], self.top_k[row] = sampling.temperature, sampling.top_k
+        # A beam is not drawn: its temperature is for its candidates alone.
+        self.temperature[row] = sampling.temperature if sampling.beam_width == 1 else 0
+        self.top_k[row] = sampling.top_k
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
-        self.features[row] = _features(sampling)
+        self.outputs[row] = new.outputs
+        self.features[row] = _features(sampling) | _reports(new)
 
     def release(self, rows: IntArray) -> None:
         """Empties rows."""
@@ -112,14 +119,27 @@ class Rows:
             self.failed.pop(row, None)
 
     def fork(self, forks: tuple[Fork, ...]) -> None:
-        """Gives rows the tokens of others, all read before any is written."""
-        sources = [fork.from_row for fork in forks]
-        tokens, lengths, prompts = self.tokens[sources], self.lengths[sources], self.prompt_lengths[sources]
-        for i, fork in enumerate(forks):
-            self.tokens[fork.to_row], self.lengths[fork.to_row] = tokens[i], lengths[i]
-            self.prompt_lengths[fork.to_row] = prompts[i]
+        """Makes rows copies of others, each with a table of its own. No row may be both."""
+        for fork in forks:
+            if fork.to_row >= self.num_rows:
+                self._grow(fork.to_row)
+            self.copy(fork.from_row, fork.to_row)
+            self.is_active[fork.to_row] = True
             self.block_tables[fork.to_row, : len(fork.block_ids)] = fork.block_ids
             self.num_blocks[fork.to_row] = len(fork.block_ids)
+
+    def copy(self, source: int, target: int) -> None:
+        """Gives a row the tokens and parameters of another; its block table, and whether it is active, stay."""
+        length = self.lengths[source]
+        self.tokens[target, :length] = self.tokens[source, :length]
+        for name in _VECTORS:
+            if name not in ("num_blocks", "is_active"):
+                vector = getattr(self, name)
+                vector[target] = vector[source]
+        self.sampling[target], self.outputs[target] = self.sampling[source], self.outputs[source]
+        self.failed.pop(target, None)
+        if source in self.failed:
+            self.failed[target] = self.failed[source]
 
     def append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
         """Appends block_ids[i] to the table of rows[i]; a row may occur more than once."""
@@ -145,6 +165,21 @@ class Rows:
         self.tokens[rows, places] = token_ids
         self.lengths[rows] = np.minimum(lengths + 1, self.max_sequence_length)
 
+    def append_run(self, row: int, token_ids: list[int]) -> None:
+        """Appends several tokens to a row, as far as there is room."""
+        start = min(int(self.lengths[row]), self.max_sequence_length - 1)
+        end = min(start + len(token_ids), self.max_sequence_length)
+        self.tokens[row, start:end] = token_ids[: end - start]
+        self.lengths[row] = end
+
+    def make_shadow(self, row: int, shadow: int, length: int) -> None:
+        """Makes an unused row a copy of another that knows more: the first `length` tokens of its array."""
+        if shadow >= self.num_rows:
+            self._grow(shadow)
+        self.copy(row, shadow)
+        self.tokens[shadow, :length] = self.tokens[row, :length]
+        self.lengths[shadow] = length
+
     def clear(self) -> None:
         """Empties all rows."""
         self.is_active[:] = False
@@ -154,8 +189,9 @@ class Rows:
         tokens, blocks = new.token_ids, new.block_ids
         if not 0 < len(tokens) <= self.max_sequence_length:
             return InvalidArgumentError(f"{len(tokens)} tokens; the worker takes 1 to {self.max_sequence_length}")
-        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            return InvalidArgumentError(f"a token id lies outside 0..{self._vocab_size - 1}", field="token_ids")
+        num_ids = self._vocab_size + new.num_virtual_tokens
+        if tokens.min() < 0 or tokens.max() >= num_ids:
+            return InvalidArgumentError(f"a token id lies outside 0..{num_ids - 1}", field="token_ids")
         if len(blocks) > self.block_tables.shape[1]:
             return InvalidArgumentError("the block table is longer than the longest sequence")
         if len(blocks) and (blocks.min() < 0 or blocks.max() >= self._pool_size):
@@ -183,6 +219,7 @@ class Rows:
             vector = getattr(self, name)
             setattr(self, name, np.concatenate([vector, np.zeros(num_rows - old, dtype=vector.dtype)]))
         self.sampling += [GREEDY] * (num_rows - old)
+        self.outputs += [NOTHING] * (num_rows - old)
 
 
 def _features(sampling: SamplingParams) -> Feature:
@@ -193,7 +230,9 @@ def _features(sampling: SamplingParams) -> Feature:
         features |= Feature.BIAS
     if sampling.min_tokens and sampling.end_ids:
         features |= Feature.MIN_TOKENS
-    if sampling.log_probs is not None:
+    if sampling.beam_width > 1:
+        features |= Feature.BEAMS
+    elif sampling.log_probs is not None:
         features |= Feature.LOG_PROBS
     if sampling.bad_words:
         features |= Feature.BAD_WORDS
@@ -202,6 +241,14 @@ def _features(sampling: SamplingParams) -> Feature:
     if sampling.top_p_decay != 1.0:
         features |= Feature.TOP_P_DECAY
     return features
+
+
+def _reports(new: NewSequence) -> Feature:
+    if new.outputs is NOTHING:
+        return Feature(0)
+    # Sequences of one request share the prompt: the first reports it, unless it has done so.
+    is_first = new.sequence_index == 0 and len(new.token_ids) == new.num_prompt_tokens
+    return Feature.REPORTS | (Feature.PROMPT_REPORTS if is_first and new.outputs.of_prompt else 0)
 
 
 def _ints() -> NDArray[np.int32]:

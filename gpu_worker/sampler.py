@@ -7,7 +7,7 @@ drawn by inverting the cumulative distribution at one uniform number per row. No
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import kernels
+from gpu_worker.beams import Candidates, find_candidates
 from gpu_worker.distribution import invert, top_threshold
 from gpu_worker.rows import Feature, Rows
 from gpu_worker.steering import STEERING, decayed_top_p, steer
@@ -36,11 +37,13 @@ class Sampled:
         token_ids: int32 [num_rows].
         errors: (place, error) of rows whose token means nothing; it is 0.
         log_probs: Of the rows that ask for them.
+        candidates: Of the rows that are beams, by their place; their tokens mean nothing.
     """
 
     token_ids: IntArray
     errors: tuple[tuple[int, MidstreamError], ...]
     log_probs: tuple[RowLogProbs, ...]
+    candidates: dict[int, Candidates] = field(default_factory=dict)
 
 
 class Sampler:
@@ -68,12 +71,18 @@ class Sampler:
         special, raw = rows[places], logits
         if len(places) < len(rows):
             raw = logits[torch.from_numpy(places).to(logits.device)]
-        token_ids[places], is_left = self._choose(raw, special, token_ids[places])
+        candidates: dict[int, Candidates] = {}
+        token_ids[places], is_left = self._choose(raw, special, token_ids[places], candidates)
+        if candidates:
+            candidates = {int(places[place]): found for place, found in candidates.items()}
         if not is_left.all():
             errors |= dict.fromkeys(places[~is_left].tolist(), _NOTHING_LEFT)
-        return Sampled(token_ids, tuple(errors.items()), self._log_probs(raw, special, token_ids[places]))
+        log_probs = self._log_probs(raw, special, token_ids[places])
+        return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
 
-    def _choose(self, raw: Tensor, rows: IntArray, best: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
+    def _choose(
+        self, raw: Tensor, rows: IntArray, best: IntArray, candidates: dict[int, Candidates]
+    ) -> tuple[IntArray, NDArray[np.bool_]]:
         """The tokens, and whether any was left to choose from."""
         is_left = np.ones(len(rows), dtype=np.bool_)
         logits, chosen = raw, best.copy()
@@ -87,6 +96,9 @@ class Sampler:
         if len(drawn):
             some = logits if len(drawn) == len(rows) else logits[torch.from_numpy(drawn).to(logits.device)]
             chosen[drawn] = self._draw(some, rows[drawn])
+        beams = [place for place in self._with(rows, Feature.BEAMS) if is_left[place]]
+        if beams:
+            candidates.update(zip(beams, find_candidates(logits[beams], self._rows, rows[beams]), strict=True))
         return chosen, is_left
 
     def _with(self, rows: IntArray, feature: Feature) -> list[int]:

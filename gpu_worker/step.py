@@ -23,6 +23,9 @@ class SamplingParams:
         bad_words: Token sequences that may not be completed.
         no_repeat_ngram_size: No n-gram of this size occurs twice; 0 is off.
         top_p_decay, top_p_min, top_p_reset_id: How top_p changes from token to token; a reset id of -1 is none.
+        beam_width: Above 1 the row is a beam, and gives candidates in place of a token.
+        num_draft_tokens: Drafts that the row may verify in a step.
+        max_ngram_size: Of what is looked up in its tokens for drafts; 0 is that a draft model makes them.
         log_probs: None: not wanted; else the number of likeliest tokens reported beside the chosen one.
     """
 
@@ -43,9 +46,52 @@ class SamplingParams:
     top_p_reset_id: int = -1
     end_ids: tuple[int, ...] = ()
     log_probs: int | None = None
+    beam_width: int = 1
+    num_draft_tokens: int = 0
+    max_ngram_size: int = 3
 
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputParams:
+    """What a sequence reports beside its tokens and their log probabilities.
+
+    Attributes:
+        prompt_log_probs: As `SamplingParams.log_probs`, for the prompt's tokens from the second on.
+        context_logits, generation_logits: The model's own, at each token of the prompt and at each new token.
+        hidden_states: (layer, whether the prompt's as well); 0 is the embeddings.
+        topk_logits: (how many of the highest logits, whether the prompt's as well).
+    """
+
+    prompt_log_probs: int | None = None
+    context_logits: bool = False
+    generation_logits: bool = False
+    hidden_states: tuple[tuple[int, bool], ...] = ()
+    topk_logits: tuple[tuple[int, bool], ...] = ()
+
+    @property
+    def of_prompt(self) -> bool:
+        """Whether anything is wanted of the prompt."""
+        is_gathered = any(gathers for _, gathers in self.hidden_states + self.topk_logits)
+        return self.prompt_log_probs is not None or self.context_logits or is_gathered
+
+
+NOTHING = OutputParams()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """What a request says of an adapter.
+
+    Attributes:
+        fingerprint: Of its files; another folder under the same path is another adapter.
+    """
+
+    name: str
+    path: str
+    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +101,10 @@ class NewSequence:
     Attributes:
         token_ids: [num_tokens]; the first num_prompt_tokens are the prompt.
         block_ids: The first entries of its block table.
+        lora: Its LoRA adapter.
+        prompt: The prompt adapter whose table stands behind token ids from the vocabulary's size on.
+        prompt_table: Or the table itself, float32 [num_virtual_tokens, hidden_size], found under prompt_table_key.
+        num_virtual_tokens: Rows of that table, once it is there.
         error: Why the sequence cannot run here; each of its samples then fails with it.
     """
 
@@ -63,14 +113,20 @@ class NewSequence:
     num_prompt_tokens: int
     block_ids: IntArray = field(default_factory=lambda: EMPTY)
     sampling: SamplingParams = GREEDY
+    outputs: OutputParams = NOTHING
     sequence_index: int = 0
     request_id: str = ""
+    lora: AdapterRef | None = None
+    prompt: AdapterRef | None = None
+    prompt_table: NDArray[np.float32] | None = None
+    prompt_table_key: str = ""
+    num_virtual_tokens: int = 0
     error: MidstreamError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """`to_row` takes over the tokens of `from_row`, and `block_ids` as its block table."""
+    """`to_row` becomes a copy of `from_row`, with `block_ids` as its block table."""
 
     from_row: int
     to_row: int
@@ -97,6 +153,10 @@ class Step:
     repeat_generation: bool = False
     generation_rows: IntArray = field(default_factory=lambda: EMPTY)
     idle_rows: IntArray = field(default_factory=lambda: EMPTY)
+    beam_rows: IntArray = field(default_factory=lambda: EMPTY)
+    beam_tokens: IntArray = field(default_factory=lambda: EMPTY)
+    draft_rows: IntArray = field(default_factory=lambda: EMPTY)
+    draft_limits: IntArray = field(default_factory=lambda: EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +171,55 @@ class RowLogProbs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogProbs:
+    """Log probabilities of consecutive prompt tokens of one row; the top ones token after token, `top_k` each."""
+
+    row: int
+    top_k: int
+    token_log_probs: tuple[float, ...]
+    token_ranks: tuple[int, ...]
+    top_token_ids: tuple[int, ...]
+    top_log_probs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensor:
+    """Some rows of a tensor that a row reports.
+
+    Attributes:
+        values: Float32 or int32, [rows, ...].
+        first_row: Place of values[0] in the whole: a prompt position, or an index in the output.
+        is_last: The whole ends with it; False where it grows with each token.
+    """
+
+    row: int
+    name: str
+    values: NDArray[np.float32] | NDArray[np.int32]
+    first_row: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step gave.
 
     Attributes:
-        token_ids: One per sampled row: context chunks that sampled, in order, then generation rows, ascending.
+        token_ids: One per sampled row, unless num_tokens says how many: context chunks that sampled, in order, then
+            generation rows, ascending.
+        num_tokens: Tokens of each sampled row, where some have another number than one.
+        candidate_log_probs: Of all tokens of those rows that are beams.
+        num_drafts: Drafts that were verified, of each sampled row, where there were any.
         errors: (row, error) of rows whose token means nothing.
         forward_s: Time of forward pass and sampling, in seconds.
+        prompt_log_probs, tensors: What rows report beside.
     """
 
     token_ids: IntArray
     log_probs: tuple[RowLogProbs, ...]
     errors: tuple[tuple[int, MidstreamError], ...]
     forward_s: float
+    prompt_log_probs: tuple[PromptLogProbs, ...] = ()
+    tensors: tuple[RowTensor, ...] = ()
+    num_tokens: tuple[int, ...] = ()
+    candidate_log_probs: tuple[float, ...] = ()
+    num_drafts: tuple[int, ...] = ()

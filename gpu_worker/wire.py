@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from gpu_worker.step import Fork, IntArray, NewSequence, RowLogProbs, SamplingParams, Step, StepOutput
+from gpu_worker.output_wire import encode_tensors, output_params, prompt_outputs, row_outputs
+from gpu_worker.step import AdapterRef, Fork, IntArray, NewSequence, SamplingParams, Step, StepOutput
 from midstream.errors import MidstreamError, UnsupportedError
 from protos import generation_pb2, worker_pb2
 
 PROTOCOL_VERSION = 1
 # Optional features that this worker has; what a request asks beyond them fails that request alone.
 FEATURES = (
+    "additional_outputs",
     "bad_words",
+    "beam_search",
+    "context_logits",
     "embedding_bias",
+    "generation_logits",
     "log_probs",
+    "lora",
     "min_tokens",
     "no_repeat_ngram",
     "penalties",
+    "prompt_log_probs",
+    "prompt_tuning",
     "top_p_decay",
 )
 
@@ -46,25 +54,45 @@ def decode_step(message: worker_pb2.StepBatch) -> Step:
         repeat_generation=message.repeat_generation,
         generation_rows=_ints(message.generation_rows),
         idle_rows=_ints(message.idle_rows),
+        beam_rows=_ints(message.beam_rows),
+        beam_tokens=_ints(message.beam_token_ids),
+        draft_rows=_ints(message.draft_rows),
+        draft_limits=_ints(message.draft_limits),
     )
     if not len(step.context_rows) == len(step.context_starts) == len(step.context_lengths):
         raise ValueError("context arrays differ in length")
     if len(step.block_rows) != len(step.block_ids) or len(step.copy_sources) != len(step.copy_targets):
         raise ValueError("block arrays differ in length")
+    if len(step.beam_rows) != len(step.beam_tokens) or len(step.draft_rows) != len(step.draft_limits):
+        raise ValueError("beam or draft arrays differ in length")
     return step
 
 
-def encode_result(epoch: int, step_id: int, output: StepOutput, waiting_s: float) -> worker_pb2.StepResult:
-    """The message that carries `output`."""
-    return worker_pb2.StepResult(
+def encode_result(
+    epoch: int, step_id: int, output: StepOutput, waiting_s: float
+) -> Iterator[worker_pb2.WorkerMessage]:
+    """The messages that carry `output`: those with tensors, then the result itself."""
+    for outputs in encode_tensors(output.tensors):
+        yield worker_pb2.WorkerMessage(
+            step_outputs=worker_pb2.StepOutputs(epoch=epoch, step_id=step_id, outputs=outputs)
+        )
+    result = worker_pb2.StepResult(
         epoch=epoch,
         step_id=step_id,
         token_ids=output.token_ids.tolist(),
-        outputs=[_row_outputs(item) for item in output.log_probs],
+        num_tokens=output.num_tokens,
+        candidate_log_probs=output.candidate_log_probs,
+        num_drafts=output.num_drafts,
+        num_draft_tokens=sum(output.num_drafts),
+        num_accepted_tokens=sum(
+            count - 1 for count, drafts in zip(output.num_tokens, output.num_drafts, strict=False) if drafts
+        ),
+        outputs=[*map(prompt_outputs, output.prompt_log_probs), *map(row_outputs, output.log_probs)],
         errors=[worker_pb2.RowError(row=row, error=error.to_proto()) for row, error in output.errors],
         forward_us=int(output.forward_s * 1e6),
         waiting_us=int(waiting_s * 1e6),
     )
+    yield worker_pb2.WorkerMessage(step_result=result)
 
 
 def _sequence(message: worker_pb2.AddSequence) -> NewSequence:
@@ -74,10 +102,18 @@ def _sequence(message: worker_pb2.AddSequence) -> NewSequence:
         num_prompt_tokens=message.num_prompt_tokens,
         block_ids=_ints(message.block_ids),
         sampling=_sampling(message),
+        outputs=output_params(message.output),
         sequence_index=message.sequence_index,
         request_id=message.request_id,
+        lora=_adapter(message.lora) if message.HasField("lora") else None,
+        prompt=_adapter(message.prompt_tuning) if message.HasField("prompt_tuning") else None,
+        prompt_table_key=message.prompt_table,
         error=_unsupported(message),
     )
+
+
+def _adapter(config: generation_pb2.LoraConfig | generation_pb2.PromptTuningConfig) -> AdapterRef:
+    return AdapterRef(config.name, config.resolved.path, config.resolved.fingerprint)
 
 
 def _sampling(message: worker_pb2.AddSequence) -> SamplingParams:
@@ -100,38 +136,27 @@ def _sampling(message: worker_pb2.AddSequence) -> SamplingParams:
         top_p_reset_id=sampling.top_p_reset_id if sampling.HasField("top_p_reset_id") else -1,
         end_ids=tuple(message.end_ids),
         log_probs=output.log_probs if output.HasField("log_probs") else None,
+        beam_width=sampling.beam_width or 1,
+        num_draft_tokens=message.speculative.num_draft_tokens,
+        max_ngram_size=_max_ngram_size(message.speculative),
     )
 
 
+def _max_ngram_size(config: generation_pb2.SpeculativeConfig) -> int:
+    if config.method == generation_pb2.SpeculativeConfig.METHOD_DRAFT_MODEL:
+        return 0
+    return config.max_ngram_size if config.HasField("max_ngram_size") else 3
+
+
 def _unsupported(message: worker_pb2.AddSequence) -> MidstreamError | None:
-    sampling, output = message.sampling, message.output
     wanted = {
-        "sampling.beam_width": sampling.beam_width > 1,
-        "output.prompt_log_probs": output.HasField("prompt_log_probs"),
-        "output.return_context_logits": output.return_context_logits,
-        "output.return_generation_logits": output.return_generation_logits,
-        "output.additional_outputs": len(output.additional_outputs) > 0,
         "guided_decoding": message.HasField("guided_decoding"),
-        "lora": message.HasField("lora"),
-        "prompt_tuning": message.HasField("prompt_tuning"),
-        "prompt_tuning.table": bool(message.prompt_table),
         "logits_post_processor_name": bool(message.logits_post_processor_name),
     }
     for field, is_wanted in wanted.items():
         if is_wanted:
             return UnsupportedError("this worker does not support it", field=field)
     return None
-
-
-def _row_outputs(item: RowLogProbs) -> worker_pb2.RowOutputs:
-    log_probs = generation_pb2.LogProbs(
-        token_log_probs=[item.token_log_prob],
-        top_k=len(item.top_token_ids),
-        top_token_ids=item.top_token_ids,
-        top_log_probs=item.top_log_probs,
-        token_ranks=[item.token_rank],
-    )
-    return worker_pb2.RowOutputs(row=item.row, log_probs=log_probs)
 
 
 def _ints(values: Iterable[int]) -> IntArray:

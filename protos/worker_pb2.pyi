@@ -439,7 +439,7 @@ class StepBatch(google.protobuf.message.Message):
     def copy_target_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def forks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ForkRow]:
-        """Beam search: a row becomes a copy of another one, with a table of its own. All are read before any is written."""
+        """Beam search: a row becomes a copy of another one, with a table of its own. No row is both in one step."""
 
     @property
     def trace_parents(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:

@@ -6,10 +6,12 @@ start on (prefix_cache says how they wait for it); blocks of generated tokens ca
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from scheduler.block_manager import BlockManager, Retention
 from scheduler.core_config import CoreConfig
 from scheduler.prefix_cache import extend_hashes
-from scheduler.request import DEFAULT_RETENTION_PRIORITY, NO_RESULTS, Sequence
+from scheduler.request import DEFAULT_RETENTION_PRIORITY, NO_RESULTS, RequestSpec, Sequence
 from scheduler.timers import Clock
 
 
@@ -86,6 +88,64 @@ class BlockTables:
         self._promise(sequence, len(shared), known // block_size)
         if leader is None:
             self.blocks.counts.missed += max(0, num_prompt_shared - len(shared)) if self._reuses(sequence) else 0
+
+    def num_to_reserve(self, spec: RequestSpec, num_known: int) -> int:
+        """Blocks to set aside for a spare lane of a beam search whose lanes know `num_known` tokens."""
+        most = self.max_blocks(spec.max_num_tokens, num_known)
+        return most if self.has_window else most - num_known // self.tokens_per_block
+
+    def reserve(self, lane: Sequence, num_known: int) -> None:
+        """Sets blocks aside for a spare lane."""
+        lane.num_reserved = self.num_to_reserve(lane.request.spec, num_known)
+        self.num_reserved_blocks += lane.num_reserved
+        lane.next_publish = NO_RESULTS
+
+    def num_missing_for_forks(self, forks: Iterable[tuple[Sequence, Sequence]]) -> int:
+        """Blocks that forks take, beyond those that they give back."""
+        num_missing = 0
+        for source, target in forks:
+            num_missing += source.num_computed % self.tokens_per_block > 0
+            num_missing -= sum(1 for block in target.table[target.num_freed :] if self.blocks.num_owners(block) == 1)
+        return num_missing
+
+    def fork(self, forks: Iterable[tuple[Sequence, Sequence]]) -> list[tuple[int, int]]:
+        """Gives each target the table of its source, in place of its own; a partly filled block becomes two.
+
+        Precondition: no source is a target, and `num_missing_for_forks` blocks are available.
+
+        Returns:
+            The blocks to copy, as (from, to).
+        """
+        dropped: list[int] = []
+        for source, target in forks:
+            dropped += target.table[target.num_freed :]
+            shared = source.table[source.num_freed : source.num_computed // self.tokens_per_block]
+            self.blocks.share(shared)
+            target.table = source.table[: source.num_freed] + shared
+            target.num_freed = source.num_freed
+            target.num_computed = source.num_computed
+        self.blocks.release(reversed(dropped), self._clock.now_ns)
+        copies: list[tuple[int, int]] = []
+        for source, target in forks:
+            if source.num_computed % self.tokens_per_block:
+                (block,) = self.blocks.allocate(1, self._clock.now_ns)
+                copies.append((source.table[len(target.table)], block))
+                target.table.append(block)
+            self._set_reserved(target, len(target.table))
+        return copies
+
+    def empty(self, lane: Sequence) -> None:
+        """Takes the blocks of a lane that has no beam any more; it may get one again."""
+        self.blocks.release(reversed(lane.table[lane.num_freed :]), self._clock.now_ns)
+        lane.table, lane.num_freed = [], 0
+        self._set_reserved(lane, lane.num_computed // self.tokens_per_block)
+
+    def _set_reserved(self, lane: Sequence, num_held: int) -> None:
+        """Sets aside what a lane may still take: all but those it holds, or will share with the beam it gets."""
+        if not self.has_window:
+            num_reserved = self.blocks_of(lane.request.spec.max_num_tokens) - num_held
+            self.num_reserved_blocks += num_reserved - lane.num_reserved
+            lane.num_reserved = num_reserved
 
     def _promise(self, sequence: Sequence, first: int, end: int) -> None:
         """Publishes the blocks [first, end) that the sequence will compute, and marks them as pending."""

@@ -35,6 +35,14 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamsAdvanced:
+    """A beam search has taken steps, to be committed: `num_steps` of them now."""
+
+    request: Request
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceEnded:
     """`sequence.end` is set, or was amended because a stop word lies further ahead."""
 
@@ -106,6 +114,20 @@ class StepPlan:
     block_ids: list[int] = field(default_factory=list)
     copy_source_blocks: list[int] = field(default_factory=list)
     copy_target_blocks: list[int] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    beam_rows: list[int] = field(default_factory=list)
+    beam_token_ids: list[int] = field(default_factory=list)
+    draft_rows: list[int] = field(default_factory=list)
+    draft_limits: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """`to_row` becomes a copy of `from_row`, with `block_ids` as its table."""
+
+    from_row: int
+    to_row: int
+    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +160,7 @@ Effect = (
     Accepted
     | Refused
     | Emitted
+    | BeamsAdvanced
     | SequenceEnded
     | RequestEnded
     | RequestForgotten

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from scheduler.beams import BeamStep
 from scheduler.request import ExtraOutput, Failure, Finish, RequestSpec, SequenceEnd
 
 
@@ -25,6 +26,7 @@ class Recovered:
         ends: How sequences ended that did, by their index.
         extras: Extra outputs of workers, by sequence; empty where there are none at all.
         finish: Set when the request had ended.
+        beam_steps: Of its beam search.
     """
 
     time_ns: int
@@ -33,6 +35,7 @@ class Recovered:
     ends: tuple[tuple[int, SequenceEnd], ...] = ()
     extras: tuple[tuple[ExtraOutput, ...], ...] = ()
     finish: Finish | None = None
+    beam_steps: tuple[BeamStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class WorkerRegistered:
     Attributes:
         connection: The edge's name for where it came from; messages to the group go there.
         max_batch_size: Rows. max_num_tokens: Tokens in one step.
+        lora_cache_bytes: Device memory for adapters. max_loras: How many usual ones that holds.
     """
 
     time_ns: int
@@ -95,6 +99,8 @@ class WorkerRegistered:
     device: str = ""
     dtype: str = ""
     features: tuple[str, ...] = ()
+    lora_cache_bytes: int = 0
+    max_loras: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,14 @@ class WorkerLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The link of a worker group is gone: its process has died, or the network has cut it."""
+
+    time_ns: int
+    connection: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """A step's result.
 
@@ -127,6 +141,8 @@ class StepDone:
         num_tokens: Tokens of each sampled row; empty is one each.
         failures: Rows that failed.
         outputs: Serialized extra outputs, by row.
+        candidate_log_probs: Of the candidates of all rows that are beams, in order.
+        num_drafts: Drafts that were verified, of each sampled row; empty is none.
     """
 
     time_ns: int
@@ -142,6 +158,8 @@ class StepDone:
     memory: tuple[int, int, int] = (0, 0, 0)
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    candidate_log_probs: list[float] = field(default_factory=list)
+    num_drafts: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +186,7 @@ Event = (
     | WorkerRegistered
     | WorkerBeat
     | WorkerLeft
+    | WorkerLost
     | StepDone
     | Turn
     | DrainStarted

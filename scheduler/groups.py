@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
+from scheduler.adapter_room import AdapterRoom
 from scheduler.block_manager import BlockManager
 from scheduler.block_tables import BlockTables
 from scheduler.core_config import CoreConfig
@@ -22,6 +23,7 @@ from scheduler.events import StepDone, WorkerRegistered
 from scheduler.in_flight import InFlightStep, LastGeneration
 from scheduler.prefix_cache import PrefixCache
 from scheduler.request import Request, RequestState, Sequence
+from scheduler.sharing import Clients, Pace
 from scheduler.timers import Clock
 
 _BY_ROW = attrgetter("row")
@@ -53,15 +55,19 @@ class WorkerGroup:
 
     Attributes:
         tables: Which blocks each sequence holds.
+        clients: Whether several send requests. pace: When the next step is planned.
         active: Requests that hold blocks here, in the order in which they started.
         context: Sequences in their context phase, in the order in which they started.
         generating: Sequences in their generation phase, by row.
         generation_version: Changes whenever `generating` does.
+        num_waiting: Sequences with rows that wait for each result before they run again.
         released_rows: Rows that the next step frees at the worker.
         batch_size: Sequences started since the group was last empty.
     """
 
-    def __init__(self, registration: WorkerRegistered, epoch: int, config: CoreConfig, clock: Clock) -> None:
+    def __init__(
+        self, registration: WorkerRegistered, epoch: int, config: CoreConfig, clock: Clock, clients: Clients
+    ) -> None:
         self.group_id = registration.group_id
         self.connection = registration.connection
         self.registration = registration
@@ -73,6 +79,9 @@ class WorkerGroup:
         self.prefix_cache = PrefixCache()
         self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
         self.tables = BlockTables(config, self.blocks, clock)
+        self.adapters = AdapterRoom(registration.lora_cache_bytes)
+        self.clients = clients
+        self.pace = Pace(clients)
         self.last_heard_ns = registration.time_ns
         self.last_progress_ns = registration.time_ns
         self.active: dict[Request, None] = {}
@@ -80,6 +89,7 @@ class WorkerGroup:
         self.generating: list[Sequence] = []
         self.generation_version = 0
         self.num_on_worker = 0
+        self.num_waiting = 0
         self.batch_size = 0
         self.released_rows: list[int] = []
         self.in_flight: deque[InFlightStep] = deque()
@@ -111,20 +121,21 @@ class WorkerGroup:
         """Blocks that the request takes at most, on an empty group, also when it has to start again near its end."""
         each = self.tables.blocks_of(request.spec.max_num_tokens)
         shared = 0 if self.tables.has_window else (len(request.spec.prompt) - 1) // self.tokens_per_block
-        return each + (request.spec.num_sequences - 1) * (each - shared)
+        return each + (request.spec.num_rows - 1) * (each - shared)
 
     def is_large_enough(self, request: Request) -> bool:
         """Whether the request could run here if the group were empty."""
         spec = request.spec
         return (
-            spec.num_sequences <= self.max_batch_size
+            spec.num_rows <= self.max_batch_size
             and spec.max_num_tokens < self.registration.max_sequence_length
             and self.blocks_alone(request) <= self.blocks.num_blocks
+            and self.adapters.fits_alone(spec)
         )
 
     def start_cost(self, request: Request) -> StartCost:
         """What starting the request would take; changes nothing."""
-        live, tables = request.live_sequences, self.tables
+        live, tables = request.running_sequences, self.tables
         shared = (len(request.spec.prompt) - 1) // self.tokens_per_block
         hits = tables.find(live[0])
         num_blocks = sum(1 for block in hits if self.blocks.num_owners(block) == 0) - len(hits)
@@ -138,8 +149,12 @@ class WorkerGroup:
             num_to_end += most if tables.has_window else most - own
             num_tokens += known
         num_cached = len(hits) * self.tokens_per_block
+        num_spare = len(request.beams.spare) if request.beams is not None else 0
+        if num_spare:
+            num_next += num_spare
+            num_to_end += num_spare * tables.num_to_reserve(request.spec, live[0].num_tokens)
         num_to_end += 0 if tables.has_window else num_blocks
-        return StartCost(len(live), num_blocks, num_next, num_to_end, num_cached, num_tokens)
+        return StartCost(len(live) + num_spare, num_blocks, num_next, num_to_end, num_cached, num_tokens)
 
     def start(self, request: Request, ordinal: int) -> None:
         """Gives each live sequence a row and blocks for its known tokens.
@@ -151,26 +166,45 @@ class WorkerGroup:
             ordinal: Number of the next step; results of steps before it are not for this request.
         """
         self.active[request] = None
+        self.adapters.take(request.spec)
         request.group = self
         request.state = RequestState.ACTIVE
         self.num_placed += 1
         leader: Sequence | None = None
-        for sequence in request.live_sequences:
-            self._start_sequence(sequence, leader)
-            sequence.first_ordinal = ordinal
+        for sequence in request.running_sequences:
+            self.tables.fill(sequence, leader)
+            self._take_row(sequence, ordinal)
+            self.context.append(sequence)
             leader = leader or sequence
+        if request.beams is not None and leader is not None:
+            for lane in request.beams.spare:
+                self.tables.reserve(lane, leader.num_tokens)
+                self._take_row(lane, ordinal)
 
-    def _start_sequence(self, sequence: Sequence, leader: Sequence | None) -> None:
-        self.tables.fill(sequence, leader)
+    def _take_row(self, sequence: Sequence, ordinal: int) -> None:
         sequence.row = heapq.heappop(self._free_rows)
+        sequence.first_ordinal = ordinal
         self.batch_size += 1
-        self.context.append(sequence)
+        self.num_waiting += sequence.waits_for_result
 
     def begin_generation(self, sequence: Sequence) -> None:
         """Moves a sequence whose context is planned on, unless all its tokens are planned."""
         self.context.remove(sequence)
-        if self.set_checkpoint(sequence):
-            insort(self.generating, sequence, key=_BY_ROW)
+        if not sequence.waits_for_result:
+            self.resume_generation(sequence)
+
+    def resume_generation(self, sequence: Sequence) -> None:
+        """Lets a sequence generate, unless all its tokens are planned."""
+        if not self.set_checkpoint(sequence):
+            return
+        insort(self.generating, sequence, key=_BY_ROW)
+        self.generation_version += 1
+
+    def rest(self, sequences: Iterable[Sequence]) -> None:
+        """Lets sequences that a step runs wait for its result, where they have to."""
+        resting = {sequence for sequence in sequences if sequence.waits_for_result}
+        if resting:
+            self.generating = [sequence for sequence in self.generating if sequence not in resting]
             self.generation_version += 1
 
     def set_checkpoint(self, sequence: Sequence) -> bool:
@@ -186,10 +220,13 @@ class WorkerGroup:
 
     def release(self, request: Request) -> None:
         """Takes rows and blocks of all its sequences back; nothing of the request is left on the group."""
-        for sequence in request.sequences:
+        for sequence in request.placed_sequences:
             if sequence.row is not None:
                 self.release_sequence(sequence)
+        if request.beams is not None:
+            request.beams.forget_placement()
         del self.active[request]
+        self.adapters.give_back(request.spec)
         request.group = None
         if not self.active:
             self.batch_size = 0
@@ -207,10 +244,11 @@ class WorkerGroup:
         if sequence.is_on_worker:
             self.released_rows.append(sequence.row)
             self.num_on_worker -= 1
+        self.num_waiting -= sequence.waits_for_result
         sequence.clear_placement()
 
     def held_tables(self) -> Iterable[Iterable[int]]:
         """Blocks of each sequence on the group, for the full check."""
         for request in self.active:
-            for sequence in request.sequences:
+            for sequence in request.placed_sequences:
                 yield sequence.table[sequence.num_freed :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler.request import Request, Sequence
 
@@ -24,6 +24,7 @@ class InFlightStep:
         ordinal: Counts the steps of all groups.
         context: (row, sequence, tokens, samples) of each chunk.
         generation: Sequences in ascending order of their rows.
+        draft_limits: Most drafts that are verified for a sequence; none for others.
     """
 
     step_id: int
@@ -35,11 +36,21 @@ class InFlightStep:
     num_paused: int
     queue_latency_ns: int
     num_empty_slots: int
+    draft_limits: dict[Sequence, int] = field(default_factory=dict)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens in its context chunks."""
+        return sum(chunk[2] for chunk in self.context)
 
     @property
     def num_sampled(self) -> int:
         """Rows that give a token."""
         return sum(1 for chunk in self.context if chunk[3]) + len(self.generation)
+
+    def sampled(self) -> list[Sequence]:
+        """Sequences of the rows that give a token, in the order of the result."""
+        return [chunk[1] for chunk in self.context if chunk[3]] + list(self.generation)
 
     def requests(self) -> set[Request]:
         """Requests that take part."""

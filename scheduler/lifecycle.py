@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from functools import partial
 
+from scheduler.beam_lanes import BeamLanes
 from scheduler.core_config import CoreConfig
 from scheduler.effects import (
     Accepted,
@@ -67,6 +68,7 @@ class Lifecycle:
         self._effects = effects
         self._finished: OrderedDict[str, Request] = OrderedDict()
         self._num_finished_tokens = 0
+        self._num_tensor_bytes = 0
         self._num_seen = 0
 
     @property
@@ -98,6 +100,9 @@ class Lifecycle:
         if failure is not None:
             self._effects.append(Refused(spec.request_id, failure))
             return None
+        if spec.tensor_bytes and not self._make_room(spec.tensor_bytes):
+            self._refuse(spec, RESOURCE_EXHAUSTED, "other requests' logits and hidden states fill the memory for them")
+            return None
         request = self._take_in(spec)
         self._queue.push(request)
         self._effects.append(Accepted(request, is_attached=False))
@@ -116,6 +121,8 @@ class Lifecycle:
             self._keep_finished(request)
             return request
         request.num_recoveries = 1
+        if request.beams is not None and request.live_sequences:
+            request.beams.restore(event.beam_steps)
         if request.live_sequences:
             self._queue.put_back(request)
         else:
@@ -131,6 +138,8 @@ class Lifecycle:
         request.num_preemptions = finish.num_preemptions
         request.num_recoveries = finish.num_recoveries
         request.num_steps = finish.num_steps
+        request.num_draft_tokens = finish.num_draft_tokens
+        request.num_accepted_tokens = finish.num_accepted_tokens
         self.requests[request.request_id] = request
         return request
 
@@ -140,14 +149,15 @@ class Lifecycle:
         self._finished[request.request_id] = request
         self._num_finished_tokens += _num_tokens(request)
         while len(self._finished) > config.max_num_finished or self._num_finished_tokens > config.max_finished_tokens:
-            self._forget_oldest()
+            self._forget(next(iter(self._finished.values())))
         self._timers.at(request.times.finished_ns + config.finished_ttl_ns, self._forget_expired)
 
     def _check(self, spec: RequestSpec) -> Failure | None:
         if not spec.prompt:
             return Failure(INVALID_ARGUMENT, "the prompt is empty", "token_ids")
-        if max(spec.prompt) >= self._config.vocab_size:
-            return Failure(INVALID_ARGUMENT, f"token ids are below {self._config.vocab_size}", "token_ids")
+        num_ids = self._config.vocab_size + spec.num_virtual_tokens
+        if max(spec.prompt) >= num_ids:
+            return Failure(INVALID_ARGUMENT, f"token ids are below {num_ids}", "token_ids")
         if spec.max_tokens < 1:
             return Failure(INVALID_ARGUMENT, "at least 1 is needed", "max_tokens")
         if len(spec.prompt) + spec.max_tokens > self._config.max_sequence_length:
@@ -155,6 +165,9 @@ class Lifecycle:
             return Failure(
                 INVALID_ARGUMENT, f"prompt and output take more than the model's {most} tokens", "max_tokens"
             )
+        if spec.tensor_bytes > self._config.max_tensor_bytes:
+            most = self._config.max_tensor_bytes
+            return Failure(INVALID_ARGUMENT, f"asks for {spec.tensor_bytes} bytes of tensors; at most {most}", "output")
         if not self._config.enable_chunked_context and len(spec.prompt) > self._config.max_num_tokens:
             most = self._config.max_num_tokens
             return Failure(INVALID_ARGUMENT, f"without chunked context a prompt has at most {most} tokens", "token_ids")
@@ -170,6 +183,9 @@ class Lifecycle:
         now = self._clock.now_ns
         self._num_seen += 1
         request = Request(spec, self._num_seen)
+        self._num_tensor_bytes += spec.tensor_bytes
+        if spec.beam_width > 1:
+            request.beams = BeamLanes(request)
         request.times.arrival_ns = spec.arrival_ns or now
         request.times.queued_ns = request.orphaned_ns = request.waiting_since_ns = now
         self.requests[spec.request_id] = request
@@ -257,9 +273,20 @@ class Lifecycle:
         totals.num_finished_by_reason[name] = totals.num_finished_by_reason.get(name, 0) + 1
         totals.e2e_request_latency.observe(self._clock.now_ns - request.times.arrival_ns)
 
-    def _forget_oldest(self) -> None:
-        request_id, request = self._finished.popitem(last=False)
-        del self.requests[request_id]
+    def _make_room(self, num_bytes: int) -> bool:
+        """Room for a request's tensors, in place of ended requests that nobody reads; False where there is none."""
+        limit = self._config.max_tensor_bytes - num_bytes
+        if self._num_tensor_bytes > limit:
+            for request in list(self._finished.values()):
+                if request.spec.tensor_bytes and not request.num_attached and self._num_tensor_bytes > limit:
+                    self._forget(request)
+        return self._num_tensor_bytes <= limit
+
+    def _forget(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        del self._finished[request.request_id]
+        del self.requests[request.request_id]
+        self._num_tensor_bytes -= request.spec.tensor_bytes
         self._num_finished_tokens -= _num_tokens(request)
         self._effects.append(RequestForgotten(request))
 
@@ -268,7 +295,7 @@ class Lifecycle:
             oldest = next(iter(self._finished.values()))
             if oldest.times.finished_ns + self._config.finished_ttl_ns > now_ns:
                 return
-            self._forget_oldest()
+            self._forget(oldest)
 
     def _on_deadline(self, request_id: str, ordinal: int, _: int) -> None:
         request = self.requests.get(request_id)

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from midstream.telemetry import PREFIX
 from scheduler.core import SchedulerCore
 from scheduler.dispatch import Dispatcher
+from scheduler.groups import WorkerGroup
 from scheduler.journal import Journal
 from scheduler.stats import LATENCY_BUCKETS_S, Histogram
 
@@ -45,6 +46,7 @@ class SchedulerCollector(Collector):
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache.", labels=("block_size", "num_gpu_blocks"))
         info.add_metric((str(core.config.tokens_per_block), str(num_blocks)), 1.0)
         yield info
+        yield _lora_requests(groups, core)
 
     def _counters(self) -> Iterator[Metric]:
         totals, dispatcher = self._core.totals, self._dispatcher
@@ -56,9 +58,12 @@ class SchedulerCollector(Collector):
         yield _counter("num_quarantined", "Requests ended because workers died of them.", totals.num_quarantined)
         yield _counter("prompt_tokens", "Context tokens computed.", totals.num_prompt_tokens)
         yield _counter("generation_tokens", "Tokens generated.", totals.num_generation_tokens)
+        yield _counter("num_draft_tokens", "Drafts that were verified.", totals.num_draft_tokens)
+        yield _counter("num_accepted_tokens", "Drafts that were accepted.", totals.num_accepted_tokens)
         yield _counter("num_wasted_tokens", "Tokens computed for ended sequences.", totals.num_wasted_tokens)
         yield _counter("num_stale_messages", "Messages of epochs that were over.", totals.num_stale_messages)
         yield _counter("num_malformed_messages", "Messages that did not parse.", dispatcher.num_malformed)
+        yield _counter("num_refused_connections", "Connections refused on the worker port.", dispatcher.num_refused)
         yield _counter("num_unsent_messages", "Messages whose worker was gone.", dispatcher.num_unsent)
         yield _counter("journal_commits", "Transactions of the journal.", self._journal.num_commits)
         yield _counter("journal_damaged_records", "Records lost to damage at the start.", self._journal.num_damaged)
@@ -71,6 +76,17 @@ class SchedulerCollector(Collector):
         for reason, count in list(totals.num_finished_by_reason.items()):
             finished.add_metric((reason,), count)
         yield finished
+
+
+def _lora_requests(groups: list[WorkerGroup], core: SchedulerCore) -> Metric:
+    """Which adapters run and wait, as gateways read it: 1, with the names in its labels."""
+    running = {request.spec.lora_name for group in groups for request in list(group.active)}
+    waiting = {request.spec.lora_name for request in list(core.queue)}
+    most = min((group.registration.max_loras for group in groups), default=0)
+    names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    info = GaugeMetricFamily(PREFIX + "lora_requests_info", "LoRA adapters of requests.", labels=names)
+    info.add_metric((str(most), *(",".join(sorted(found - {""})) for found in (running, waiting))), 1.0)
+    return info
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -162,7 +162,7 @@ class RequestQueue:
             queue.refund(request.spec.client_id, float(num_tokens))
 
     def _add(self, request: Request) -> None:
-        num_tokens = sum(sequence.num_tokens for sequence in request.live_sequences)
+        num_tokens = sum(sequence.num_tokens for sequence in request.running_sequences)
         self._waiting[request] = num_tokens
         self.num_tokens += num_tokens
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence as TypingSequence
 
 from protos import recording_pb2 as pb
 from protos import worker_pb2
+from scheduler.beams import BeamStep
 from scheduler.core_config import CoreConfig
 from scheduler.effects import Effect, RequestEnded, StepPlan
 from scheduler.events import (
@@ -23,6 +24,7 @@ from scheduler.events import (
     Turn,
     WorkerBeat,
     WorkerLeft,
+    WorkerLost,
     WorkerRegistered,
 )
 from scheduler.request import Finish, FinishReason, RequestSpec, RequestTimes, RetentionRange, SequenceEnd
@@ -40,7 +42,8 @@ _OF_A_REQUEST: dict[type[AbortRequested | Attached | Detached], str] = {
 }
 _PLAN_LISTS = (
     "released_rows", "context_rows", "context_starts", "context_lengths", "generation_rows", "idle_rows", "block_rows",
-    "block_ids", "copy_source_blocks", "copy_target_blocks",
+    "block_ids", "copy_source_blocks", "copy_target_blocks", "beam_rows", "beam_token_ids", "draft_rows",
+    "draft_limits",
 )  # fmt: skip
 
 
@@ -52,6 +55,8 @@ def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
     elif isinstance(event, StepDone | WorkerBeat | WorkerRegistered | WorkerLeft):
         record.worker_message.connection = event.connection
         record.worker_message.frame = _encode_worker_event(event)
+    elif isinstance(event, WorkerLost):
+        record.worker_lost = event.connection
     elif isinstance(event, Submitted):
         _encode_spec(event.spec, record.submitted)
     elif isinstance(event, Recovered):
@@ -91,8 +96,10 @@ def decode_event(record: pb.Record) -> Event:
     if kind == "worker_message":
         message = record.worker_message
         event = decode_worker_message(message.frame, message.connection, time_ns)
-        assert not isinstance(event, worker_pb2.LoraResult)
+        assert not isinstance(event, worker_pb2.LoraResult | worker_pb2.StepOutputs)
         return event
+    if kind == "worker_lost":
+        return WorkerLost(time_ns, record.worker_lost)
     if kind == "submitted":
         return Submitted(time_ns, _decode_spec(record.submitted))
     if kind == "recovered":
@@ -124,6 +131,8 @@ def _encode_recovered(event: Recovered, message: pb.RecordedRecovery) -> None:
         message.outputs.add(token_ids=output)
     for index, end in event.ends:
         _encode_end(index, end, message.ends.add())
+    for step in event.beam_steps:
+        message.beam_steps.add(parents=step.parents, token_ids=step.token_ids, log_probs=step.log_probs)
     if event.finish is not None:
         message.finished_ns = event.finish.times.finished_ns
 
@@ -138,6 +147,9 @@ def _decode_recovered(message: pb.RecordedRecovery, time_ns: int) -> Recovered:
             for end in message.ends
         ),
         finish=Finish(RequestTimes(finished_ns=message.finished_ns)) if message.HasField("finished_ns") else None,
+        beam_steps=tuple(
+            BeamStep(tuple(step.parents), tuple(step.token_ids), tuple(step.log_probs)) for step in message.beam_steps
+        ),
     )
 
 
@@ -186,6 +198,8 @@ def _encode_worker_event(event: WorkerEvent) -> bytes:
             setattr(result, name, getattr(event, name))
         result.token_ids.extend(event.token_ids)
         result.num_tokens.extend(event.num_tokens)
+        result.candidate_log_probs.extend(event.candidate_log_probs)
+        result.num_drafts.extend(event.num_drafts)
         for row, failure in event.failures:
             error = result.errors.add(row=row).error
             error.code, error.message, error.field = failure.code, failure.message, failure.field
@@ -214,6 +228,8 @@ def _encode_plan(plan: StepPlan, message: pb.RecordedPlan) -> None:
         values = getattr(plan, name)
         if values:
             getattr(message, name).extend(values)
+    for fork in plan.forks:
+        message.forks.add(from_row=fork.from_row, to_row=fork.to_row, block_ids=fork.block_ids)
     for added in plan.added:
         message.added.add(
             row=added.row,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from scheduler.beam_lanes import BeamLanes
     from scheduler.groups import WorkerGroup
 
 DEFAULT_RETENTION_PRIORITY = 35
@@ -77,11 +78,16 @@ class RequestSpec:
         num_sequences: Outputs asked for.
         stop_token_ids: Tokens that end a sequence, the end ids among them.
         min_tokens: A stop token before this many output tokens does not end the sequence.
+        beam_width: Above 1 it is a beam search, whose best `num_sequences` beams are the outputs.
+        beam_diversity_rate, length_penalty, early_stopping: See protos/generation.proto.
+        num_draft_tokens: Drafts that may be verified in one step; 0 is no speculation.
         deadline_ns: Unix nanoseconds; None is no deadline.
         lora_key: Identifies what the adapter holds; empty for none. lora_bytes: What it takes on a worker's device.
         prompt_key: Identifies what stands behind virtual tokens; empty where there are none.
         num_virtual_tokens: Ids from vocab_size on that the prompt may have.
         is_cacheable: Cached blocks may stand in for prompt tokens, and others may use this request's.
+        tensor_bytes: Of the tensors that it asks for. Where there are any, the journal keeps what was asked for alone,
+            and a scheduler that comes after computes the request again.
         digest: Of the contents; tells a repeated Submit from another request under the same id.
         payload: The normalized GenerateRequest, serialized; opaque to the core.
     """
@@ -92,6 +98,11 @@ class RequestSpec:
     num_sequences: int = 1
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    beam_width: int = 1
+    beam_diversity_rate: float = 0.0
+    length_penalty: float = 0.0
+    early_stopping: int = 1
+    num_draft_tokens: int = 0
     client_id: str = ""
     priority: int = 0
     cache_salt: str = ""
@@ -102,6 +113,7 @@ class RequestSpec:
     num_virtual_tokens: int = 0
     is_detached: bool = False
     is_cacheable: bool = True
+    tensor_bytes: int = 0
     arrival_ns: int = 0
     deadline_ns: int | None = None
     retention: tuple[RetentionRange, ...] = ()
@@ -115,6 +127,11 @@ class RequestSpec:
         """Tokens of one sequence whose keys and values are ever computed: the last output token's are not."""
         return len(self.prompt) + self.max_tokens - 1
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that the request takes at a worker."""
+        return self.beam_width if self.beam_width > 1 else self.num_sequences
+
 
 @dataclass(slots=True)
 class SequenceEnd:
@@ -124,6 +141,7 @@ class SequenceEnd:
     num_tokens: int
     stop_word: str = ""
     stop_token_id: int | None = None
+    cumulative_log_prob: float | None = None
 
 
 @dataclass(slots=True)
@@ -144,6 +162,7 @@ class Sequence:
         num_reserved: Blocks set aside for it until its end.
         num_computed: Tokens whose keys and values are in the cache once all planned steps have run.
         checkpoint: Value of num_computed at which generation needs another block or has reached its length.
+        waits_for_result: What it runs next depends on its last result: beams and speculation are not planned ahead.
         row: Row at the worker; None while it holds none.
         is_on_worker: The row was sent to the worker.
         first_ordinal: Results of steps before this one are not for it.
@@ -169,6 +188,7 @@ class Sequence:
         "request",
         "row",
         "table",
+        "waits_for_result",
     )
 
     def __init__(self, request: Request, index: int) -> None:
@@ -179,10 +199,13 @@ class Sequence:
         self.end: SequenceEnd | None = None
         self.block_hashes: list[int] = []
         self.last_token_ns = 0
+        self.waits_for_result = request.spec.beam_width > 1 or request.spec.num_draft_tokens > 0
         self.clear_placement()
 
     def clear_placement(self) -> None:
         """Forgets its place at a worker; the tokens stay."""
+        if not self.output:
+            self.outputs = []  # what was reported of the prompt so far comes again
         self.table: list[int] = []
         self.num_freed = 0
         self.num_hit_blocks = 0
@@ -244,6 +267,8 @@ class Finish:
     num_preemptions: int = 0
     num_recoveries: int = 0
     num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -256,7 +281,9 @@ class Request:
         num_cached_tokens: Prompt tokens whose keys and values were in the cache when it first started.
         num_deaths: Workers that died in a row while they ran it, without a new token in between.
         num_attached: Detokenizers that read its feed.
+        last_ordinal: The last step that was counted in num_steps by its result.
         failure: Set when it ended in error.
+        beams: Its beam search, where it is one.
     """
 
     spec: RequestSpec
@@ -270,10 +297,14 @@ class Request:
     num_recoveries: int = 0
     num_deaths: int = 0
     num_steps: int = 0
+    last_ordinal: int = -1
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_attached: int = 0
     orphaned_ns: int = 0
     waiting_since_ns: int = 0
     failure: Failure | None = None
+    beams: BeamLanes | None = None
 
     def __post_init__(self) -> None:
         self.sequences = [Sequence(self, index) for index in range(self.spec.num_sequences)]
@@ -298,12 +329,24 @@ class Request:
             num_preemptions=self.num_preemptions,
             num_recoveries=self.num_recoveries,
             num_steps=self.num_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
 
     @property
     def live_sequences(self) -> TypingSequence[Sequence]:
         """Sequences that have not ended."""
         return [sequence for sequence in self.sequences if sequence.end is None]
+
+    @property
+    def running_sequences(self) -> TypingSequence[Sequence]:
+        """Those that run, or will: of a beam search the lanes of its beams."""
+        return self.beams.running if self.beams is not None else self.live_sequences
+
+    @property
+    def placed_sequences(self) -> TypingSequence[Sequence]:
+        """Those that may hold rows and blocks."""
+        return self.beams.lanes if self.beams is not None else self.sequences
 
     @property
     def num_output_tokens(self) -> int:

@@ -9,10 +9,9 @@ from scheduler.in_flight import InFlightStep
 from scheduler.lifecycle import Lifecycle
 from scheduler.queue import RequestQueue
 from scheduler.request import ExtraOutput, Failure, FinishReason, Sequence, SequenceEnd
+from scheduler.runs import End, Taken, runs_problem, take_runs
 from scheduler.stats import IterationStats, KvStats, RequestCounts, StepStats, Totals
 from scheduler.timers import Clock
-
-End = tuple[Sequence, SequenceEnd]
 
 
 class Results:
@@ -28,7 +27,7 @@ class Results:
         self._clock = clock
         self._effects = effects
 
-    def problem(self, step: InFlightStep, event: StepDone, vocab_size: int) -> str:
+    def problem(self, group: WorkerGroup, step: InFlightStep, event: StepDone, vocab_size: int) -> str:
         """What is wrong with the shape of a result; empty when nothing is."""
         num_tokens = len(event.token_ids)
         if event.num_tokens:
@@ -38,7 +37,7 @@ class Results:
             return f"{num_tokens} tokens, {step.num_sampled} were asked for"
         if num_tokens and max(event.token_ids) >= vocab_size:
             return f"token {max(event.token_ids)} is not in the vocabulary"
-        return ""
+        return runs_problem(step, event) if group.num_waiting or event.num_tokens else ""
 
     def commit(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:
         """Takes in the result of the group's oldest step in flight, whose shape is right."""
@@ -47,16 +46,19 @@ class Results:
             self._keep_outputs(step, event)
         failed = self._failed_rows(step, event)
         ends: list[End] = []
-        if event.num_tokens or failed:
-            emitted = self._append_runs([*first_sampled, *step.generation], step, event, failed, ends)
+        if group.num_waiting or event.num_tokens or failed:
+            taken = take_runs(group, step, event, failed, self, ends, self._effects)
+            emitted = taken.emitted
         else:
             num_first = len(first_sampled)
             emitted = self._append_first(group, first_sampled, step, event.token_ids, ends)
             tokens = event.token_ids[num_first:] if num_first else event.token_ids
             emitted += self._append_next(group, step, tokens, ends)
-        num_wasted = step.num_sampled - len(emitted)
-        self._totals.num_wasted_tokens += max(0, num_wasted)
-        self._totals.num_generation_tokens += len(emitted)
+            taken = Taken(emitted, len(emitted), len(emitted))
+        self._totals.num_wasted_tokens += max(0, step.num_sampled - taken.num_rows)
+        self._totals.num_generation_tokens += taken.num_tokens
+        self._totals.num_draft_tokens += event.num_draft_tokens
+        self._totals.num_accepted_tokens += event.num_accepted_tokens
         self._totals.num_prompt_tokens += sum(chunk[2] for chunk in step.context)
         if emitted:
             self._effects.append(Emitted(emitted, [len(sequence.output) for sequence in emitted]))
@@ -64,7 +66,7 @@ class Results:
             if sequence.end is None:
                 self._lifecycle.end_sequence(sequence, end)
         self._fail_rows(failed)
-        self._report(group, step, event, len(emitted))
+        self._report(group, step, event, taken.num_tokens)
 
     def _append_first(
         self, group: WorkerGroup, sequences: list[Sequence], step: InFlightStep, tokens: list[int], ends: list[End]
@@ -73,9 +75,9 @@ class Results:
         emitted: list[Sequence] = []
         for sequence, token in zip(sequences, tokens, strict=False):
             if sequence.first_ordinal <= step.ordinal:
-                self._note_first_token(sequence)
+                self.note_first_token(sequence)
                 emitted.append(sequence)
-                self._append(group, sequence, token, ends)
+                self.append(group, sequence, token, ends)
         return emitted
 
     def _append_next(
@@ -90,10 +92,11 @@ class Results:
                 continue  # it ended, or was paused, after the step was planned
             emitted.append(sequence)
             observe(now_ns - sequence.last_token_ns)
-            self._append(group, sequence, token, ends)
+            self.append(group, sequence, token, ends)
         return emitted
 
-    def _append(self, group: WorkerGroup, sequence: Sequence, token: int, ends: list[End]) -> None:
+    def append(self, group: WorkerGroup, sequence: Sequence, token: int, ends: list[End]) -> None:
+        """Appends a token to a sequence, and notes its end where it is one."""
         output, spec = sequence.output, sequence.request.spec
         output.append(token)
         sequence.last_token_ns = self._clock.now_ns
@@ -105,30 +108,15 @@ class Results:
         elif num_output == spec.max_tokens:
             ends.append((sequence, SequenceEnd(FinishReason.LENGTH, num_output)))
 
-    def _append_runs(
-        self,
-        sequences: list[Sequence],
-        step: InFlightStep,
-        event: StepDone,
-        failed: dict[Sequence, Failure],
-        ends: list[End],
-    ) -> list[Sequence]:
-        """Runs of several tokens, or a result in which rows failed."""
-        emitted: list[Sequence] = []
-        start = 0
-        for sequence, count in zip(sequences, event.num_tokens or [1] * len(sequences), strict=True):
-            tokens, start = event.token_ids[start : start + count], start + count
-            if sequence.first_ordinal > step.ordinal or sequence in failed:
-                continue
-            self._note_first_token(sequence)
-            emitted.append(sequence)
-            num_ends = len(ends)
-            for token in tokens:
-                if len(ends) == num_ends and sequence.request.group is not None:
-                    self._append(sequence.request.group, sequence, token, ends)
-        return emitted
+    def note_latency(self, sequence: Sequence, num_tokens: int) -> None:
+        """Notes the time since the sequence's last token, in equal parts for each of the new ones."""
+        if sequence.last_token_ns:
+            since_ns = self._clock.now_ns - sequence.last_token_ns
+            for _ in range(num_tokens):
+                self._totals.inter_token_latency.observe(since_ns // num_tokens)
 
-    def _note_first_token(self, sequence: Sequence) -> None:
+    def note_first_token(self, sequence: Sequence) -> None:
+        """Notes that a sequence made progress."""
         request, now_ns = sequence.request, self._clock.now_ns
         request.num_deaths = 0
         if request.times.first_token_ns == 0:

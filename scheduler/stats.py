@@ -40,6 +40,8 @@ class Totals:
     num_quarantined: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     max_num_active_requests: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0

@@ -6,7 +6,9 @@ by which some tables grew. Nothing here looks at a sequence that does not run.
 
 from __future__ import annotations
 
+from scheduler.drafts import plan_drafts
 from scheduler.effects import AddedSequence, StepPlan
+from scheduler.fork_beams import fork_beams
 from scheduler.groups import WorkerGroup
 from scheduler.in_flight import InFlightStep
 from scheduler.request import Request, Sequence
@@ -33,6 +35,7 @@ class StepBuilder:
         self._planned_now: set[Sequence] = set()
         self._generation: list[Sequence] | None = None
         self._is_whole_generation = False
+        self._draft_limits: dict[Sequence, int] = {}
         self._queue_latency_ns = 0
 
     @property
@@ -52,8 +55,8 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing runs."""
-        return not self._context and not self._generation
+        """There is nothing to do."""
+        return not self._context and not self._generation and not self._plan.beam_rows
 
     def add_context(self, sequence: Sequence, max_tokens: int) -> int:
         """Runs the next chunk of a sequence's known tokens.
@@ -99,7 +102,7 @@ class StepBuilder:
         """
         block_size, num_prompt = self.group.tokens_per_block, len(sequence.request.spec.prompt)
         index, num_partial = divmod(num_prompt - 1, block_size)
-        leader = next((s for s in sequence.request.sequences if s.row is not None), sequence)
+        leader = next((s for s in sequence.request.placed_sequences if s.row is not None), sequence)
         if leader is sequence or num_partial == 0 or sequence.num_computed != index * block_size:
             return True
         if leader.num_computed < num_prompt or leader in self._planned_now:
@@ -161,6 +164,8 @@ class StepBuilder:
         if sequences is not None:
             wanted = set(sequences)
             chosen = [s for s in chosen if s in wanted]
+        if group.num_waiting:
+            chosen = self._without_stalled_beams(chosen)
         due = [s for s in chosen if s.num_computed == s.checkpoint]
         leave_out = {s for s in due if not self._settle_checkpoint(s)}
         if leave_out:
@@ -169,10 +174,22 @@ class StepBuilder:
             chosen = self._least_advanced(chosen)
         self._is_whole_generation = chosen is group.generating
         self._generation = list(chosen)
+        self.num_tokens_left -= len(chosen)
+        if group.num_waiting:
+            self.num_tokens_left -= plan_drafts(group, chosen, self.num_tokens_left, self._plan, self._draft_limits)
         for sequence in chosen:
             sequence.num_computed += 1
-        self.num_tokens_left -= len(chosen)
         return len(chosen)
+
+    def _without_stalled_beams(self, chosen: list[Sequence]) -> list[Sequence]:
+        """Forks the beams that parted; those for whose forks no blocks are available are left out."""
+        stalled = {
+            request
+            for request in dict.fromkeys(sequence.request for sequence in chosen)
+            if request.beams is not None and request.beams.has_news and not fork_beams(self.group, request, self._plan)
+        }
+        self.num_stalled += len(stalled)
+        return [sequence for sequence in chosen if sequence.request not in stalled] if stalled else chosen
 
     def _settle_checkpoint(self, sequence: Sequence) -> bool:
         """Grows a table that is full; False when the sequence is planned out, or no block is available."""
@@ -215,8 +232,11 @@ class StepBuilder:
                 num_paused=len(self.paused_requests),
                 queue_latency_ns=self._queue_latency_ns,
                 num_empty_slots=max(0, group.batch_size - num_scheduled),
+                draft_limits=self._draft_limits,
             )
         )
+        if group.num_waiting:
+            group.rest(generation)
         group.next_step_id += 1
         for _, sequence, _, is_last in self._context:
             if is_last:

@@ -6,14 +6,16 @@ from google.protobuf.message import DecodeError
 
 from protos import generation_pb2, worker_pb2
 from scheduler.effects import AddedSequence, StepPlan
-from scheduler.events import StepDone, WorkerBeat, WorkerLeft, WorkerRegistered
+from scheduler.events import StepDone, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
 from scheduler.request import Failure
 from scheduler.request_codec import ModelLimits, stop_ids
 
-WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | StepDone
+WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | StepDone
 
 
-def decode_worker_message(frame: bytes, connection: bytes, time_ns: int) -> WorkerEvent | worker_pb2.LoraResult:
+def decode_worker_message(
+    frame: bytes, connection: bytes, time_ns: int
+) -> WorkerEvent | worker_pb2.LoraResult | worker_pb2.StepOutputs:
     """What a worker says.
 
     Args:
@@ -41,6 +43,8 @@ def decode_worker_message(frame: bytes, connection: bytes, time_ns: int) -> Work
         return WorkerLeft(time_ns, connection, message.leave.epoch, message.leave.reason)
     if kind == "lora_result":
         return message.lora_result
+    if kind == "step_outputs":
+        return message.step_outputs
     raise ValueError("the message is empty")
 
 
@@ -66,6 +70,8 @@ def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -
         device=message.device,
         dtype=message.dtype,
         features=tuple(message.features),
+        lora_cache_bytes=message.lora_cache_bytes,
+        max_loras=message.max_loras,
     )
 
 
@@ -84,6 +90,8 @@ def _step_done(result: worker_pb2.StepResult, connection: bytes, time_ns: int) -
         memory=_memory(result.memory),
         num_draft_tokens=result.num_draft_tokens,
         num_accepted_tokens=result.num_accepted_tokens,
+        candidate_log_probs=list(result.candidate_log_probs),
+        num_drafts=list(result.num_drafts),
     )
 
 
@@ -109,10 +117,16 @@ def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
         "block_ids",
         "copy_source_blocks",
         "copy_target_blocks",
+        "beam_rows",
+        "beam_token_ids",
+        "draft_rows",
+        "draft_limits",
     ):
         values = getattr(plan, name)
         if values:
             getattr(batch, name).extend(values)
+    for fork in plan.forks:
+        batch.forks.add(from_row=fork.from_row, to_row=fork.to_row, block_ids=fork.block_ids)
     for added in plan.added:
         _encode_added(added, limits, batch.add_sequences.add())
     return message.SerializeToString()

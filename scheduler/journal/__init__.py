@@ -12,10 +12,46 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from midstream.errors import ExecutionError
-from scheduler.effects import Accepted, Effect, Emitted, RequestEnded, RequestForgotten, SequenceEnded
+from scheduler.effects import Accepted, BeamsAdvanced, Effect, Emitted, RequestEnded, RequestForgotten, SequenceEnded
 from scheduler.events import Recovered
 
-JournalEntry = Accepted | Emitted | SequenceEnded | RequestEnded | RequestForgotten
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """An adapter that requests can name; fields as in LoraInfo."""
+
+    name: str
+    path: str
+    fingerprint: str
+    num_bytes: int
+    rank: int = 0
+    num_virtual_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """An adapter can be named from now on."""
+
+    adapter: LoadedAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUnloaded:
+    """It can be no more."""
+
+    name: str
+
+
+JournalEntry = (
+    Accepted
+    | Emitted
+    | BeamsAdvanced
+    | SequenceEnded
+    | RequestEnded
+    | RequestForgotten
+    | AdapterLoaded
+    | AdapterUnloaded
+)
 
 
 class JournalError(ExecutionError):
@@ -30,7 +66,7 @@ def is_entry(effect: Effect) -> bool:
     """Whether an effect belongs into the journal."""
     if isinstance(effect, Accepted):
         return not effect.is_attached
-    return isinstance(effect, Emitted | SequenceEnded | RequestEnded | RequestForgotten)
+    return isinstance(effect, Emitted | BeamsAdvanced | SequenceEnded | RequestEnded | RequestForgotten)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +76,12 @@ class JournalContents:
     Attributes:
         scheduler_epoch: For this incarnation; greater than any before.
         requests: Those that are kept: ended ones as they ended, then the others, oldest first.
+        adapters: Those that are loaded.
     """
 
     scheduler_epoch: int
     requests: list[Recovered]
+    adapters: tuple[LoadedAdapter, ...] = ()
 
 
 class Journal(ABC):

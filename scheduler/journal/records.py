@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from google.protobuf.message import DecodeError
 
 from protos import generation_pb2
 from protos import journal_pb2 as pb
+from scheduler.beams import BeamStep
 from scheduler.events import Recovered
 from scheduler.journal.store import StoredJournal, unseal
 from scheduler.request import ExtraOutput, Failure, Finish, FinishReason, Request, RequestTimes, SequenceEnd
@@ -27,6 +28,7 @@ class StoredRequest:
     ends: dict[int, SequenceEnd] = field(default_factory=dict)
     finish: Finish | None = None
     is_changed: bool = False
+    beam_steps: list[BeamStep] = field(default_factory=list)
 
     def output_record(self) -> bytes:
         """Its output as one commit."""
@@ -43,6 +45,7 @@ class StoredRequest:
                 )
         for index, end in self.ends.items():
             add_end(record, self.number, index, end)
+        add_beam_steps(record, self.number, self.beam_steps)
         if self.finish is not None:
             add_finish(record, self.number, self.finish)
         return record.SerializeToString()
@@ -56,6 +59,7 @@ class StoredRequest:
             ends=tuple(self.ends.items()),
             extras=tuple(tuple(items) for items in self.extras),
             finish=self.finish,
+            beam_steps=tuple(self.beam_steps),
         )
 
 
@@ -93,7 +97,14 @@ def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd)
         num_tokens=end.num_tokens,
         stop_word=end.stop_word,
         stop_token_id=end.stop_token_id,
+        cumulative_log_prob=end.cumulative_log_prob,
     )
+
+
+def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamStep]) -> None:
+    """Notes steps of a beam search."""
+    for step in steps:
+        record.beam_steps.add(request=number, parents=step.parents, token_ids=step.token_ids, log_probs=step.log_probs)
 
 
 def add_finish(record: pb.JournalCommit, number: int, finish: Finish) -> None:
@@ -111,6 +122,8 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish) -> None:
         num_preemptions=finish.num_preemptions,
         num_recoveries=finish.num_recoveries,
         num_steps=finish.num_steps,
+        num_draft_tokens=finish.num_draft_tokens,
+        num_accepted_tokens=finish.num_accepted_tokens,
     )
     if failure is not None:
         message.error.code, message.error.message, message.error.field = failure.code, failure.message, failure.field
@@ -176,6 +189,11 @@ def _apply(sealed: bytes, requests: dict[int, StoredRequest], *, marks: bool = F
         if extra.request in requests:
             output = ExtraOutput(extra.token_offset, extra.data)
             requests[extra.request].extras[extra.sequence_index].append(output)
+    for step in record.beam_steps:
+        if step.request in requests:
+            taken = BeamStep(tuple(step.parents), tuple(step.token_ids), tuple(step.log_probs))
+            requests[step.request].beam_steps.append(taken)
+            requests[step.request].is_changed |= marks
     _apply_ends(record, requests, marks)
     return True
 
@@ -187,6 +205,8 @@ def _apply_ends(record: pb.JournalCommit, requests: dict[int, StoredRequest], ma
             requests[end.request].ends[end.sequence_index] = SequenceEnd(
                 FinishReason(end.finish_reason), end.num_tokens, end.stop_word, stop_token_id
             )
+            if end.HasField("cumulative_log_prob"):
+                requests[end.request].ends[end.sequence_index].cumulative_log_prob = end.cumulative_log_prob
             requests[end.request].is_changed |= marks
     for finish in record.finished:
         if finish.request in requests:
@@ -223,4 +243,6 @@ def _read_finish(record: pb.JournalFinish) -> Finish:
         num_preemptions=record.num_preemptions,
         num_recoveries=record.num_recoveries,
         num_steps=record.num_steps,
+        num_draft_tokens=record.num_draft_tokens,
+        num_accepted_tokens=record.num_accepted_tokens,
     )

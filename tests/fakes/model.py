@@ -7,7 +7,7 @@ sharing, blocks given away too early, and a lost or doubled token are found at t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos import generation_pb2, worker_pb2
 
@@ -23,6 +23,23 @@ def next_token(last: int, vocab_size: int) -> int:
     return (last + 1) % vocab_size
 
 
+def candidates(last: int, count: int, end_ids: frozenset[int], vocab_size: int) -> list[tuple[int, float]]:
+    """The model for a beam: the next tokens after `last`, the first of them likeliest, less so the greater it is.
+
+    After each seventh token an end is the second likeliest.
+    """
+    scale = (1 + last % 5) / 8
+    tokens = [(last + 1 + place) % vocab_size for place in range(count)]
+    if last % 7 == 0 and end_ids and count > 1:
+        tokens[1] = min(end_ids)
+    return [(token, -scale * (1 + place)) for place, token in enumerate(tokens)]
+
+
+def num_accepted(position: int, limit: int) -> int:
+    """How many of `limit` drafts the model agrees with, for a row that knows `position` tokens."""
+    return position * 7 % (limit + 1)
+
+
 @dataclass
 class Row:
     """A row's state at the worker."""
@@ -34,6 +51,7 @@ class Row:
     table: list[int]
     end_ids: frozenset[int]
     min_tokens: int
+    beam_width: int = 1
     num_computed: int = 0
     prefix: list[int] = field(default_factory=lambda: [0])
 
@@ -87,18 +105,28 @@ class FakeModel:
             self._write(chunks)
         result = worker_pb2.StepResult(epoch=batch.epoch, step_id=batch.step_id)
         unsampled = set(batch.context_without_sample)
+        limits = dict(zip(batch.draft_rows, batch.draft_limits, strict=True))
         tokens: list[int] = []
+        counts: list[int] = []
         for row_number, start, length in chunks:
             row = self._row(row_number)
             if start + length == len(row.tokens) and row_number not in unsampled:
-                tokens.append(self._sample(row, row_number, result))
+                counts.append(self._sample(row, row_number, tokens, result))
             row.num_computed = start + length
             self.num_context_tokens += length
         for row_number in self.generating:
             row = self.rows[row_number]
             row.num_computed += 1
-            tokens.append(self._sample(row, row_number, result))
+            count = self._sample(row, row_number, tokens, result)
+            if row_number in limits and not self._fails(row):
+                count += self._accept(row, row_number, limits[row_number], tokens, result)
+            counts.append(count)
         result.token_ids.extend(tokens)
+        if any(count != 1 for count in counts):
+            result.num_tokens.extend(counts)
+        if limits:
+            drafts = {number: limits.get(number, 0) for number in self.generating}
+            result.num_drafts.extend([0] * (len(counts) - len(drafts)) + list(drafts.values()))
         return result
 
     def _row(self, number: int) -> Row:
@@ -121,12 +149,29 @@ class FakeModel:
                 table=list(added.block_ids),
                 end_ids=frozenset(added.end_ids),
                 min_tokens=added.sampling.min_tokens,
+                beam_width=added.sampling.beam_width,
             )
+        self._fork(batch)
         for number, block in zip(batch.block_rows, batch.block_ids, strict=True):
             self._row(number).table.append(block)
         for source, target in zip(batch.copy_source_blocks, batch.copy_target_blocks, strict=True):
             self.slots[target] = list(self.slots[source])
         self._update_generation(batch)
+
+    def _fork(self, batch: worker_pb2.StepBatch) -> None:
+        sources = {fork.to_row: self._row(fork.from_row) for fork in batch.forks}
+        if self.checks and {fork.from_row for fork in batch.forks} & sources.keys():
+            raise ProtocolError("a row is forked from and to at once")
+        for fork in batch.forks:
+            source = sources[fork.to_row]
+            self.rows[fork.to_row] = replace(
+                source, tokens=source.tokens[:], prefix=source.prefix[:], table=list(fork.block_ids)
+            )
+        for number, token in zip(batch.beam_rows, batch.beam_token_ids, strict=True):
+            row = self._row(number)
+            if row.num_computed != len(row.tokens):
+                raise ProtocolError(f"beam {number} gets a token with {row.num_computed} of {len(row.tokens)} computed")
+            row.tokens.append(token)
 
     def _update_generation(self, batch: worker_pb2.StepBatch) -> None:
         if batch.repeat_generation:
@@ -172,16 +217,47 @@ class FakeModel:
         while len(prefix) <= end:
             prefix.append((prefix[-1] * 1_000_003 + row.tokens[len(prefix) - 1] + 1) & _MASK)
 
-    def _sample(self, row: Row, number: int, result: worker_pb2.StepResult) -> int:
-        if self.fail_token is not None and self.fail_token in row.tokens[: row.num_prompt_tokens]:
+    def _fails(self, row: Row) -> bool:
+        return self.fail_token is not None and self.fail_token in row.tokens[: row.num_prompt_tokens]
+
+    def _accept(self, row: Row, number: int, limit: int, tokens: list[int], result: worker_pb2.StepResult) -> int:
+        """Drafts are verified: all are written to the cache, some are right."""
+        if len(row.table) * self.tokens_per_block < row.num_computed + limit:
+            raise ProtocolError(f"row {number} has no room for {limit} drafts")
+        accepted = num_accepted(len(row.tokens), limit)
+        for position in range(row.num_computed, row.num_computed + limit):
+            block, offset = divmod(position, self.tokens_per_block)
+            self.slots[row.table[block]][offset] = 0
+        for _ in range(accepted):
+            row.num_computed += 1
+            self._extend_prefix(row, row.num_computed)
+            block, offset = divmod(row.num_computed - 1, self.tokens_per_block)
+            self.slots[row.table[block]][offset] = row.prefix[row.num_computed]
+            self._sample(row, number, tokens, result)
+        result.num_draft_tokens += limit
+        result.num_accepted_tokens += accepted
+        return accepted
+
+    def _sample(self, row: Row, number: int, tokens: list[int], result: worker_pb2.StepResult) -> int:
+        """Adds what a row gives to `tokens`, and returns how much that is."""
+        if self._fails(row):
             error = generation_pb2.ErrorInfo(code=2, message="the row failed")
             result.errors.append(worker_pb2.RowError(row=number, error=error))
+            if row.beam_width > 1:
+                return 0
             row.tokens.append(0)
-            return 0
+            tokens.append(0)
+            return 1
+        if row.beam_width > 1:
+            found = candidates(row.tokens[-1], row.beam_width + len(row.end_ids), row.end_ids, self.vocab_size)
+            tokens.extend(token for token, _ in found)
+            result.candidate_log_probs.extend(log_prob for _, log_prob in found)
+            return len(found)
         num_output = len(row.tokens) - row.num_prompt_tokens
         if self.end_after and num_output + 1 >= self.end_after and row.end_ids and num_output >= row.min_tokens:
             token = min(row.end_ids)
         else:
             token = next_token(row.tokens[-1], self.vocab_size)
         row.tokens.append(token)
-        return token
+        tokens.append(token)
+        return 1

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from gpu_worker.input_batch import InputBatch, PreparedStep
+from gpu_worker.lora.rows import RowAdapters
 from gpu_worker.rows import Rows
 from gpu_worker.step import Fork, NewSequence, Step
 from midstream.errors import ExecutionError, UnsupportedError
+from tests.gpu_worker.adapters import no_adapters
 from tests.gpu_worker.tiny_models import ints
 
 ARRAYS = {"context_rows", "context_starts", "context_lengths", "context_without_sample", "generation_rows"} | {
@@ -25,7 +27,7 @@ ARRAYS = {"context_rows", "context_starts", "context_lengths", "context_without_
 def batch() -> InputBatch:
     """Blocks of 4 tokens; row 2 has tokens 10..15 in blocks 7, 3; row 0 has 20..22 in block 5."""
     rows = Rows(num_rows=4, max_sequence_length=16, tokens_per_block=4, num_blocks=10, vocab_size=100)
-    made = InputBatch(rows, tokens_per_block=4)
+    made = InputBatch(rows, tokens_per_block=4, adapters=RowAdapters(no_adapters(), vocab_size=100, hidden_size=2))
     made.prepare(Step(new_sequences=(sequence(2, [10, 11, 12, 13, 14, 15], [7, 3]), sequence(0, [20, 21, 22], [5]))))
     return made
 
@@ -130,13 +132,16 @@ def test_block_tables_grow_more_than_once_a_step(batch: InputBatch) -> None:
     assert batch.rows.num_blocks[[0, 2]].tolist() == [4, 3]
 
 
-def test_forks_read_all_sources_before_they_write(batch: InputBatch) -> None:
-    prepare(batch, forks=(Fork(0, 2, ints([8])), Fork(2, 0, ints([7, 9]))))
+def test_a_fork_copies_all_but_the_table_into_a_row_that_may_be_empty(batch: InputBatch) -> None:
     rows = batch.rows
-    assert (rows.lengths[[0, 2]].tolist(), rows.num_blocks[[0, 2]].tolist()) == ([6, 3], [2, 1])
-    assert rows.tokens[0, :6].tolist() == [10, 11, 12, 13, 14, 15]
-    assert rows.tokens[2, :3].tolist() == [20, 21, 22]
-    assert (rows.block_tables[0, :2].tolist(), rows.block_tables[2, :1].tolist()) == ([7, 9], [8])
+    free = rows.num_rows
+    prepare(batch, forks=(Fork(2, 0, ints([7, 9])), Fork(2, free, ints([8]))), beam_rows=ints([0]), beam_tokens=ints([4]))
+    assert rows.lengths[[0, 2, free]].tolist() == [7, 6, 6]
+    assert rows.num_blocks[[0, free]].tolist() == [2, 1]
+    assert rows.tokens[0, :7].tolist() == [*rows.tokens[2, :6].tolist(), 4]
+    assert rows.is_active[free]
+    assert rows.sampling[free] is rows.sampling[2]
+    assert (rows.block_tables[0, :2].tolist(), rows.block_tables[free, :1].tolist()) == ([7, 9], [8])
 
 
 def test_rows_grow_when_a_higher_number_comes(batch: InputBatch) -> None:

@@ -21,14 +21,15 @@ from scheduler.effects import (
     SequenceEnded,
     StepPlan,
 )
-from scheduler.events import Event, StepDone, Submitted, Turn, WorkerLeft, WorkerRegistered
+from scheduler.events import Event, StepDone, Submitted, Turn, WorkerLeft, WorkerLost, WorkerRegistered
 from scheduler.groups import WorkerGroup
 from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
-from scheduler.request import FinishReason, Request, RequestSpec
+from scheduler.request import FinishReason, Request, RequestSpec, Sequence
 from scheduler.request_codec import ModelLimits
 from scheduler.request_scheduler import RequestScheduler, SimpleScheduler
 from scheduler.wire import decode_worker_message, encode_step
 from tests.fakes.model import FakeModel
+from tests.scheduler.beam_reference import best_beams
 
 VOCAB = 1000
 MS = 1_000_000
@@ -177,15 +178,26 @@ class Harness:
             assert length > len(known), "a token was emitted twice"
             assert key not in self.ended_sequences, "a token came after the end"
             known += sequence.output[len(known) : length]
+            if sequence.request.beams is not None:
+                self._check_beam(sequence)
+                continue
             last = sequence.request.spec.prompt[-1]
             expected = [(last + 1 + i) % VOCAB for i in range(length)]
             assert known == expected or sequence.output[-1] == 999, f"{key}: {known} instead of {expected}"
+
+    def _check_beam(self, sequence: Sequence) -> None:
+        """The output is what a search gives that was never paused, moved or recovered."""
+        assert sequence.output.tolist() == best_beams(sequence.request.spec, VOCAB)[sequence.index][0]
 
     def submit(self, request_id: str, prompt: list[int] | int, max_tokens: int = 4, **spec: Any) -> list[Effect]:
         """Submits a request; a number as prompt is that many tokens of its own."""
         tokens = prompt if isinstance(prompt, list) else own_prompt(request_id, prompt)
         self.prompts[request_id] = tokens
-        payload = generation_pb2.GenerateRequest(request_id=request_id).SerializeToString()
+        sampling = generation_pb2.SamplingConfig(beam_width=spec.get("beam_width", 1))
+        stopping = generation_pb2.StoppingConfig(stop_token_ids=spec.get("stop_token_ids", ()), ignore_eos=True)
+        payload = generation_pb2.GenerateRequest(
+            request_id=request_id, sampling=sampling, stopping=stopping
+        ).SerializeToString()
         return self.handle(
             Submitted(
                 self.now_ns,
@@ -231,6 +243,12 @@ class Harness:
         del self.groups[name]
         self.advance(self.config.worker_timeout_ns // MS + 1)
 
+    def cut(self, name: str) -> None:
+        """The link of a worker closes."""
+        group = self.groups.pop(name)
+        self.handle(WorkerLost(self.now_ns, group.registration.connection))
+        self.turn()
+
     def leave(self, name: str) -> None:
         """A worker says goodbye."""
         group = self.groups.pop(name)
@@ -244,9 +262,11 @@ class Harness:
         """R5 in full, for every group."""
         for group in self.core.groups:
             assert group.blocks.check(group.held_tables()) == []
-            reserved = sum(s.num_reserved for request in group.active for s in request.sequences if s.row is not None)
+            reserved = sum(
+                s.num_reserved for request in group.active for s in request.placed_sequences if s.row is not None
+            )
             assert group.tables.num_reserved_blocks == reserved
-            rows = [s.row for request in group.active for s in request.sequences if s.row is not None]
+            rows = [s.row for request in group.active for s in request.placed_sequences if s.row is not None]
             assert len(set(rows)) == len(rows) == group.max_batch_size - group.num_free_rows
 
     def check_is_empty(self) -> None:
@@ -281,4 +301,4 @@ def describe(plan: StepPlan, group: WorkerGroup) -> str:
 
 def _name(sequence: Any) -> str:
     name: str = sequence.request.request_id
-    return name if len(sequence.request.sequences) == 1 else f"{name}/{sequence.index}"
+    return name if len(sequence.request.placed_sequences) == 1 else f"{name}/{sequence.index}"

@@ -8,7 +8,7 @@ from pathlib import Path
 CORE = Path(__file__).parents[2] / "scheduler" / "core.py"
 ALLOWED = {
     "__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
-    "hashlib", "heapq", "operator", "typing",
+    "hashlib", "heapq", "math", "operator", "typing",
 }  # fmt: skip
 
 

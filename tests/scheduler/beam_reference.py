@@ -1,0 +1,53 @@
+"""Beam search over the fake model, written as plainly as can be: what the scheduler's must come to."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from scheduler.request import RequestSpec
+from tests.fakes.model import candidates
+
+
+def best_beams(spec: RequestSpec, vocab_size: int) -> list[tuple[list[int], float]]:
+    """Tokens and scores of the beams that come back, best first."""
+    return _search(
+        spec.prompt[-1],
+        spec.beam_width,
+        spec.max_tokens,
+        spec.stop_token_ids,
+        spec.length_penalty,
+        spec.beam_diversity_rate,
+        spec.early_stopping,
+        vocab_size,
+    )[: spec.num_sequences]
+
+
+@lru_cache
+def _search(
+    last: int, width: int, limit: int, stops: frozenset[int], penalty: float, rate: float, stopping: int, vocab: int
+) -> list[tuple[list[int], float]]:
+    running: list[tuple[list[int], float]] = [([], 0.0)]
+    ended: list[tuple[list[int], float]] = []
+    while True:
+        found = []
+        for rank, (tokens, total) in enumerate(running):
+            for token, log_prob in candidates(tokens[-1] if tokens else last, width + len(stops), stops, vocab):
+                found.append((-(total + log_prob + rate * rank), rank, token, total + log_prob))
+        found.sort()
+        length = len(running[0][0]) + 1
+        going = []
+        for place, (_, rank, token, total) in enumerate(found):
+            tokens = [*running[rank][0], token]
+            if token in stops or length == limit:
+                if place < width:
+                    ended.append((tokens, total / length**penalty))
+            else:
+                going.append((tokens, total))
+        running = going[:width]
+        ended = sorted(ended, key=lambda beam: -beam[1])[:width]
+        if not running:
+            return ended
+        if len(ended) == width:
+            assumed = limit if stopping > 1 and penalty > 0 else length
+            if stopping == 1 or running[0][1] / assumed**penalty <= ended[-1][1]:
+                return ended

@@ -1,0 +1,229 @@
+"""Beam search in the core, worked by hand: blocks of 4 tokens; candidates are those of tests/fakes/model.py."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from scheduler.beams import BeamSearch
+from scheduler.effects import BeamsAdvanced, Fork, StepPlan
+from scheduler.events import AbortRequested, Recovered
+from scheduler.request import FinishReason, RequestSpec
+from tests.fakes.model import candidates
+from tests.scheduler.beam_reference import best_beams
+from tests.scheduler.harness import VOCAB, Harness
+
+PROMPT = [6, 7, 8, 9, 10]
+STOPS = frozenset({999})
+
+
+def plans(harness: Harness) -> list[StepPlan]:
+    return [effect for effect in harness.effects if isinstance(effect, StepPlan)]
+
+
+def ends(harness: Harness, request_id: str = "b") -> list[tuple[list[int], float | None]]:
+    request = harness.core.lifecycle.requests[request_id]
+    return [(s.output.tolist(), s.end.cumulative_log_prob if s.end else None) for s in request.sequences]
+
+
+def test_beams_fork_share_full_blocks_and_copy_the_last() -> None:
+    """From token t, the next are t+1 and t+2, with log probabilities -s and -2s, where s = (1 + t % 5) / 8."""
+    harness = Harness()
+    harness.add_group(num_blocks=16)
+    harness.submit("b", PROMPT, 4, beam_width=2, num_sequences=2)
+    # One lane computes the prompt; the other one only has a row.
+    assert harness.turn() == ["+b/0[0:5]"]
+    assert harness.turn() == []
+    # [11] at -1/8 and [12] at -2/8: the second beam forks. Block 0 is shared, the fifth token's block is copied.
+    assert harness.step() == ["b/0 b/1"]
+    plan = plans(harness)[-1]
+    assert plan.forks == [Fork(0, 1, (0, 2))]
+    assert (plan.copy_source_blocks, plan.copy_target_blocks) == ([1], [2])
+    assert (plan.beam_rows, plan.beam_token_ids) == ([0, 1], [11, 12])
+    # Beside a result there is nothing to plan for beams: they wait for it.
+    assert harness.turn() == []
+    # [11 12] at -3/8; [11 13] and [12 13] at -5/8: of equals the better beam's child goes on, in the other one's lane.
+    assert harness.step() == ["b/0 b/1"]
+    plan = plans(harness)[-1]
+    assert [(fork.from_row, fork.to_row) for fork in plan.forks] == [(0, 1)]
+    assert plan.beam_token_ids == [12, 13]
+    assert harness.group().blocks.num_held == 3
+    # [11 12 13] at -6/8; [11 12 14] at -9/8 = [11 13 14] at -5/8 - 4/8.
+    assert harness.step() == ["b/0 b/1"]
+    assert plans(harness)[-1].beam_token_ids == [13, 14]
+    # [11 12 13 14] at -6/8 - 4/8; [11 12 13 15] would be at -14/8, [11 12 14 15] is at -9/8 - 5/8: equal.
+    assert harness.step() == []
+    assert ends(harness) == [([11, 12, 13, 14], -10 / 8), ([11, 12, 13, 15], -14 / 8)]
+    assert harness.ended == {"b": FinishReason.LENGTH}
+    harness.check_is_empty()
+
+
+def test_beams_run_beside_sampling_which_is_planned_ahead() -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("b", PROMPT, 3, beam_width=2)
+    harness.submit("a", [1, 2, 3], 4)
+    harness.submit("c", PROMPT, 3, beam_width=3)
+    assert harness.turn() == ["+b/0[0:5] +a[0:3] +c/0[4:5]", "a"]
+    assert harness.step() == ["b/0 b/1 a c/0 c/1 c/2"]
+    assert harness.step() == ["a"]
+    assert harness.step() == ["b/0 b/1 c/0 c/1 c/2"]
+    harness.run()
+    assert harness.ended == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH, "c": FinishReason.LENGTH}
+    assert harness.tokens["a", 0] == [4, 5, 6, 7]
+    harness.check_is_empty()
+
+
+SEARCHES: list[dict[str, Any]] = [
+    {"beam_width": width, "length_penalty": penalty, "early_stopping": stopping, "beam_diversity_rate": rate}
+    for width in (2, 3, 8)
+    for penalty in (0.0, 1.0, -0.5)
+    for stopping in (0, 1, 2)
+    for rate in (0.0, 0.3)
+]
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=str)
+def test_a_search_is_what_the_plain_one_comes_to(search: dict[str, Any]) -> None:
+    harness = Harness()
+    harness.add_group(num_blocks=200)
+    for last in range(9, 19):
+        spec = search | {"num_sequences": min(search["beam_width"], 2), "stop_token_ids": STOPS}
+        harness.submit(f"b{last}", [1, 2, last], 14, **spec)
+    harness.run()
+    for request_id in harness.ended:
+        request = harness.core.lifecycle.requests[request_id]
+        for sequence, (tokens, _) in zip(request.sequences, best_beams(request.spec, VOCAB), strict=True):
+            assert sequence.output.tolist() == tokens
+            assert sequence.end is not None
+            assert sequence.end.reason is (FinishReason.STOP if tokens[-1] == 999 else FinishReason.LENGTH)
+            assert sequence.end.stop_token_id == (999 if tokens[-1] == 999 else None)
+    assert len(harness.ended) == 10
+    harness.check_is_empty()
+
+
+def test_a_pause_a_lost_worker_and_a_new_scheduler_change_nothing() -> None:
+    spec = {"beam_width": 3, "num_sequences": 3, "stop_token_ids": STOPS}
+    whole = Harness()
+    whole.add_group()
+    whole.submit("b", PROMPT, 12, **spec)
+    whole.run()
+    # A second worker has it when the first one is silent.
+    moved = Harness()
+    moved.add_group("g")
+    moved.submit("b", PROMPT, 12, is_detached=True, **spec)
+    moved.turn()
+    for _ in range(6):
+        moved.step()
+    moved.kill("g")
+    moved.add_group("h")
+    assert moved.turn() != []
+    moved.run()
+    assert ends(moved) == ends(whole)
+    # Another scheduler has it from the journal, after any number of steps.
+    request = whole.core.lifecycle.requests["b"]
+    assert request.beams is not None
+    steps = tuple(request.beams.search.steps)
+    lengths = [effect.num_steps for effect in whole.effects if isinstance(effect, BeamsAdvanced)]
+    assert lengths == list(range(1, len(steps) + 1))
+    for count in range(len(steps) + 1):
+        later = Harness()
+        later.add_group()
+        later.handle(Recovered(later.now_ns, request.spec, (array("I"),) * 3, beam_steps=steps[:count]))
+        later.run()
+        assert ends(later) == ends(whole)
+        later.check_is_empty()
+
+
+def test_too_few_blocks_pause_a_search_and_it_goes_on() -> None:
+    alone = Harness()
+    alone.add_group()
+    small = Harness(capacity="max_utilization")
+    small.add_group(num_blocks=18)
+    for harness in (alone, small):
+        for name, last in (("b", 20), ("c", 40), ("d", 60)):
+            harness.submit(name, [1, 2, 3, last], 16, beam_width=3, num_sequences=2)
+        harness.run()
+        harness.check_is_empty()
+    assert small.core.totals.num_preemptions > 0
+    for name in "bcd":
+        assert ends(small, name) == ends(alone, name)
+
+
+def test_a_search_sets_blocks_aside_for_all_its_beams() -> None:
+    """Prompt and output take 3 blocks of 4; beams share the prompt's one full block: 3 + 2 * 2."""
+    harness = Harness()
+    harness.add_group(num_blocks=7)
+    harness.submit("b", PROMPT, 8, beam_width=3)
+    harness.submit("big", PROMPT, 8, beam_width=4)
+    assert harness.refused == {}
+    harness.run()
+    assert harness.ended == {"b": FinishReason.LENGTH, "big": FinishReason.ERROR}
+    failure = harness.core.lifecycle.requests["big"].failure
+    assert failure is not None
+    assert "36 tokens" in failure.message
+    harness.check_is_empty()
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_an_abort_at_any_time_gives_everything_back(num_steps: int) -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("b", PROMPT, 8, beam_width=4, num_sequences=2)
+    harness.turn()
+    for _ in range(num_steps):
+        harness.step()
+    harness.handle(AbortRequested(harness.now_ns, "b"))
+    assert harness.ended == {"b": FinishReason.ABORT}
+    assert ends(harness) == [([], None), ([], None)]
+    harness.run()
+    harness.check_is_empty()
+
+
+def test_a_failed_beam_ends_its_request_alone() -> None:
+    harness = Harness()
+    harness.add_group(fail_token=77)
+    harness.submit("b", [1, 77, 3], 5, beam_width=2)
+    harness.submit("a", [1, 2, 3], 5)
+    harness.run()
+    assert harness.ended == {"b": FinishReason.ERROR, "a": FinishReason.LENGTH}
+    harness.check_is_empty()
+
+
+def test_where_little_is_possible_fewer_beams_go_on() -> None:
+    """Equal candidates are told apart by rank and then by token; a search without any that can go on is over."""
+    spec = RequestSpec(request_id="b", prompt=array("I", [1]), max_tokens=9, beam_width=3, num_sequences=3)
+    search = BeamSearch(spec)
+    step = search.choose([[(5, -1.0), (4, -1.0)]])
+    assert (step.parents, step.token_ids) == ((0, 0), (4, 5))
+    assert search.apply(step) == [0, 0]
+    step = search.choose([[(6, -1.0)], [(6, -1.0), (2, -1.0)]])
+    assert list(zip(step.parents, step.token_ids, strict=True)) == [(0, 6), (1, 2), (1, 6)]
+    search.apply(step)
+    search.apply(search.choose([[], [], []]))
+    assert search.is_over
+    assert search.ended == []
+
+
+@pytest.mark.parametrize(("penalty", "best"), [(3e38, [5, 999]), (-3e38, [999])])
+def test_no_length_penalty_is_too_much(penalty: float, best: list[int]) -> None:
+    spec = RequestSpec(
+        request_id="b",
+        prompt=array("I", [1]),
+        max_tokens=3,
+        beam_width=2,
+        length_penalty=penalty,
+        early_stopping=0,
+        stop_token_ids=STOPS,
+    )
+    search = BeamSearch(spec)
+    while not search.is_over:
+        search.apply(search.choose([[(5, -1.0), (999, -1.5)] for _ in search.running]))
+    assert search.ended[0].beam.tokens.tolist() == best
+
+
+def test_the_fake_model_is_as_described() -> None:
+    assert candidates(10, 2, STOPS, VOCAB) == [(11, -1 / 8), (12, -2 / 8)]
+    assert candidates(14, 3, STOPS, VOCAB) == [(15, -5 / 8), (999, -10 / 8), (17, -15 / 8)]
