@@ -5,28 +5,34 @@
 namespace midstream {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kDotRows = 4, kDotVectors = 2;
-#else
-constexpr int kDotRows = 4, kDotVectors = 2;
-#endif
+constexpr int kDotVectors = kLanes == 16 ? 4 : 2;  // times kRowTile sums
+
+// A pointer that GCC knows nothing of: else it keeps one for each word of a block, and spends more instructions on them than
+// on the products.
+template <class T> [[gnu::always_inline]] inline const T* opaque(const T* pointer) {
+  asm("" : "+r"(pointer));
+  return pointer;
+}
 
 // How the words of weights and input are multiplied and summed in a lane.
 
 struct NibbleProducts {
   static constexpr int kGroups = kBlock / 4;
+  static constexpr bool kHasPairs = false;
   [[gnu::always_inline]] static I dot(I sum, I u, I x) { return dot_nibbles(sum, u, x); }
   static I finish(I sum) { return finish_nibbles(sum); }
 };
 
 struct ByteProducts {
   static constexpr int kGroups = kBlock / 4;
+  static constexpr bool kHasPairs = false;
   [[gnu::always_inline]] static I dot(I sum, I u, I x) { return dot_bytes(sum, u, x); }
   static I finish(I sum) { return sum; }
 };
 
 struct HalfProducts {
   static constexpr int kGroups = kBlock / 2;
+  static constexpr bool kHasPairs = kHasHalfPairs;
   [[gnu::always_inline]] static I dot(I sum, I w, I x) { return dot_halves(sum, w, x); }
   static I finish(I sum) { return sum; }
 };
@@ -99,18 +105,42 @@ struct Int8Halves : Int8Dots {
   F minimum(int) const { return zero(); }
 };
 
-template <class P> struct TileDots {
-  using Products = P;
-  const DotTile<P::kGroups>& tile;
+// The same weights, vectors counted from a later one.
+template <class Dots> struct From {
+  using Products = typename Dots::Products;
+  Dots dots;
   int first_vector;
-  I words(int group, int v) const { return load_int(&tile.words[group][(first_vector + v) * kLanes]); }
-  F scale(int v) const { return load(tile.scale + (first_vector + v) * kLanes); }
-  F minimum(int v) const { return load(tile.minimum + (first_vector + v) * kLanes); }
+  [[gnu::always_inline]] I words(int group, int v) const {
+    // GCC would keep words for other vectors and groups, and has no registers for them.
+    if (v == 0) asm volatile("" ::: "memory");
+    return dots.words(group, first_vector + v);
+  }
+  F scale(int v) const { return dots.scale(first_vector + v); }
+  F minimum(int v) const { return dots.minimum(first_vector + v); }
 };
 
-// sum [R, V] += one block of R rows times V vectors of channels.
+template <class P> struct TileDots {
+  using Products = P;
+  const float* channels;  // of the tile, at the first of these vectors
+  I words(int group, int v) const { return load_int(channels + group * kPanel + v * kLanes); }
+  F scale(int v) const { return load(channels + P::kGroups * kPanel + v * kLanes); }
+  F minimum(int v) const { return load(channels + (P::kGroups + 1) * kPanel + v * kLanes); }
+};
+
+// One block of the rows of a tile.
+struct RowBlock {
+  const uint32_t* words;
+  const float *scales, *sums;
+};
+
+template <class P> [[gnu::always_inline]] inline RowBlock row_block(const QuantizedRows& rows, int tile, int block) {
+  int64_t index = (static_cast<int64_t>(tile) * rows.num_blocks + block) * kRowTile;
+  return {opaque(rows.words + index * P::kGroups), opaque(rows.scales + index), opaque(rows.sums + index)};
+}
+
+// sum [R, V] += one block of the first R rows of a tile times V vectors of channels.
 template <int R, int V, class Dots>
-[[gnu::always_inline]] inline void add_block(const Dots& weights, const QuantizedRows& rows, int64_t first, F (&sum)[R][V]) {
+[[gnu::always_inline]] inline void add_block(const Dots& weights, const RowBlock& rows, F (&sum)[R][V]) {
   using Products = typename Dots::Products;
   I dots[R][V];
 #pragma GCC unroll 6
@@ -122,22 +152,24 @@ template <int R, int V, class Dots>
     I w[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) w[v] = weights.words(group, v);
+    const uint32_t* x = rows.words + group * kRowTile;
+    constexpr int kPaired = Products::kHasPairs && V == 2 ? R / 2 * 2 : 0;
+    if constexpr (kPaired > 0)
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      I x = set1_int(rows.words[(first + r * rows.num_blocks) * Products::kGroups + group]);
+      for (int r = 0; r < kPaired; r += 2) dot_half_pairs(dots[r], dots[r + 1], w, set1_int(x[r]), set1_int(x[r + 1]));
+#pragma GCC unroll 6
+    for (int r = kPaired; r < R; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) dots[r][v] = Products::dot(dots[r][v], w[v], x);
-    }
+      for (int v = 0; v < V; ++v) dots[r][v] = Products::dot(dots[r][v], w[v], set1_int(x[r]));
   }
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
     F scale = weights.scale(v), minimum = weights.minimum(v);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-      int64_t block = first + r * rows.num_blocks;
       F product = to_float(Products::finish(dots[r][v]));
-      sum[r][v] = fma(mul(scale, set1(rows.scales[block])), product, sum[r][v]);
-      sum[r][v] = fma(minimum, set1(rows.sums[block]), sum[r][v]);
+      sum[r][v] = fma(mul(scale, set1(rows.scales[r])), product, sum[r][v]);
+      sum[r][v] = fma(minimum, set1(rows.sums[r]), sum[r][v]);
     }
   }
 }
@@ -157,13 +189,28 @@ template <int R, int V> [[gnu::always_inline]] inline void write(const F (&sum)[
     for (int v = 0; v < V; ++v) store(sums + r * kPanel + v * kLanes, sum[r][v]);
 }
 
-// One row: weights go from memory to registers and are gone.
-template <class Dots> void sum_one(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
-  F sum[1][kPanelVectors];
-  clear(sum);
-  for (int b = 0; b < rows.num_blocks; ++b)
-    add_block<1, kPanelVectors>(Dots{panel + static_cast<int64_t>(b) * Dots::kBytes}, rows, b, sum);
-  write(sum, sums);
+// Few rows: weights go from memory to registers and are gone.
+template <class Dots, int R, int V> void sum_direct(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
+  F sum[kPanelVectors / V][R][V];
+  for (auto& part : sum) clear(part);
+  for (int b = 0; b < rows.num_blocks; ++b) {
+    RowBlock x = row_block<typename Dots::Products>(rows, 0, b);
+#pragma GCC unroll 4
+    for (int i = 0; i < kPanelVectors / V; ++i)
+      add_block<R, V>(From<Dots>{Dots{opaque(panel + static_cast<int64_t>(b) * Dots::kBytes)}, i * V}, x, sum[i]);
+  }
+  for (int i = 0; i < kPanelVectors / V; ++i) write(sum[i], sums + i * V * kLanes);
+}
+
+template <class Dots> void sum_direct(int m, const uint8_t* panel, const QuantizedRows& rows, float* sums) {
+  switch (m) {
+    case 1: return sum_direct<Dots, 1, kPanelVectors>(panel, rows, sums);
+    case 2: return sum_direct<Dots, 2, kDotVectors>(panel, rows, sums);
+    case 3: return sum_direct<Dots, 3, kDotVectors>(panel, rows, sums);
+    case 4: return sum_direct<Dots, 4, kDotVectors>(panel, rows, sums);
+    case 5: return sum_direct<Dots, std::min(5, kRowTile), kDotVectors>(panel, rows, sums);
+    default: return sum_direct<Dots, kRowTile, kDotVectors>(panel, rows, sums);
+  }
 }
 
 // The blocks of a row from first to end; tile has those.
@@ -176,7 +223,6 @@ template <class P> constexpr int kTileBlocks = kDotTileBytes / static_cast<int>(
 template <class P, int R>
 [[gnu::noinline]] void sum_tile(const DotTile<P::kGroups>* tile, BlockRange range, const QuantizedRows& rows, int row,
                                 float* sums) {
-  int64_t row_first = static_cast<int64_t>(row) * rows.num_blocks;
   for (int v = 0; v < kPanelVectors; v += kDotVectors) {
     F sum[R][kDotVectors];
     float* out = sums + row * kPanel + v * kLanes;
@@ -186,7 +232,7 @@ template <class P, int R>
       read(sum, out);
     }
     for (int b = range.first; b < range.end; ++b)
-      add_block<R, kDotVectors>(TileDots<P>{tile[b - range.first], v}, rows, row_first + b, sum);
+      add_block<R, kDotVectors>(TileDots<P>{opaque(reinterpret_cast<const float*>(&tile[b - range.first]) + v * kLanes)}, row_block<P>(rows, row / kRowTile, b), sum);
     write(sum, out);
   }
 }
@@ -199,8 +245,8 @@ void sum_tile(int num_rows, const DotTile<P::kGroups>* tile, BlockRange range, c
     case 2: return sum_tile<P, 2>(tile, range, rows, row, sums);
     case 3: return sum_tile<P, 3>(tile, range, rows, row, sums);
     case 4: return sum_tile<P, 4>(tile, range, rows, row, sums);
-    case 5: return sum_tile<P, std::min(5, kDotRows)>(tile, range, rows, row, sums);
-    default: return sum_tile<P, kDotRows>(tile, range, rows, row, sums);
+    case 5: return sum_tile<P, std::min(5, kRowTile)>(tile, range, rows, row, sums);
+    default: return sum_tile<P, kRowTile>(tile, range, rows, row, sums);
   }
 }
 
@@ -220,14 +266,14 @@ void unpack(const uint8_t* panel, BlockRange range, DotTile<Dots::Products::kGro
 
 template <class Dots>
 void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile_bytes) {
-  if (m == 1) return sum_one<Dots>(panel, rows, sums);
+  if (m <= kRowTile) return sum_direct<Dots>(m, panel, rows, sums);
   using Products = typename Dots::Products;
   auto* tile = static_cast<DotTile<Products::kGroups>*>(tile_bytes);
   for (int first = 0; first < rows.num_blocks; first += kTileBlocks<Products>) {
     BlockRange range{first, std::min(first + kTileBlocks<Products>, rows.num_blocks)};
     unpack<Dots>(panel, range, tile);
-    for (int row = 0; row < m; row += kDotRows)
-      sum_tile<Products>(std::min(kDotRows, m - row), tile, range, rows, row, sums);
+    for (int row = 0; row < m; row += kRowTile)
+      sum_tile<Products>(std::min(kRowTile, m - row), tile, range, rows, row, sums);
   }
 }
 

@@ -93,18 +93,32 @@ void add_deltas(const LoraRows& lora, int m, int first, int width, float* sums) 
       for (int i = 0; i < width; ++i) sums[r * kPanel + i] += delta[first + i];
 }
 
+// Writes a vector of outputs. What kSiluMul multiplies with is in place of the bias.
+template <Output output> [[gnu::always_inline]] inline void write_vector(const float* sums, const float* bias, float* out) {
+  F x = load(sums);
+  if (output == Output::kSiluMul) x = mul(silu(x), load(bias));
+  if (output != Output::kSiluMul && bias) x = add(x, load(bias));
+  store(out, output == Output::kAdd ? add(load(out), x) : x);
+}
+
 // Writes one row of a panel: width columns of out.
+template <Output output> void write_row(const float* sums, const float* bias, int width, float* out) {
+  int whole = width / kLanes * kLanes, rest = width - whole;
+  for (int i = 0; i < whole; i += kLanes) write_vector<output>(sums + i, bias ? bias + i : nullptr, out + i);
+  if (rest == 0) return;
+  // Neither bias nor out goes on for a whole vector.
+  float last_bias[kLanes] = {}, last_out[kLanes] = {};
+  if (bias) std::copy_n(bias + whole, rest, last_bias);
+  std::copy_n(out + whole, rest, last_out);
+  write_vector<output>(sums + whole, bias ? last_bias : nullptr, last_out);
+  std::copy_n(last_out, rest, out + whole);
+}
+
 void write_row(Output output, const float* sums, const float* bias, int width, float* out) {
-  float row[kPanel];
-  for (int v = 0; v < kPanelVectors; ++v) {
-    F x = load(sums + v * kLanes);
-    if (output == Output::kSiluMul) x = mul(silu(x), load(bias + v * kLanes));
-    store(row + v * kLanes, x);
-  }
-  bool has_bias = bias && output != Output::kSiluMul;
-  for (int i = 0; i < width; ++i) {
-    float x = has_bias ? row[i] + bias[i] : row[i];
-    out[i] = output == Output::kAdd ? out[i] + x : x;
+  switch (output) {
+    case Output::kStore: return write_row<Output::kStore>(sums, bias, width, out);
+    case Output::kAdd: return write_row<Output::kAdd>(sums, bias, width, out);
+    case Output::kSiluMul: return write_row<Output::kSiluMul>(sums, bias, width, out);
   }
 }
 

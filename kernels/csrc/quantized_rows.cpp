@@ -40,7 +40,8 @@ void store_halves(const __m256i* q, bool is_q4, uint32_t* words) {
 }  // namespace
 
 void QuantizedRows::quantize(int index, const float* row, bool is_q4) const {
-  int64_t first = static_cast<int64_t>(index) * num_blocks;
+  int64_t first = static_cast<int64_t>(index / kRowTile) * num_blocks;
+  int place = index % kRowTile, num_words = words_of_block(input);
   bool has_halves = input == Input::kHalves;
   float most_level = has_halves ? 32767.0f : 127.0f;
   __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
@@ -58,12 +59,14 @@ void QuantizedRows::quantize(int index, const float* row, bool is_q4) const {
       q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], inverse));
       sum = _mm256_add_epi32(sum, q[i]);
     }
-    uint32_t* out = words + (first + b) * words_of_block(input);
-    has_halves ? store_halves(q, is_q4, out) : store_bytes(q, is_q4, out);
+    uint32_t block[kBlock / 2];
+    has_halves ? store_halves(q, is_q4, block) : store_bytes(q, is_q4, block);
+    uint32_t* out = words + (first + b) * num_words * kRowTile + place;
+    for (int i = 0; i < num_words; ++i) out[i * kRowTile] = block[i];
     // The maximum overlooks a NaN, and integers cannot hold one: the scale carries it on.
     float scale = largest / most_level + 0.0f * avx2::sum_lanes(total);
-    scales[first + b] = scale;
-    sums[first + b] = scale * avx2::sum_lanes(_mm256_cvtepi32_ps(sum));
+    scales[(first + b) * kRowTile + place] = scale;
+    sums[(first + b) * kRowTile + place] = scale * avx2::sum_lanes(_mm256_cvtepi32_ps(sum));
   }
 }
 

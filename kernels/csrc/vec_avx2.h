@@ -59,6 +59,16 @@ inline I dot_halves(I sum, I w, I x) {
   asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(x), "x"(w));
   return sum;
 }
+// The same for two rows, x and y, and two vectors w: four products, then four additions. Taken one by one, additions
+// would use the pipes that products need.
+constexpr bool kHasHalfPairs = true;
+inline void dot_half_pairs(I (&x_sums)[2], I (&y_sums)[2], const I (&w)[2], I x, I y) {
+  I a, b, c, d;
+  asm("vpmaddwd %10, %8, %4\n\tvpmaddwd %10, %9, %5\n\tvpmaddwd %11, %8, %6\n\tvpmaddwd %11, %9, %7\n\t"
+      "vpaddd %4, %0, %0\n\tvpaddd %5, %1, %1\n\tvpaddd %6, %2, %2\n\tvpaddd %7, %3, %3"
+      : "+x"(x_sums[0]), "+x"(x_sums[1]), "+x"(y_sums[0]), "+x"(y_sums[1]), "=&x"(a), "=&x"(b), "=&x"(c), "=&x"(d)
+      : "x"(w[0]), "x"(w[1]), "x"(x), "x"(y));
+}
 // The signed bytes 0 and 2, or 1 and 3, of a lane as its halves.
 inline I even_bytes(I a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
 inline I odd_bytes(I a) { return _mm256_srai_epi16(a, 8); }

@@ -54,6 +54,7 @@ inline I dot_nibbles(I sum, I u, I x) { return dot_bytes(sum, u, x); }
 inline I finish_nibbles(I sum) { return sum; }
 // Adds to each lane the products of its two signed halves.
 inline I dot_halves(I sum, I w, I x) { return _mm512_dpwssd_epi32(sum, w, x); }
+constexpr bool kHasHalfPairs = false;
 // The signed bytes 0 and 2, or 1 and 3, of a lane as its halves.
 inline I even_bytes(I a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }
 inline I odd_bytes(I a) { return _mm512_srai_epi16(a, 8); }

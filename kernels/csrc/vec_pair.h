@@ -49,6 +49,7 @@ inline I as_int(F x) { return {avx2::as_int(x.a), avx2::as_int(x.b)}; }
 inline I dot_nibbles(I s, I u, I x) { return {avx2::dot_nibbles(s.a, u.a, x.a), avx2::dot_nibbles(s.b, u.b, x.b)}; }
 inline I finish_nibbles(I s) { return {avx2::finish_nibbles(s.a), avx2::finish_nibbles(s.b)}; }
 inline I dot_halves(I s, I w, I x) { return {avx2::dot_halves(s.a, w.a, x.a), avx2::dot_halves(s.b, w.b, x.b)}; }
+constexpr bool kHasHalfPairs = false;
 inline I even_bytes(I x) { return {avx2::even_bytes(x.a), avx2::even_bytes(x.b)}; }
 inline I odd_bytes(I x) { return {avx2::odd_bytes(x.a), avx2::odd_bytes(x.b)}; }
 constexpr bool kHasByteDots = true;

@@ -29,10 +29,11 @@ def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tens
 
 
 def rounded(x: Tensor, most: int) -> Tensor:
-    """Blocks of 32 numbers, each rounded to a multiple of 1/127 of its largest."""
+    """Blocks of 32 numbers, each rounded to a multiple of 1/most of its largest."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
     largest = blocks.abs().amax(dim=-1, keepdim=True)
-    levels = (blocks * torch.where(largest > 0, most / largest, 0)).round()
+    # A number divided by a tensor would be a product with its reciprocal, which is rounded once more.
+    levels = (blocks * torch.where(largest > 0, torch.full_like(largest, most) / largest, 0)).round()
     return (levels * (largest / most)).flatten(1)[:, : x.shape[1]]
 
 
