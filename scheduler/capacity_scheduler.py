@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from scheduler.groups import WorkerGroup
 from scheduler.request import Request
+from scheduler.sharing import leaves_room
 
 
 class CapacityScheduler(ABC):
@@ -31,7 +32,7 @@ class GuaranteedNoEvict(CapacityScheduler):
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Whether all blocks that it may ever take are there, beside those that others may still take."""
-        return wants_context(request, group) and has_room_to_the_end(request, group)
+        return wants_context(request, group) and has_room_to_the_end(request, group, leave_room=True)
 
 
 class MaxUtilization(CapacityScheduler):
@@ -43,7 +44,9 @@ class MaxUtilization(CapacityScheduler):
             return False
         cost = group.start_cost(request)
         headroom = min(len(group.active), group.blocks.num_blocks // 32)
-        return cost.num_blocks + cost.num_blocks_next + headroom <= group.blocks.num_available
+        num_blocks = cost.num_blocks + cost.num_blocks_next
+        num_left = group.blocks.num_available - num_blocks - headroom
+        return num_left >= 0 and leaves_room(request, group, cost, num_blocks, num_left)
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
         """The newest requests, until every other sequence can take the block that its next step needs."""
@@ -78,11 +81,16 @@ def wants_context(request: Request, group: WorkerGroup) -> bool:
     return all(sequence.request.spec.client_id != client_id for sequence in group.context)
 
 
-def has_room_to_the_end(request: Request, group: WorkerGroup) -> bool:
-    """Whether rows and blocks for the request's longest output are there, beside what others may still take."""
+def has_room_to_the_end(request: Request, group: WorkerGroup, *, leave_room: bool = False) -> bool:
+    """Whether rows and blocks for the request's longest output are there, beside what others may still take.
+
+    With `leave_room`, other clients must also find some room when they come.
+    """
     if not _has_rows(request, group):
         return False
-    return group.start_cost(request).num_blocks_to_end <= group.tables.num_blocks_to_reserve
+    cost = group.start_cost(request)
+    num_left = group.tables.num_blocks_to_reserve - cost.num_blocks_to_end
+    return num_left >= 0 and (not leave_room or leaves_room(request, group, cost, cost.num_blocks_to_end, num_left))
 
 
 def _has_rows(request: Request, group: WorkerGroup) -> bool:

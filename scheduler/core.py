@@ -44,6 +44,7 @@ from scheduler.queue import RequestQueue
 from scheduler.request import INVALID_ARGUMENT, Failure, FinishReason, Request
 from scheduler.request_scheduler import RequestScheduler
 from scheduler.results import Results
+from scheduler.sharing import Clients
 from scheduler.stats import IterationStats, Totals
 from scheduler.step_builder import StepBuilder
 from scheduler.timers import Clock, Timers
@@ -70,6 +71,7 @@ class SchedulerCore:
         self._clock = Clock()
         self._effects: list[Effect] = []
         self._timers = Timers()
+        self._clients = Clients(self._clock)
         self.lifecycle = Lifecycle(
             config,
             queue=self.queue,
@@ -85,6 +87,7 @@ class SchedulerCore:
             timers=self._timers,
             totals=self.totals,
             clock=self._clock,
+            clients=self._clients,
             effects=self._effects,
         )
         self._results = Results(
@@ -145,11 +148,15 @@ class SchedulerCore:
         return sum(len(group.active) for group in self.membership.groups.values())
 
     def _submit(self, event: Submitted) -> None:
-        if self.lifecycle.submit(event) is not None and not self.membership.groups:
+        if self.lifecycle.submit(event) is None:
+            return
+        self._clients.note(event.spec.client_id)
+        if not self.membership.groups:
             self.membership.watch_lack_of_workers()
 
     def _recover(self, event: Recovered) -> None:
         self.lifecycle.recover(event)
+        self._clients.note(event.spec.client_id)
         if not self.membership.groups:
             self.membership.watch_lack_of_workers()
 
@@ -181,7 +188,9 @@ class SchedulerCore:
         group.last_progress_ns = event.time_ns
         group.num_beats_ahead = 0
         group.memory = event.memory
-        self._results.commit(group, group.in_flight.popleft(), event)
+        step = group.in_flight.popleft()
+        group.pace.note_result(step, event.time_ns)
+        self._results.commit(group, step, event)
         return True
 
     def _turn(self, event: Turn) -> None:
@@ -195,9 +204,20 @@ class SchedulerCore:
 
     def _plan_round(self) -> bool:
         """Plans a step for each group with room in its pipeline; False when there was nothing to plan."""
-        depth = self.config.pipeline_depth
-        groups = [group for group in self.membership.groups.values() if len(group.in_flight) < depth]
+        groups = [group for group in self.membership.groups.values() if self._is_due(group)]
         return sum(self._plan(group) for group in groups) > 0
+
+    def _is_due(self, group: WorkerGroup) -> bool:
+        """Whether it is time for the group's next step."""
+        if not group.in_flight:
+            return True
+        if len(group.in_flight) >= self.config.pipeline_depth:
+            return False
+        due_ns = group.pace.next_plan_ns(group.in_flight[0])
+        if due_ns > self._clock.now_ns:
+            self._timers.at(due_ns, _take_a_turn)
+            return False
+        return True
 
     def _place(self) -> None:
         """Starts queued requests in order, until one has to wait."""
@@ -271,6 +291,10 @@ class SchedulerCore:
             request.num_preemptions += 1
             self.totals.num_preemptions += 1
             self.membership.requeue(request)
+
+
+def _take_a_turn(_: int) -> None:
+    """What is due is seen by the turn that runs this."""
 
 
 def _too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int) -> Failure:

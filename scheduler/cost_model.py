@@ -30,8 +30,10 @@ class CostModel:
 class CostFit:
     """Gathers recorded steps, in constant memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_weight: float = 1.0) -> None:
+        """A `kept_weight` below 1 forgets: each step leaves that part of what those before it weigh."""
         self.num_steps = 0
+        self._kept_weight = kept_weight
         self._products = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
 
@@ -40,9 +42,10 @@ class CostFit:
         self.num_steps += 1
         features = (1.0, float(num_context_tokens), float(num_generation_rows))
         for row, left in enumerate(features):
-            self._targets[row] += left * duration_us
+            self._targets[row] = self._targets[row] * self._kept_weight + left * duration_us
+            products = self._products[row]
             for column, right in enumerate(features):
-                self._products[row][column] += left * right
+                products[column] = products[column] * self._kept_weight + left * right
 
     def model(self, wire_us: float = WIRE_US) -> CostModel:
         """The best model without negative parts; of no steps, the default."""

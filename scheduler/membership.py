@@ -12,6 +12,7 @@ from scheduler.lifecycle import Lifecycle
 from scheduler.prefix_cache import CacheCleared, KvChange
 from scheduler.queue import RequestQueue
 from scheduler.request import INTERNAL, UNAVAILABLE, Failure, FinishReason, Request, RequestState
+from scheduler.sharing import Clients
 from scheduler.stats import Totals
 from scheduler.timers import Clock, Timers
 
@@ -36,6 +37,7 @@ class Membership:
         timers: Timers,
         totals: Totals,
         clock: Clock,
+        clients: Clients,
         effects: list[Effect],
     ) -> None:
         self.groups: dict[int, WorkerGroup] = {}
@@ -46,6 +48,7 @@ class Membership:
         self._timers = timers
         self._totals = totals
         self._clock = clock
+        self._clients = clients
         self._effects = effects
         self._num_registrations = 0
         self._no_worker_since_ns = 0
@@ -65,7 +68,7 @@ class Membership:
                 )
         self._num_registrations += 1
         epoch = (self._config.scheduler_epoch << _REGISTRATION_BITS) + self._num_registrations
-        group = WorkerGroup(event, epoch, self._config, self._clock)
+        group = WorkerGroup(event, epoch, self._config, self._clock, self._clients)
         self.groups[epoch] = group
         self._effects.append(GroupJoined(event.connection, event.group_id, epoch))
         self._note_kv_changes(group, [CacheCleared()])

@@ -8,6 +8,9 @@ from scheduler.groups import WorkerGroup
 from scheduler.request import Sequence
 from scheduler.step_builder import StepBuilder
 
+# One part in so many of a step's context tokens is for clients other than the one that is served first.
+_PART_FOR_OTHERS = 16
+
 
 class MicroBatchScheduler(ABC):
     """Fills a step. A policy keeps no state of its own."""
@@ -60,21 +63,36 @@ class StaticLockstep(MicroBatchScheduler):
 def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     """Adds context chunks until the budget is used up; of each client in the order in which its sequences started.
 
-    Clients share the budget: who asks for least is served first, and what it leaves goes to the others.
+    Who asks for least is served first, and the others get as much each, so that its step does not become a long one.
+    At least a part of the budget is for the others, so that nobody waits for the end of another's contexts.
     """
     limit = group.config.max_context_chunk or group.max_num_tokens
     clients: dict[str, list[Sequence]] = {}
     for sequence in group.context:
         clients.setdefault(sequence.request.spec.client_id, []).append(sequence)
-    by_demand = sorted(clients.values(), key=lambda waiting: sum(item.num_context_tokens for item in waiting))
-    for num_served, waiting in enumerate(by_demand):
-        left = step.num_tokens_left
-        # A context that must be computed in one piece may not fit into a share.
-        share = -(-left // (len(by_demand) - num_served)) if group.config.enable_chunked_context else left
-        for sequence in waiting:
-            if share <= 0:
-                break
-            share -= step.add_context(sequence, min(limit, share))
+    # What must be in one piece may not fit into a share.
+    if len(clients) < 2 or not group.config.enable_chunked_context:
+        budget = step.num_tokens_left
+        if group.clients.are_several and group.config.enable_chunked_context:
+            budget = min(budget, max(1, group.max_num_tokens // 2))  # another may come before this step ends
+        _add_chunks(group.context, step, limit, budget)
+        return
+    least, *others = sorted(clients.values(), key=lambda waiting: sum(item.num_context_tokens for item in waiting))
+    for_others = max(1, step.num_tokens_left // _PART_FOR_OTHERS)
+    num_first = _add_chunks(least, step, limit, max(1, step.num_tokens_left - for_others))
+    for num_served, waiting in enumerate(others):
+        equal_share = -(-step.num_tokens_left // (len(others) - num_served))
+        _add_chunks(waiting, step, limit, min(equal_share, max(num_first, for_others)))
+
+
+def _add_chunks(waiting: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:
+    """Adds chunks of at most `limit` tokens, `budget` in all; how many it were."""
+    left = budget
+    for sequence in waiting:
+        if left <= 0:
+            break
+        left -= step.add_context(sequence, min(limit, left))
+    return budget - left
 
 
 MICRO_BATCH_SCHEDULERS: dict[str, type[MicroBatchScheduler]] = {

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import replace
+from array import array
+from dataclasses import dataclass, replace
 
 import pytest
 
+from scheduler.core import SchedulerCore
 from scheduler.cost_model import CostFit, CostModel
-from scheduler.events import Submitted
+from scheduler.events import Event, Submitted
 from scheduler.measures import Measures
+from scheduler.plugins import load_scheduler
 from scheduler.simulation import Simulation
 from scheduler.simulator import Fleet, Load, events_of
 from scheduler.simulator import main as simulate
@@ -60,33 +63,69 @@ def test_costs_are_never_negative() -> None:
     assert CostFit().model() == CostModel()
 
 
+@dataclass(frozen=True)
+class Regime:
+    """A worker, and a load of which it can do about half."""
+
+    cost: CostModel
+    fleet: Fleet
+    request_rate: float
+    duration_s: float
+    has_long_prompts: bool = False
+
+
+LARGE_MODEL = CostModel(step_us=20_000, context_token_us=20, generation_row_us=50)
+MODEL_OF_8B = CostModel(step_us=8_000, context_token_us=25, generation_row_us=15)
+REGIMES = {
+    "large model": Regime(LARGE_MODEL, Fleet(num_blocks=8000, max_batch_size=128), 4, 8),
+    "small model": Regime(CostModel(), Fleet(num_blocks=8000, max_batch_size=128), 4, 8),
+    "many rows": Regime(MODEL_OF_8B, Fleet(num_blocks=8000, max_batch_size=256), 8, 6),
+    "few rows": Regime(LARGE_MODEL, Fleet(num_blocks=4000, max_batch_size=8), 0.25, 60),
+    "few blocks": Regime(LARGE_MODEL, Fleet(num_blocks=1000, max_batch_size=128), 1, 20),
+    "long prompts": Regime(MODEL_OF_8B, Fleet(num_blocks=8000, max_batch_size=256), 0.75, 24, has_long_prompts=True),
+}
+
+
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_client_beside_one_of_20_times_its_load_waits_at_most_twice_as_long(policy: str, seed: int) -> None:
-    # Together they ask for about twice what the worker can do. A step of a large model: most of its time is fixed.
-    small, heavy = Load(4.0, 8, seed, "small"), Load(80.0, 8, seed, "heavy")
-    alone = median_first_token_ns(policy, [small])
-    assert median_first_token_ns(policy, [small, heavy]) <= 2 * alone
-    # Without names they are one client, in order of arrival.
-    assert median_first_token_ns(policy, [small, heavy], has_clients=False) > 20 * alone
+@pytest.mark.parametrize("name", REGIMES)
+def test_a_client_beside_one_of_20_times_its_load_waits_at_most_twice_as_long(name: str, policy: str) -> None:
+    alone = median_first_token_ns(REGIMES[name], policy, 0)
+    assert median_first_token_ns(REGIMES[name], policy, 20) <= 2 * alone
 
 
-def median_first_token_ns(policy: str, loads: list[Load], *, has_clients: bool = True) -> float:
-    """Of the client `small`."""
-    fleet = Fleet(num_blocks=8000, max_batch_size=128)
-    events = events_of(fleet, *loads)
-    if not has_clients:
-        events = [
-            replace(event, spec=replace(event.spec, client_id="")) if isinstance(event, Submitted) else event
-            for event in events
-        ]
-    core = fleet.core(policy, "inflight_fused")
-    Simulation(core, events, cost=CostModel(step_us=20_000, context_token_us=20, generation_row_us=50)).run()
+def test_without_names_they_are_one_client_in_order_of_arrival() -> None:
+    regime = REGIMES["large model"]
+    alone = median_first_token_ns(regime, "max_utilization", 0)
+    assert median_first_token_ns(regime, "max_utilization", 20, has_clients=False) > 20 * alone
+
+
+def median_first_token_ns(regime: Regime, policy: str, times: int, *, has_clients: bool = True) -> float:
+    """Of the client `small`, beside one that sends `times` as much."""
+    loads = [Load(regime.request_rate, regime.duration_s, 1, "small")]
+    if times:
+        loads.append(Load(times * regime.request_rate, regime.duration_s, 1, "heavy"))
+    config = regime.fleet.core(policy, "inflight_fused", max_queue_size=100_000).config
+    config = replace(config, finished_ttl_ns=1 << 60, max_num_finished=1 << 30)
+    core = SchedulerCore(config, load_scheduler("", policy, "inflight_fused"))
+    events = [changed(event, regime, has_clients) for event in events_of(regime.fleet, *loads)]
+    Simulation(core, events, cost=regime.cost).run()
     return statistics.median(
         request.times.first_token_ns - request.times.queued_ns
         for request_id, request in core.lifecycle.requests.items()
         if request_id.startswith("small")
     )
+
+
+def changed(event: Event, regime: Regime, has_clients: bool) -> Event:
+    """With prompts of another length, or without a client's name."""
+    if not isinstance(event, Submitted):
+        return event
+    spec = event.spec if has_clients else replace(event.spec, client_id="")
+    if regime.has_long_prompts:
+        draw = random.Random(spec.request_id)
+        prompt = array("I", (draw.randrange(3, 50_000) for _ in range(draw.randint(500, 2500))))
+        spec = replace(spec, prompt=prompt, max_tokens=draw.randint(8, 60))
+    return replace(event, spec=spec)
 
 
 def test_the_table_shows_how_planning_grows(capsys: pytest.CaptureFixture[str]) -> None:
