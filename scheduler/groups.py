@@ -79,8 +79,6 @@ class WorkerGroup:
         self.prefix_cache = PrefixCache()
         self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
         self.tables = BlockTables(config, self.blocks, clock)
-        self.clients = clients
-        self.pace = Pace(clients)
         self.adapters = AdapterRoom(registration.lora_cache_bytes)
         self.clients = clients
         self.pace = Pace(clients)
