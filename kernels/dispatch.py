@@ -69,9 +69,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Tensor, adapters: Tensor) -> None:
-    """Add scaling[i] * (x @ a[i].T) @ b[i].T to the rows of y [M, N] whose entry of adapters (int32 [M]) is i; -1: none.
+    """Add scaling[i] * (x @ a[i].T) @ b[i].T to the rows of y [M, N] whose entry of adapters is i; -1: none.
 
-    x [M, K], a [num_adapters, R, K], b [num_adapters, N, R], scaling float32 [num_adapters].
+    adapters int32 [M], x [M, K], a [num_adapters, R, K], b [num_adapters, N, R], scaling float32 [num_adapters].
     """
     if _takes_triton(x):
         triton.add_lora(y, x, a, b, scaling, adapters)

@@ -201,12 +201,15 @@ class JournalAdapter(google.protobuf.message.Message):
     NUM_BYTES_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     NUM_VIRTUAL_TOKENS_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     name: builtins.str
     path: builtins.str
     fingerprint: builtins.str
     num_bytes: builtins.int
     rank: builtins.int
     num_virtual_tokens: builtins.int
+    model_fingerprint: builtins.str
+    """Of the model that it fits."""
     def __init__(
         self,
         *,
@@ -216,8 +219,9 @@ class JournalAdapter(google.protobuf.message.Message):
         num_bytes: builtins.int = ...,
         rank: builtins.int = ...,
         num_virtual_tokens: builtins.int = ...,
+        model_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "name", b"name", "num_bytes", b"num_bytes", "num_virtual_tokens", b"num_virtual_tokens", "path", b"path", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "model_fingerprint", b"model_fingerprint", "name", b"name", "num_bytes", b"num_bytes", "num_virtual_tokens", b"num_virtual_tokens", "path", b"path", "rank", b"rank"]) -> None: ...
 
 global___JournalAdapter = JournalAdapter
 

@@ -30,6 +30,7 @@ from router.detokenizer_pool import Attachment, DetokenizerPool
 from router.prompt import PromptBuilder
 from router.request_checks import check_name, check_request, check_supported, check_tensors, fit_to_context
 from router.streams import ClientStream
+from router.virtual_tokens import put_table_first, take_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -215,11 +216,13 @@ class Runner:
 
     async def _normalize(self, request: pb.GenerateRequest) -> None:
         """Fills what is unset: after it the input is token ids, and the same request gives the same contents."""
-        token_ids = await self._prompts.token_ids(request)
+        kind = request.WhichOneof("input") or "input"
+        take_embeddings(request, self.model)
+        token_ids = put_table_first(request, await self._prompts.token_ids(request), self.model)
         asked = request.max_tokens if request.HasField("max_tokens") else None
-        if request.WhichOneof("input") != "token_ids":
-            request.token_ids.values.extend(token_ids)
-        request.max_tokens = fit_to_context(len(token_ids), asked, self.model)
+        if request.WhichOneof("input") != "token_ids" or len(request.token_ids.values) != len(token_ids):
+            request.token_ids.values[:] = token_ids
+        request.max_tokens = fit_to_context(len(token_ids), asked, self.model, kind)
         check_tensors(request, self.model, self._max_tensor_bytes)
         bad_words = request.stopping.bad_words
         if bad_words:

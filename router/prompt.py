@@ -57,10 +57,9 @@ class PromptBuilder:
             ids = await self._run(len(request.prompt), lambda: self.tokenizer.encode(request.prompt))
         elif kind == "chat":
             ids = await self._run(_INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat))
-        elif kind == "prompt_embeddings":
-            raise UnsupportedError("prompt embeddings are not supported", field="prompt_embeddings")
         else:
-            raise InvalidArgumentError("one of prompt, token_ids and chat must be set", field="input")
+            names = "prompt, token_ids, chat and prompt_embeddings"
+            raise InvalidArgumentError(f"one of {names} must be set", field="input")
         if not ids:
             raise InvalidArgumentError("must not be empty", field=str(kind))
         return ids

@@ -11,6 +11,7 @@ from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedErr
 from midstream.extras import tensor_bytes
 from midstream.model_folder import ModelFolder
 from protos import generation_pb2 as pb
+from router.virtual_tokens import check_virtual_tokens, num_token_ids
 
 MAX_NAME = 128
 MAX_STOP_WORDS = 64
@@ -20,6 +21,7 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 256
 MAX_GUIDE_CHARACTERS = 1 << 20
 MAX_LOG_PROBS = 20
+MAX_TOKEN_RANGES = 64
 MAX_DEFAULT_TOKENS = 16_384
 
 MAX_TOPK_LOGITS = 1024
@@ -112,7 +114,8 @@ def check_request(request: pb.GenerateRequest, model: ModelFolder) -> None:
     _Range(-100, 100).check(request.priority, "priority")
     if request.HasField("max_tokens"):
         _at_least_one(request.max_tokens, "max_tokens")
-    _check_ids(request.token_ids.values, model.vocab_size, "token_ids")
+    check_virtual_tokens(request, model)
+    _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
     _check_sampling(request.sampling, model)
     _check_stopping(request.stopping, model)
     _check_output(request.output, model)
@@ -141,7 +144,9 @@ def check_supported(request: pb.GenerateRequest, features: Iterable[str]) -> Non
             )
 
 
-def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelFolder) -> int:
+def fit_to_context(
+    num_prompt_tokens: int, max_tokens: int | None, model: ModelFolder, field: str = "prompt"
+) -> int:
     """Output tokens that a sequence may have: what was asked for, as far as the model's context goes.
 
     Raises:
@@ -152,7 +157,7 @@ def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelF
         raise InvalidArgumentError(
             f"has {num_prompt_tokens} tokens; the model's context of {model.max_sequence_length} must hold it and at "
             "least one more",
-            field="prompt",
+            field=field,
         )
     return min(room, MAX_DEFAULT_TOKENS if max_tokens is None else max_tokens)
 
@@ -230,10 +235,14 @@ def _check_features(request: pb.GenerateRequest) -> None:
     if request.HasField("lora"):
         _at_least_one(len(request.lora.name), "lora.name")
         check_name(request.lora.name, "lora.name")
+        if request.lora.HasField("resolved"):
+            raise InvalidArgumentError("is not for clients", field="lora.resolved")
+    check_name(request.prompt_tuning.name, "prompt_tuning.name")
     if request.HasField("speculative"):
         if request.speculative.method not in (1, 2):
             raise InvalidArgumentError("must be set", field="speculative.method")
         _Range(1, 16).check(request.speculative.num_draft_tokens, "speculative.num_draft_tokens")
+    _at_most(len(request.kv_retention.token_ranges), MAX_TOKEN_RANGES, "kv_retention.token_ranges")
     for token_range in request.kv_retention.token_ranges:
         _at_most(token_range.priority, 100, "kv_retention.token_ranges.priority")
         if token_range.HasField("end") and token_range.end <= token_range.start:

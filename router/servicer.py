@@ -122,11 +122,13 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
     async def LoadLora(self, request: loads_pb2.LoadLoraRequest, context: object) -> loads_pb2.LoadLoraResponse:  # noqa: N802
         """Loads an adapter in every cell."""
-        await asyncio.gather(*(cell.stub.LoadLora(request) for cell in self._cells.cells.values()))
-        return loads_pb2.LoadLoraResponse()
+        self._cells.any()
+        first, *_ = await asyncio.gather(*(cell.stub.LoadLora(request) for cell in self._cells.cells.values()))
+        return first
 
     async def UnloadLora(self, request: loads_pb2.UnloadLoraRequest, context: object) -> loads_pb2.UnloadLoraResponse:  # noqa: N802
         """Unloads an adapter in every cell."""
+        self._cells.any()
         await asyncio.gather(*(cell.stub.UnloadLora(request) for cell in self._cells.cells.values()))
         return loads_pb2.UnloadLoraResponse()
 

@@ -18,7 +18,7 @@ class PackedLora:
     """One adapter of all layers."""
 
     def __init__(self, dims: DecoderDims, layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> None:
-        """Take, for each layer, (a [R, K], b [N, R] with the adapter's scale in it) of some of q, k, v, o, gate, up, down.
+        """Take each layer's pairs (a [R, K], b [N, R] with the adapter's scale in it) of q, k, v, o, gate, up, down.
 
         Raises ValueError for wrong shapes.
         """

@@ -32,6 +32,7 @@ CREATE TABLE IF NOT EXISTS midstream_writer (
 CREATE TABLE IF NOT EXISTS midstream_requests (
     number bigint PRIMARY KEY, request bytea NOT NULL, output bytea NOT NULL);
 CREATE TABLE IF NOT EXISTS midstream_commits (number bigserial PRIMARY KEY, record bytea NOT NULL);
+CREATE TABLE IF NOT EXISTS midstream_adapters (name text PRIMARY KEY, record bytea NOT NULL);
 INSERT INTO midstream_writer VALUES (1, %d, 0, '', '-infinity') ON CONFLICT DO NOTHING
 """
 _RENEW = (
@@ -41,7 +42,7 @@ _RENEW = (
 
 
 class PostgresStore(Store):
-    """Three tables of one database."""
+    """Tables of one database."""
 
     def __init__(self, conninfo: str, holder: str, *, is_standby: bool = False) -> None:
         """Connects to nothing yet.
@@ -113,6 +114,8 @@ class PostgresStore(Store):
             stored.requests.extend(self._connected.execute(query))  # type: ignore[arg-type]
             query = "SELECT number, record FROM midstream_commits ORDER BY number"
             stored.commits.extend(self._connected.execute(query))  # type: ignore[arg-type]
+            query = "SELECT name, record FROM midstream_adapters ORDER BY name"
+            stored.adapters.extend(self._connected.execute(query))  # type: ignore[arg-type]
         return stored
 
     def write(self, transaction: Transaction) -> None:
@@ -127,6 +130,10 @@ class PostgresStore(Store):
                 cursor.execute("DELETE FROM midstream_commits")
             elif transaction.commit:
                 cursor.execute("INSERT INTO midstream_commits (record) VALUES (%s)", (transaction.commit,))
+            for name, record in transaction.adapters:
+                cursor.execute("DELETE FROM midstream_adapters WHERE name = %s", (name,))
+                if record:
+                    cursor.execute("INSERT INTO midstream_adapters VALUES (%s, %s)", (name, record))
             if transaction.forgotten:
                 cursor.execute("DELETE FROM midstream_requests WHERE number = ANY(%s)", (transaction.forgotten,))
 

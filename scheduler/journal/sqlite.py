@@ -23,6 +23,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS writer (one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, request BLOB NOT NULL, output BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS commits (number INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS adapters (name TEXT PRIMARY KEY, record BLOB NOT NULL);
 """
 _WAL_HEADER_BYTES, _WAL_FRAME_HEADER_BYTES = 32, 24
 
@@ -97,6 +98,7 @@ class SqliteStore(Store):
         except sqlite3.DatabaseError as error:
             damage = error
         try:
+            stored.adapters.extend(self._connected.execute("SELECT * FROM adapters ORDER BY name"))
             stored.commits.extend(self._connected.execute("SELECT * FROM commits ORDER BY number"))
         except sqlite3.DatabaseError as error:
             damage = error
@@ -113,6 +115,7 @@ class SqliteStore(Store):
         connection.execute("BEGIN IMMEDIATE")
         connection.executemany("INSERT INTO requests VALUES (?, ?, ?)", stored.requests)
         connection.executemany("INSERT INTO commits VALUES (?, ?)", stored.commits)
+        connection.executemany("INSERT INTO adapters VALUES (?, ?)", stored.adapters)
         connection.execute("COMMIT")
 
     def write(self, transaction: Transaction) -> None:
@@ -163,6 +166,11 @@ def _write_rows(connection: sqlite3.Connection, transaction: Transaction) -> Non
         connection.execute("DELETE FROM commits")
     elif transaction.commit:
         connection.execute("INSERT INTO commits (record) VALUES (?)", (transaction.commit,))
+    for name, record in transaction.adapters:
+        if record:
+            connection.execute("INSERT OR REPLACE INTO adapters VALUES (?, ?)", (name, record))
+        else:
+            connection.execute("DELETE FROM adapters WHERE name = ?", (name,))
     if transaction.forgotten:
         _many(connection, "DELETE FROM requests WHERE number = ?", [(number,) for number in transaction.forgotten])
 

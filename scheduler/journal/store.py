@@ -1,4 +1,4 @@
-"""What a journal is stored in: two tables, of requests and of commits, and who may write.
+"""What a journal is stored in: tables of requests, commits and adapters, and who may write.
 
 A request has one row: what was accepted, and its output as of the last compaction. A commit has one row, with what all
 requests put out since the commit before. Compaction writes the output of those that changed into their rows and deletes
@@ -25,12 +25,14 @@ class Transaction:
         forgotten: Numbers of requests whose rows go.
         compacted: (number, sealed JournalCommit of that request alone) of requests that changed; commits go. None: they
             stay.
+        adapters: (name, sealed JournalAdapter) of adapters that were loaded; nothing sealed: it was unloaded.
     """
 
     accepted: list[tuple[int, bytes]] = field(default_factory=list)
     commit: bytes = b""
     forgotten: list[int] = field(default_factory=list)
     compacted: list[tuple[int, bytes]] | None = None
+    adapters: list[tuple[str, bytes]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -40,11 +42,13 @@ class StoredJournal:
     Attributes:
         requests: (number, sealed JournalRequest, sealed output as of the last compaction or nothing), by number.
         commits: (number, sealed JournalCommit), oldest first.
+        adapters: (name, sealed JournalAdapter).
         num_damaged: Rows that the store itself could not read.
     """
 
     requests: list[tuple[int, bytes, bytes]] = field(default_factory=list)
     commits: list[tuple[int, bytes]] = field(default_factory=list)
+    adapters: list[tuple[str, bytes]] = field(default_factory=list)
     num_damaged: int = 0
 
 

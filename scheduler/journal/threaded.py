@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from scheduler.journal import Journal, JournalContents, JournalEntry, JournalError
+from scheduler.journal.adapters import read_adapters
 from scheduler.journal.records import Replayed, replay
 from scheduler.journal.store import Store, Transaction, seal
 from scheduler.journal.writer import RowWriter, kept_of
@@ -120,7 +121,8 @@ class ThreadedJournal(Journal):
             },
         )
         kept = {item.recovered.spec.request_id: kept_of(item) for item in known.values()}
-        return JournalContents(epoch, requests), RowWriter(kept, self._model_fingerprint)
+        adapters = read_adapters(stored, self._model_fingerprint)
+        return JournalContents(epoch, requests, adapters), RowWriter(kept, self._model_fingerprint)
 
     def _report(self, replayed: Replayed) -> None:
         self.num_damaged = replayed.num_damaged

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protos import journal_pb2 as pb
-from scheduler.effects import Accepted, Emitted, RequestEnded, RequestForgotten, SequenceEnded
+from scheduler.effects import Accepted, BeamsAdvanced, Emitted, RequestEnded, RequestForgotten, SequenceEnded
 from scheduler.events import Recovered
-from scheduler.journal import JournalEntry
-from scheduler.journal.records import StoredRequest, add_end, add_finish, encode_request
+from scheduler.journal import AdapterLoaded, AdapterUnloaded, JournalEntry
+from scheduler.journal.adapters import encode_adapter
+from scheduler.journal.records import StoredRequest, add_beam_steps, add_end, add_finish, encode_request
 from scheduler.journal.store import Transaction, seal
 from scheduler.request import Request, Sequence
 
@@ -26,6 +27,7 @@ class Kept:
         lengths: Output tokens of each sequence.
         num_outputs: Extra outputs of each sequence.
         num_bytes: About the size of its output.
+        num_beam_steps: Of its beam search.
         has_ended: Of each sequence. is_over: Of the request.
     """
 
@@ -35,6 +37,7 @@ class Kept:
     has_ended: list[bool]
     is_over: bool = False
     num_bytes: int = 0
+    num_beam_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -84,14 +87,8 @@ class RowWriter:
             if isinstance(entry, Emitted):
                 for sequence, length in zip(entry.sequences, entry.lengths, strict=True):
                     self._add_tokens(sequence, length, runs, record)
-            elif isinstance(entry, Accepted):
-                self._accept(entry.request, result)
-            elif isinstance(entry, SequenceEnded):
-                self._end_sequence(entry.sequence, record)
-            elif isinstance(entry, RequestEnded):
-                self._finish(entry.request, record)
-            elif isinstance(entry, RequestForgotten):
-                self._forget(entry.request, result)
+            else:
+                self._add(entry, result, record)
         runs.write(record)
         data = record.SerializeToString()
         if data:
@@ -100,6 +97,22 @@ class RowWriter:
         if self._commit_bytes > max(MIN_COMPACTION_BYTES, self._changed_bytes):
             result.compacted = self._compact()
         return result
+
+    def _add(self, entry: JournalEntry, result: Transaction, record: pb.JournalCommit) -> None:
+        if isinstance(entry, Accepted):
+            self._accept(entry.request, result)
+        elif isinstance(entry, BeamsAdvanced):
+            self._add_beam_steps(entry, record)
+        elif isinstance(entry, SequenceEnded):
+            self._end_sequence(entry.sequence, record)
+        elif isinstance(entry, RequestEnded):
+            self._finish(entry.request, record)
+        elif isinstance(entry, RequestForgotten):
+            self._forget(entry.request, result)
+        elif isinstance(entry, AdapterLoaded):
+            result.adapters.append((entry.adapter.name, seal(encode_adapter(entry.adapter, self._model_fingerprint))))
+        elif isinstance(entry, AdapterUnloaded):
+            result.adapters.append((entry.name, b""))
 
     def _accept(self, request: Request, result: Transaction) -> None:
         count = len(request.sequences)
@@ -111,6 +124,8 @@ class RowWriter:
 
     def _add_tokens(self, sequence: Sequence, length: int, runs: _Runs, record: pb.JournalCommit) -> None:
         request, index = sequence.request, sequence.index
+        if request.spec.tensor_bytes:
+            return  # what such a request gives is not kept: it is computed again
         request_id = request.spec.request_id
         kept = self._kept[request_id]
         start = kept.lengths[index]
@@ -126,6 +141,15 @@ class RowWriter:
         self._note_changed(request_id, request, kept, 4 * count)
         if sequence.outputs:
             self._add_outputs(sequence, kept, record)
+
+    def _add_beam_steps(self, entry: BeamsAdvanced, record: pb.JournalCommit) -> None:
+        request, beams = entry.request, entry.request.beams
+        kept = self._kept[request.request_id]
+        assert beams is not None
+        steps = beams.search.steps[kept.num_beam_steps : entry.num_steps]
+        kept.num_beam_steps = entry.num_steps
+        add_beam_steps(record, kept.number, steps)
+        self._note_changed(request.request_id, request, kept, sum(12 * len(step.parents) for step in steps))
 
     def _add_outputs(self, sequence: Sequence, kept: Kept, record: pb.JournalCommit) -> None:
         index = sequence.index
@@ -148,6 +172,8 @@ class RowWriter:
 
     def _end_sequence(self, sequence: Sequence, record: pb.JournalCommit) -> None:
         request = sequence.request
+        if request.spec.tensor_bytes:
+            return
         kept = self._kept[request.request_id]
         kept.has_ended[sequence.index] = True
         assert sequence.end is not None
@@ -155,6 +181,8 @@ class RowWriter:
         self._note_changed(request.request_id, request, kept, 0)
 
     def _finish(self, request: Request, record: pb.JournalCommit) -> None:
+        if request.spec.tensor_bytes:
+            return
         kept = self._kept[request.request_id]
         kept.is_over = True
         add_finish(record, kept.number, request.finish)
@@ -190,6 +218,8 @@ def _stored(request: Request, kept: Kept) -> StoredRequest:
     )
     if kept.is_over:
         stored.finish = request.finish
+    elif request.beams is not None:
+        stored.beam_steps = request.beams.search.steps[: kept.num_beam_steps]
     return stored
 
 
@@ -202,4 +232,5 @@ def kept_of(stored: StoredRequest) -> Kept:
         [index in stored.ends for index in range(len(stored.outputs))],
         stored.finish is not None,
         4 * sum(map(len, stored.outputs)) + sum(len(extra.data) for items in stored.extras for extra in items),
+        len(stored.beam_steps),
     )

@@ -1,0 +1,84 @@
+"""An adapter as it was read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gpu_worker.models.description import DecoderDescription
+
+MODULES = ("q", "k", "v", "o", "gate", "up", "down")
+_LEAST_RANK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """Adds scale * (x a^T) b^T to a linear layer of x: a [R, K], b [N, R]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What an adapter's folder holds, on the host and in the types of its file.
+
+    Attributes:
+        fingerprint: Hash of the files.
+        layers: Of LoRA: for each layer the pairs by module; empty for a prompt adapter.
+        prompt_table: Of a prompt adapter: [num_virtual_tokens, hidden_size], float32.
+    """
+
+    path: str
+    fingerprint: str
+    layers: tuple[Mapping[str, LoraPair], ...] = ()
+    prompt_table: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """Largest rank; 0 for a prompt adapter."""
+        return max((len(pair.a) for pairs in self.layers for pair in pairs.values()), default=0)
+
+    @property
+    def host_bytes(self) -> int:
+        """What it takes on the host."""
+        tensors = [tensor for pairs in self.layers for pair in pairs.values() for tensor in (pair.a, pair.b)]
+        if self.prompt_table is not None:
+            tensors.append(self.prompt_table)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def device_bytes(self, element_bytes: int) -> int:
+        """What its pairs take where they are computed with, in elements of that size."""
+        pairs = [pair for layer in self.layers for pair in layer.values()]
+        return sum(padded_rank(len(p.a)) * (p.a.shape[1] + p.b.shape[0]) * element_bytes for p in pairs)
+
+
+def padded_rank(rank: int) -> int:
+    """The rank that pairs are padded to where several adapters are computed together: a power of two from 8 on.
+
+    It depends on the adapter alone, so that how its products are summed does not depend on its neighbours.
+    """
+    return max(_LEAST_RANK, 1 << (rank - 1).bit_length())
+
+
+def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of each linear layer that LoRA may change."""
+    d = description
+    q_size, kv_size = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+    return {
+        "q": (d.hidden_size, q_size),
+        "k": (d.hidden_size, kv_size),
+        "v": (d.hidden_size, kv_size),
+        "o": (q_size, d.hidden_size),
+        "gate": (d.hidden_size, d.intermediate_size),
+        "up": (d.hidden_size, d.intermediate_size),
+        "down": (d.intermediate_size, d.hidden_size),
+    }
+
+
+def module_layer_elements(description: DecoderDescription) -> int:
+    """Elements of one rank of the widest module in one layer: the unit of the module-layer cache sizes."""
+    return max(sum(shape) for shape in module_shapes(description).values())

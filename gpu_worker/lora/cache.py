@@ -1,0 +1,172 @@
+"""Keeps adapters near: on the host as they were read, on the device as they are computed with.
+
+One adapter's way:
+
+1. It is named: by LoadLoraAdapter, or by a step that adds a sequence with it. The link's thread asks for it
+   (`load`, `prefetch`), and a reader thread fetches its files while the step before still runs.
+2. The compute loop takes it for a row (`acquire`): it is placed on the device and pinned there until the row is given
+   back. The scheduler starts no more at a time than fit.
+3. What no row uses stays until room is needed: least recently used goes first, on each side for itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.step import AdapterRef
+from midstream.errors import InvalidArgumentError, NotFoundError, OverloadedError
+
+P = TypeVar("P")
+
+
+@dataclass(slots=True)
+class _Placed(Generic[P]):
+    value: P
+    num_bytes: int
+    num_users: int = 0
+
+
+class AdapterCache(Generic[P]):
+    """Adapters by fingerprint. `load`, `prefetch` and `unload` may be called by any thread, the rest by one."""
+
+    def __init__(
+        self,
+        read: Callable[[str], Adapter],
+        place: Callable[[Adapter], P],
+        *,
+        host_bytes: int,
+        device_bytes: int,
+        element_bytes: int,
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            read: Reads a folder.
+            place: Makes of a LoRA adapter what the model computes with, on its device.
+            host_bytes: Most that is kept on the host.
+            device_bytes: Most that is kept on the device.
+            element_bytes: Of a number there.
+        """
+        self.device_bytes = device_bytes
+        self._read, self._place = read, place
+        self._host_bytes, self._element_bytes = host_bytes, element_bytes
+        self._lock = threading.Lock()
+        self._host: OrderedDict[str, Adapter] = OrderedDict()
+        self._reading: dict[str, Future[Adapter]] = {}
+        self._device: OrderedDict[str, _Placed[P]] = OrderedDict()
+        self._unloaded: set[str] = set()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
+
+    @property
+    def num_device_bytes(self) -> int:
+        """Taken on the device."""
+        return sum(item.num_bytes for item in self._device.values())
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Taken on the host."""
+        return sum(item.host_bytes for item in self._host.values())
+
+    def size_of(self, adapter: Adapter) -> int:
+        """What the adapter takes on the device."""
+        return adapter.device_bytes(self._element_bytes)
+
+    def load(self, path: str) -> Future[Adapter]:
+        """Reads a folder anew. The future raises MidstreamError where it is not to be used."""
+        return self._reader.submit(self._fetch, path)
+
+    def prefetch(self, ref: AdapterRef) -> None:
+        """Begins to read what a sequence will need, unless it is here."""
+        with self._lock:
+            if ref.fingerprint not in self._host:
+                self._read_soon(ref)
+
+    def unload(self, fingerprint: str) -> None:
+        """Forgets an adapter on the host at once, and on the device when the compute loop next makes room."""
+        with self._lock:
+            self._host.pop(fingerprint, None)
+            self._unloaded.add(fingerprint)
+
+    def acquire(self, ref: AdapterRef) -> P:
+        """Takes a LoRA adapter for one more row.
+
+        Raises:
+            InvalidArgumentError: Its folder cannot be read any more.
+            NotFoundError: The folder holds another adapter by now.
+            OverloadedError: Those in use leave no room.
+        """
+        placed = self._device.get(ref.fingerprint)
+        if placed is None:
+            adapter = self.get(ref)
+            num_bytes = self.size_of(adapter)
+            self._make_room(num_bytes)
+            placed = self._device[ref.fingerprint] = _Placed(self._place(adapter), num_bytes)
+        self._device.move_to_end(ref.fingerprint)
+        placed.num_users += 1
+        return placed.value
+
+    def release(self, fingerprint: str) -> None:
+        """Gives an adapter back that was taken for a row."""
+        self._device[fingerprint].num_users -= 1
+
+    def get(self, ref: AdapterRef) -> Adapter:
+        """An adapter on the host, read if need be.
+
+        Raises:
+            InvalidArgumentError: Its folder cannot be read any more.
+            NotFoundError: The folder holds another adapter by now.
+        """
+        with self._lock:
+            if ref.fingerprint in self._host:
+                self._host.move_to_end(ref.fingerprint)
+                return self._host[ref.fingerprint]
+            reading = self._read_soon(ref)
+        adapter = reading.result()
+        if adapter.fingerprint != ref.fingerprint:
+            raise NotFoundError(f"{ref.path} does not hold the adapter {ref.name!r} any more", field="lora.name")
+        return adapter
+
+    def close(self) -> None:
+        """Reads no more."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _read_soon(self, ref: AdapterRef) -> Future[Adapter]:
+        reading = self._reading.get(ref.fingerprint)
+        if reading is None or reading.done():
+            reading = self._reading[ref.fingerprint] = self._reader.submit(self._fetch, ref.path)
+            self._reading = {key: item for key, item in self._reading.items() if not item.done()}
+        return reading
+
+    def _fetch(self, path: str) -> Adapter:
+        adapter = self._read(path)
+        num_bytes = self.size_of(adapter)
+        if num_bytes > self.device_bytes:
+            raise InvalidArgumentError(
+                f"{path} takes {num_bytes} bytes, the workers' adapter cache has {self.device_bytes}", field="path"
+            )
+        with self._lock:
+            self._unloaded.discard(adapter.fingerprint)
+            self._host[adapter.fingerprint] = adapter
+            while self.num_host_bytes > self._host_bytes and len(self._host) > 1:
+                self._host.popitem(last=False)
+        return adapter
+
+    def _make_room(self, num_bytes: int) -> None:
+        with self._lock:
+            unloaded = self._unloaded & self._device.keys()
+        # Those that were unloaded first, then the least recently used.
+        for fingerprint in sorted(self._device, key=lambda item: item not in unloaded):
+            is_gone = fingerprint in unloaded
+            if not is_gone and self.num_device_bytes + num_bytes <= self.device_bytes:
+                return
+            if not self._device[fingerprint].num_users:
+                del self._device[fingerprint]
+                self._unloaded.discard(fingerprint)
+        if self.num_device_bytes + num_bytes > self.device_bytes:
+            raise OverloadedError("the adapters in use leave no room for another", field="lora.name")

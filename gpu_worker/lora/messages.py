@@ -1,0 +1,116 @@
+"""What the scheduler says of adapters and of tables of virtual tokens, and what is answered."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.cache import AdapterCache
+from gpu_worker.step import NewSequence, Step
+from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
+from protos import generation_pb2 as pb
+from protos import worker_pb2
+
+_BYTES_PER_ELEMENT = {pb.Tensor.DTYPE_FLOAT32: 4, pb.Tensor.DTYPE_FLOAT16: 2, pb.Tensor.DTYPE_BFLOAT16: 2}
+
+
+class AdapterMessages:
+    """The link's part that is about adapters; all methods are called by the link's thread.
+
+    Attributes:
+        answers: To be sent to the scheduler; added to by another thread.
+    """
+
+    def __init__(self, cache: AdapterCache[Any], wake: Callable[[], None]) -> None:
+        """Keeps tables until the step that they belong to.
+
+        Args:
+            cache: The worker's adapters.
+            wake: Called when there is an answer.
+        """
+        self.answers: deque[worker_pb2.LoraResult] = deque()
+        self._cache, self._wake = cache, wake
+        self._tables: dict[str, list[pb.Tensor]] = {}
+
+    def clear(self) -> None:
+        """The epoch is over."""
+        self._tables.clear()
+
+    def load(self, message: worker_pb2.LoadLoraAdapter) -> None:
+        """Begins to read an adapter, and answers when that is done."""
+        result = worker_pb2.LoraResult(name=message.name, epoch=message.epoch)
+        self._cache.load(message.path).add_done_callback(partial(self._answer, result))
+
+    def unload(self, message: worker_pb2.UnloadLoraAdapter) -> None:
+        """Forgets an adapter."""
+        self._cache.unload(message.fingerprint)
+
+    def keep(self, message: worker_pb2.PromptTablePart) -> None:
+        """Keeps a part of a table for the next step."""
+        self._tables.setdefault(message.key, []).append(message.tensor)
+
+    def complete(self, step: Step) -> Step | None:
+        """A step with the tables that its sequences name; begins to read the adapters that they name.
+
+        Returns:
+            None where a table is not there in full: something was lost on the way.
+        """
+        sequences: list[NewSequence] = []
+        keys = {new.prompt_table_key for new in step.new_sequences if new.prompt_table_key}
+        parts = {key: self._tables.get(key, []) for key in keys}
+        self._tables.clear()
+        if not all(some and some[-1].is_last for some in parts.values()):
+            return None
+        for new in step.new_sequences:
+            for ref in (new.lora, new.prompt):
+                if ref is not None:
+                    self._cache.prefetch(ref)
+            sequences.append(_with_table(new, parts[new.prompt_table_key]) if new.prompt_table_key else new)
+        return replace(step, new_sequences=tuple(sequences))
+
+    def _answer(self, result: worker_pb2.LoraResult, future: Future[Adapter]) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            adapter = future.result()
+            result.rank, result.fingerprint = adapter.rank, adapter.fingerprint
+            result.num_bytes = self._cache.size_of(adapter)
+            result.num_virtual_tokens = 0 if adapter.prompt_table is None else len(adapter.prompt_table)
+        else:
+            known = error if isinstance(error, MidstreamError) else ExecutionError(str(error))
+            result.error.CopyFrom(known.to_proto())
+        self.answers.append(result)
+        self._wake()
+
+
+def _with_table(new: NewSequence, parts: list[pb.Tensor]) -> NewSequence:
+    try:
+        return replace(new, prompt_table=table_of(parts))
+    except InvalidArgumentError as error:
+        return replace(new, error=error)
+
+
+def table_of(parts: list[pb.Tensor]) -> NDArray[np.float32]:
+    """The table that came in parts, as float32 [num_virtual_tokens, hidden_size].
+
+    Raises:
+        InvalidArgumentError: Type, shape and number of bytes contradict each other.
+    """
+    data = b"".join(part.data for part in parts)
+    dtype, shape = parts[0].dtype, tuple(parts[0].shape)
+    size = _BYTES_PER_ELEMENT.get(dtype)
+    if size is None or len(shape) != 2 or len(data) != shape[0] * shape[1] * size:
+        raise InvalidArgumentError(f"has {len(data)} bytes for {list(shape)}", field="prompt_tuning.table")
+    if dtype == pb.Tensor.DTYPE_BFLOAT16:
+        return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    kind = "<f4" if dtype == pb.Tensor.DTYPE_FLOAT32 else "<f2"
+    return np.frombuffer(data, dtype=kind).astype(np.float32).reshape(shape)

@@ -1,0 +1,223 @@
+"""Reads an adapter from a folder as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+
+Files come from outside: nothing in them is executed, sizes are looked at before anything is read, and whatever would be
+computed differently from what PEFT does is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from gpu_worker.lora.adapter import Adapter, LoraPair, module_shapes
+from gpu_worker.models.description import DecoderDescription
+from midstream.errors import InvalidArgumentError, UnsupportedError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 1 << 20
+_PREFIX = "base_model.model."
+_PATHS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Settings of LoRA that are read here, or that say nothing of what is computed. Any other one that is on (DoRA, biases,
+# saved modules, whatever comes) would be computed differently.
+_KNOWN = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
+_OFF: tuple[object, ...] = (None, False, 0, "none", "", [], {})
+# Ways to begin training that leave the model's own weights alone; others (PiSSA, OLoRA, ...) do not.
+_INITS: tuple[object, ...] = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga")
+
+
+def read_adapter(
+    path: str, description: DecoderDescription, *, max_rank: int, max_bytes: int, root: str = ""
+) -> Adapter:
+    """The adapter in the folder `path`.
+
+    Args:
+        path: Absolute.
+        description: Of the model that it must fit.
+        max_rank: Largest rank that is taken.
+        max_bytes: Largest weight file that is taken.
+        root: Folder that it must lie in; empty: it may lie anywhere.
+
+    Raises:
+        InvalidArgumentError: Names the file, and the setting or tensor in it that is wrong.
+        UnsupportedError: A kind of adapter that is not computed here.
+    """
+    folder = Path(path)
+    if root and not folder.resolve().is_relative_to(Path(root).resolve()):
+        raise _wrong(f"{path} is not in the folder that adapters are read from")
+    config_data, weights = _read(folder / CONFIG_FILE, _MAX_CONFIG_BYTES), _read(folder / WEIGHTS_FILE, max_bytes)
+    digest = hashlib.sha256(len(config_data).to_bytes(8, "little") + config_data + weights).hexdigest()[:32]
+    config = _parse(folder / CONFIG_FILE, config_data)
+    tensors = _tensors(folder / WEIGHTS_FILE, weights)
+    kind = config.get("peft_type")
+    if kind == "LORA":
+        return Adapter(path, digest, layers=_Lora(folder, config, tensors, description, max_rank).layers())
+    if kind == "PROMPT_TUNING":
+        return Adapter(path, digest, prompt_table=_prompt_table(folder, config, tensors, description))
+    raise UnsupportedError(f"{folder / CONFIG_FILE}: peft_type {kind!r} is not LORA or PROMPT_TUNING", field="path")
+
+
+def _wrong(message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(message, field="path")
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    try:
+        if not path.is_file():
+            raise _wrong(f"{path} is missing")
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise _wrong(f"{path} has {size} bytes; at most {max_bytes}")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise _wrong(f"{path} cannot be read: {error}") from None
+
+
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise _wrong(f"{path} is not a JSON object")
+    return config
+
+
+def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
+    try:
+        tensors = safetensors.torch.load(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise _wrong(f"{path} is not a readable safetensors file: {error}") from None
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise _wrong(f"{path}: {name} is {tensor.dtype}; float32, float16 and bfloat16 are read")
+        if not torch.isfinite(tensor).all():
+            raise _wrong(f"{path}: {name} holds numbers that are not finite")
+    return tensors
+
+
+class _Lora:
+    """Takes the pairs of a LoRA folder out of its tensors."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        tensors: dict[str, Tensor],
+        description: DecoderDescription,
+        max_rank: int,
+    ) -> None:
+        self._config_path, self._weights_path = folder / CONFIG_FILE, folder / WEIGHTS_FILE
+        self._config, self._tensors, self._max_rank = config, tensors, max_rank
+        self._num_layers = description.num_layers
+        self._shapes = module_shapes(description)
+        for name, value in config.items():
+            is_known = name in _KNOWN and (name != "init_lora_weights" or value in _INITS)
+            if not is_known and value not in _OFF:
+                raise UnsupportedError(f"{self._config_path}: {name} {value!r} is not supported", field="path")
+        self._rank = self._number("r", config.get("r"))
+        self._alpha = self._number("lora_alpha", config.get("lora_alpha"))
+
+    def layers(self) -> tuple[Mapping[str, LoraPair], ...]:
+        """The pairs of each layer; every tensor of the file is taken, and every one that is needed is there."""
+        left, layers = set(self._tensors), []
+        expected = self._expected()
+        for i in range(self._num_layers):
+            pairs = {}
+            for module, suffix in _PATHS.items():
+                path = f"model.layers.{i}.{suffix}"
+                names = [f"{_PREFIX}{path}.lora_{part}.weight" for part in ("A", "B")]
+                if path in expected or not left.isdisjoint(names):
+                    pairs[module] = self._pair(path, module, *names)
+                    left.difference_update(names)
+            layers.append(pairs)
+        if left:
+            raise _wrong(f"{self._weights_path}: {min(left)} belongs to no linear layer of this model")
+        if not any(layers):
+            raise _wrong(f"{self._weights_path} holds no tensors")
+        return tuple(layers)
+
+    def _expected(self) -> set[str]:
+        """Paths of the modules that the configuration names."""
+        targets, only = self._config.get("target_modules"), self._config.get("layers_to_transform")
+        if not isinstance(targets, list):  # an expression: what it matched is what the file holds
+            return set()
+        layers = range(self._num_layers) if only is None else [only] if isinstance(only, int) else only
+        paths = [f"model.layers.{i}.{suffix}" for i in layers for suffix in _PATHS.values()]
+        expected = set()
+        for target in targets:
+            matched = {path for path in paths if _is_suffix(str(target), path)}
+            if not matched:
+                known = ", ".join(suffix.rpartition(".")[2] for suffix in _PATHS.values())
+                raise _wrong(f"{self._config_path}: target_modules: {target!r} is none of {known}")
+            expected |= matched
+        return expected
+
+    def _pair(self, path: str, module: str, name_a: str, name_b: str) -> LoraPair:
+        for name in (name_a, name_b):
+            if name not in self._tensors:
+                raise _wrong(f"{self._weights_path}: {name} is missing")
+        a, b = self._tensors[name_a], self._tensors[name_b]
+        rank = int(self._setting("rank_pattern", path, self._rank))
+        if not 1 <= rank <= self._max_rank:
+            raise _wrong(f"{self._config_path}: rank {rank}; this worker takes 1 to {self._max_rank}")
+        num_inputs, num_outputs = self._shapes[module]
+        for name, tensor, shape in ((name_a, a, (rank, num_inputs)), (name_b, b, (num_outputs, rank))):
+            if tensor.shape != shape:
+                raise _wrong(f"{self._weights_path}: {name} is {list(tensor.shape)}, expected {list(shape)}")
+        alpha = self._setting("alpha_pattern", path, self._alpha)
+        return LoraPair(a, b, alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
+
+    def _setting(self, patterns: str, path: str, default: float) -> float:
+        """What rank_pattern or alpha_pattern says of a module."""
+        for pattern, value in (self._config.get(patterns) or {}).items():
+            if not pattern.replace(".", "").replace("_", "").isalnum():
+                raise UnsupportedError(f"{self._config_path}: {patterns}: {pattern!r} is not a name", field="path")
+            if _is_suffix(pattern, path):
+                return self._number(patterns, value)
+        return default
+
+    def _number(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _wrong(f"{self._config_path}: {name} is {value!r}, not a number")
+        return value
+
+
+def _is_suffix(name: str, path: str) -> bool:
+    return path == name or path.endswith("." + name)
+
+
+def _prompt_table(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], description: DecoderDescription
+) -> Tensor:
+    if set(tensors) != {"prompt_embeddings"}:
+        raise _wrong(f"{folder / WEIGHTS_FILE}: prompt_embeddings is missing, or not alone")
+    table, hidden_size = tensors["prompt_embeddings"], description.hidden_size
+    num_tokens = config.get("num_virtual_tokens")
+    if table.dim() != 2 or not len(table) or list(table.shape) != [num_tokens, hidden_size]:
+        raise _wrong(
+            f"{folder / WEIGHTS_FILE}: prompt_embeddings is {list(table.shape)}, expected [{num_tokens}, {hidden_size}]"
+        )
+    return table.float().contiguous()
