@@ -44,6 +44,7 @@ class Engine:
         hub: The feeds.
         iterations: Statistics of the last iterations.
         kv_events: The last KV events, as (group id, change), under their sequence numbers.
+        on_joined: Told of each worker's connection and epoch, once the worker was told itself.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._uncommitted: dict[str, asyncio.Event] = {}
+        self.on_joined: Callable[[bytes, int], None] = lambda *_: None
 
     def now_ns(self) -> int:
         """The time that events carry."""
@@ -144,6 +146,7 @@ class Engine:
             self.iterations.append(effect.stats)
         elif isinstance(effect, GroupJoined):
             self._dispatcher.send_joined(effect)
+            self.on_joined(effect.connection, effect.epoch)
         elif isinstance(effect, GroupRefused):
             self._dispatcher.send_refused(effect)
         elif isinstance(effect, EpochEnded):

@@ -17,6 +17,7 @@ from midstream.serving import Server
 from midstream.telemetry import HttpServer, Metrics
 from midstream.transport_security import Tls
 from protos import recording_pb2, scheduler_pb2, scheduler_pb2_grpc
+from scheduler.adapters import Adapters
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.dispatch import Dispatcher
@@ -33,6 +34,7 @@ from scheduler.recording import Recorder
 from scheduler.recording_codec import encode_config
 from scheduler.request_codec import ModelLimits
 from scheduler.servicer import SchedulerServicer
+from scheduler.worker_keys import WorkerKeys
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class SchedulerService:
             limits=self.limits,
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             worker_timeout_ms=config.worker_timeout_ms,
+            keys=WorkerKeys.from_config(config),
         )
         self.worker_port = self.dispatcher.port
         self.journal = make_journal(config, self.model, self.limits, self.port)
@@ -105,10 +108,20 @@ class SchedulerService:
             dispatcher=self.dispatcher,
             record=self._recorder.note if self._recorder is not None else None,
         )
+        adapters = Adapters(
+            contents.adapters,
+            groups=lambda: core.groups,
+            sender=self.dispatcher,
+            journal=self.journal,
+            vocab_size=self.model.vocab_size,
+        )
+        self.dispatcher.on_adapter_result = adapters.on_result
+        self.engine.on_joined = adapters.on_joined
         self.engine.recover(contents.requests)
         self.metrics.registry.register(SchedulerCollector(core, self.dispatcher, self.journal))
         servicer = SchedulerServicer(
             self.engine,
+            adapters,
             model=self.model,
             limits=self.limits,
             cell=self.config.name or f"{self.config.host}:{self.port}",

@@ -10,13 +10,16 @@ from collections.abc import AsyncIterator
 from grpc.aio import ServicerContext
 
 import midstream
-from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from midstream.errors import InvalidArgumentError, NotFoundError
 from midstream.model_folder import ModelFolder
-from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
+from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
+from scheduler.adapters import Adapters
 from scheduler.engine import Engine
 from scheduler.events import AbortRequested, StopWordFound
 from scheduler.feed import DetokenizerFeed
+from scheduler.journal import LoadedAdapter
 from scheduler.prefix_cache import CacheCleared
+from scheduler.request import RequestSpec
 from scheduler.request_codec import ModelLimits, spec_from_proto
 from scheduler.stats_proto import iteration_stats_proto, kv_event_proto
 
@@ -27,18 +30,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     """Answers for one engine."""
 
     def __init__(
-        self, engine: Engine, *, model: ModelFolder, limits: ModelLimits, cell: str, policies: tuple[str, str, str]
+        self, engine: Engine, adapters: Adapters, *, model: ModelFolder, limits: ModelLimits, cell: str, policies: tuple[str, str, str]
     ) -> None:
         """Serves `engine`.
 
         Args:
             engine: The running scheduler.
+            adapters: What requests can name.
             model: What is served.
             limits: Of the model.
             cell: This scheduler's name among several.
             policies: Names of capacity policy, batching type and journal, for GetServerInfo.
         """
         self._engine = engine
+        self._adapters = adapters
         self._model = model
         self._limits = limits
         self._cell = cell
@@ -53,12 +58,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         """Takes a request, or attaches to the one that has its id."""
         if not request.request.request_id:
             raise InvalidArgumentError("it is empty", field="request_id")
-        answer = await self._engine.submit(spec_from_proto(request.request, self._limits, time.time_ns()))
+        if request.request.request_id not in self._engine.core.lifecycle.requests:
+            await self._adapters.resolve(request.request)
+        answer = await self._engine.submit(await self._spec(request.request))
         return scheduler_pb2.SubmitResponse(
             scheduler_epoch=self._engine.core.config.scheduler_epoch,
             attached=answer.is_attached,
             num_sequences=len(answer.request.sequences),
         )
+
+    async def _spec(self, request: generation_pb2.GenerateRequest) -> RequestSpec:
+        now_ns = time.time_ns()
+        if request.prompt_tuning.HasField("table"):  # megabytes to hash and to copy
+            return await asyncio.to_thread(spec_from_proto, request, self._limits, now_ns)
+        return spec_from_proto(request, self._limits, now_ns)
 
     async def Abort(  # noqa: N802
         self,
@@ -238,21 +251,33 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: loads_pb2.LoadLoraRequest,
         context: ServicerContext[loads_pb2.LoadLoraRequest, loads_pb2.LoadLoraResponse],
     ) -> loads_pb2.LoadLoraResponse:
-        """Not yet."""
-        raise UnsupportedError("these workers have no LoRA adapters")
+        """Makes an adapter known."""
+        return loads_pb2.LoadLoraResponse(lora=_lora_info(await self._adapters.load(request.name, request.path)))
 
     async def UnloadLora(  # noqa: N802
         self,
         request: loads_pb2.UnloadLoraRequest,
         context: ServicerContext[loads_pb2.UnloadLoraRequest, loads_pb2.UnloadLoraResponse],
     ) -> loads_pb2.UnloadLoraResponse:
-        """Not yet."""
-        raise UnsupportedError("these workers have no LoRA adapters")
+        """Lets no more requests name an adapter."""
+        await self._adapters.unload(request.name)
+        return loads_pb2.UnloadLoraResponse()
 
     async def ListLoras(  # noqa: N802
         self,
         request: loads_pb2.ListLorasRequest,
         context: ServicerContext[loads_pb2.ListLorasRequest, loads_pb2.ListLorasResponse],
     ) -> loads_pb2.ListLorasResponse:
-        """None are loaded."""
-        return loads_pb2.ListLorasResponse()
+        """What is loaded."""
+        return loads_pb2.ListLorasResponse(loras=map(_lora_info, self._adapters.list()))
+
+
+def _lora_info(adapter: LoadedAdapter) -> loads_pb2.LoraInfo:
+    return loads_pb2.LoraInfo(
+        name=adapter.name,
+        path=adapter.path,
+        rank=adapter.rank,
+        num_virtual_tokens=adapter.num_virtual_tokens,
+        fingerprint=adapter.fingerprint,
+        num_bytes=adapter.num_bytes,
+    )

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.json_format import MessageToDict
 
-from midstream.client.info import CellLoad, ModelInfo, ServerInfo
+from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
 from midstream.client.request import Message, SamplingParams, set_input
 from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 _T = TypeVar("_T")
 _CALL_TIMEOUT_S = 10.0
+_LOAD_TIMEOUT_S = 300.0
 
 
 class AsyncClient:
@@ -101,6 +102,7 @@ class AsyncClient:
         client_id: str = "",
         cache_salt: str = "",
         detached: bool = False,
+        lora: str = "",
     ) -> AsyncStream:
         """Runs a request; it is sent at the stream's first iteration.
 
@@ -118,6 +120,7 @@ class AsyncClient:
             client_id: Whose request it is, for fairness.
             cache_salt: Prefixes are shared only with requests of the same salt.
             detached: The request goes on when nobody listens; come back with `resume`.
+            lora: Name of a LoRA adapter that was loaded.
 
         Raises:
             InvalidArgumentError: Not exactly one input, or a value of the wrong type. Ranges are the router's to check.
@@ -132,6 +135,8 @@ class AsyncClient:
             detached=detached,
         )
         set_input(request, prompt, token_ids, messages, tools)
+        if lora:
+            request.lora.name = lora
         (sampling or SamplingParams()).fill(request)
         return self.stream(request, timeout_s=timeout_s)
 
@@ -192,6 +197,32 @@ class AsyncClient:
                 yield MessageToDict(stats, always_print_fields_with_no_presence=True)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+
+    async def load_lora(self, name: str, path: str) -> LoraInfo:
+        """Loads an adapter, LoRA or prompt tuning, from a PEFT folder that every worker can read.
+
+        Raises:
+            InvalidArgumentError: It does not fit the model; names the file, and the tensor or setting in it.
+            AlreadyExistsError: The name is taken by another folder.
+        """
+        request = loads_pb2.LoadLoraRequest(name=name, path=path)
+        response = await self._ask(lambda stub: stub.LoadLora(request, timeout=_LOAD_TIMEOUT_S))
+        return LoraInfo.from_proto(response.lora)
+
+    async def unload_lora(self, name: str) -> None:
+        """Lets no more requests name an adapter.
+
+        Raises:
+            NotFoundError: It is not loaded.
+        """
+        request = loads_pb2.UnloadLoraRequest(name=name)
+        await self._ask(lambda stub: stub.UnloadLora(request, timeout=_CALL_TIMEOUT_S))
+
+    async def loras(self) -> list[LoraInfo]:
+        """The adapters that requests can name."""
+        request = loads_pb2.ListLorasRequest()
+        response = await self._ask(lambda stub: stub.ListLoras(request, timeout=_CALL_TIMEOUT_S))
+        return [LoraInfo.from_proto(lora) for lora in response.loras]
 
     def _next_stub(self) -> Stub:
         return next(self._stubs)

@@ -141,3 +141,19 @@ class CellLoad:
             load.num_free_blocks,
             load.num_queued_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LoraInfo:
+    """An adapter that requests can name; a prompt adapter has no rank, a LoRA adapter no virtual tokens."""
+
+    name: str
+    path: str
+    rank: int
+    num_virtual_tokens: int
+    num_bytes: int
+
+    @staticmethod
+    def from_proto(info: pb.LoraInfo) -> LoraInfo:
+        """Copies out of the message."""
+        return LoraInfo(info.name, info.path, info.rank, info.num_virtual_tokens, info.num_bytes)

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from midstream.chunk import Chunk
 from midstream.client.async_client import AsyncClient
-from midstream.client.info import CellLoad, ModelInfo, ServerInfo
+from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
 from midstream.client.result import Result
 from midstream.client.stream import AsyncStream
 
@@ -90,6 +90,18 @@ class Client:
     def loads(self) -> list[CellLoad]:
         """How busy each cell is."""
         return self._run(self._client.loads())
+
+    def load_lora(self, name: str, path: str) -> LoraInfo:
+        """Loads an adapter."""
+        return self._run(self._client.load_lora(name, path))
+
+    def unload_lora(self, name: str) -> None:
+        """Lets no more requests name an adapter."""
+        self._run(self._client.unload_lora(name))
+
+    def loras(self) -> list[LoraInfo]:
+        """The adapters that requests can name."""
+        return self._run(self._client.loras())
 
     def iteration_stats(self) -> list[dict[str, object]]:
         """The latest iteration's statistics, one entry per cell."""

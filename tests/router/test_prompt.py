@@ -71,10 +71,6 @@ async def test_a_bad_input_is_refused_by_name(builder: PromptBuilder, field: str
     assert raised.value.field == field
 
 
-async def test_embeddings_are_not_supported_yet(builder: PromptBuilder) -> None:
-    with pytest.raises(UnsupportedError):
-        await builder.token_ids(pb.GenerateRequest(prompt_embeddings=pb.Tensor(shape=[1, 576])))
-
 
 async def test_bad_words_are_tokenized_with_and_without_a_space(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
     expected = [tokenizer.encode("cat"), tokenizer.encode(" cat")]
