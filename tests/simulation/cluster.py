@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import detokenizer.__main__
 import router.__main__
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
+from midstream.model_folder import ModelFolder
 from scheduler.core import SchedulerCore
 from scheduler.effects import Effect
 from scheduler.engine import Engine
@@ -49,7 +51,6 @@ class Cluster:
         disk: The journal's.
         workers: The newest worker of each name.
         crashes: Processes that ended by a defect.
-        services: Every scheduler that was started, oldest first.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Cluster:
         self.disk = Disk()
         self.processes: dict[str, Process] = {}
         self.workers: dict[str, SimulatedWorker] = {}
-        self.services: list[SchedulerService] = []
+        self._services: dict[Process, SchedulerService] = {}
         self.all_processes: list[Process] = []
         self.names: dict[str, list[str]] = {}
         self.crashes: list[str] = []
@@ -118,7 +119,8 @@ class Cluster:
             except (JournalError, asyncio.CancelledError):
                 pass
             except Exception as error:  # noqa: BLE001 (whatever it is, it is a defect)
-                self.crashes.append(f"{process!r} failed: {error!r}")
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                self.crashes.append(f"{process!r} failed: {error!r} in {where.filename}:{where.lineno}")
             finally:
                 self.network.note(f"{process!r} exits")
                 # Its last task is this one, which is about to end.
@@ -138,22 +140,19 @@ class Cluster:
 
     @property
     def service(self) -> SchedulerService | None:
-        """The newest scheduler, once it serves."""
-        service = self.services[-1] if self.services else None
-        return service if service is not None and hasattr(service, "engine") else None
+        """The newest scheduler, while it lives and serves."""
+        process = self.processes.get("scheduler")
+        service = self._services.get(process) if process is not None else None
+        return service if process is not None and not process.is_dead and hasattr(service, "engine") else None
 
     @property
     def engine(self) -> Engine | None:
-        """Of the newest scheduler, while it lives."""
-        process = self.processes.get("scheduler")
-        if process is None or process.is_dead or self.service is None:
-            return None
-        return self.service.engine
+        """Of the newest scheduler."""
+        return self.service.engine if self.service is not None else None
 
-    def make_journal(self, *_: object) -> Journal:
+    def make_journal(self, _: object, model: ModelFolder, limits: ModelLimits, *__: object) -> Journal:
         """For the scheduler that is starting."""
-        limits = ModelLimits(1024, folder().end_ids)
-        return SimulatedJournal(self.network, self.disk, running(), limits, folder().fingerprint)
+        return SimulatedJournal(self.network, self.disk, running(), limits, model.fingerprint)
 
     def make_engine(self, core: SchedulerCore, **parts: Any) -> Engine:
         """For the scheduler that is starting: all that its core does is checked."""
@@ -173,7 +172,7 @@ class Cluster:
             **self.shape.scheduler,
         }
         service = SchedulerService(SchedulerConfig(**settings), folder())
-        self.services.append(service)
+        self._services[running()] = service
         await service.run()
 
     async def _worker(self, name: str) -> int:

@@ -128,7 +128,12 @@ def all_workers_dead(dice: random.Random) -> Scenario:
                 if job.ended_s > 6.0:
                     stage.problems.append(f"it failed only after {job.ended_s} s")
 
-    return Scenario(shape=Shape(scheduler={"no_worker_timeout_s": 3.0}), jobs=work, inject=inject, judge=judge)
+    return Scenario(
+        shape=Shape(scheduler={"no_worker_timeout_s": 3.0, "max_worker_deaths": 3}),
+        jobs=work,
+        inject=inject,
+        judge=judge,
+    )
 
 
 @scenario(6)

@@ -112,7 +112,7 @@ class DiskStore(Store):
         disk = self._disk
         torn, disk.num_torn = disk.num_torn, 0
         requests = [(number, *row) for number, row in sorted(disk.requests.items())]
-        return StoredJournal(requests, list(disk.commits), torn)
+        return StoredJournal(requests=requests, commits=list(disk.commits), num_damaged=torn)
 
     def write(self, transaction: Transaction) -> None:
         self.check()

@@ -73,7 +73,7 @@ class Network:
         self.on_message: Callable[[], None] = lambda: None
         self.trace: list[str] | None = None
         self._parted: set[frozenset[str]] = set()
-        self._held: list[tuple[Wire, Any]] = []
+        self._held: dict[Wire, None] = {}
         self._log = hashlib.blake2b(digest_size=16)
 
     @property
@@ -154,13 +154,13 @@ class Network:
     def heal(self) -> None:
         """Lets everything through, and delivers what was held."""
         self._parted.clear()
-        held, self._held = self._held, []
-        for wire, item in held:
-            wire.resend(item)
+        held, self._held = self._held, {}
+        for wire in held:
+            self.later(self.delay(), wire.release)
 
-    def hold(self, wire: Wire, item: Any) -> None:
-        """Keeps a message until the network has healed."""
-        self._held.append((wire, item))
+    def hold(self, wire: Wire) -> None:
+        """Notes that a wire keeps messages until the network has healed."""
+        self._held[wire] = None
 
     def _give_up(self, pair: frozenset[str]) -> None:
         if pair in self._parted:
@@ -170,7 +170,7 @@ class Network:
 class Wire:
     """One direction of a connection."""
 
-    __slots__ = ("_last", "_name", "_network", "_receive", "is_cut", "source", "target")
+    __slots__ = ("_held", "_last", "_name", "_network", "_receive", "is_cut", "source", "target")
 
     def __init__(
         self, network: Network, source: Process, target: Process, name: str, receive: Callable[[Any], None]
@@ -182,6 +182,7 @@ class Wire:
         self._name = f"{source!r} {target!r} {name}"
         self._receive = receive
         self._last = 0.0
+        self._held: list[Any] = []
 
     def send(self, item: Any) -> None:
         """Sends a message; the dead send none."""
@@ -189,25 +190,32 @@ class Wire:
             return
         self._send(item)
 
-    def resend(self, item: Any) -> None:
-        """Sends again what did not get through."""
+    def send_end(self, item: Any) -> None:
+        """Sends the last message, though the source may be dead."""
         if not self.is_cut:
             self._send(item)
 
-    def send_end(self, item: Any) -> None:
-        """Sends the last message, though the source may be dead."""
-        self.resend(item)
+    def release(self) -> None:
+        """The network has healed: what was held arrives."""
+        if self._network.is_parted(self.source, self.target):
+            self._network.hold(self)
+            return
+        held, self._held = self._held, []
+        for item in held:
+            self._arrive(item)
 
     def _send(self, item: Any) -> None:
         network = self._network
-        self._last = max(network.loop.time() + network.delay(), self._last)
+        # Timers of one time come in any order.
+        self._last = max(network.loop.time() + network.delay(), self._last + 1e-9)
         network.loop.call_at(self._last, self._arrive, item, context=_OUTSIDE)
 
     def _arrive(self, item: Any) -> None:
         if self.is_cut:
             return
-        if self._network.is_parted(self.source, self.target):
-            self._network.hold(self, item)
+        if self._held or self._network.is_parted(self.source, self.target):
+            self._held.append(item)
+            self._network.hold(self)
             return
         self._network.arrive(f"{self._name} {item.label()}")
         self._receive(item)

@@ -104,8 +104,10 @@ async def _play(scenario: Scenario, stage: Stage, outcome: Outcome, faults: bool
     injecting = asyncio.create_task(scenario.inject(stage)) if faults else None
     try:
         async with asyncio.timeout(LIMIT_S):
-            while not all(job.is_done for job in stage.jobs):
+            while not all(job.is_done for job in stage.jobs) and not cluster.crashes:
                 await asyncio.sleep(0.05)
+            if cluster.crashes:
+                return
             if injecting is not None:
                 await injecting
             await stage.settle()

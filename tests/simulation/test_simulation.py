@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.simulation.__main__ import describe
+from tests.simulation.run import Outcome, run_seed
+
+SEEDS_PER_CHUNK = 252
+NUM_CHUNKS = 4
+# What has to come about among the seeds of a chunk, so that none of them passes for want of a fault.
+FAULTS = (
+    *("1", "2", "3", "4", "4 hang", "5", "5 long", "6", "7", "8", "9", "10", "11", "12", "13 queue", "13 decode"),
+    *("14", "15", "16", "17 cut", "17 parted", "18", "19", "20 full", "20 torn", "20 corrupt", "20 corrupt request"),
+    *("0 kill", "0 terminate", "0 freeze", "0 part", "0 cut"),
+)
+# Seeds that found a defect once.
+REGRESSIONS: tuple[int, ...] = ()
+
+
+def report(outcomes: list[Outcome]) -> str:
+    return "\n".join(describe(outcome) for outcome in outcomes if outcome.problems)
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_every_fault_is_survived(chunk: int) -> None:
+    outcomes = [run_seed(seed) for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK)]
+    assert not report(outcomes), report(outcomes)
+    happened = sum((outcome.happened for outcome in outcomes), Counter[str]())
+    assert [fault for fault in FAULTS if not happened[fault]] == []
+
+
+@pytest.mark.parametrize("seed", [0, 7, 18])
+def test_a_seed_replays_event_for_event(seed: int) -> None:
+    first, again = run_seed(seed, trace=True), run_seed(seed, trace=True)
+    assert first.trace == again.trace
+    assert len(first.trace) > 100
+
+
+@pytest.mark.parametrize("seed", range(21))
+def test_without_faults_output_is_as_worked_out(seed: int) -> None:
+    if not run_seed(seed).name.startswith(("deadline", "poison", "same", "overload", "slow", "client")):
+        assert run_seed(seed, faults=False).problems == []
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_what_was_found_once_stays_mended(seed: int) -> None:
+    assert run_seed(seed).problems == []
