@@ -17,13 +17,17 @@ class AbortRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    ONLY_IF_UNREAD_FIELD_NUMBER: builtins.int
     request_id: builtins.str
+    only_if_unread: builtins.bool
+    """To a scheduler: only while nobody reads the request's output, because its client may be back elsewhere."""
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
+        only_if_unread: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["only_if_unread", b"only_if_unread", "request_id", b"request_id"]) -> None: ...
 
 global___AbortRequest = AbortRequest
 

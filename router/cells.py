@@ -146,13 +146,13 @@ class Cells:
             raise UnavailableError("no scheduler is known")
         return cells[0]
 
-    async def abort(self, request_id: str) -> bool:
-        """Ends a request wherever it is; whether it was running.
+    async def abort(self, request_id: str, *, only_if_unread: bool = False) -> bool:
+        """Ends a request wherever it is, with `only_if_unread` unless somebody reads it; whether it was running.
 
         Raises:
             MidstreamError: No cell has it, and some cell did not answer.
         """
-        request = loads_pb2.AbortRequest(request_id=request_id)
+        request = loads_pb2.AbortRequest(request_id=request_id, only_if_unread=only_if_unread)
         results = await asyncio.gather(
             *(cell.stub.Abort(request, timeout=_TRY_TIMEOUT_S) for cell in self.cells.values()), return_exceptions=True
         )

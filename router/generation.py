@@ -6,7 +6,7 @@
 4. The front door takes chunks. When the detokenizer is lost, the next `take` attaches at another, at the offset
    reached; when the scheduler has forgotten the request, it is submitted again, and since its output is a function of
    its contents and seed, the stream goes on where it was.
-5. When the client leaves before the end, the request is aborted at once, unless it is detached.
+5. When the client leaves before the end and does not come back at once, the request is aborted, unless it is detached.
 
 The router holds nothing that cannot be had again: `resume` enters at step 3 with a request id and an offset.
 """
@@ -35,6 +35,8 @@ from router.virtual_tokens import put_table_first, take_embeddings
 logger = logging.getLogger(__name__)
 
 _REATTACH_S = 0.05
+# How long a client whose connection is gone may take to come back.
+_RETURN_S = 0.5
 
 
 class Generation:
@@ -202,14 +204,19 @@ class Runner:
         return limit if deadline is None else min(limit, deadline)
 
     def abort_soon(self, request_id: str) -> None:
-        """Aborts a request whose client left, without waiting for it."""
+        """Aborts a request whose client left, without waiting for it.
+
+        A client whose connection was cut is back at once, over another one; so it is aborted a moment later, unless
+        somebody reads it then.
+        """
         task = asyncio.create_task(self._abort(request_id))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
     async def _abort(self, request_id: str) -> None:
+        await asyncio.sleep(_RETURN_S)
         try:
-            await self.cells.abort(request_id)
+            await self.cells.abort(request_id, only_if_unread=True)
         except MidstreamError as error:
             # The scheduler ends it by itself when nobody has been attached for a while.
             logger.warning("abort failed: %s", error, extra={"request_id": request_id})

@@ -87,6 +87,11 @@ class FeedHub:
         log.has_ended = [sequence.end is not None for sequence in request.sequences]
         log.is_over = not request.live_sequences
 
+    def is_read(self, request_id: str) -> bool:
+        """Whether some detokenizer reads a request."""
+        log = self.logs.get(request_id)
+        return log is not None and bool(log.readers)
+
     def publish(self, entries: list[JournalEntry]) -> None:
         """Shows what has been committed."""
         for entry in entries:

@@ -79,6 +79,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         context: ServicerContext[loads_pb2.AbortRequest, loads_pb2.AbortResponse],
     ) -> loads_pb2.AbortResponse:
         """Ends a request."""
+        if request.only_if_unread and self._engine.hub.is_read(request.request_id):
+            return loads_pb2.AbortResponse()
         effects = self._engine.handle(AbortRequested(time.time_ns(), request.request_id))
         return loads_pb2.AbortResponse(was_running=bool(effects))
 

@@ -18,7 +18,7 @@ def client_leaves(dice: random.Random) -> Scenario:
     """While its request is queued, in prefill, or in decode: it is aborted within a second, and counted once."""
     leaving: list[Job] = []
     for number in range(3):
-        job = Job(long_request(dice, number, dice.choice((4, 60)), 40), start_s=dice.uniform(0, 0.1))
+        job = Job(long_request(dice, number, dice.choice((4, 60)), 200), start_s=dice.uniform(0, 0.1))
         if dice.random() < 0.5:
             job.leaves_after = dice.randint(1, 20)
         else:
@@ -38,7 +38,7 @@ def client_leaves(dice: random.Random) -> Scenario:
             if known.times.finished_ns / 1e9 - START_S > job.ended_s + 1.0:
                 stage.problems.append("the request of a client that left lived on")
 
-    shape = Shape(num_workers=1, scheduler={"max_batch_size": 2, "max_context_chunk": 8})
+    shape = Shape(num_workers=1, num_blocks=256, scheduler={"max_batch_size": 2, "max_context_chunk": 8})
     return Scenario(shape=shape, jobs=[*leaving, *[Job(request(dice, 5 + i)) for i in range(2)]], judge=judge)
 
 

@@ -52,12 +52,11 @@ def _sequence(request: pb.GenerateRequest, index: int) -> Expected:
             token = FIRST_PLAIN_ID
         state = extend_state(state, token)
         tokens.append(token)
-        text = decode(tokens)
         for word in words:
-            if word in text:
+            if word in (text := decode(tokens)):
                 return Expected(tokens, text[: text.index(word)], FinishReason.STOP, word)
         if token in ends:
-            return Expected(tokens, text, FinishReason.STOP, token)
+            return Expected(tokens, decode(tokens), FinishReason.STOP, token)
     return Expected(tokens, decode(tokens), FinishReason.LENGTH)
 
 
