@@ -46,7 +46,9 @@ class BlockManager:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_owners = [0] * num_blocks
         self._num_cached = 0
-        self._cached: dict[int, OrderedDict[int, None]] = {}  # retention priority -> blocks, oldest first
+        self._cached: dict[
+            int, OrderedDict[int, None]
+        ] = {}  # retention priority -> blocks, oldest first; none is empty
         self._cached_priority: dict[int, int] = {}
         self._retention: dict[int, Retention] = {}
         self._expiries: list[tuple[int, int]] = []
@@ -147,13 +149,16 @@ class BlockManager:
         self._num_cached += 1
 
     def _take_cached(self, block: int) -> None:
-        del self._cached[self._cached_priority.pop(block)][block]
+        priority = self._cached_priority.pop(block)
+        blocks = self._cached[priority]
+        del blocks[block]
+        if not blocks:
+            del self._cached[priority]
         self._num_cached -= 1
 
     def _evict(self, now_ns: int) -> int:
         self._expire_retention(now_ns)
-        blocks = self._cached[min(priority for priority, blocks in self._cached.items() if blocks)]
-        block = next(iter(blocks))
+        block = next(iter(self._cached[min(self._cached)]))
         self._take_cached(block)
         self.prefix_cache.withdraw(block)
         self._retention.pop(block, None)

@@ -228,13 +228,12 @@ class SchedulerCore:
                     return
                 continue
             self.queue.pop(request)
-            cost = group.start_cost(request)
-            if request.times.first_scheduled_ns == 0:
-                request.num_cached_tokens = cost.num_cached_tokens
-                self.totals.prefix_cache_queries += len(request.spec.prompt)
-                self.totals.prefix_cache_hits += cost.num_cached_tokens
-                self.lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
             group.start(request, self._num_steps)
+            if request.times.first_scheduled_ns == 0:
+                request.num_cached_tokens = request.running_sequences[0].num_hit_blocks * group.tokens_per_block
+                self.totals.prefix_cache_queries += len(request.spec.prompt)
+                self.totals.prefix_cache_hits += request.num_cached_tokens
+                self.lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
 
     def _choose_group(self, request: Request) -> WorkerGroup | None:
         """The group that can take the request and has the least to do until it is computed."""

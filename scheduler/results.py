@@ -86,21 +86,33 @@ class Results:
         """One token for each generating sequence. This is the loop that every token passes."""
         emitted: list[Sequence] = []
         ordinal, now_ns = step.ordinal, self._clock.now_ns
-        observe = self._totals.inter_token_latency.observe
+        before_ns, num_alike = 0, 0  # most had their last token in the same step: they are counted together
         for sequence, token in zip(step.generation, tokens, strict=True):
             if sequence.first_ordinal > ordinal:
                 continue  # it ended, or was paused, after the step was planned
             emitted.append(sequence)
-            observe(now_ns - sequence.last_token_ns)
-            self.append(group, sequence, token, ends)
+            if sequence.last_token_ns != before_ns:
+                self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
+                before_ns, num_alike = sequence.last_token_ns, 0
+            num_alike += 1
+            sequence.last_token_ns = now_ns
+            output, spec = sequence.output, sequence.request.spec
+            output.append(token)
+            num_output = len(output)
+            if num_output == sequence.next_publish or num_output == spec.max_tokens or token in spec.stop_token_ids:
+                self._look_at_last(group, sequence, ends)
+        self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
         return emitted
 
     def append(self, group: WorkerGroup, sequence: Sequence, token: int, ends: list[End]) -> None:
         """Appends a token to a sequence, and notes its end where it is one."""
-        output, spec = sequence.output, sequence.request.spec
-        output.append(token)
+        sequence.output.append(token)
         sequence.last_token_ns = self._clock.now_ns
-        num_output = len(output)
+        self._look_at_last(group, sequence, ends)
+
+    def _look_at_last(self, group: WorkerGroup, sequence: Sequence, ends: list[End]) -> None:
+        """Publishes the block that a sequence's last token has filled, and notes the end that it is."""
+        spec, num_output, token = sequence.request.spec, len(sequence.output), sequence.output[-1]
         if num_output == sequence.next_publish:
             group.tables.publish_generated(sequence)
         if token in spec.stop_token_ids and num_output >= spec.min_tokens:
@@ -112,8 +124,7 @@ class Results:
         """Notes the time since the sequence's last token, in equal parts for each of the new ones."""
         if sequence.last_token_ns:
             since_ns = self._clock.now_ns - sequence.last_token_ns
-            for _ in range(num_tokens):
-                self._totals.inter_token_latency.observe(since_ns // num_tokens)
+            self._totals.inter_token_latency.observe(since_ns // num_tokens, num_tokens)
 
     def note_first_token(self, sequence: Sequence) -> None:
         """Notes that a sequence made progress."""

@@ -18,10 +18,10 @@ class Histogram:
         self.counts = [0] * (len(_BUCKETS_NS) + 1)
         self.sum_ns = 0
 
-    def observe(self, duration_ns: int) -> None:
-        """Counts one duration, in nanoseconds."""
-        self.counts[bisect_left(_BUCKETS_NS, duration_ns)] += 1
-        self.sum_ns += duration_ns
+    def observe(self, duration_ns: int, count: int = 1) -> None:
+        """Counts a duration, in nanoseconds, so many times."""
+        self.counts[bisect_left(_BUCKETS_NS, duration_ns)] += count
+        self.sum_ns += duration_ns * count
 
 
 @dataclass(slots=True)
