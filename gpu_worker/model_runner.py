@@ -9,15 +9,27 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from gpu_worker.beams import Candidates
 from gpu_worker.cuda_graphs import GraphDecoder, GraphRecorder
-from gpu_worker.input_batch import InputBatch
+from gpu_worker.draft_model import DraftModel, load_draft_model
+from gpu_worker.drafts import Drafter
+from gpu_worker.guided import UNCONSTRAINED, Guides
+from gpu_worker.input_batch import InputBatch, PreparedStep
 from gpu_worker.kv_cache import KvCache, block_bytes, choose_num_blocks
 from gpu_worker.loader import LoadedModel, load_model, num_threads
-from gpu_worker.rows import Rows
+from gpu_worker.lora.cache import AdapterCache
+from gpu_worker.lora.peft_folder import read_adapter
+from gpu_worker.lora.rows import RowAdapters
+from gpu_worker.lora.sizes import device_cache_bytes, host_cache_bytes
+from gpu_worker.outputs import Reporter, Reports
+from gpu_worker.post_processors import load_post_processors
+from gpu_worker.rows import Feature, Rows
 from gpu_worker.sampler import Sampler
-from gpu_worker.step import GREEDY, NewSequence, RowLogProbs, Step, StepOutput
+from gpu_worker.step import GREEDY, IntArray, NewSequence, RowLogProbs, Step, StepOutput
+from gpu_worker.verification import settle
 from midstream.config import WorkerConfig
-from midstream.errors import ConfigError, MidstreamError
+from midstream.errors import ConfigError, InvalidArgumentError, MidstreamError
+from midstream.grammar.process import GrammarProcess
 from midstream.model_folder import ModelFolder
 
 logger = logging.getLogger(__name__)
@@ -35,6 +47,7 @@ class ModelRunner:
         kv: Its KV pool.
         max_sequence_length: Prompt and output together, in tokens.
         max_num_tokens: Tokens in one step.
+        adapters: LoRA and prompt adapters.
     """
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, model: LoadedModel | None = None) -> None:
@@ -53,13 +66,23 @@ class ModelRunner:
                 field="max_sequence_length",
             )
         self._config = config
+        self._folder = folder
+        self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
+        self.post_processors = load_post_processors()
         default = _CPU_NUM_TOKENS if self.model.device.type == "cpu" else _GPU_NUM_TOKENS
         self.max_num_tokens = config.max_num_tokens or default
+        self.adapters = self._adapter_cache()
         graphs = self._with_graphs() if self.model.device.type == "cuda" else None
         self._warm_up()
         self._take_blocks(self._choose_num_blocks())
+        description, element_bytes = self.model.description, self.model.dtype.itemsize
+        self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
         if graphs is not None:
             graphs.capture()
+
+    def close(self) -> None:
+        """Ends what runs beside."""
+        self._guides.close()
 
     def clear(self) -> None:
         """Forgets all sequences; the pool's contents stay as they are, and nothing refers to them."""
@@ -73,6 +96,10 @@ class ModelRunner:
             ExecutionError: The step contradicts what came before it; call `clear` before the next.
         """
         started = time.perf_counter()
+        for new in step.new_sequences:
+            if new.post_processor and new.post_processor not in self.post_processors:
+                step = self._without_unknown(step)
+                break
         prepared = self._batch.prepare(step)
         if len(step.copy_sources):
             self.kv.copy_blocks(step.copy_sources, step.copy_targets)
@@ -80,19 +107,93 @@ class ModelRunner:
         token_ids = np.zeros(len(rows), dtype=np.int32)
         errors: list[tuple[int, MidstreamError]] = []
         log_probs: tuple[RowLogProbs, ...] = ()
+        candidates: dict[int, Candidates] = {}
+        reports = Reports()
         if prepared.inputs is not None:
-            logits = self.model.decoder.forward(prepared.inputs)
+            run_rows = rows[is_run]
+            is_guided = self._guides.ask(run_rows, [chunk.row for chunk in prepared.contexts])
+            probe = self._reporter.probe(prepared)
+            logits = self.model.decoder.forward(prepared.inputs, probe)
+            if probe is not None:
+                reports = self._reporter.collect(prepared, probe, logits)
+            constraints = self._guides.answer() if is_guided else UNCONSTRAINED
             if len(logits):
-                run_rows = rows[is_run]
-                sampled = self._sampler.sample(logits, run_rows)
+                sampled = self._sampler.sample(logits, run_rows, constraints)
                 token_ids[is_run] = sampled.token_ids
-                log_probs = sampled.log_probs
+                log_probs, candidates = sampled.log_probs, sampled.candidates
                 errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
         if not is_run.all():
             errors += [(row, self._rows.failed[row]) for row in rows[~is_run].tolist()]
+        if prepared.drafts.tokens or (self._rows.features[rows] & Feature.BEAMS).any():
+            return self._settle(prepared, token_ids, candidates, errors, log_probs, reports, started)
         if len(rows):
             self._rows.append_tokens(rows, token_ids)
-        return StepOutput(token_ids, log_probs, tuple(errors), time.perf_counter() - started)
+        return StepOutput(
+            token_ids,
+            log_probs,
+            tuple(errors),
+            time.perf_counter() - started,
+            reports.prompt_log_probs,
+            reports.tensors,
+        )
+
+    def _without_unknown(self, step: Step) -> Step:
+        """Lets sequences fail whose post-processor is not installed here."""
+        error = InvalidArgumentError("this worker has none of that name", field="logits_post_processor_name")
+        known = {"", *self.post_processors}
+        return replace(
+            step,
+            new_sequences=tuple(
+                new if new.post_processor in known else replace(new, error=error) for new in step.new_sequences
+            ),
+        )
+
+    def _settle(
+        self,
+        prepared: PreparedStep,
+        token_ids: IntArray,
+        candidates: dict[int, Candidates],
+        errors: list[tuple[int, MidstreamError]],
+        log_probs: tuple[RowLogProbs, ...],
+        reports: Reports,
+        started: float,
+    ) -> StepOutput:
+        """Ends a step with rows that do not give one token each."""
+        rows, drafts, failed = prepared.sampled_rows, prepared.drafts, dict(errors)
+        if not prepared.is_run.all():
+            places = np.flatnonzero(prepared.is_run).tolist()
+            candidates = {places[place]: found for place, found in candidates.items()}
+        broken = {place: failed[row] for place, row in enumerate(rows.tolist()) if row in failed}
+        answer = settle(self._rows, rows, drafts, token_ids, candidates, broken, log_probs)
+        return StepOutput(
+            np.array(answer.token_ids, dtype=np.int32),
+            answer.log_probs,
+            tuple((row, error) for row, error in errors if row not in drafts.shadows),
+            time.perf_counter() - started,
+            reports.prompt_log_probs,
+            reports.tensors,
+            tuple(answer.num_tokens),
+            tuple(answer.candidate_log_probs),
+            tuple(answer.num_drafts) if drafts.tokens else (),
+        )
+
+    def _adapter_cache(self) -> AdapterCache[object]:
+        """A cache with no room on the device until its size is set."""
+        config, description = self._config, self.model.description
+        host_bytes = host_cache_bytes(config, description)
+        return AdapterCache(
+            lambda path: read_adapter(
+                path,
+                description,
+                max_rank=config.lora_max_adapter_size,
+                max_bytes=host_bytes,
+                root=config.adapter_root,
+            ),
+            lambda adapter: self.model.decoder.place_adapter(adapter),
+            host_bytes=host_bytes,
+            device_bytes=0,
+            element_bytes=self.model.dtype.itemsize,
+        )
 
     def _with_graphs(self) -> GraphDecoder:
         """Puts the decoder behind one that copies inputs to the GPU and replays graphs."""
@@ -129,14 +230,27 @@ class ModelRunner:
 
     def _choose_num_blocks(self) -> int:
         config = self._config
+        models = [self.model] if self._draft is None else [self.model, self._draft]
         return choose_num_blocks(
-            block_bytes(self.model.description, config.tokens_per_block, self.model.kv_dtype),
+            sum(block_bytes(model.description, config.tokens_per_block, model.kv_dtype) for model in models),
             config.tokens_per_block,
             free_memory_fraction=config.free_memory_fraction,
             max_kv_tokens=config.max_kv_tokens,
             max_useful_tokens=config.max_batch_size * self.max_sequence_length,
             device=self.model.device,
         )
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a smaller model makes drafts."""
+        return self._draft is not None
+
+    def _draft_maker(self, num_blocks: int) -> DraftModel | None:
+        draft = self._draft
+        if draft is None:
+            return None
+        kv = KvCache(draft.description, num_blocks, self._config.tokens_per_block, draft.kv_dtype, draft.device)
+        return DraftModel(draft, self._rows, kv, self.max_num_tokens)
 
     def _take_blocks(self, num_blocks: int) -> None:
         model, tokens_per_block = self.model, self._config.tokens_per_block
@@ -149,5 +263,9 @@ class ModelRunner:
             num_blocks,
             model.description.vocab_size,
         )
-        self._batch = InputBatch(self._rows, tokens_per_block)
-        self._sampler = Sampler(self._rows)
+        adapters = RowAdapters(self.adapters, model.description.vocab_size, model.description.hidden_size)
+        drafter = Drafter(self._rows, self._draft_maker(num_blocks))
+        self._batch = InputBatch(self._rows, tokens_per_block, adapters, drafter)
+        self._sampler = Sampler(self._rows, self.post_processors)
+        self._reporter = Reporter(self._rows, model.decoder)
+        self._guides = Guides(self._rows, lambda: GrammarProcess(self._folder))

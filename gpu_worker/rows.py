@@ -10,7 +10,7 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_worker.step import GREEDY, NOTHING, Fork, IntArray, NewSequence, OutputParams, SamplingParams
+from gpu_worker.step import GREEDY, NOTHING, Fork, GuideState, IntArray, NewSequence, OutputParams, SamplingParams
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
 _MAX_ROWS = 1 << 16
@@ -41,6 +41,8 @@ class Feature(enum.IntFlag):
     TOP_P_DECAY = 64
     REPORTS = 128
     PROMPT_REPORTS = 256
+    GUIDED = 512
+    POST_PROCESSED = 1024
     BEAMS = 4096
 
 
@@ -54,7 +56,8 @@ class Rows:
         block_tables: int32 [num_rows, blocks of the longest sequence].
         num_blocks: int32 [num_rows]; entries of each block table.
         is_active: bool [num_rows].
-        sampling, outputs: Parameters by row.
+        sampling, outputs, guides: Parameters by row.
+        post_processors: (name, client id) of rows that are post-processed.
         temperature, top_k, top_p, min_p, seeds: The same as vectors.
         sequence_indices: int32 [num_rows].
         features: uint16 [num_rows]; the `Feature` bits that the row's parameters use.
@@ -71,6 +74,8 @@ class Rows:
         self.failed: dict[int, MidstreamError] = {}
         self.sampling: list[SamplingParams] = []
         self.outputs: list[OutputParams] = []
+        self.guides: list[GuideState | None] = []
+        self.post_processors: dict[int, tuple[str, str]] = {}
         self.tokens = np.zeros((0, max_sequence_length), dtype=np.int32)
         self.block_tables = np.zeros((0, -(-max_sequence_length // tokens_per_block)), dtype=np.int32)
         self.lengths, self.prompt_lengths, self.num_blocks = _ints(), _ints(), _ints()
@@ -110,7 +115,13 @@ class Rows:
         self.top_k[row] = sampling.top_k
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.outputs[row] = new.outputs
+        self.guides[row] = GuideState(new.guide) if new.guide is not None else None
         self.features[row] = _features(sampling) | _reports(new)
+        if new.guide is not None:
+            self.features[row] |= Feature.GUIDED
+        if new.post_processor:
+            self.post_processors[row] = (new.post_processor, new.client_id)
+            self.features[row] |= Feature.POST_PROCESSED
 
     def release(self, rows: IntArray) -> None:
         """Empties rows."""
@@ -137,6 +148,8 @@ class Rows:
                 vector = getattr(self, name)
                 vector[target] = vector[source]
         self.sampling[target], self.outputs[target] = self.sampling[source], self.outputs[source]
+        if source in self.post_processors:
+            self.post_processors[target] = self.post_processors[source]
         self.failed.pop(target, None)
         if source in self.failed:
             self.failed[target] = self.failed[source]
@@ -220,6 +233,7 @@ class Rows:
             setattr(self, name, np.concatenate([vector, np.zeros(num_rows - old, dtype=vector.dtype)]))
         self.sampling += [GREEDY] * (num_rows - old)
         self.outputs += [NOTHING] * (num_rows - old)
+        self.guides += [None] * (num_rows - old)
 
 
 def _features(sampling: SamplingParams) -> Feature:

@@ -1,12 +1,13 @@
 """Chooses each row's next token from its logits.
 
 A batch may mix rows of every kind. All rows take part in one argmax, which is all that plain greedy rows need; the
-others are copied out, their logits changed as asked (steering), and those with a temperature are
-drawn by inverting the cumulative distribution at one uniform number per row. No result depends on the batch's rest.
+others are copied out, their logits changed as asked (post-processors, steering, grammars), and those with a temperature
+are drawn by inverting the cumulative distribution at one uniform number per row. No result depends on the batch's rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,8 +18,10 @@ from torch import Tensor
 import kernels
 from gpu_worker.beams import Candidates, find_candidates
 from gpu_worker.distribution import invert, top_threshold
+from gpu_worker.guided import UNCONSTRAINED, Constraints
+from gpu_worker.post_processors import PostProcessor, post_process
 from gpu_worker.rows import Feature, Rows
-from gpu_worker.steering import STEERING, decayed_top_p, steer
+from gpu_worker.steering import STEERING, allow, decayed_top_p, steer
 from gpu_worker.step import IntArray, RowLogProbs
 from gpu_worker.uniforms import uniforms
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
@@ -49,10 +52,11 @@ class Sampled:
 class Sampler:
     """Samples for the sequences in `rows`."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, post_processors: Mapping[str, PostProcessor] | None = None) -> None:
         self._rows = rows
+        self._post_processors = post_processors or {}
 
-    def sample(self, logits: Tensor, rows: IntArray) -> Sampled:
+    def sample(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Sampled:
         """Chooses from float32 `logits` [len(rows), vocab_size], which it leaves as they are."""
         best = _argmax(logits)
         highest = logits.gather(1, best[:, None]).squeeze(1)
@@ -65,6 +69,9 @@ class Sampler:
             is_special &= ~is_broken
             token_ids[is_broken] = 0
             errors = dict.fromkeys(np.flatnonzero(is_broken).tolist(), _NOT_FINITE)
+        for row, error in constraints.errors.items():
+            (place,) = np.flatnonzero(rows == row)
+            errors[int(place)], is_special[place], token_ids[place] = error, False, 0
         if not is_special.any():
             return Sampled(token_ids, tuple(errors.items()), ())
         places = np.flatnonzero(is_special)
@@ -72,34 +79,48 @@ class Sampler:
         if len(places) < len(rows):
             raw = logits[torch.from_numpy(places).to(logits.device)]
         candidates: dict[int, Candidates] = {}
-        token_ids[places], is_left = self._choose(raw, special, token_ids[places], candidates)
+        token_ids[places], failed = self._choose(raw, special, token_ids[places], candidates, constraints)
         if candidates:
             candidates = {int(places[place]): found for place, found in candidates.items()}
-        if not is_left.all():
-            errors |= dict.fromkeys(places[~is_left].tolist(), _NOTHING_LEFT)
+        for place, error in failed.items():
+            errors[int(places[place])], token_ids[places[place]] = error, 0
         log_probs = self._log_probs(raw, special, token_ids[places])
         return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
 
     def _choose(
-        self, raw: Tensor, rows: IntArray, best: IntArray, candidates: dict[int, Candidates]
-    ) -> tuple[IntArray, NDArray[np.bool_]]:
-        """The tokens, and whether any was left to choose from."""
-        is_left = np.ones(len(rows), dtype=np.bool_)
+        self,
+        raw: Tensor,
+        rows: IntArray,
+        best: IntArray,
+        candidates: dict[int, Candidates],
+        constraints: Constraints,
+    ) -> tuple[IntArray, dict[int, MidstreamError]]:
+        """The tokens, and by place why there is none."""
+        errors: dict[int, MidstreamError] = {}
         logits, chosen = raw, best.copy()
-        if (self._rows.features[rows] & STEERING).any():
+        if (self._rows.features[rows] & (STEERING | Feature.GUIDED | Feature.POST_PROCESSED)).any():
             logits = raw.clone()
+            processed = self._with(rows, Feature.POST_PROCESSED)
+            if processed:
+                errors = post_process(logits, self._rows, rows, processed, self._post_processors)
             steer(logits, self._rows, rows)
+            guided = self._with(rows, Feature.GUIDED)
+            if guided:
+                allow(logits, raw, guided, [constraints.masks[int(rows[place])] for place in guided])
             likeliest = _argmax(logits)
             chosen = likeliest.cpu().numpy().astype(np.int32)
-            is_left = (logits.gather(1, likeliest[:, None]).squeeze(1) > -torch.inf).cpu().numpy()
-        drawn = np.flatnonzero((self._rows.temperature[rows] > 0) & is_left)
+            is_empty = (logits.gather(1, likeliest[:, None]).squeeze(1) == -torch.inf).cpu().numpy()
+            errors = dict.fromkeys(np.flatnonzero(is_empty).tolist(), _NOTHING_LEFT) | errors
+        is_drawn = self._rows.temperature[rows] > 0
+        is_drawn[list(errors)] = False
+        drawn = np.flatnonzero(is_drawn)
         if len(drawn):
             some = logits if len(drawn) == len(rows) else logits[torch.from_numpy(drawn).to(logits.device)]
             chosen[drawn] = self._draw(some, rows[drawn])
-        beams = [place for place in self._with(rows, Feature.BEAMS) if is_left[place]]
+        beams = [place for place in self._with(rows, Feature.BEAMS) if place not in errors]
         if beams:
             candidates.update(zip(beams, find_candidates(logits[beams], self._rows, rows[beams]), strict=True))
-        return chosen, is_left
+        return chosen, errors
 
     def _with(self, rows: IntArray, feature: Feature) -> list[int]:
         return np.flatnonzero(self._rows.features[rows] & feature).tolist()

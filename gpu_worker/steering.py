@@ -27,6 +27,24 @@ def steer(logits: Tensor, state: Rows, rows: IntArray) -> None:
             change(logits, state, rows, np.flatnonzero(features & feature).tolist())
 
 
+def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np.uint8]]) -> None:
+    """Leaves the tokens that masks allow. Where steering has banned all of these, it is the steering that gives way.
+
+    Args:
+        logits: [num_rows, vocab_size], changed in place at `places`.
+        raw: The same before steering.
+        places: Rows that have a mask.
+        masks: One bit for each token, lowest first.
+    """
+    bits = np.unpackbits(np.stack(masks), axis=1, bitorder="little")[:, : logits.shape[1]]
+    is_banned = torch.from_numpy(bits == 0).to(logits.device)
+    chosen = logits[places].masked_fill_(is_banned, -torch.inf)
+    is_empty = torch.isneginf(chosen.amax(dim=1))
+    if bool(is_empty.any()):
+        chosen[is_empty] = raw[places][is_empty].masked_fill_(is_banned[is_empty], -torch.inf)
+    logits[places] = chosen
+
+
 def decayed_top_p(state: Rows, rows: IntArray) -> NDArray[np.float32]:
     """The top_p of each row's next token: [len(rows)].
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import MidstreamError
+from midstream.grammar.messages import Guide
 
 IntArray = NDArray[np.int32]
 EMPTY: IntArray = np.empty(0, dtype=np.int32)
@@ -94,6 +96,20 @@ class AdapterRef:
     fingerprint: str
 
 
+@dataclass(slots=True)
+class GuideState:
+    """What a sequence has to follow, and how much of its output the grammar process of a certain life knows."""
+
+    guide: Guide
+    life: int = 0
+    num_sent: int = 0
+    digest: bytes = b""
+
+    def __post_init__(self) -> None:
+        text = f"{self.guide.kind}:{self.guide.text}"
+        self.digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequence:
     """Gives a row a sequence: its prompt and what was emitted so far.
@@ -114,6 +130,9 @@ class NewSequence:
     block_ids: IntArray = field(default_factory=lambda: EMPTY)
     sampling: SamplingParams = GREEDY
     outputs: OutputParams = NOTHING
+    guide: Guide | None = None
+    post_processor: str = ""
+    client_id: str = ""
     sequence_index: int = 0
     request_id: str = ""
     lora: AdapterRef | None = None

@@ -9,6 +9,8 @@ import numpy as np
 from gpu_worker.output_wire import encode_tensors, output_params, prompt_outputs, row_outputs
 from gpu_worker.step import AdapterRef, Fork, IntArray, NewSequence, SamplingParams, Step, StepOutput
 from midstream.errors import MidstreamError, UnsupportedError
+from midstream.grammar.messages import Guide
+from midstream.grammar.process import is_available
 from protos import generation_pb2, worker_pb2
 
 PROTOCOL_VERSION = 1
@@ -27,6 +29,7 @@ FEATURES = (
     "penalties",
     "prompt_log_probs",
     "prompt_tuning",
+    "speculative",
     "top_p_decay",
 )
 
@@ -103,6 +106,9 @@ def _sequence(message: worker_pb2.AddSequence) -> NewSequence:
         block_ids=_ints(message.block_ids),
         sampling=_sampling(message),
         outputs=output_params(message.output),
+        post_processor=message.logits_post_processor_name,
+        client_id=message.client_id,
+        guide=_guide(message.guided_decoding) if message.HasField("guided_decoding") else None,
         sequence_index=message.sequence_index,
         request_id=message.request_id,
         lora=_adapter(message.lora) if message.HasField("lora") else None,
@@ -110,6 +116,11 @@ def _sequence(message: worker_pb2.AddSequence) -> NewSequence:
         prompt_table_key=message.prompt_table,
         error=_unsupported(message),
     )
+
+
+def _guide(config: generation_pb2.GuidedDecodingConfig) -> Guide:
+    kind = generation_pb2.GuideType.Name(config.guide_type).removeprefix("GUIDE_TYPE_").lower()
+    return Guide("ebnf" if kind == "ebnf_grammar" else kind, config.guide)
 
 
 def _adapter(config: generation_pb2.LoraConfig | generation_pb2.PromptTuningConfig) -> AdapterRef:
@@ -149,13 +160,8 @@ def _max_ngram_size(config: generation_pb2.SpeculativeConfig) -> int:
 
 
 def _unsupported(message: worker_pb2.AddSequence) -> MidstreamError | None:
-    wanted = {
-        "guided_decoding": message.HasField("guided_decoding"),
-        "logits_post_processor_name": bool(message.logits_post_processor_name),
-    }
-    for field, is_wanted in wanted.items():
-        if is_wanted:
-            return UnsupportedError("this worker does not support it", field=field)
+    if message.HasField("guided_decoding") and not is_available():
+        return UnsupportedError("this worker lacks the library for grammars", field="guided_decoding")
     return None
 
 

@@ -23,9 +23,12 @@ import psutil
 import torch
 
 from gpu_worker.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
+from gpu_worker.lora.sizes import usual_adapter_bytes
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.wire import FEATURES, PROTOCOL_VERSION
 from midstream.config import WorkerConfig
+from midstream.curve import WorkerCredentials
+from midstream.grammar.process import is_available
 from midstream.health import Progress
 from midstream.model_folder import ModelFolder
 from midstream.telemetry import HttpServer, Metrics
@@ -46,10 +49,12 @@ class Worker:
             ConfigError: The model folder or a setting is wrong.
             UnsupportedError: The model's architecture is not known here.
         """
+        credentials = WorkerCredentials.from_config(config)
         self._runner = ModelRunner(config, folder)
         metrics, progress = Metrics(), Progress()
         self._loop = progress.loop("compute", _STALL_S)
-        self._link = SchedulerLink(config.scheduler, _registration(config, folder, self._runner), metrics, _memory)
+        registration = _registration(config, folder, self._runner)
+        self._link = SchedulerLink(config.scheduler, registration, metrics, _memory, self._runner.adapters, credentials)
         self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
         self._steps = metrics.counter("worker_steps", "Steps executed.")
         self._tokens = metrics.counter("worker_tokens", "Tokens sampled.")
@@ -65,6 +70,7 @@ class Worker:
         stopped = self._serve()
         self._link.join()
         self._http.stop()
+        self._runner.close()
         logger.log(logging.ERROR if stopped.exit_code else logging.INFO, "stopped: %s", stopped.reason)
         return stopped.exit_code
 
@@ -117,11 +123,25 @@ def _registration(config: WorkerConfig, folder: ModelFolder, runner: ModelRunner
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=str(model.kv_dtype).removeprefix("torch."),
-        features=FEATURES,
+        features=_features(runner),
         host=host,
         pid=os.getpid(),
         protocol_version=PROTOCOL_VERSION,
+        lora_cache_bytes=runner.adapters.device_bytes,
+        max_loras=runner.adapters.device_bytes // usual_adapter_bytes(model.description, model.dtype.itemsize),
     )
+
+
+def _features(runner: ModelRunner) -> list[str]:
+    """What requests may ask of this worker; each post-processor by its name."""
+    features = [*FEATURES]
+    if is_available():
+        features.append("guided_decoding")
+    if runner.post_processors:
+        features.append("logits_post_processor")
+    if runner.has_draft_model:
+        features.append("draft_model")
+    return features + [f"logits_post_processor.{name}" for name in runner.post_processors]
 
 
 def _memory() -> worker_pb2.MemoryUsage:

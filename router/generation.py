@@ -27,8 +27,16 @@ from protos import generation_pb2 as pb
 from router.authentication import current_caller
 from router.cells import Cell, Cells
 from router.detokenizer_pool import Attachment, DetokenizerPool
+from router.grammar_check import GrammarChecker
 from router.prompt import PromptBuilder
-from router.request_checks import check_name, check_request, check_supported, check_tensors, fit_to_context
+from router.request_checks import (
+    check_name,
+    check_post_processor,
+    check_request,
+    check_supported,
+    check_tensors,
+    fit_to_context,
+)
 from router.streams import ClientStream
 from router.virtual_tokens import put_table_first, take_embeddings
 
@@ -140,6 +148,7 @@ class Runner:
         self._max_pending_bytes = max_pending_bytes
         self._unavailable_timeout_s = unavailable_timeout_s
         self._max_tensor_bytes = max_tensor_bytes
+        self._grammars = GrammarChecker(model)
         self._aborting: set[asyncio.Task[None]] = set()
 
     async def start(
@@ -164,6 +173,9 @@ class Runner:
         cell = self.cells.choose(request.token_ids.values, request.cache_salt)
         if cell.features is not None:
             check_supported(request, cell.features)
+            check_post_processor(request, cell.features)
+        if request.HasField("guided_decoding"):
+            await self._grammars.check(request.guided_decoding)
         await self.submit(cell, request, deadline)
         stream = ClientStream(request.request_id, self._max_pending_bytes, on_overflow=on_overflow)
         return Generation(self, stream, deadline, cell, request)
@@ -193,6 +205,10 @@ class Runner:
             on_overflow=on_overflow,
         )
         return Generation(self, stream, deadline)
+
+    def close(self) -> None:
+        """Ends what runs beside."""
+        self._grammars.close()
 
     async def submit(self, cell: Cell, request: pb.GenerateRequest, deadline: float | None) -> None:
         """Hands the request to its scheduler."""

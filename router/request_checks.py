@@ -69,6 +69,7 @@ FEATURES: dict[str, Callable[[pb.GenerateRequest], bool]] = {
     "lora": lambda request: request.HasField("lora"),
     "prompt_tuning": lambda request: request.HasField("prompt_tuning"),
     "speculative": lambda request: request.HasField("speculative"),
+    "draft_model": lambda request: request.speculative.method == pb.SpeculativeConfig.METHOD_DRAFT_MODEL,
     "logits_post_processor": lambda request: bool(request.logits_post_processor_name),
     "log_probs": lambda request: request.output.HasField("log_probs"),
     "prompt_log_probs": lambda request: request.output.HasField("prompt_log_probs"),
@@ -86,6 +87,7 @@ FEATURES: dict[str, Callable[[pb.GenerateRequest], bool]] = {
 }
 _FEATURE_FIELDS = {
     "beam_search": "sampling.beam_width",
+    "draft_model": "speculative.method",
     "logits_post_processor": "logits_post_processor_name",
     "log_probs": "output.log_probs",
     "prompt_log_probs": "output.prompt_log_probs",
@@ -136,12 +138,20 @@ def check_name(value: str, field: str) -> None:
 
 def check_supported(request: pb.GenerateRequest, features: Iterable[str]) -> None:
     """Raises UnsupportedError where the request uses a feature that is not among the workers' `features`."""
+    features = frozenset(features)
     missing = FEATURES.keys() - features
     for feature in sorted(missing):
         if FEATURES[feature](request):
             raise UnsupportedError(
                 f"the workers lack {feature.replace('_', ' ')}", field=_FEATURE_FIELDS.get(feature, feature)
             )
+
+
+def check_post_processor(request: pb.GenerateRequest, features: frozenset[str]) -> None:
+    """Raises InvalidArgumentError where the workers have no post-processor of the request's name."""
+    name = request.logits_post_processor_name
+    if name and f"logits_post_processor.{name}" not in features:
+        raise InvalidArgumentError("the workers have none of that name", field="logits_post_processor_name")
 
 
 def fit_to_context(
@@ -174,7 +184,7 @@ def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_by
         raise UnsupportedError("logits and hidden states are not reported of beams", field="output")
     if num_bytes > max_tensor_bytes:
         raise InvalidArgumentError(
-            f"logits and hidden states of this prompt and max_tokens take {num_bytes} bytes; at most {max_tensor_bytes}",
+            f"logits and hidden states for prompt and max_tokens take {num_bytes} bytes; at most {max_tensor_bytes}",
             field="output",
         )
 
@@ -224,14 +234,19 @@ def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
         raise InvalidArgumentError("must not come twice", field="output.additional_outputs.name")
 
 
+def _check_guide(guided: pb.GuidedDecodingConfig) -> None:
+    if guided.guide_type not in pb.GuideType.values()[1:]:
+        raise InvalidArgumentError("must be set", field="guided_decoding.guide_type")
+    if not guided.guide and guided.guide_type != pb.GUIDE_TYPE_JSON:
+        raise InvalidArgumentError("must not be empty", field="guided_decoding.guide")
+    _at_most(len(guided.guide), MAX_GUIDE_CHARACTERS, "guided_decoding.guide")
+
+
 def _check_features(request: pb.GenerateRequest) -> None:
     if request.HasField("guided_decoding"):
-        guided = request.guided_decoding
-        if guided.guide_type not in pb.GuideType.values()[1:]:
-            raise InvalidArgumentError("must be set", field="guided_decoding.guide_type")
-        if not guided.guide and guided.guide_type != pb.GUIDE_TYPE_JSON:
-            raise InvalidArgumentError("must not be empty", field="guided_decoding.guide")
-        _at_most(len(guided.guide), MAX_GUIDE_CHARACTERS, "guided_decoding.guide")
+        _check_guide(request.guided_decoding)
+        if request.sampling.beam_width > 1:
+            raise UnsupportedError("beams do not follow a grammar", field="guided_decoding")
     if request.HasField("lora"):
         _at_least_one(len(request.lora.name), "lora.name")
         check_name(request.lora.name, "lora.name")

@@ -35,6 +35,7 @@ from scheduler.events import (
     Turn,
     WorkerBeat,
     WorkerLeft,
+    WorkerLost,
     WorkerRegistered,
 )
 from scheduler.groups import WorkerGroup
@@ -96,6 +97,7 @@ class SchedulerCore:
             totals=self.totals,
             clock=self._clock,
             effects=self._effects,
+            try_again=lambda group, request: self._pause(group, [request]),
         )
         self._num_steps = 0
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
@@ -108,6 +110,7 @@ class SchedulerCore:
             WorkerRegistered: self.membership.register,
             WorkerBeat: self.membership.beat,
             WorkerLeft: self.membership.leave,
+            WorkerLost: self.membership.lose,
             StepDone: self._take_result,
             Turn: self._turn,
             DrainStarted: self._start_drain,
@@ -181,7 +184,7 @@ class SchedulerCore:
         self.membership.flush_kv_changes(group)
 
     def _commit(self, group: WorkerGroup, event: StepDone) -> bool:
-        problem = self._results.problem(group.in_flight[0], event, self.config.vocab_size)
+        problem = self._results.problem(group, group.in_flight[0], event, self.config.vocab_size)
         if problem:
             self.membership.end_epoch(group, f"wrong result: {problem}", is_death=True)
             return False
@@ -251,6 +254,8 @@ class SchedulerCore:
     def _can_start(self, request: Request, group: WorkerGroup) -> bool:
         if self.membership.is_suspect(request) and any(self.membership.is_suspect(other) for other in group.active):
             return False
+        if not group.adapters.fits(request.spec):
+            return False
         return group.is_large_enough(request) and self.scheduler.can_start(request, group)
 
     def _refuse_impossible(self, request: Request) -> bool:
@@ -304,6 +309,8 @@ def _too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: in
     most = max(group.registration.max_sequence_length for group in groups)
     if spec.max_num_tokens >= most:
         return Failure(INVALID_ARGUMENT, f"prompt and output take more than the workers' {most} tokens", "max_tokens")
+    if not any(group.adapters.fits_alone(spec) for group in groups):
+        return Failure(INVALID_ARGUMENT, f"{spec.lora_name!r} takes more than the workers' adapter cache", "lora.name")
     needed = min(group.blocks_alone(request) for group in groups) * tokens_per_block
     most = max(group.blocks.num_blocks for group in groups) * tokens_per_block
     message = f"prompt and output may take {needed} tokens of KV cache, the workers have {most}"

@@ -53,7 +53,7 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
         beam_diversity_rate=sampling.beam_search_diversity_rate,
         length_penalty=sampling.length_penalty,
         early_stopping=sampling.early_stopping if sampling.HasField("early_stopping") else 1,
-        num_draft_tokens=request.speculative.num_draft_tokens if sampling.beam_width < 2 else 0,
+        num_draft_tokens=_num_draft_tokens(request),
         client_id=request.client_id,
         priority=request.priority,
         cache_salt=request.cache_salt,
@@ -84,6 +84,16 @@ def stop_ids(request: pb.GenerateRequest, limits: ModelLimits) -> list[int]:
     if not stopping.ignore_eos:
         ends = (stopping.end_id,) if stopping.HasField("end_id") else limits.end_ids
     return sorted({*ends, *stopping.stop_token_ids})
+
+
+def _num_draft_tokens(request: pb.GenerateRequest) -> int:
+    """Beams, grammars, post-processors and tensors go token by token."""
+    output = request.output
+    has_tensors = output.return_generation_logits or len(output.additional_outputs) > 0
+    is_stepwise = request.HasField("guided_decoding") or bool(request.logits_post_processor_name)
+    if request.sampling.beam_width > 1 or has_tensors or is_stepwise:
+        return 0
+    return request.speculative.num_draft_tokens
 
 
 def _is_cacheable(request: pb.GenerateRequest) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from scheduler.effects import Effect, Emitted, IterationDone
 from scheduler.events import StepDone
 from scheduler.groups import WorkerGroup
 from scheduler.in_flight import InFlightStep
 from scheduler.lifecycle import Lifecycle
 from scheduler.queue import RequestQueue
-from scheduler.request import ExtraOutput, Failure, FinishReason, Sequence, SequenceEnd
+from scheduler.request import UNAVAILABLE, ExtraOutput, Failure, FinishReason, Request, Sequence, SequenceEnd
 from scheduler.runs import End, Taken, runs_problem, take_runs
 from scheduler.stats import IterationStats, KvStats, RequestCounts, StepStats, Totals
 from scheduler.timers import Clock
@@ -18,14 +20,23 @@ class Results:
     """Applies results to sequences."""
 
     def __init__(
-        self, *, lifecycle: Lifecycle, queue: RequestQueue, totals: Totals, clock: Clock, effects: list[Effect]
+        self,
+        *,
+        lifecycle: Lifecycle,
+        queue: RequestQueue,
+        totals: Totals,
+        clock: Clock,
+        effects: list[Effect],
+        try_again: Callable[[WorkerGroup, Request], None],
     ) -> None:
+        """`try_again` queues a request anew that its worker could not run yet."""
         self.last_step = StepStats()
         self._lifecycle = lifecycle
         self._queue = queue
         self._totals = totals
         self._clock = clock
         self._effects = effects
+        self._try_again = try_again
 
     def problem(self, group: WorkerGroup, step: InFlightStep, event: StepDone, vocab_size: int) -> str:
         """What is wrong with the shape of a result; empty when nothing is."""
@@ -142,10 +153,19 @@ class Results:
 
     def _keep_outputs(self, step: InFlightStep, event: StepDone) -> None:
         rows = self._rows(step)
+        nums_before: dict[Sequence, int] = {}  # a run has outputs token by token
         for row, data in event.outputs:
             sequence = rows.get(row)
-            if sequence is not None and sequence.first_ordinal <= step.ordinal:
-                sequence.outputs.append(ExtraOutput(len(sequence.output), data))
+            if sequence is None or sequence.first_ordinal > step.ordinal:
+                continue
+            offset = len(sequence.output)
+            if sequence in step.draft_limits:
+                num_before = nums_before.get(sequence, 0)
+                offset, nums_before[sequence] = offset + num_before, num_before + 1
+            if sequence.request.beams is not None:
+                sequence = sequence.request.sequences[0]  # what is said of the prompt comes with the first output
+                offset = 0
+            sequence.outputs.append(ExtraOutput(offset, data))
 
     def _failed_rows(self, step: InFlightStep, event: StepDone) -> dict[Sequence, Failure]:
         if not event.failures:
@@ -159,8 +179,11 @@ class Results:
 
     def _fail_rows(self, failed: dict[Sequence, Failure]) -> None:
         for sequence, failure in failed.items():
-            if sequence.end is None:
-                self._lifecycle.end(sequence.request, FinishReason.ERROR, failure)
+            request = sequence.request
+            if failure.code == UNAVAILABLE and request.group is not None and sequence.end is None:
+                self._try_again(request.group, request)
+            elif failure.code != UNAVAILABLE and sequence.end is None:
+                self._lifecycle.end(request, FinishReason.ERROR, failure)
 
     def _report(self, group: WorkerGroup, step: InFlightStep, event: StepDone, num_decoded: int) -> None:
         self._totals.num_iterations += 1

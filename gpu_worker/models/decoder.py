@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch.nn import functional
 import kernels
 from gpu_worker.kv_cache import KvCache
 from gpu_worker.layers.rotary import rotary_table
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
+from gpu_worker.lora.stacked import StackedAdapters, TorchAdapter, place_adapter
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.weights.progress import with_progress
 
@@ -29,6 +32,8 @@ class ForwardInputs:
         context_lens: [B]; positions known to each sequence, these tokens included.
         block_tables: [B, most blocks of one sequence].
         sampled: [S]; indices into the M tokens whose logits are wanted.
+        adapters: LoRA adapters of the tokens; None: no token has one.
+        virtual: What stands where token ids do; None: every token is one.
     """
 
     token_ids: Tensor
@@ -38,6 +43,28 @@ class ForwardInputs:
     context_lens: Tensor
     block_tables: Tensor
     sampled: Tensor
+    adapters: AdapterTokens[Any] | None = None
+    virtual: VirtualTokens | None = None
+
+
+class Probe:
+    """What is to be kept of a forward pass beside its logits.
+
+    Attributes:
+        layers: Layers whose output is kept; 0 is the embeddings, the number of layers the normed output.
+        states: By layer, [M, hidden_size]; filled by the pass.
+        last: What `Decoder.logits` takes, [M, hidden_size]; filled by the pass.
+    """
+
+    def __init__(self, layers: frozenset[int]) -> None:
+        self.layers = layers
+        self.states: dict[int, Tensor] = {}
+        self.last: Tensor | None = None
+
+    def keep(self, layer: int, hidden: Tensor) -> None:
+        """Keeps a layer's output, if it is wanted."""
+        if layer in self.layers:
+            self.states[layer] = hidden.clone()
 
 
 class Decoder(Protocol):
@@ -46,8 +73,14 @@ class Decoder(Protocol):
     def use_cache(self, kv: KvCache) -> None:
         """Computes over this cache from now on."""
 
-    def forward(self, inputs: ForwardInputs) -> Tensor:
+    def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Float32 logits [N, vocab_size] of some rows of what a probe kept as `last`."""
+
+    def place_adapter(self, adapter: Adapter) -> object:
+        """Makes of a LoRA adapter what `ForwardInputs.adapters` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,34 +125,77 @@ class TorchDecoder:
         )
         self._cos, self._sin = cos.to(device), sin.to(device)
         self._kv: KvCache | None = None
+        self._adapters = StackedAdapters(device)
+
+    def place_adapter(self, adapter: Adapter) -> TorchAdapter:
+        """Brings a LoRA adapter to the device."""
+        return place_adapter(adapter, self._dtype, self._device)
 
     def use_cache(self, kv: KvCache) -> None:
         """Computes over this cache from now on."""
         self._kv = kv
 
-    def forward(self, inputs: ForwardInputs) -> Tensor:
+    def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
         kv, eps = self._kv, self._description.rms_norm_eps
         assert kv is not None
         positions = inputs.positions.long()
         cos, sin = self._cos[positions], self._sin[positions]
         residual = functional.embedding(inputs.token_ids.long(), self._embedding)
+        if inputs.virtual is not None:
+            residual[inputs.virtual.places.to(self._device)] = self._place(inputs.virtual.values)
+        adapters = None
+        if inputs.adapters is not None:
+            adapters = self._adapters
+            adapters.use(inputs.adapters)
+        if probe is not None:
+            probe.keep(0, residual)
         x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         for i, layer in enumerate(self._layers):
-            x = self._attend(i, layer, x, cos, sin, inputs, kv)
+            x = self._attend(i, layer, x, cos, sin, inputs, kv, adapters)
             x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = layer.down(kernels.silu_mul(layer.gate_up(x)))
+            x = self._feed_forward(i, layer, x, adapters)
             norm = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._final_norm
             x, residual = kernels.add_rms_norm(x, residual, norm, eps)
-        return kernels.linear(x[inputs.sampled.long()], self._head).float()
+            if probe is not None:
+                probe.keep(i + 1, x if i + 1 == len(self._layers) else residual)
+        if probe is not None:
+            probe.last = x
+        return self.logits(x[inputs.sampled.long()])
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Float32 logits [N, vocab_size] of normed outputs of the last layer."""
+        return kernels.linear(last, self._head).float()
+
+    def _feed_forward(self, i: int, layer: _Layer, x: Tensor, adapters: StackedAdapters | None) -> Tensor:
+        gate_up = layer.gate_up(x)
+        if adapters is not None:
+            for module, part in zip(("gate", "up"), gate_up.chunk(2, dim=-1), strict=True):
+                adapters.add(i, module, x, part)
+        gated = kernels.silu_mul(gate_up)
+        out = layer.down(gated)
+        if adapters is not None:
+            adapters.add(i, "down", gated, out)
+        return out
 
     def _attend(
-        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, inputs: ForwardInputs, kv: KvCache
+        self,
+        i: int,
+        layer: _Layer,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        inputs: ForwardInputs,
+        kv: KvCache,
+        adapters: StackedAdapters | None,
     ) -> Tensor:
         d = self._description
         num_tokens = x.shape[0]
         sizes = [heads * d.head_dim for heads in (d.num_heads, d.num_kv_heads, d.num_kv_heads)]
         q, k, v = torch.split(layer.qkv(x), sizes, dim=-1)
+        if adapters is not None:
+            for module, part in zip(("q", "k", "v"), (q, k, v), strict=True):
+                adapters.add(i, module, x, part)
         q = q.reshape(num_tokens, d.num_heads, d.head_dim)
         k = k.reshape(num_tokens, d.num_kv_heads, d.head_dim)
         v = v.reshape(num_tokens, d.num_kv_heads, d.head_dim)
@@ -138,7 +214,11 @@ class TorchDecoder:
             d.head_dim**-0.5,
             d.windows[i],
         )
-        return layer.attention_output(out.flatten(1))
+        attended = out.flatten(1)
+        x = layer.attention_output(attended)
+        if adapters is not None:
+            adapters.add(i, "o", attended, x)
+        return x
 
     def _layer(self, weights: LayerWeights) -> _Layer:
         return _Layer(

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+import kernels
 from gpu_worker.kv_cache import KvCache
 from gpu_worker.layers.rotary import rotary_table
-from gpu_worker.models.decoder import ForwardInputs
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.models.decoder import ForwardInputs, Probe
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
 from gpu_worker.weights.progress import with_progress
@@ -21,6 +23,7 @@ from kernels.cpu import (
     Library,
     NativeDecoder,
     PackedLinear,
+    PackedLora,
     ThreadPool,
     WeightFormat,
 )
@@ -85,6 +88,14 @@ class CpuDecoder:
         )
         self._native: NativeDecoder | None = None
 
+    def place_adapter(self, adapter: Adapter) -> PackedLora:
+        """Lays a LoRA adapter out as the kernels read it."""
+        layers = [
+            {module: (pair.a, pair.b.float() * pair.scale) for module, pair in pairs.items()}
+            for pairs in adapter.layers
+        ]
+        return PackedLora(dims_of(self._description), layers)
+
     def use_cache(self, kv: KvCache) -> None:
         """Computes over this cache from now on, each block of it laid out as the kernels read fastest."""
         heads, dim = self._description.num_kv_heads, self._description.head_dim
@@ -106,10 +117,36 @@ class CpuDecoder:
         ]
         self._native = NativeDecoder(self._threads, dims_of(self._description), layers, self._cos, self._sin)
 
-    def forward(self, inputs: ForwardInputs) -> Tensor:
+    def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
-        assert self._native is not None
         hidden = self._embedding.take(inputs.token_ids).dense().contiguous()
+        if inputs.virtual is not None:
+            hidden[inputs.virtual.places] = inputs.virtual.values
+        num_layers = len(self._layers)
+        if probe is None:
+            self._forward_layers(hidden, inputs, 0, num_layers)
+        else:
+            first = 0
+            for layer in sorted(probe.layers - {num_layers}):
+                self._forward_layers(hidden, inputs, first, layer)
+                probe.keep(layer, hidden)
+                first = layer
+            self._forward_layers(hidden, inputs, first, num_layers)
+            probe.last = hidden
+            if num_layers in probe.layers:
+                eps = self._description.rms_norm_eps
+                probe.keep(num_layers, kernels.rms_norm(hidden, self._final_norm, eps))
+        return self.logits(hidden if len(inputs.sampled) == len(hidden) else hidden[inputs.sampled])
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Float32 logits [N, vocab_size] of outputs of the last layer."""
+        assert self._native is not None
+        return self._native.logits(last, self._final_norm, self._head)
+
+    def _forward_layers(self, hidden: Tensor, inputs: ForwardInputs, first: int, end: int) -> None:
+        assert self._native is not None
+        if first == end:
+            return
         self._native.forward_layers(
             hidden,
             inputs.positions,
@@ -117,10 +154,10 @@ class CpuDecoder:
             inputs.query_starts,
             inputs.context_lens,
             inputs.block_tables,
+            first,
+            end,
+            _by_sequence(inputs),
         )
-        if len(inputs.sampled) != len(hidden):
-            hidden = hidden[inputs.sampled]
-        return self._native.logits(hidden, self._final_norm, self._head)
 
     def _pack_layer(self, weights: LayerWeights) -> _PackedLayer:
         gate_up = weights.gate_up.weight
@@ -139,6 +176,14 @@ class CpuDecoder:
         self, parts: Sequence[Tensor], weight_format: WeightKind, bias: Tensor | None = None, *, is_gated: bool = False
     ) -> PackedLinear:
         return PackedLinear(self._library, parts, _FORMATS[weight_format], bias, is_gated, self._input_format)
+
+
+def _by_sequence(inputs: ForwardInputs) -> list[PackedLora | None] | None:
+    """Each sequence's adapter; None where there is none."""
+    if inputs.adapters is None:
+        return None
+    places = inputs.adapters.indices[inputs.query_starts[:-1]].tolist()
+    return [None if place < 0 else inputs.adapters.adapters[place] for place in places]
 
 
 def dims_of(description: DecoderDescription) -> DecoderDims:

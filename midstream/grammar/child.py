@@ -1,0 +1,179 @@
+"""The grammar process: `python -m midstream.grammar.child FD TOKENIZER_JSON VOCAB_SIZE END_IDS MEMORY_BYTES LIMIT_S`.
+
+1. A row is opened with its guide. The guide is compiled on a thread, once for all rows that share it; a bounded number
+   of compiled ones is kept, the least recently used goes first.
+2. With each message a row's new tokens come, and the tokens that may follow go back as a bit mask. A row whose guide is
+   still being compiled gets no mask but `waiting`, one that has been at it for too long `overrun`.
+3. The process ends with its connection.
+
+Everything about a row follows from its guide and tokens, so a process that is killed can be replaced at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import llguidance
+
+from midstream.grammar.compile import GuideError, compile_guide, load_tokenizer
+from midstream.grammar.messages import OVERRUN, READY, WAITING, Guide, receive, send
+
+MAX_COMPILED = 256
+_NUM_THREADS = 2
+# How long a message waits for its guides to be compiled.
+_GRACE_S = 0.01
+
+
+@dataclass(slots=True)
+class _Compilation:
+    future: Future[llguidance.LLMatcher]
+    started: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sequence: its guide, the tokens that end it, tokens that its matcher has not seen; `has_ended`: it has."""
+
+    guide: Guide
+    end_ids: list[int]
+    tokens: list[int]
+    matcher: llguidance.LLMatcher | None = None
+    has_ended: bool = False
+
+
+class GrammarServer:
+    """Rows and compiled guides.
+
+    Attributes:
+        num_compiled: Guides that are kept.
+    """
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, limit_s: float) -> None:
+        self._tokenizer = tokenizer
+        self._limit_s = limit_s
+        self._rows: dict[int, _Row] = {}
+        self._compiled: OrderedDict[Guide, _Compilation] = OrderedDict()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS)
+
+    @property
+    def num_compiled(self) -> int:
+        """Guides that are kept."""
+        return len(self._compiled)
+
+    def check(self, guide: Guide) -> str:
+        """What is wrong with a guide; empty: nothing."""
+        try:
+            compile_guide(guide, self._tokenizer)
+        except GuideError as error:
+            return str(error) or "cannot be compiled"
+        return ""
+
+    def masks(self, items: list[dict[str, Any]]) -> tuple[list[str], bytes]:
+        """For each item READY, WAITING, OVERRUN or what went wrong; and the masks of the ready ones in turn."""
+        deadline = time.monotonic() + _GRACE_S
+        for item in items:
+            self._note(item)
+        states, masks = [], bytearray()
+        for item in items:
+            row = self._rows[item["row"]]
+            state = self._advance(row, deadline) if item["is_sampled"] else READY
+            if state == READY and item["is_sampled"]:
+                mask = self._mask(row)
+                state = self._problem(row)
+                masks += mask if state == READY else b""
+            states.append(state)
+        return states, bytes(masks)
+
+    def _note(self, item: dict[str, Any]) -> None:
+        """Opens a row, or adds tokens to it."""
+        if "guide" in item:
+            guide = Guide(*item["guide"])
+            self._rows[item["row"]] = _Row(guide, item["end_ids"], item["tokens"])
+            self._compilation(guide)
+        else:
+            self._rows[item["row"]].tokens += item["tokens"]
+
+    def _compilation(self, guide: Guide) -> _Compilation:
+        found = self._compiled.get(guide)
+        if found is None:
+            found = _Compilation(self._threads.submit(compile_guide, guide, self._tokenizer))
+            self._compiled[guide] = found
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)[1].future.cancel()
+        self._compiled.move_to_end(guide)
+        return found
+
+    def _advance(self, row: _Row, deadline: float) -> str:
+        """Brings the row's matcher up to its tokens."""
+        if row.matcher is None:
+            compilation = self._compilation(row.guide)
+            try:
+                row.matcher = compilation.future.result(max(deadline - time.monotonic(), 0)).deep_copy()
+            except TimeoutError:
+                return OVERRUN if time.monotonic() - compilation.started > self._limit_s else WAITING
+            except GuideError as error:
+                return str(error)
+        for token in row.tokens:
+            if row.has_ended or (token in row.end_ids and row.matcher.is_accepting()):
+                row.has_ended = True
+            else:
+                row.matcher.consume_token(token)
+        row.tokens = []
+        return self._problem(row)
+
+    def _mask(self, row: _Row) -> bytes:
+        """One bit for each token, lowest first: whether it may come next."""
+        assert row.matcher is not None
+        size = -(-self._tokenizer.vocab_size // 8)
+        if row.has_ended:
+            mask = bytearray(size)
+        else:
+            mask = bytearray(row.matcher.compute_bitmask()[:size])
+            if row.end_ids and row.matcher.is_accepting():
+                for token in self._tokenizer.eos_tokens:
+                    mask[token >> 3] &= ~(1 << (token & 7))
+        if row.has_ended or row.matcher.is_accepting():
+            for token in row.end_ids:
+                mask[token >> 3] |= 1 << (token & 7)
+        return bytes(mask)
+
+    def _problem(self, row: _Row) -> str:
+        assert row.matcher is not None
+        is_wrong = row.matcher.is_error() and not row.has_ended
+        return row.matcher.get_error().partition("\n")[0] or "no token follows" if is_wrong else READY
+
+
+def main() -> None:
+    """Serves one connection."""
+    number, file, vocab_size, end_ids, memory_bytes, limit_s = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = socket.socket(fileno=int(number))
+    ids = [int(item) for item in end_ids.split(",") if item]
+    server = GrammarServer(load_tokenizer(Path(file), int(vocab_size), ids), float(limit_s))
+    send(connection, READY)
+    while True:
+        try:
+            request, _ = receive(connection)
+        except OSError:
+            break
+        assert isinstance(request, dict)
+        if "check" in request:
+            send(connection, server.check(Guide(*request["check"])))
+        else:
+            states, masks = server.masks(request["rows"])
+            send(connection, states, masks)
+    os._exit(0)  # without waiting for a guide that is being compiled
+
+
+if __name__ == "__main__":
+    main()

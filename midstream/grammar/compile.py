@@ -1,0 +1,58 @@
+"""From a guide to a matcher that says which tokens may come next. Runs in the grammar process alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from midstream.grammar.messages import Guide
+
+# As json.dumps writes. A schema may say otherwise under `x-guidance`; flexible white space lets a small model write
+# nothing but that.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_JSON = '{"anyOf": [{"type": "object"}, {"type": "array"}]}'
+
+
+class GuideError(Exception):
+    """The guide is not one; the message says why."""
+
+
+def load_tokenizer(file: Path, vocab_size: int, end_ids: list[int]) -> llguidance.LLTokenizer:
+    """The tokenizer in a tokenizer.json, padded to the model's vocabulary."""
+    return llguidance.LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=end_ids)
+
+
+def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+    """A matcher before the first token.
+
+    Raises:
+        GuideError: The guide cannot be read, or is more than the library's limits allow.
+    """
+    try:
+        matcher = llguidance.LLMatcher(tokenizer, _grammar(guide), log_level=0)
+    except (ValueError, RecursionError) as error:
+        raise GuideError(_short(str(error))) from None
+    trial = matcher.deep_copy()
+    if not trial.is_error():
+        trial.compute_bitmask()
+    if trial.is_error():
+        raise GuideError(_short(trial.get_error()) or "no token can follow it")
+    return matcher
+
+
+def _grammar(guide: Guide) -> str:
+    matcher = llguidance.LLMatcher
+    if guide.kind == "json":
+        return matcher.grammar_from_json_schema(_ANY_JSON, defaults=_JSON_STYLE)  # type: ignore[arg-type]
+    if guide.kind == "json_schema":
+        return matcher.grammar_from_json_schema(guide.text, defaults=_JSON_STYLE)  # type: ignore[arg-type]
+    if guide.kind == "regex":
+        return matcher.grammar_from_regex(guide.text)
+    return matcher.grammar_from_lark(any_to_lark(guide.text))
+
+
+def _short(message: str) -> str:
+    first = message.strip().partition("\n")[0]
+    return first if len(first) <= 200 else first[:200] + "…"

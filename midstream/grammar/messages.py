@@ -1,0 +1,55 @@
+"""The messages between a service and its grammar process: a JSON header and bytes, each behind its length."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from dataclasses import dataclass
+
+_LENGTHS = struct.Struct("<II")
+
+READY, WAITING, OVERRUN = "ready", "waiting", "overrun"
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What output has to follow.
+
+    Attributes:
+        kind: json, json_schema, regex or ebnf.
+        text: Schema, expression or grammar; empty for json.
+    """
+
+    kind: str
+    text: str = ""
+
+
+def send(connection: socket.socket, header: object, data: bytes = b"") -> None:
+    """Sends a message.
+
+    Raises:
+        OSError: The other side is gone, or does not take it in time.
+    """
+    head = json.dumps(header).encode()
+    connection.sendall(_LENGTHS.pack(len(head), len(data)) + head + data)
+
+
+def receive(connection: socket.socket) -> tuple[object, bytes]:
+    """The next message.
+
+    Raises:
+        OSError: The other side is gone, or has sent nothing in time.
+    """
+    head, data = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
+    return json.loads(_read(connection, head)), _read(connection, data)
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = connection.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionError("the other side is gone")
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,101 @@
+"""Starts the grammar process, talks to it within a time limit, and kills it where it exceeds that."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import midstream
+from midstream.grammar.messages import READY, Guide, receive, send
+from midstream.model_folder import ModelFolder
+
+MEMORY_BYTES = 2 << 30
+LIMIT_S = 2.0
+_START_LIMIT_S = 60.0
+
+
+def is_available() -> bool:
+    """Whether the library for grammars is installed."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+class GrammarProcess:
+    """One process for one model's tokenizer. Not for several threads at once."""
+
+    def __init__(self, folder: ModelFolder, *, limit_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> None:
+        """Starts it; returns before it is ready.
+
+        Args:
+            folder: The model.
+            limit_s: Longest time for one answer, and for compiling one guide.
+            memory_bytes: Address space of the process.
+        """
+        self._connection, other = socket.socketpair()
+        self._limit_s = limit_s
+        self._is_ready = False
+        root = str(Path(midstream.__file__).parents[1])
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "midstream.grammar.child", str(other.fileno())),
+                *(str(folder.path / "tokenizer.json"), str(folder.vocab_size)),
+                *(",".join(map(str, folder.end_ids)), str(memory_bytes), str(limit_s)),
+            ],
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": os.environ.get("PATH", ""), "PYTHONPATH": root, "RAYON_NUM_THREADS": "1"},
+        )
+        other.close()
+
+    def is_ready(self, wait_s: float = 0.0) -> bool:
+        """Whether it has loaded its tokenizer.
+
+        Raises:
+            OSError: It has died.
+        """
+        if not self._is_ready and select.select([self._connection], [], [], wait_s)[0]:
+            self._connection.settimeout(self._limit_s)
+            self._is_ready = receive(self._connection)[0] == READY
+        return self._is_ready
+
+    def check(self, guide: Guide) -> str:
+        """What is wrong with a guide; empty: nothing.
+
+        Raises:
+            OSError: The process died or took too long over it; kill it.
+        """
+        if not self.is_ready(_START_LIMIT_S):
+            raise TimeoutError("it does not start")
+        send(self._connection, {"check": [guide.kind, guide.text]})
+        answer, _ = receive(self._connection)
+        return str(answer)
+
+    def ask_masks(self, items: list[dict[str, object]]) -> None:
+        """Asks for the masks of rows, as child.py describes; `take_masks` answers. Precondition: it is ready.
+
+        Raises:
+            OSError: The process died; kill it.
+        """
+        send(self._connection, {"rows": items})
+
+    def take_masks(self) -> tuple[list[str], bytes]:
+        """The answer to `ask_masks`.
+
+        Raises:
+            OSError: The process died or took too long over it; kill it.
+        """
+        states, masks = receive(self._connection)
+        assert isinstance(states, list)
+        return states, masks
+
+    def kill(self) -> None:
+        """Ends it."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()

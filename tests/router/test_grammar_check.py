@@ -1,0 +1,94 @@
+"""Guides are checked apart, within limits; abuse fails by itself, and what is kept stays bounded."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from midstream.errors import InvalidArgumentError, OverloadedError
+from midstream.model_folder import ModelFolder
+from protos import generation_pb2 as pb
+from router import grammar_check
+from router.grammar_check import GrammarChecker
+
+LIMIT_S = 2.0
+# One answer, and starting the process again on a slow machine.
+MOST_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def checker(folder: ModelFolder) -> Iterator[GrammarChecker]:
+    checker = GrammarChecker(folder, limit_s=LIMIT_S)
+    yield checker
+    checker.close()
+
+
+def guide(kind: str, text: str) -> pb.GuidedDecodingConfig:
+    return pb.GuidedDecodingConfig(guide_type=pb.GuideType.Value(f"GUIDE_TYPE_{kind}"), guide=text)
+
+
+def nested(depth: int) -> str:
+    return '{"type": "object", "properties": {"a": ' * depth + '{"type": "string"}' + "}}" * depth
+
+
+GOOD = [
+    ("JSON", ""),
+    ("JSON_SCHEMA", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+    ("JSON_SCHEMA", '{"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}'),
+    ("JSON_SCHEMA", json.dumps({"enum": list(range(1000))})),
+    ("REGEX", r"[0-9]{3}-[a-z]+"),
+    ("REGEX", "(a*)*b"),
+    ("REGEX", "(x+x+)+y"),
+    ("EBNF_GRAMMAR", 'root ::= "yes" | "no"'),
+    ("EBNF_GRAMMAR", 'root ::= root "a" | "b"'),
+    ("EBNF_GRAMMAR", 'start: "yes" | "no"'),
+]
+BAD = {
+    "no JSON": ("JSON_SCHEMA", "{"),
+    "no schema": ("JSON_SCHEMA", "3"),
+    "no expression": ("REGEX", "("),
+    "no grammar": ("EBNF_GRAMMAR", "root ::= missing"),
+    "30,000 nestings in a schema": ("JSON_SCHEMA", nested(30_000)),
+    "30,000 nestings in an expression": ("REGEX", "(" * 30_000 + "a" + ")" * 30_000),
+    "30,000 nestings in a grammar": ("EBNF_GRAMMAR", "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "a recursion without an end": ("JSON_SCHEMA", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),
+    "a million values": ("JSON_SCHEMA", json.dumps({"enum": list(range(1_000_000))})),
+    "a product of expressions": (
+        "JSON_SCHEMA",
+        json.dumps({"type": "string", "allOf": [{"pattern": f".*{i}.{{50}}"} for i in range(200)]}),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), GOOD)
+async def test_what_can_be_followed_passes(checker: GrammarChecker, kind: str, text: str) -> None:
+    await checker.check(guide(kind, text))
+
+
+@pytest.mark.parametrize(("kind", "text"), BAD.values(), ids=BAD)
+async def test_abuse_fails_within_its_limit_and_the_next_one_passes(
+    checker: GrammarChecker, kind: str, text: str
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(InvalidArgumentError) as raised:
+        await checker.check(guide(kind, text))
+    assert time.monotonic() - started < MOST_S
+    assert raised.value.field == "guided_decoding.guide"
+    assert len(raised.value.message) < 300
+    await checker.check(guide("REGEX", f"after {kind}"))
+
+
+async def test_unique_guides_keep_the_cache_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "MAX_CHECKED", 50)
+    for number in range(1000):
+        await checker.check(guide("JSON_SCHEMA", json.dumps({"const": number})))
+    assert checker.num_checked <= 50 + len(GOOD) + 2 * len(BAD)
+
+
+async def test_too_many_that_wait_are_refused(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "MAX_WAITING", 0)
+    with pytest.raises(OverloadedError):
+        await checker.check(guide("REGEX", "never seen"))
