@@ -46,9 +46,8 @@ class BlockManager:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_owners = [0] * num_blocks
         self._num_cached = 0
-        self._cached: dict[
-            int, OrderedDict[int, None]
-        ] = {}  # retention priority -> blocks, oldest first; none is empty
+        # Retention priority -> blocks, oldest first; no entry is empty.
+        self._cached: dict[int, OrderedDict[int, None]] = {}
         self._cached_priority: dict[int, int] = {}
         self._retention: dict[int, Retention] = {}
         self._expiries: list[tuple[int, int]] = []
