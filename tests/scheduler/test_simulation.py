@@ -82,7 +82,7 @@ REGIMES = {
     "many rows": Regime(MODEL_OF_8B, Fleet(num_blocks=8000, max_batch_size=256), 8, 6),
     "few rows": Regime(LARGE_MODEL, Fleet(num_blocks=4000, max_batch_size=8), 0.25, 60),
     "few blocks": Regime(LARGE_MODEL, Fleet(num_blocks=1000, max_batch_size=128), 1, 20),
-    "long prompts": Regime(MODEL_OF_8B, Fleet(num_blocks=8000, max_batch_size=256), 0.75, 24, has_long_prompts=True),
+    "long prompts": Regime(MODEL_OF_8B, Fleet(num_blocks=8000, max_batch_size=256), 0.75, 40, has_long_prompts=True),
 }
 
 

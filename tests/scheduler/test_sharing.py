@@ -1,0 +1,87 @@
+"""What clients leave for each other, and that nothing is left while one is alone."""
+
+from __future__ import annotations
+
+from scheduler.in_flight import InFlightStep
+from scheduler.sharing import Clients, Pace
+from scheduler.timers import Clock
+from tests.scheduler.harness import MS, Harness
+
+
+def step_of(num_context_tokens: int, planned_ns: int) -> InFlightStep:
+    step = InFlightStep(1, 1, planned_ns, [], (), (), 0, 0, 0)
+    step.context = [(0, None, num_context_tokens, False)]  # type: ignore[list-item]
+    return step
+
+
+def two_clients(clock: Clock) -> Clients:
+    clients = Clients(clock)
+    clients.note("a")
+    clients.note("b")
+    return clients
+
+
+def test_clients_are_several_for_a_minute_after_the_last_request_of_the_other() -> None:
+    clock = Clock()
+    clients = Clients(clock)
+    clients.note("a")
+    clients.note("a")
+    assert not clients.are_several
+    clock.now_ns = 1_000 * MS
+    clients.note("b")
+    assert clients.are_several
+    clock.now_ns = 59_999 * MS
+    clients.note("b")
+    assert clients.are_several
+    clock.now_ns = 60_000 * MS  # a's last request is a minute old
+    assert not clients.are_several
+
+
+def test_among_clients_a_step_is_planned_just_before_the_one_in_flight_ends() -> None:
+    clock = Clock()
+    pace, alone = Pace(two_clients(clock)), Pace(Clients(clock))
+    # 10 ms, and 1 ms for each of its context tokens; one step after the other.
+    at_ns = 0
+    for number in range(8):
+        assert pace.next_plan_ns(step_of(0, at_ns)) == 0  # too few to tell
+        at_ns += (10 + number) * MS
+        for each in (pace, alone):
+            each.note_result(step_of(number, 0), at_ns)
+    expected_end_ns = at_ns + 30 * MS
+    assert abs(pace.next_plan_ns(step_of(20, 0)) - (expected_end_ns - 2 * MS)) < 1_000
+    assert abs(pace.next_plan_ns(step_of(20, at_ns + 5 * MS)) - (expected_end_ns + 3 * MS)) < 1_000
+    assert alone.next_plan_ns(step_of(20, 0)) == 0
+
+
+def test_a_row_is_kept_for_who_holds_less_than_an_equal_share() -> None:
+    for capacity in ("guaranteed_no_evict", "max_utilization"):
+        harness = Harness(capacity=capacity, pipeline_depth=1)
+        harness.add_group(max_batch_size=4)
+        harness.submit("x", 2, 1, client_id="light")
+        assert harness.turn() == ["+x[0:2]"]
+        for name in "abcd":
+            harness.submit(name, 2, 9, client_id="heavy")
+        assert harness.step() == ["+a[0:2] +b[0:2] +c[0:2]"]
+        harness.submit("y", 2, 1, client_id="light")
+        assert harness.step() == ["+y[0:2] | a b c"]
+        harness.run()
+        harness.check_is_empty()
+
+
+def test_a_client_alone_takes_all_rows() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(max_batch_size=4)
+    for name in "abcd":
+        harness.submit(name, 2, 2, client_id="heavy")
+    assert harness.turn() == ["+a[0:2] +b[0:2] +c[0:2] +d[0:2]"]
+
+
+def test_what_is_too_large_to_leave_anything_starts_when_it_fits() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(num_blocks=16)
+    harness.submit("x", 2, 3, client_id="light")
+    harness.turn()
+    harness.submit("large", 60, 5, client_id="heavy")  # all 16 blocks
+    harness.run()
+    harness.check_is_empty()
+    assert len(harness.tokens["large", 0]) == 5
