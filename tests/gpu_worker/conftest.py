@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from gpu_worker.model_runner import ModelRunner
+from midstream.model_folder import open_model_folder
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -25,6 +29,21 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     name, settings = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     return make_tiny_model(folder, name, **settings), folder
+
+
+@pytest.fixture(scope="session")
+def transformers_model() -> torch.nn.Module:
+    """transformers' own of the embedded model, in float32."""
+    with warnings.catch_warnings():  # its loading leaves a file to the garbage collector
+        warnings.simplefilter("ignore", ResourceWarning)
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+            open_model_folder("smollm2").path,
+            gguf_file="model.gguf",
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        gc.collect()
+    return model
 
 
 @pytest.fixture(scope="session")

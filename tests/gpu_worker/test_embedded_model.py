@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import gc
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, GgufConfig
 
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.step import NewSequence
@@ -108,22 +106,12 @@ def test_prefix_hits_change_nothing(runner: ModelRunner, prompts: list[list[int]
 
 
 @pytest.fixture(scope="module")
-def transformers_logits(folder: ModelFolder) -> Logits:
-    # transformers' loading leaves a file to the garbage collector.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder.path,
-            gguf_file="model.gguf",
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
-        )
-        gc.collect()
-
+def transformers_logits(transformers_model: Any) -> Logits:
     @functools.cache
     def logits(tokens: tuple[int, ...]) -> torch.Tensor:
         with torch.inference_mode():
-            return model(torch.tensor([tokens]), logits_to_keep=NUM_NEW).logits[0]
+            logits: torch.Tensor = transformers_model(torch.tensor([tokens]), logits_to_keep=NUM_NEW).logits[0]
+            return logits
 
     return logits
 

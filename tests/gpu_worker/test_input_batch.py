@@ -135,7 +135,9 @@ def test_block_tables_grow_more_than_once_a_step(batch: InputBatch) -> None:
 def test_a_fork_copies_all_but_the_table_into_a_row_that_may_be_empty(batch: InputBatch) -> None:
     rows = batch.rows
     free = rows.num_rows
-    prepare(batch, forks=(Fork(2, 0, ints([7, 9])), Fork(2, free, ints([8]))), beam_rows=ints([0]), beam_tokens=ints([4]))
+    prepare(
+        batch, forks=(Fork(2, 0, ints([7, 9])), Fork(2, free, ints([8]))), beam_rows=ints([0]), beam_tokens=ints([4])
+    )
     assert rows.lengths[[0, 2, free]].tolist() == [7, 6, 6]
     assert rows.num_blocks[[0, free]].tolist() == [2, 1]
     assert rows.tokens[0, :7].tolist() == [*rows.tokens[2, :6].tolist(), 4]
@@ -178,7 +180,7 @@ def test_a_failed_row_keeps_its_place_in_the_answer(batch: InputBatch) -> None:
         {"block_rows": [0] * 4, "block_ids": [0] * 4},
         {"context_rows": [0], "context_starts": [1], "context_lengths": [3]},
         {"context_rows": [0], "context_starts": [0], "context_lengths": [0]},
-        {"forks": (Fork(0, 1, ints([])),)},
+        {"forks": (Fork(1, 0, ints([])),)},
         {"new_sequences": (sequence(1, [1] * 5, [9]),), "generation_rows": [1]},
     ],
     ids=str,
