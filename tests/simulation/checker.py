@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from protos import scheduler_pb2
 from scheduler.core import SchedulerCore
 from scheduler.effects import Effect, Emitted, RequestEnded
 from scheduler.events import Event, Recovered, StepDone, WorkerBeat
@@ -20,7 +21,9 @@ class Checker:
         finishes: How each request ended, by scheduler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._streams: dict[object, dict[int, str]] = {}
         self.problems: list[str] = []
         self.num_stale = 0
         self.num_deaths = 0
@@ -60,10 +63,23 @@ class Checker:
         reasons = "+".join(item.end.reason.name for item in request.sequences if item.end is not None)
         self.finishes.setdefault(request.request_id, []).append(reasons)
 
-    def check_shown(self, job: Job, disk: Disk) -> None:
+    def check_fed(self, call: object, message: object) -> None:
+        """R2: what a scheduler feeds to detokenizers is committed."""
+        if not isinstance(message, scheduler_pb2.FeedBatch):
+            return
+        names = self._streams.setdefault(call, {})
+        names.update((opened.stream, opened.request_id) for opened in message.opened)
+        indices = message.sequence_indices[:] or [0] * len(message.streams)
+        counts = message.num_tokens[:] or [1] * len(message.streams)
+        for stream, index, start, count in zip(message.streams, indices, message.token_offsets, counts, strict=True):
+            committed = self._disk.num_committed.get((names[stream], index), 0)
+            if start + count > committed:
+                self.problems.append(f"R2: {start + count} tokens of {names[stream]} are fed, {committed} are safe")
+
+    def check_shown(self, job: Job) -> None:
         """R2: what a client has is committed."""
         for index, tokens in enumerate(job.tokens):
-            committed = disk.num_committed.get((job.request.request_id, index), 0)
+            committed = self._disk.num_committed.get((job.request.request_id, index), 0)
             if len(tokens) > committed:
                 self.problems.append(f"R2: {job.request.request_id} shows {len(tokens)} tokens, {committed} are safe")
 

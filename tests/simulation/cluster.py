@@ -58,10 +58,11 @@ class Cluster:
         loop: VirtualLoop,
         network: Network,
         shape: Shape,
+        disk: Disk,
         watch: Callable[[SchedulerCore], Callable[[Event, list[Effect]], None]],
     ) -> None:
         self.loop, self.network, self.shape = loop, network, shape
-        self.disk = Disk()
+        self.disk = disk
         self.processes: dict[str, Process] = {}
         self.workers: dict[str, SimulatedWorker] = {}
         self._services: dict[Process, SchedulerService] = {}
@@ -165,8 +166,8 @@ class Cluster:
             "worker_port": WORKER_PORT,
             "tokens_per_block": TOKENS_PER_BLOCK,
             "journal": "sqlite",
-            "heartbeat_interval_ms": 200,
-            "worker_timeout_ms": 800,
+            "heartbeat_interval_ms": 400,
+            "worker_timeout_ms": 1_000,
             "worker_progress_timeout_ms": 2_000,
             "drain_timeout_s": 10.0,
             **self.shape.scheduler,

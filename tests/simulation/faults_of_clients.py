@@ -38,7 +38,7 @@ def client_leaves(dice: random.Random) -> Scenario:
             if known.times.finished_ns / 1e9 - START_S > job.ended_s + 1.0:
                 stage.problems.append("the request of a client that left lived on")
 
-    shape = Shape(num_workers=1, num_blocks=256, scheduler={"max_batch_size": 2, "max_context_chunk": 8})
+    shape = Shape(num_workers=1, num_blocks=256, scheduler={"max_batch_size": 3, "max_context_chunk": 8})
     return Scenario(shape=shape, jobs=[*leaving, *[Job(request(dice, 5 + i)) for i in range(2)]], judge=judge)
 
 

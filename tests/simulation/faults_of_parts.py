@@ -25,7 +25,7 @@ def worker_killed_in_decode(dice: random.Random) -> Scenario:
             stage.happened["1"] += 1
             await stage.restart(name)
 
-    return Scenario(jobs=jobs(dice, 4), inject=inject)
+    return Scenario(jobs=jobs(dice, 3), inject=inject)
 
 
 @scenario(2)
@@ -45,7 +45,7 @@ def worker_terminated(dice: random.Random) -> Scenario:
         if stage.checker.num_deaths:
             stage.problems.append("a worker that left counts as dead")
 
-    return Scenario(jobs=jobs(dice, 4), inject=inject, judge=judge)
+    return Scenario(jobs=jobs(dice, 3), inject=inject, judge=judge)
 
 
 @scenario(3)
@@ -99,14 +99,14 @@ def worker_stands_still(dice: random.Random) -> Scenario:
             stage.process(name).thaw()
             await stage.until(lambda: stage.group(name) is not None, 5, "it registers again")
 
-    return Scenario(jobs=jobs(dice, 4), inject=inject)
+    return Scenario(jobs=jobs(dice, 3), inject=inject)
 
 
 @scenario(5)
 def all_workers_dead(dice: random.Random) -> Scenario:
     """No worker is left: requests wait for one, or fail as UNAVAILABLE in time."""
     is_long = dice.random() < 0.4
-    work = jobs(dice, 4)
+    work = jobs(dice, 3)
     late = Job(request(dice, 9), start_s=12.0)
     if is_long:
         for job in work:
@@ -168,7 +168,7 @@ def scheduler_killed(dice: random.Random) -> Scenario:
                 stage.happened["7"] += 1
             await stage.restart("scheduler")
 
-    return Scenario(jobs=jobs(dice, 4), inject=inject)
+    return Scenario(jobs=jobs(dice, 3), inject=inject)
 
 
 @scenario(8)
@@ -193,7 +193,7 @@ def old_scheduler_returns(dice: random.Random) -> Scenario:
         if new.is_dead:
             stage.problems.append("the new scheduler ended")
 
-    return Scenario(jobs=jobs(dice, 4), inject=inject, may_report=("the journal failed",))
+    return Scenario(jobs=jobs(dice, 3), inject=inject, may_report=("the journal failed",))
 
 
 @scenario(9)
@@ -220,14 +220,14 @@ def detokenizer_killed_in_a_character(dice: random.Random) -> Scenario:
         for name in victims:
             await stage.restart(name)
 
-    work = [Job(long_request(dice, i, 4, dice.randint(12, 30)), start_s=dice.uniform(0, 0.2)) for i in range(4)]
+    work = [Job(long_request(dice, i, 4, dice.randint(12, 30)), start_s=dice.uniform(0, 0.2)) for i in range(3)]
     return Scenario(jobs=work, inject=inject)
 
 
 @scenario(10)
 def detokenizers_come_and_go(dice: random.Random) -> Scenario:
     """From one to four and back to one, under load."""
-    work = [Job(request(dice, i), start_s=dice.uniform(0, 5)) for i in range(8)]
+    work = [Job(request(dice, i), start_s=dice.uniform(0, 5)) for i in range(5)]
 
     async def inject(stage: Stage) -> None:
         await stage.sleep(0.1, 0.5)
@@ -256,13 +256,13 @@ def router_killed(dice: random.Random) -> Scenario:
                     stage.happened["11"] += 1
                 await stage.restart(name)
 
-    return Scenario(jobs=jobs(dice, 4), inject=inject)
+    return Scenario(jobs=jobs(dice, 3), inject=inject)
 
 
 @scenario(16)
 def kv_exhausted(dice: random.Random) -> Scenario:
     """More requests than blocks: pauses, and the same output."""
-    work = [Job(long_request(dice, i, dice.randint(4, 16), dice.randint(10, 24))) for i in range(5)]
+    work = [Job(long_request(dice, i, dice.randint(4, 16), dice.randint(10, 24))) for i in range(4)]
 
     def judge(stage: Stage) -> None:
         stage.happened["16"] += stage.checker.num_preemptions
@@ -297,13 +297,13 @@ def zeromq_misbehaves(dice: random.Random) -> Scenario:
         await stage.sleep(0, 1)
         network.weather = Weather()
 
-    return Scenario(shape=Shape(scheduler={"max_worker_deaths": 100}), jobs=jobs(dice, 4), inject=inject)
+    return Scenario(shape=Shape(scheduler={"max_worker_deaths": 100}), jobs=jobs(dice, 3), inject=inject)
 
 
 @scenario(18)
 def rolling_restart(dice: random.Random) -> Scenario:
     """Every part is replaced under load, and connections are closed by age: no request fails."""
-    work = [Job(request(dice, i), start_s=dice.uniform(0, 4)) for i in range(8)]
+    work = [Job(request(dice, i), start_s=dice.uniform(0, 4)) for i in range(5)]
 
     async def inject(stage: Stage) -> None:
         names = [name for name in stage.cluster.processes if not name.startswith("client")]
@@ -346,4 +346,4 @@ def journal_fails(dice: random.Random) -> Scenario:
         if disk.was_damaged and service is not None and not service.journal.num_damaged:
             stage.problems.append("the damage is not reported")
 
-    return Scenario(jobs=jobs(dice, 4), inject=inject, may_report=("the journal failed", "the journal is damaged"))
+    return Scenario(jobs=jobs(dice, 3), inject=inject, may_report=("the journal failed", "the journal is damaged"))

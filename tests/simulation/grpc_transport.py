@@ -356,6 +356,7 @@ class Context:
         if self._is_over:
             raise asyncio.CancelledError
         await self.send_initial_metadata(())
+        self._call.network.on_write(self._call, message)
         end.num_unread += 1
         self._call.down.send(Item("message", self._handler.response_serializer(message)))
 

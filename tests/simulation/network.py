@@ -61,6 +61,7 @@ class Network:
         connections: Those that are open, oldest first.
         num_messages: Messages that have arrived.
         on_message: Called before each message arrives.
+        on_write: Called with the call and what its server writes to it.
     """
 
     def __init__(self, dice: random.Random) -> None:
@@ -71,6 +72,7 @@ class Network:
         self.connections: dict[Connection, None] = {}
         self.num_messages = 0
         self.on_message: Callable[[], None] = lambda: None
+        self.on_write: Callable[[object, Any], None] = lambda _, __: None
         self.trace: list[str] | None = None
         self._parted: set[frozenset[str]] = set()
         self._held: dict[Wire, None] = {}
