@@ -1,21 +1,28 @@
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.example_package import install
 from tests.integration.service import Service, stub_of
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
+
+EXAMPLE_POST_PROCESSOR = Path(__file__).parents[1] / "gpu_worker" / "example_post_processor"
 
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Two routers, three detokenizers, two workers: what every test here shares."""
     flags = ("--routers", "2", "--detokenizers", "3", "--workers", "2")
-    service = Service.start(tmp_path_factory.mktemp("service"), *flags)
+    site = install(EXAMPLE_POST_PROCESSOR, tmp_path_factory.mktemp("package"))
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    service = Service.start(tmp_path_factory.mktemp("service"), *flags, PYTHONPATH=path)
     yield service
     service.stop()
 

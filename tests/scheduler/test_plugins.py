@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from scheduler.capacity_scheduler import MaxUtilization
 from scheduler.micro_batch_scheduler import Inflight
 from scheduler.plugins import load_scheduler
 from scheduler.request_scheduler import SimpleScheduler
+from tests.example_package import install
 from tests.scheduler.harness import Harness
 
 EXAMPLE = Path(__file__).parent / "example_plugin"
@@ -20,20 +19,7 @@ EXAMPLE = Path(__file__).parent / "example_plugin"
 @pytest.fixture
 def installed_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example package, built and installed where only this test looks."""
-    source = tmp_path / "source"
-    source.mkdir()
-    for file in EXAMPLE.glob("*.*"):
-        (source / file.name).write_bytes(file.read_bytes())
-    options = [
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--disable-pip-version-check",
-        "--target",
-        str(tmp_path / "site"),
-    ]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True, timeout=120)
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.syspath_prepend(install(EXAMPLE, tmp_path))
     importlib.invalidate_caches()
 
 

@@ -1,0 +1,18 @@
+"""Installs an example package of the tests where nothing else is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def install(package: Path, folder: Path) -> Path:
+    """Builds the package in `package` and installs it under `folder`; returns what belongs on the path."""
+    source, site = folder / "source", folder / "site"
+    source.mkdir()
+    for file in package.glob("*.*"):
+        (source / file.name).write_bytes(file.read_bytes())
+    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True, timeout=120)
+    return site

@@ -1,0 +1,112 @@
+"""Logits post-processors from an installed package, and what happens to those that misbehave."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_worker import post_processors
+from gpu_worker.model_runner import ModelRunner
+from gpu_worker.post_processors import PostProcessor, load_post_processors
+from gpu_worker.rows import Rows
+from gpu_worker.sampler import Sampled, Sampler
+from gpu_worker.step import NewSequence, SamplingParams
+from midstream.errors import ConfigError, ExecutionError, InvalidArgumentError
+from tests.example_package import install
+from tests.gpu_worker.tiny_models import Driver, ints
+
+VOCAB_SIZE = 50
+EXAMPLE = Path(__file__).parent / "example_post_processor"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(EXAMPLE, tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture
+def processors(site: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, PostProcessor]:
+    monkeypatch.syspath_prepend(site)
+    importlib.invalidate_caches()
+    return load_post_processors()
+
+
+def sample(processors: dict[str, PostProcessor], *rows: tuple[str, str], **sampling: Any) -> Sampled:
+    """One token after 1, 2, 3 for each (processor, client id); by itself the model would choose 7."""
+    state = Rows(len(rows), 64, 16, 8, VOCAB_SIZE)
+    for row, (name, client_id) in enumerate(rows):
+        params = SamplingParams(**{"temperature": 0.0} | sampling)
+        new = NewSequence(
+            row=row,
+            token_ids=ints([1, 2, 3]),
+            num_prompt_tokens=3,
+            sampling=params,
+            post_processor=name,
+            client_id=client_id,
+        )
+        state.add(new)
+    logits = torch.zeros(len(rows), VOCAB_SIZE)
+    logits[:, 7] = 5.0
+    return Sampler(state, processors).sample(logits, ints(range(len(rows))))
+
+
+def test_they_come_from_installed_packages(processors: dict[str, PostProcessor]) -> None:
+    assert {"count_up", "count_up_together", "raises", "wrong_shape"} <= processors.keys()
+
+
+def test_each_request_has_its_own(processors: dict[str, PostProcessor]) -> None:
+    rows = [("count_up", "bob"), ("", ""), ("count_up_together", "carol"), ("count_up_together", "al")]
+    sampled = sample(processors, *rows)
+    assert sampled.token_ids.tolist() == [6, 7, 8, 5]
+    assert sampled.errors == ()
+
+
+def test_steering_comes_after_it(processors: dict[str, PostProcessor]) -> None:
+    assert sample(processors, ("count_up", "bob"), bad_words=((6,),)).token_ids.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (("raises", ""), "RuntimeError: no idea"),
+        (("wrong_shape", ""), r"float32 \[49\]"),
+        (("count_up_together", "mallory"), "not for mallory"),
+    ],
+)
+def test_one_that_fails_fails_its_own_request(
+    processors: dict[str, PostProcessor], bad: tuple[str, str], message: str
+) -> None:
+    sampled = sample(processors, ("count_up_together", "carol"), bad, ("count_up", "al"), ("", ""))
+    ((place, error),) = sampled.errors
+    assert place == 1
+    assert isinstance(error, ExecutionError)
+    assert error.field == "logits_post_processor_name"
+    with pytest.raises(ExecutionError, match=message):
+        raise error
+    assert [token for i, token in enumerate(sampled.token_ids.tolist()) if i != 1] == [8, 5, 7]
+
+
+def test_what_is_not_a_post_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EntryPoint:
+        name = "mine"
+
+        def load(self) -> type[int]:
+            return int
+
+    monkeypatch.setattr(post_processors, "entry_points", lambda group: [EntryPoint()])
+    with pytest.raises(ConfigError, match="'mine'"):
+        load_post_processors()
+
+
+def test_an_unknown_one_fails_its_own_request(tiny_runner: ModelRunner) -> None:
+    driver = Driver(tiny_runner)
+    good, tokens = driver.sequence(0, [5, 6]), ints([5, 6])
+    driver.tokens[1], driver.num_prompt[1] = [5, 6], 2
+    bad = NewSequence(row=1, token_ids=tokens, num_prompt_tokens=2, block_ids=ints([9]), post_processor="none")
+    output = driver.step([good, bad], [(0, 0, 2), (1, 0, 2)])
+    ((row, error),) = output.errors
+    assert (row, type(error)) == (1, InvalidArgumentError)
