@@ -94,7 +94,7 @@ def has_room_to_the_end(request: Request, group: WorkerGroup, *, leave_room: boo
 
 
 def _has_rows(request: Request, group: WorkerGroup) -> bool:
-    return request.spec.num_sequences <= group.num_free_rows
+    return request.spec.num_rows <= group.num_free_rows
 
 
 def _num_blocks_for_generation(group: WorkerGroup) -> int:
@@ -108,7 +108,7 @@ def _num_blocks_for_generation(group: WorkerGroup) -> int:
 def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
     """Blocks that nobody else holds, and those that the request would have taken itself."""
     num_blocks = 0
-    for sequence in request.sequences:
+    for sequence in request.placed_sequences:
         num_blocks += sum(1 for block in sequence.table[sequence.num_freed :] if group.blocks.num_owners(block) == 1)
         num_blocks += sequence.num_computed == sequence.checkpoint < request.spec.max_num_tokens
     return num_blocks
