@@ -30,6 +30,7 @@ _MANIFEST_VERSION = 1
 _MAX_JSON_BYTES = 256 << 20
 # Far above any model; a hostile file may not make a service reserve memory by such a number.
 _MAX_DIMENSION = 1 << 24
+_MAX_LAYERS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,9 @@ def _open_gguf(file: Path, name: str) -> ModelFolder:
 
 def _open_folder(path: Path) -> ModelFolder:
     config = _read_json(path / "config.json")
+    for name in ("config.json", "tokenizer_config.json"):
+        if _read_json(path / name, optional=True).get("auto_map"):
+            raise ConfigError(f"{path / name} asks for code of its own (auto_map), which is never run", field="model")
     weight_files = _weight_files(path)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model")
@@ -160,7 +164,7 @@ def _open_folder(path: Path) -> ModelFolder:
         architecture=architecture,
         vocab_size=_dimension(path, config, "vocab_size"),
         hidden_size=_dimension(path, config, "hidden_size"),
-        num_layers=_dimension(path, config, "num_hidden_layers"),
+        num_layers=_dimension(path, config, "num_hidden_layers", _MAX_LAYERS),
         max_sequence_length=_dimension(path, config, "max_position_embeddings"),
         end_ids=end_ids,
         pad_id=next(iter(_ids(generation.get("pad_token_id")) or _ids(config.get("pad_token_id"))), None),
@@ -264,9 +268,9 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     return value
 
 
-def _dimension(path: Path, config: dict[str, Any], name: str) -> int:
+def _dimension(path: Path, config: dict[str, Any], name: str, limit: int = _MAX_DIMENSION) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or not 0 < value <= _MAX_DIMENSION:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
         raise ConfigError(f"{path / 'config.json'}: {name} is {value!r}", field="model")
     return value
 

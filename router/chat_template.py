@@ -1,111 +1,63 @@
 """Renders a model's chat template: Jinja from a model folder, which is not trusted.
 
-It runs in a sandbox without access to Python's objects, and within limits of time and size that are checked wherever a
-template can spend them: in ranges, calls, look-ups, arithmetic on strings, and at each piece of output.
+It runs in processes of its own (template_renderer.py), which have little memory, no files and no network. One that
+takes too long or dies is replaced; its conversation is refused, and no other is disturbed.
 """
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import json
-import threading
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+import midstream
 from midstream.errors import ConfigError, InvalidArgumentError
+from router.template_renderer import CPU_LIMIT_S, LENGTH, MAX_OUTPUT_CHARACTERS
 
-_TIME_LIMIT_S = 1.0
-_MAX_OUTPUT_CHARACTERS = 8 << 20
-_MAX_OPERAND = 1 << 20
+# A guard for the case that a process waits instead of computing; its own limit is of CPU time.
+_WALL_LIMIT_S = 20.0
 _MAX_TEMPLATE_CHARACTERS = 1 << 20
+_MAX_ANSWER_BYTES = 12 * MAX_OUTPUT_CHARACTERS
 
 
-class _LimitError(Exception):
-    """The template took too long or wrote too much."""
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**", "+"})
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        self._local = threading.local()
-        self.globals = {
-            "range": self._range,
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-            "namespace": self.globals["namespace"],
-            "dict": dict,
-        }
-        self.filters["tojson"] = _to_json
-
-    def start_clock(self) -> None:
-        """Gives this thread's rendering its time."""
-        self._local.deadline = time.monotonic() + _TIME_LIMIT_S
-
-    def check_clock(self) -> None:
-        """Raises _LimitError once the time is over."""
-        if time.monotonic() > getattr(self._local, "deadline", float("inf")):
-            raise _LimitError(f"takes longer than {_TIME_LIMIT_S:g} s")
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        self.check_clock()
-        for operand in (left, right):
-            too_large = isinstance(operand, int | float) and abs(operand) > _MAX_OPERAND
-            if operator in ("*", "**") and (too_large or (hasattr(operand, "__len__") and len(operand) > 4096)):
-                raise _LimitError("multiplies something too large")
-        if operator == "**" and isinstance(right, int | float) and abs(right) > 64:
-            raise _LimitError("raises to too high a power")
-        result = super().call_binop(context, operator, left, right)
-        if hasattr(result, "__len__") and len(result) > _MAX_OUTPUT_CHARACTERS:
-            raise _LimitError("builds something too large")
-        return result
-
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
-        self.check_clock()
-        return super().call(context, function, *args, **kwargs)
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        self.check_clock()
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        self.check_clock()
-        return super().getitem(obj, argument)
-
-    def _range(self, *bounds: int) -> Iterator[int]:
-        for value in range(*bounds):
-            self.check_clock()
-            yield value
+class _BrokenError(Exception):
+    """The process died, or was ended because it took too long."""
 
 
 class ChatTemplate:
-    """A compiled chat template; safe to use from several threads."""
+    """A chat template and the processes that render it; safe to use from several threads, each of which has its own."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str], num_processes: int = 1) -> None:
         """Compiles it.
 
         Args:
             source: Jinja.
             tokens: Variables such as `bos_token` that templates expect.
+            num_processes: Conversations that are rendered at once.
 
         Raises:
             ConfigError: It does not compile.
         """
         if len(source) > _MAX_TEMPLATE_CHARACTERS:
             raise ConfigError("the chat template is too large", field="model")
-        self._environment = _Environment()
+        self._source = source
         self._tokens = dict(tokens)
+        # None: is started when it is needed.
+        self._processes: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+        for _ in range(num_processes - 1):
+            self._processes.put(None)
         try:
-            self._template = self._environment.from_string(source)
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
-            raise ConfigError(f"the chat template does not compile: {error}", field="model") from error
+            self._processes.put(_Process(source))
+        except _BrokenError as error:
+            raise ConfigError(f"the chat template {error}", field="model") from None
 
     def render(
         self,
@@ -115,48 +67,109 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt text of a conversation.
+        """The prompt text of a conversation. Waits for a process.
 
         Raises:
             InvalidArgumentError: The template refuses the conversation, fails on it, or passes its limits.
         """
         values: dict[str, object] = {**self._tokens, **(variables or {})}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        self._environment.start_clock()
-        parts: list[str] = []
-        size = 0
+        process = self._processes.get()
         try:
-            for part in self._template.generate(values):
-                self._environment.check_clock()
-                size += len(part)
-                if size > _MAX_OUTPUT_CHARACTERS:
-                    raise _LimitError("writes too much")
-                parts.append(part)
-        except _LimitError as error:
-            raise InvalidArgumentError(f"the model's chat template {error}", field="chat") from error
-        except jinja2.TemplateError as error:
-            raise InvalidArgumentError(f"the model's chat template refuses: {error}", field="chat") from error
-        except (
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            raise InvalidArgumentError(f"the model's chat template fails: {error}", field="chat") from error
-        return "".join(parts)
+            if process is None:
+                process = _Process(self._source)
+            answer = process.ask(values)
+        except _BrokenError as error:
+            if process is not None:
+                process.close()
+            process = None
+            raise InvalidArgumentError(f"the model's chat template {error}", field="chat") from None
+        finally:
+            self._processes.put(process)
+        if "error" in answer:
+            raise InvalidArgumentError(f"the model's chat template {answer['error']}", field="chat")
+        return answer["text"]
+
+    def close(self) -> None:
+        """Ends the processes that are idle."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                process = self._processes.get_nowait()
+                if process is not None:
+                    process.close()
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+class _Process:
+    """A renderer. Not for several threads at once."""
 
+    def __init__(self, source: str) -> None:
+        """Starts it and has it compile `source`.
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now(tz=datetime.UTC).strftime(pattern)
+        Raises:
+            _BrokenError: That failed.
+        """
+        # Nothing of this process's environment: keys and tokens may be in it.
+        environment = {"PYTHONPATH": str(Path(midstream.__file__).parents[1]), "PATH": os.environ.get("PATH", "")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "router.template_renderer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            bufsize=0,
+        )
+        try:
+            answer = self.ask({"source": source})
+            if "error" in answer:
+                raise _BrokenError(answer["error"])
+        except BaseException:
+            self.close()
+            raise
 
+    def ask(self, message: Mapping[str, object]) -> dict[str, str]:
+        """The answer to a message.
 
-def _to_json(value: object, *, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    # Jinja's own escapes for HTML, which a prompt is not.
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+        Raises:
+            _BrokenError: There is none; close it.
+        """
+        assert self._process.stdin is not None
+        body = json.dumps(message).encode()
+        give_up_at = time.monotonic() + _WALL_LIMIT_S
+        try:
+            view = memoryview(LENGTH.pack(len(body)) + body)
+            while view:
+                view = view[self._process.stdin.write(view) :]
+            (size,) = LENGTH.unpack(self._read(LENGTH.size, give_up_at))
+            if size > _MAX_ANSWER_BYTES:
+                raise _BrokenError("writes too much")
+            answer: dict[str, str] = json.loads(self._read(size, give_up_at))
+        except BrokenPipeError:
+            raise _BrokenError(self._end()) from None
+        return answer
+
+    def _read(self, size: int, give_up_at: float) -> bytes:
+        assert self._process.stdout is not None
+        data = bytearray()
+        while len(data) < size:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(give_up_at - time.monotonic(), 0))
+            if not ready:
+                raise _BrokenError("does not answer")
+            part = os.read(self._process.stdout.fileno(), size - len(data))
+            if not part:
+                raise _BrokenError(self._end())
+            data += part
+        return bytes(data)
+
+    def _end(self) -> str:
+        """Why it ended."""
+        if self._process.wait() == -signal.SIGPROF:
+            return f"takes longer than {CPU_LIMIT_S:g} s"
+        return "ended its process"
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()

@@ -35,12 +35,14 @@ class PromptBuilder:
             ends = folder.end_ids[:1]
             ids = {"bos_token": folder.bos_id, "eos_token": ends[0] if ends else None, "pad_token": folder.pad_id}
             tokens = {name: self.tokenizer.token(value) or "" for name, value in ids.items() if value is not None}
-            self._template = ChatTemplate(folder.chat_template, tokens)
+            self._template = ChatTemplate(folder.chat_template, tokens, num_threads)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
         """Ends the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._template is not None:
+            self._template.close()
 
     async def token_ids(self, request: pb.GenerateRequest) -> list[int]:
         """Token ids of the request's input, at least one.

@@ -1,20 +1,19 @@
-"""Prompts: what becomes of text, tokens and conversations, and what a hostile template cannot do."""
+"""Prompts: what becomes of text, tokens and conversations."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
-from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.model_folder import ModelFolder
 from midstream.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.chat_template import ChatTemplate
 from router.prompt import PromptBuilder
-
-USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,6 @@ async def test_a_bad_input_is_refused_by_name(builder: PromptBuilder, field: str
     assert raised.value.field == field
 
 
-
 async def test_bad_words_are_tokenized_with_and_without_a_space(builder: PromptBuilder, tokenizer: Tokenizer) -> None:
     expected = [tokenizer.encode("cat"), tokenizer.encode(" cat")]
     assert await builder.bad_word_ids(["cat"]) == expected
@@ -84,49 +82,19 @@ def test_a_template_sees_what_templates_expect() -> None:
         "{{ m.content }}{% endfor %}"
         "{{ tools | tojson }}{{ mood }}{% if add_generation_prompt %}>{% endif %}{{ range(3) | list }}"
     )
-    template = ChatTemplate(source, {"bos_token": "<s>"})
     turns = [{"role": "user", "content": text} for text in "abc"]
-    assert (
-        template.render(turns, tools=[{"name": "<é>"}], variables={"mood": "!"}) == '<s>ab[{"name": "<é>"}]!>[0, 1, 2]'
-    )
+    with closing(ChatTemplate(source, {"bos_token": "<s>"})) as template:
+        text = template.render(turns, tools=[{"name": "<é>"}], variables={"mood": "!"})
+    assert text == '<s>ab[{"name": "<é>"}]!>[0, 1, 2]'
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__init__.__globals__ }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ raise_exception.__globals__.os }}",
-        "{% set x = messages.append(1) %}",
-        "{{ raise_exception('no tools') }}",
-        "{{ 1 / 0 }}",
-        "{{ messages[7].content.upper() }}",
-        "{{ 'x' * 99999999 }}",
-        "{{ 9 ** 9 ** 9 }}",
-    ],
-)
-def test_a_template_that_escapes_or_fails_is_refused(source: str) -> None:
-    with pytest.raises(InvalidArgumentError) as raised:
-        ChatTemplate(source, {}).render(USER)
-    assert raised.value.field == "chat"
+def test_a_conversation_waits_for_a_process_and_gets_its_own_answer() -> None:
+    with closing(ChatTemplate("{{ messages[0].content }}", {}, 2)) as template, ThreadPoolExecutor(8) as threads:
+        texts = [f"text {i} " * 100 for i in range(64)]
+        assert list(threads.map(lambda text: template.render([{"content": text}]), texts)) == texts
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-        "{% for i in range(10000000) %}{{ 'x' * 1000 }}{% endfor %}",
-        "{% for i in range(1000000000) %}x{% endfor %}",
-    ],
-)
-def test_a_template_without_end_is_cut_off(source: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(InvalidArgumentError, match=r"takes longer|writes too much"):
-        ChatTemplate(source, {}).render(USER)
-    assert time.monotonic() - start < 10
-
-
-def test_a_template_that_does_not_compile_is_a_config_error() -> None:
+@pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% include 'y' %}{% endif %}", "(" * 100 + "{{" + "(" * 9999])
+def test_a_template_that_does_not_compile_is_a_config_error(source: str) -> None:
     with pytest.raises(ConfigError, match="compile"):
-        ChatTemplate("{% for %}", {})
+        ChatTemplate(source, {})

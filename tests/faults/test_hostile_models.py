@@ -1,0 +1,238 @@
+"""Model files made to do harm: templates that escape or explode, dimensions out of all bounds, code to be run."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midstream.config import WorkerConfig
+from midstream.errors import ConfigError, InvalidArgumentError, MidstreamError
+from midstream.model_folder import open_model_folder
+from midstream.prepare.gguf_file import read_gguf_head
+from router.chat_template import ChatTemplate
+from tests.integration.parts import ROOT
+
+USER = [{"role": "user", "content": "hi"}]
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "{{ raise_exception.__globals__.os }}",
+    "{{ (range | attr('__class__')).__init__.__globals__ }}",
+    "{{ '{0.__class__.__base__}'.format(1) }}",
+    "{{ dict.fromkeys.__self__.__mro__[1] }}",
+    "{% set x = messages.append(1) %}",
+    "{{ raise_exception('no tools') }}",
+    "{{ 1 / 0 }}",
+    "{{ messages[7].content.upper() }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os }}",
+]
+BOMBS = [
+    "{{ x * 99999999999 }}",
+    "{{ n ** (n ** n) }}",
+    "{{ x.ljust(99999999999) }}",
+    "{{ '%99999999999d' % n }}",
+    "{{ (x * 1000000) | replace(x, x * 1000000) }}",
+    "{{ (x ~ '\\n' ~ x) | indent(99999999999) }}",
+    "{{ range(99999999999) | list }}",
+    "{% set ns = namespace(x=x) %}{% for i in range(64) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "{% for i in range(10000000) %}{{ x * 1000 }}{% endfor %}",
+    "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+]
+
+
+def refusal(template: ChatTemplate, content: str) -> str:
+    """Why a conversation is refused; empty where it is not."""
+    try:
+        template.render([{"role": "user", "content": content}])
+    except InvalidArgumentError as error:
+        return error.message if error.field == "chat" else ""
+    return ""
+
+
+def chosen(sources: list[str]) -> str:
+    """One template for all: the first message says which to render. `x` is a letter and `n` a number, not constants,
+    which would be worked out when the template is compiled."""
+    values = "{% set x, n = 'x' ~ messages[0].content[:0], messages[0].content | length + 9 %}"
+    branches = "".join(f"{{% elif messages[0].content == '{i}' %}}{source}" for i, source in enumerate(sources))
+    return values + "{% if messages[0].content == 'hi' %}fine" + branches + "{% endif %}"
+
+
+def test_templates_that_escape_or_fail_are_refused() -> None:
+    with closing(ChatTemplate(chosen(ESCAPES), {})) as template:
+        for i, source in enumerate(ESCAPES):
+            assert refusal(template, str(i)), source
+        assert template.render(USER) == "fine"
+
+
+def test_templates_that_explode_are_ended_and_the_next_conversation_is_rendered() -> None:
+    """Each is ended by the limit of its own process; this one, and the one that comes after, notice nothing."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with closing(ChatTemplate(chosen(BOMBS), {})) as template:
+        for i, bomb in enumerate(BOMBS):
+            assert re.search("takes|writes|fails|ended", refusal(template, str(i))), bomb
+            assert template.render(USER) == "fine"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10, "kilobytes"
+
+
+@pytest.mark.parametrize("source", ["{{ '%99999999999d' % 1 }}", "{{ 'x' | center(99999999999) }}"])
+def test_a_template_that_explodes_while_it_is_compiled_is_refused_or_rendered_no_better(source: str) -> None:
+    """Jinja works constant expressions out when it compiles."""
+    with pytest.raises(MidstreamError), closing(ChatTemplate(source, {})) as template:
+        template.render(USER)
+
+
+def test_what_escapes_from_the_sandbox_finds_no_files_no_network_and_no_secrets() -> None:
+    code = (
+        "import os, socket\n"
+        "from router.template_renderer import _confine\n"
+        "_confine()\n"
+        "for attempt in (lambda: open('/etc/passwd'), lambda: open('/tmp/x', 'w'), socket.socket, os.pipe,\n"
+        "                lambda: bytearray(1 << 30)):\n"
+        "    try:\n"
+        "        attempt()\n"
+        "        os.write(1, b'1')\n"
+        "    except (OSError, MemoryError):\n"
+        "        os.write(1, b'0')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=ROOT, check=False)
+    assert result.stdout == b"00000", result.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder like a prepared one, with a weight file of a few bytes."""
+    model = open_model_folder("smollm2")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((model.path / name).read_bytes())
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    return tmp_path
+
+
+def change(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": 2**40},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 1 << 20},
+        {"vocab_size": 2**62},
+        {"max_position_embeddings": 10**12},
+        {"max_position_embeddings": 1e300},
+        {"vocab_size": -1},
+        {"hidden_size": True},
+        {"hidden_size": "576"},
+        {"model_type": ["llama"]},
+        {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}},
+    ],
+)
+def test_a_configuration_out_of_bounds_is_refused_by_name(folder: Path, fields: dict[str, object]) -> None:
+    open_model_folder(str(folder))
+    (folder / "midstream.json").unlink()
+    change(folder / "config.json", **fields)
+    with pytest.raises(ConfigError) as raised:
+        open_model_folder(str(folder))
+    assert next(iter(fields)) in str(raised.value)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Tokenizer", None]})
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json.*auto_map"):
+        open_model_folder(str(folder))
+
+
+def gguf_string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def gguf(num_tensors: int, num_values: int, body: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_values) + body
+
+
+LARGE = 1 << 62
+HOSTILE_GGUF = [
+    gguf(LARGE, 0),
+    gguf(0, LARGE),
+    gguf(0, 1, struct.pack("<Q", LARGE)),
+    gguf(0, 1, gguf_string("a") + struct.pack("<IQ", 8, LARGE)),
+    gguf(0, 1, gguf_string("a") + struct.pack("<IIQ", 9, 4, LARGE)),
+    gguf(0, 1, gguf_string("a") + struct.pack("<IIQ", 9, 8, LARGE)),
+    gguf(0, 1, gguf_string("a") + struct.pack("<IIQ", 9, 9, LARGE)),
+    gguf(1, 0, gguf_string("w") + struct.pack("<I", 2**31)),
+    gguf(1, 0, gguf_string("w") + struct.pack("<IQIQ", 1, 1, 0, LARGE)),
+    gguf(0, 1, gguf_string("general.alignment") + struct.pack("<IQ", 10, LARGE)),
+    b"GGUF",
+    b"",
+]
+
+
+@pytest.mark.parametrize("data", HOSTILE_GGUF)
+def test_inflated_counts_in_gguf_are_refused_before_memory_is_taken(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data)
+    with limited_memory(), pytest.raises(ConfigError):
+        read_gguf_head(path)
+
+
+def safetensors(header: bytes, size: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if size is None else size) + header
+
+
+HOSTILE_SAFETENSORS: list[Callable[[], bytes]] = [
+    lambda: safetensors(b"{}", LARGE),
+    lambda: safetensors(json.dumps({"x": {"dtype": "F32", "shape": [LARGE], "data_offsets": [0, 4 * LARGE]}}).encode()),
+    lambda: safetensors(json.dumps({"x": {"dtype": "F32", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}).encode()),
+    lambda: safetensors(json.dumps({"x": {"dtype": "F32", "shape": [4], "data_offsets": [8, 0]}}).encode()),
+    lambda: safetensors(b"[" * 100_000),
+    lambda: b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+    lambda: b"",
+]
+
+
+@pytest.mark.parametrize("make", HOSTILE_SAFETENSORS)
+def test_inflated_headers_of_safetensors_are_refused(tmp_path: Path, make: Callable[[], bytes]) -> None:
+    from gpu_worker.weights.files import SafetensorsFiles
+
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(make())
+    with limited_memory(), pytest.raises(ConfigError):
+        SafetensorsFiles([path])
+
+
+def test_a_worker_does_not_take_memory_by_what_a_configuration_says(folder: Path) -> None:
+    """Dimensions that are in bounds, and not those of the weights."""
+    change(folder / "config.json", hidden_size=1 << 20, intermediate_size=1 << 22, num_hidden_layers=512)
+    from gpu_worker.model_runner import ModelRunner
+
+    model = open_model_folder(str(folder))
+    with limited_memory(), pytest.raises(ConfigError, match="the weights lack the tensor"):
+        ModelRunner(WorkerConfig(model=str(folder), device="cpu", max_kv_tokens=1024), model)
+
+
+class limited_memory:  # noqa: N801 (used as a function)
+    """Within it this process may not take a gigabyte more than it has."""
+
+    def __enter__(self) -> None:
+        self._limits = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 30), self._limits[1]))
+
+    def __exit__(self, *_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, self._limits)
