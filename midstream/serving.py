@@ -15,7 +15,7 @@ import gc
 import inspect
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -68,6 +68,7 @@ class Server:
         max_concurrent_streams: int = 4096,
         tls: Tls | None = None,
         admit: Admit | None = None,
+        more_services: Sequence[str] = (),
     ) -> None:
         """Binds the port.
 
@@ -80,6 +81,7 @@ class Server:
             max_concurrent_streams: Calls at once on one connection.
             tls: Certificates; None: plain text.
             admit: Called before each method with its full name; raises where the caller may not.
+            more_services: Full protobuf names of other services that reflection shows.
 
         Raises:
             OSError: The port is taken.
@@ -104,7 +106,8 @@ class Server:
         self._event_loop = progress.loop("event loop")
         self._beat: asyncio.Task[None] | None = None
         add_health(self.grpc, progress, name)
-        reflection.enable_server_reflection((name, HEALTH_SERVICE, reflection.SERVICE_NAME), self.grpc)
+        services = (name, *more_services, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(services, self.grpc)
         self.port = bind(self.grpc, host, port, tls.server_credentials() if tls is not None else None)
 
     async def start(self) -> None:
@@ -210,7 +213,9 @@ def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
     code: grpc.StatusCode = error.code()
     metadata: Any = error.trailing_metadata() or ()  # pairs, in the synchronous and the asynchronous API alike
     trailing = {str(key): str(value) for key, value in metadata}
-    result = from_status(code.value[0], error.details() or code.name.lower(), trailing.get(FIELD_KEY, ""))
+    field = trailing.get(FIELD_KEY, "")
+    message = (error.details() or code.name.lower()).removeprefix(f"{field}: ")
+    result = from_status(code.value[0], message, field)
     if isinstance(result, OverloadedError):
         with contextlib.suppress(KeyError, ValueError):
             result.retry_after_ms = int(trailing[RETRY_AFTER_KEY])
@@ -293,7 +298,7 @@ async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) 
     if isinstance(error, grpc.RpcError):
         error = error_from_rpc(error)
     if isinstance(error, MidstreamError):
-        await context.abort(_STATUS_CODES[error.code], error.message, trailing_metadata(error))
+        await context.abort(_STATUS_CODES[error.code], str(error), trailing_metadata(error))
     if context.done():
         # The caller has left: nobody to tell, and what failed is usually a write to it.
         logger.debug("error after the end of a call", exc_info=error)

@@ -15,7 +15,7 @@ from midstream.model_folder import open_model_folder
 from midstream.serving import Server
 from midstream.telemetry import Metrics, configure_logging
 from midstream.transport_security import Tls
-from protos import service_pb2_grpc
+from router.adapters import ADAPTED_SERVICES, SERVICE, add_servicers
 from router.adapters.openai.app import OpenAiApi, refuse
 from router.authentication import AuthenticatedApp, Authenticator
 from router.cells import Cells
@@ -24,10 +24,7 @@ from router.generation import Runner
 from router.http_server import HttpPort
 from router.output import FrontDoor, RouterMetrics
 from router.prompt import PromptBuilder
-from router.servicer import RouterServicer
 from router.stream_limits import StreamLimits
-
-SERVICE = "midstream.v1.Midstream"
 
 
 async def serve(config: RouterConfig) -> None:
@@ -49,7 +46,7 @@ async def serve(config: RouterConfig) -> None:
         cells,
         pool,
         max_pending_bytes=config.max_pending_bytes,
-            max_tensor_bytes=config.max_tensor_bytes,
+        max_tensor_bytes=config.max_tensor_bytes,
         unavailable_timeout_s=config.unavailable_timeout_s,
     )
     metrics.gauge("num_live_detokenizers", "Detokenizers that can be used.").set_function(lambda: pool.num_live)
@@ -63,13 +60,13 @@ async def serve(config: RouterConfig) -> None:
         max_concurrent_streams=2 * config.max_concurrent_streams,
         tls=tls,
         admit=authenticator.admit,
+        more_services=ADAPTED_SERVICES,
     )
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
     limits = StreamLimits(config.max_concurrent_streams, config.max_streams_per_client)
     metrics.gauge("num_open_streams", "Streams of clients that are open.").set_function(lambda: limits.num_open)
     front = FrontDoor(runner, RouterMetrics(metrics), server.draining, limits)
-    servicer = RouterServicer(front, cells, router_id)
-    service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
+    add_servicers(server, front, prompts, cells, router_id)
     api = OpenAiApi(front, prompts, metrics, progress.problems, config.max_message_bytes)
     app = AuthenticatedApp(api.app(), authenticator, refuse)
     http = HttpPort(app, config.host, config.http_port, tls)
@@ -85,6 +82,7 @@ async def serve(config: RouterConfig) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         prompts.close()
+        runner.close()
 
 
 def main() -> int:

@@ -103,7 +103,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
     async def until(self, condition: Any) -> None:
         """Waits for what another part brings about."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()

@@ -17,7 +17,8 @@ from midstream.model_folder import ModelFolder, open_model_folder
 from midstream.serving import Server
 from midstream.telemetry import Metrics
 from midstream.tokenizer import Tokenizer
-from protos import detokenizer_pb2_grpc, service_pb2_grpc
+from protos import detokenizer_pb2_grpc
+from router.adapters import add_servicers
 from router.adapters.openai.app import OpenAiApi
 from router.cells import Cells
 from router.detokenizer_pool import DetokenizerPool
@@ -25,7 +26,6 @@ from router.generation import Runner
 from router.http_server import HttpPort
 from router.output import FrontDoor, RouterMetrics
 from router.prompt import PromptBuilder
-from router.servicer import RouterServicer
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 
 MAX_MESSAGE = 64 << 20
@@ -84,16 +84,16 @@ class Cluster:
     async def start_scheduler(self) -> None:
         self.scheduler_address = await self.scheduler.start()
 
-    async def add_detokenizer(self, name: str = "d", max_pending_bytes: int = 8 << 20) -> Part:
+    async def add_detokenizer(self, name: str = "d", max_pending_bytes: int = 8 << 20, port: int = 0) -> Part:
         pool = FeedPool(self.scheduler_address, name, self.folder.end_ids, MAX_MESSAGE, lambda _: None)
         servicer = DetokenizerServicer(pool, self.decoders, max_pending_bytes)
-        server = Server("midstream.v1.Detokenizer", "127.0.0.1", 0, Progress())
+        server = Server("midstream.v1.Detokenizer", "127.0.0.1", port, Progress())
         detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
         await server.start()
         return self._keep(Part(server, servicer, asyncio.create_task(pool.run())))
 
     async def add_router(
-        self, *detokenizers: Part, max_pending_bytes: int = 1 << 20, unavailable_timeout_s: float = 5.0
+        self, *detokenizers: Part, max_pending_bytes: int = 1 << 20, unavailable_timeout_s: float = 5.0, port: int = 0
     ) -> Part:
         cells = Cells(self.scheduler_address, MAX_MESSAGE)
         pool = DetokenizerPool(",".join(part.address for part in detokenizers) or "127.0.0.1:1", MAX_MESSAGE)
@@ -105,10 +105,9 @@ class Cluster:
             max_pending_bytes=max_pending_bytes,
             unavailable_timeout_s=unavailable_timeout_s,
         )
-        server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
+        server = Server("midstream.v1.Midstream", "127.0.0.1", port, Progress())
         front = FrontDoor(runner, RouterMetrics(Metrics()), server.draining)
-        servicer = RouterServicer(front, cells, "r")
-        service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
+        add_servicers(server, front, self.prompts, cells, "r")
         http = HttpPort(OpenAiApi(front, self.prompts, Metrics(), list, MAX_MESSAGE).app(), "127.0.0.1", 0)
         await server.start()
         http.start()
@@ -118,7 +117,7 @@ class Cluster:
                 group.create_task(cells.run())
                 group.create_task(pool.run())
 
-        return self._keep(Part(server, servicer, asyncio.create_task(run()), http))
+        return self._keep(Part(server, front, asyncio.create_task(run()), http))
 
     async def close(self) -> None:
         for part in reversed(self._parts):

@@ -252,7 +252,7 @@ async def test_a_lost_router_changes_nothing(cluster: Cluster, open_client: Open
     cluster.scheduler.emit("r", ids[:8])
     result = Result("r")
     result.add(await reading)
-    busy = next(r for r in routers if r.servicer._front.runner.pool.links[detokenizer.address].streams)  # type: ignore[attr-defined]
+    busy = next(r for r in routers if r.servicer.runner.pool.links[detokenizer.address].streams)  # type: ignore[attr-defined]
     await busy.kill()
     cluster.scheduler.emit("r", ids[8:10])
     cluster.scheduler.emit("r", ids[10:])
@@ -411,7 +411,7 @@ async def test_a_slow_reader_is_cut_and_its_neighbour_is_not(cluster: Cluster, o
 async def test_streams_spread_over_detokenizers(cluster: Cluster, open_client: OpenClient) -> None:
     detokenizers = [await cluster.add_detokenizer(f"d{i}") for i in range(3)]
     router = await cluster.add_router(*detokenizers)
-    pool = router.servicer._front.runner.pool  # type: ignore[attr-defined]
+    pool = router.servicer.runner.pool  # type: ignore[attr-defined]
     async with asyncio.timeout(5):
         while pool.num_live < 3:  # noqa: ASYNC110 (the pool has no event for "all")
             await asyncio.sleep(0.01)

@@ -1,0 +1,164 @@
+"""Tensors of the KServe protocol as Python values, and back."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from midstream.errors import InvalidArgumentError
+from protos import kserve_pb2 as pb
+
+Value = bool | int | float | bytes
+
+_ARRAY_CODES = {
+    "UINT8": "B",
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+    "INT8": "b",
+    "INT16": "h",
+    "INT32": "i",
+    "INT64": "q",
+    "FP32": "f",
+    "FP64": "d",
+}
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+_RAW_ONLY = {"FP16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """One input; `data` is set in place of `values` for types of 16-bit floats."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    values: Sequence[Value]
+    data: bytes = b""
+
+    def row(self, index: int, num_rows: int) -> InputTensor:
+        """The part of one row of the batch; a tensor without a batch dimension, or of one row, is everybody's.
+
+        Raises:
+            InvalidArgumentError: It has another number of rows.
+        """
+        if len(self.shape) < 2 or self.shape[0] == 1:
+            return self
+        if self.shape[0] != num_rows:
+            raise InvalidArgumentError(f"has {self.shape[0]} rows for a batch of {num_rows}", field=self.name)
+        size, num_bytes = len(self.values) // num_rows, len(self.data) // num_rows
+        values, data = self.values[index * size :][:size], self.data[index * num_bytes :][:num_bytes]
+        return InputTensor(self.name, self.datatype, self.shape[1:], values, data)
+
+
+def parse_inputs(request: pb.ModelInferRequest) -> dict[str, InputTensor]:
+    """All inputs by name.
+
+    Raises:
+        InvalidArgumentError: Names that come twice, unknown types, or contents that are not what type and shape say.
+    """
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise InvalidArgumentError(f"{len(raw)} for {len(request.inputs)} inputs", field="raw_input_contents")
+    tensors: dict[str, InputTensor] = {}
+    for index, item in enumerate(request.inputs):
+        if item.name in tensors:
+            raise InvalidArgumentError("given twice", field=item.name)
+        try:
+            tensors[item.name] = _parse(item, raw[index] if raw else None)
+        except (struct.error, ValueError) as error:
+            raise InvalidArgumentError(str(error), field=item.name) from None
+    return tensors
+
+
+def _parse(item: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> InputTensor:
+    shape, datatype = tuple(item.shape), item.datatype
+    if any(size < 0 for size in shape):
+        raise ValueError("a size is negative")
+    values: Sequence[Value] = ()
+    data = b""
+    if datatype in _RAW_ONLY:
+        data = raw or b""
+        num_values = len(data) // _RAW_ONLY[datatype]
+    elif datatype not in _CONTENTS:
+        raise ValueError(f"of unknown type {datatype!r}")
+    else:
+        values = _unpack(datatype, raw) if raw is not None else getattr(item.contents, _CONTENTS[datatype])[:]
+        num_values = len(values)
+    if num_values != prod(shape):
+        raise ValueError(f"has {num_values} elements, and its shape {list(shape)} says {prod(shape)}")
+    return InputTensor(item.name, datatype, shape, values, data)
+
+
+def _unpack(datatype: str, raw: bytes) -> Sequence[Value]:
+    if datatype == "BYTES":
+        return _unpack_bytes(raw)
+    if datatype == "BOOL":
+        return [value != 0 for value in raw]
+    values = array(_ARRAY_CODES[datatype])
+    values.frombytes(raw)  # ValueError where a part of an element is left
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _unpack_bytes(raw: bytes) -> list[bytes]:
+    values, position = list[bytes](), 0
+    while position < len(raw):
+        (size,) = struct.unpack_from("<I", raw, position)
+        position += 4
+        if position + size > len(raw):
+            raise ValueError("an element is longer than the contents")
+        values.append(raw[position : position + size])
+        position += size
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One output; `data` is little-endian."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @staticmethod
+    def of_texts(name: str, texts: Sequence[str]) -> OutputTensor:
+        """A vector of texts."""
+        parts = [text.encode() for text in texts]
+        return OutputTensor(name, "BYTES", (len(parts),), b"".join(struct.pack("<I", len(p)) + p for p in parts))
+
+    @staticmethod
+    def of_floats(name: str, shape: Sequence[int], values: Iterable[float]) -> OutputTensor:
+        """A tensor of 32-bit floats."""
+        return OutputTensor(name, "FP32", tuple(shape), struct.pack(f"<{prod(shape)}f", *values))
+
+    @staticmethod
+    def of_ints(name: str, values: Sequence[int]) -> OutputTensor:
+        """A vector of 32-bit integers."""
+        return OutputTensor(name, "INT32", (len(values),), struct.pack(f"<{len(values)}i", *values))
+
+
+def fill_outputs(response: pb.ModelInferResponse, tensors: Iterable[OutputTensor]) -> None:
+    """Adds outputs to a response, as raw contents."""
+    for tensor in tensors:
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        response.raw_output_contents.append(tensor.data)

@@ -1,0 +1,172 @@
+"""A client made from openengine's protos against a router on a real socket, in front of a scripted scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, cast
+
+import grpc
+import grpc.aio
+import pytest
+
+from midstream.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from protos import openengine_pb2 as oe
+from protos import openengine_pb2_grpc
+from tests.router.conftest import Cluster, Part
+
+if TYPE_CHECKING:
+    from protos.openengine_pb2_grpc import ControlAsyncStub, InferenceAsyncStub
+
+TEXT = "Every part may die 🫠 and the text goes on."
+
+
+@pytest.fixture
+async def router(cluster: Cluster) -> Part:
+    return await cluster.add_router(await cluster.add_detokenizer())
+
+
+@pytest.fixture
+async def channel(router: Part) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def inference(channel: grpc.aio.Channel) -> InferenceAsyncStub:
+    return cast("InferenceAsyncStub", openengine_pb2_grpc.InferenceStub(channel))
+
+
+@pytest.fixture
+def control(channel: grpc.aio.Channel) -> ControlAsyncStub:
+    return cast("ControlAsyncStub", openengine_pb2_grpc.ControlStub(channel))
+
+
+async def run(
+    cluster: Cluster, inference: InferenceAsyncStub, request: oe.GenerateRequest, ids: list[int]
+) -> list[oe.GenerateResponse]:
+    """The events of a request for which the scheduler emits `ids`."""
+
+    async def answer() -> None:
+        await cluster.scheduler.until(lambda: request.request_id in cluster.scheduler.requests)
+        cluster.scheduler.emit(request.request_id, ids)
+        cluster.scheduler.end(request.request_id)
+
+    async def read() -> list[oe.GenerateResponse]:
+        call = inference.Generate(request, metadata=(("openengine-priority", "7"),), timeout=30)
+        return [event async for event in call]
+
+    events, _ = await asyncio.gather(read(), answer())
+    return events
+
+
+async def test_a_request_is_the_native_one_and_its_events_are_its_output(
+    cluster: Cluster, inference: InferenceAsyncStub, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(TEXT)
+    request = oe.GenerateRequest(
+        request_id="r",
+        model="smollm2",
+        token_ids=oe.TokenIds(ids=[5, 6]),
+        sampling=oe.SamplingParams(temperature=0.5, top_k=7, seed=9),
+        stopping=oe.StoppingOptions(
+            max_tokens=99,
+            min_tokens=2,
+            ignore_eos=True,
+            conditions=[oe.StopCondition(stop_text="###"), oe.StopCondition(stop_token_id=3)],
+        ),
+        kv=oe.KvOptions(cache_salt="salt"),
+    )
+    *outputs, last = await run(cluster, inference, request, ids)
+    assert "".join(event.token.text for event in outputs) == TEXT
+    assert [info.token_id for event in outputs for info in event.token.tokens] == ids
+    assert all(event.token.HasField("output_index") for event in outputs)
+    assert last.finished.reason == oe.FINISH_REASON_LENGTH
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (2, len(ids))
+    native = cluster.scheduler.requests["r"].request
+    assert list(native.token_ids.values) == [5, 6]
+    assert (native.sampling.temperature, native.sampling.top_k, native.sampling.seed) == (0.5, 7, 9)
+    assert (native.max_tokens, native.sampling.min_tokens, native.stopping.ignore_eos) == (99, 2, True)
+    assert (list(native.stopping.stop_words), list(native.stopping.stop_token_ids)) == (["###"], [3])
+    assert (native.priority, native.cache_salt) == (7, "salt")
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "word"),
+    [
+        (oe.GenerateRequest(model="smollm2"), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+        (oe.GenerateRequest(model="other", prompt="x"), grpc.StatusCode.NOT_FOUND, "other"),
+        (
+            oe.GenerateRequest(prompt="x", sampling=oe.SamplingParams(temperature=-1)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "temperature",
+        ),
+        (
+            oe.GenerateRequest(prompt="x", sampling=oe.SamplingParams(top_k=-1)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "top_k",
+        ),
+        (oe.GenerateRequest(prompt="x", media=[oe.MediaItem()]), grpc.StatusCode.UNIMPLEMENTED, "media"),
+        (
+            oe.GenerateRequest(prompt="x", kv=oe.KvOptions(bypass_prefix_cache=True)),
+            grpc.StatusCode.UNIMPLEMENTED,
+            "bypass",
+        ),
+        (
+            oe.GenerateRequest(prompt="x", guided=oe.GuidedDecoding(structural_tag="{}")),
+            grpc.StatusCode.UNIMPLEMENTED,
+            "structural_tag",
+        ),
+    ],
+)
+async def test_a_bad_request_is_refused_by_name(
+    inference: InferenceAsyncStub, request_: oe.GenerateRequest, code: grpc.StatusCode, word: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        _ = [event async for event in inference.Generate(request_, timeout=30)]
+    assert failure.value.code() is code
+    assert word in (failure.value.details() or "")
+
+
+async def test_a_request_that_fails_later_ends_with_an_error_event(
+    cluster: Cluster, inference: InferenceAsyncStub
+) -> None:
+    call = inference.Generate(oe.GenerateRequest(request_id="r", prompt="Hi"), timeout=30)
+    reading = asyncio.ensure_future(call.read())
+    await cluster.scheduler.until(lambda: "r" in cluster.scheduler.requests)
+    cluster.scheduler.end("r", reason=pb.FINISH_REASON_ERROR)
+    event = await reading
+    assert isinstance(event, oe.GenerateResponse)
+    assert event.error.code == oe.ERROR_CODE_INTERNAL
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_client_that_leaves_and_an_abort_end_the_request(
+    cluster: Cluster, inference: InferenceAsyncStub, control: ControlAsyncStub
+) -> None:
+    call = inference.Generate(oe.GenerateRequest(request_id="left", prompt="Hi"), timeout=30)
+    reading = asyncio.ensure_future(call.read())
+    await cluster.scheduler.until(lambda: "left" in cluster.scheduler.requests)
+    call.cancel()
+    await cluster.scheduler.until(lambda: "left" in cluster.scheduler.aborts)
+    await asyncio.gather(reading, return_exceptions=True)
+    answer = await control.Abort(oe.AbortRequest(request_id="unknown"), timeout=30)
+    assert answer.status == oe.ABORT_STATUS_ALREADY_FINISHED
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await control.Abort(oe.AbortRequest(all_requests=oe.AllRequests()), timeout=30)
+    assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_what_the_engine_says_of_itself(control: ControlAsyncStub) -> None:
+    server = await control.GetServerInfo(oe.GetServerInfoRequest(), timeout=30)
+    assert (server.engine_name, server.supported_models) == ("midstream", ["smollm2"])
+    model = await control.GetModelInfo(oe.GetModelInfoRequest(model="smollm2"), timeout=30)
+    assert model.max_context_length == 8192
+    assert model.supports_text_input
+    load = await control.GetLoad(oe.GetLoadRequest(), timeout=30)
+    assert load.HasField("running_requests")
+    health = await control.Health(oe.HealthRequest(), timeout=30)
+    assert health.state == oe.HEALTH_STATE_READY
+    sources = await control.GetKvEventSources(oe.GetKvEventSourcesRequest(), timeout=30)
+    assert [source.transport for source in sources.sources] == ["grpc"]
