@@ -106,6 +106,7 @@ class InputBatch:
         if step.forks:
             self._check(np.array([fork.from_row for fork in step.forks], dtype=np.int32))
             rows.fork(step.forks)
+            self.adapters.fork(step.forks)
         if len(step.beam_rows):
             self._check(step.beam_rows)
             rows.append_tokens(step.beam_rows, step.beam_tokens)

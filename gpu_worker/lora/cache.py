@@ -111,6 +111,10 @@ class AdapterCache(Generic[P]):
         placed.num_users += 1
         return placed.value
 
+    def hold(self, fingerprint: str) -> None:
+        """Takes an adapter that a row has for one more."""
+        self._device[fingerprint].num_users += 1
+
     def release(self, fingerprint: str) -> None:
         """Gives an adapter back that was taken for a row."""
         self._device[fingerprint].num_users -= 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
-from gpu_worker.step import IntArray, NewSequence
+from gpu_worker.step import Fork, IntArray, NewSequence
 from midstream.errors import InvalidArgumentError, MidstreamError
 
 P = TypeVar("P")
@@ -43,6 +43,18 @@ class RowAdapters(Generic[P]):
             return new
         self._tables[new.row] = table
         return replace(new, num_virtual_tokens=len(table))
+
+    def fork(self, forks: tuple[Fork, ...]) -> None:
+        """Gives rows what others have."""
+        if not self._placed and not self._tables:
+            return
+        for fork in forks:
+            self._release(fork.to_row)
+            if fork.from_row in self._placed:
+                self._placed[fork.to_row] = self._placed[fork.from_row]
+                self._cache.hold(self._placed[fork.from_row][0])
+            if fork.from_row in self._tables:
+                self._tables[fork.to_row] = self._tables[fork.from_row]
 
     def release(self, rows: IntArray) -> None:
         """Gives back what rows have."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu_worker.lora.adapter import padded_rank
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.step import AdapterRef, NewSequence
+from gpu_worker.step import AdapterRef, Fork, NewSequence
 from midstream.errors import NotFoundError, OverloadedError
 from tests.gpu_worker.adapters import ALL_MODULES, adapted, make_lora, ref_of
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, prompt
@@ -206,3 +206,28 @@ def test_another_adapter_under_the_same_path_is_not_taken_for_the_first(
     assert (row, type(error)) == (0, NotFoundError)
     assert output.token_ids[1] == run_solo(runner, 0, prompt(4), None)[0]
     driver.step(released_rows=ints([0]))
+
+
+def test_a_row_that_is_forked_keeps_the_adapter(runner: ModelRunner, refs: dict[str, AdapterRef]) -> None:
+    tokens = prompt(21, seed=4)
+    expected = run_solo(runner, 0, tokens, refs["all"])
+    driver = Driver(runner)
+    driver.step([sequence(driver, 0, tokens, refs["all"])], [(0, 0, 21)])
+    driver.step(generation=[0])
+    # Row 5, which never held a sequence, goes on from row 0, which is given to another.
+    whole, rest = driver.blocks[0][:1], driver.blocks[0][1:]
+    driver.sequence(5, tokens, shared_blocks=whole)
+    target = driver.blocks[5]
+    driver.tokens[5] = list(driver.tokens[0])
+    copies = len(rest)
+    driver.step(
+        generation=[0, 5],
+        forks=(Fork(0, 5, ints(target)),),
+        copy_sources=ints(rest[:copies]),
+        copy_targets=ints(target[1 : 1 + copies]),
+    )
+    driver.release(0)
+    driver.step([sequence(driver, 0, prompt(9), None)], [(0, 0, 9)], generation=[5])
+    driver.step(generation=[5])
+    driver.step(generation=[5])
+    assert driver.output(5) == expected
