@@ -1,0 +1,265 @@
+"""Adapters that requests can name: loaded by all workers or by none, kept in the journal, resolved on acceptance."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from midstream.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    MidstreamError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+)
+from protos import generation_pb2 as pb
+from protos import worker_pb2
+from scheduler.adapter_room import AdapterRoom
+from scheduler.adapters import Adapters
+from scheduler.journal import LoadedAdapter
+from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.threaded import ThreadedJournal
+from scheduler.prefix_cache import chain_seed
+from scheduler.request import RequestSpec
+from scheduler.request_codec import spec_from_proto
+from tests.scheduler.harness import LIMITS
+
+PATH = "/adapters/a"
+
+
+@dataclass
+class Workers:
+    """Worker groups 1 and 2, which answer by hand."""
+
+    answer: Callable[[int, str, str], worker_pb2.LoraResult | None]
+    on_result: Callable[[worker_pb2.LoraResult], None] = lambda _: None
+    features: tuple[str, ...] = ("lora",)
+    epochs: list[int] = field(default_factory=lambda: [1, 2])
+    sent: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def groups(self) -> list[Any]:
+        registration = SimpleNamespace(features=self.features)
+        return [SimpleNamespace(connection=b"%d" % e, epoch=e, registration=registration) for e in self.epochs]
+
+    def send_load_adapter(self, connection: bytes, epoch: int, name: str, path: str) -> None:
+        self.sent.append(("load", epoch, name, path))
+        result = self.answer(epoch, name, path)
+        if result is not None:
+            result.epoch, result.name = epoch, name
+            asyncio.get_running_loop().call_soon(self.on_result, result)
+
+    def send_unload_adapter(self, connection: bytes, epoch: int, fingerprint: str) -> None:
+        self.sent.append(("unload", epoch, fingerprint))
+
+
+def good(epoch: int, name: str, path: str) -> worker_pb2.LoraResult:
+    count = 5 if "soft" in path else 0
+    return worker_pb2.LoraResult(
+        rank=8, fingerprint=f"print of {path}", num_bytes=100 + epoch, num_virtual_tokens=count
+    )
+
+
+class Cell:
+    """Adapters over a journal in a file."""
+
+    def __init__(self, path: Path, answer: Callable[[int, str, str], worker_pb2.LoraResult | None] = good) -> None:
+        self.path = path
+        self.workers = Workers(answer)
+
+    async def __aenter__(self) -> Cell:
+        self.journal = ThreadedJournal(SqliteStore(self.path), LIMITS, "print")
+        contents = await self.journal.open(lambda error: None)
+        self.adapters = Adapters(
+            contents.adapters,
+            groups=self.workers.groups,
+            sender=self.workers,
+            journal=self.journal,
+            vocab_size=1000,
+        )
+        self.workers.on_result = self.adapters.on_result
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.journal.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+async def test_what_is_loaded_on_all_workers_can_be_named_and_survives_the_scheduler(path: Path) -> None:
+    async with Cell(path) as cell:
+        adapter = await cell.adapters.load("a", PATH)
+        assert adapter == LoadedAdapter(name="a", path=PATH, fingerprint=f"print of {PATH}", num_bytes=102, rank=8)
+        assert cell.workers.sent == [("load", 1, "a", PATH), ("load", 2, "a", PATH)]
+        assert await cell.adapters.load("a", PATH) == adapter
+        assert len(cell.workers.sent) == 2
+        with pytest.raises(AlreadyExistsError):
+            await cell.adapters.load("a", "/adapters/b")
+        await cell.adapters.load("gone", "/adapters/gone")
+        await cell.adapters.unload("gone")
+        assert cell.workers.sent[-1] == ("unload", 2, "print of /adapters/gone")
+    async with Cell(path) as cell:
+        assert cell.adapters.list() == [adapter]
+        cell.adapters.on_joined(b"3", 3)
+        assert cell.workers.sent == [("load", 3, "a", PATH)]
+        await cell.adapters.unload("a")
+        with pytest.raises(NotFoundError):
+            await cell.adapters.unload("a")
+    async with Cell(path) as cell:
+        assert cell.adapters.list() == []
+
+
+async def test_two_names_of_one_adapter_are_forgotten_with_the_last(path: Path) -> None:
+    async with Cell(path) as cell:
+        await cell.adapters.load("a", PATH)
+        await cell.adapters.load("b", PATH)
+        await cell.adapters.unload("a")
+        assert not [item for item in cell.workers.sent if item[0] == "unload"]
+        await cell.adapters.unload("b")
+        assert [item[1] for item in cell.workers.sent if item[0] == "unload"] == [1, 2]
+
+
+async def test_the_same_load_at_once_is_one(path: Path) -> None:
+    async with Cell(path) as cell:
+        first, second = await asyncio.gather(cell.adapters.load("a", PATH), cell.adapters.load("a", PATH))
+        assert first == second
+        assert len(cell.workers.sent) == 2
+
+
+def failing(epoch: int, name: str, path: str) -> worker_pb2.LoraResult:
+    if epoch == 1:
+        return good(epoch, name, path)
+    return worker_pb2.LoraResult(error=InvalidArgumentError("x.safetensors: t is [1]", field="path").to_proto())
+
+
+def different(epoch: int, name: str, path: str) -> worker_pb2.LoraResult:
+    result = good(epoch, name, path)
+    result.fingerprint += str(epoch)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "answer", "error", "named"),
+    [
+        ("a", PATH, failing, InvalidArgumentError, "path"),
+        ("a", PATH, different, InvalidArgumentError, "path"),
+        ("", PATH, good, InvalidArgumentError, "name"),
+        ("x" * 129, PATH, good, InvalidArgumentError, "name"),
+        ("a", "adapters/a", good, InvalidArgumentError, "path"),
+        ("a", "/a\0b", good, InvalidArgumentError, "path"),
+        ("a", "", good, InvalidArgumentError, "path"),
+    ],
+)
+async def test_what_not_all_workers_take_is_not_loaded(
+    path: Path, name: str, where: str, answer: Any, error: type[MidstreamError], named: str
+) -> None:
+    async with Cell(path, answer) as cell:
+        with pytest.raises(error) as raised:
+            await cell.adapters.load(name, where)
+        assert raised.value.field == named
+        assert cell.adapters.list() == []
+        if answer is failing:
+            assert cell.workers.sent[-1] == ("unload", 1, f"print of {PATH}")
+
+
+async def test_without_workers_or_with_others_nothing_is_loaded(path: Path) -> None:
+    async with Cell(path) as cell:
+        cell.workers.features = ()
+        with pytest.raises(UnsupportedError):
+            await cell.adapters.load("a", PATH)
+        cell.workers.epochs.clear()
+        with pytest.raises(UnavailableError):
+            await cell.adapters.load("a", PATH)
+
+
+async def test_a_worker_that_dies_meanwhile_is_not_waited_for(path: Path) -> None:
+    async with Cell(path) as cell:
+
+        def answer(epoch: int, name: str, where: str) -> worker_pb2.LoraResult | None:
+            if epoch == 1:
+                return good(epoch, name, where)
+            cell.workers.epochs[:] = [1, 7]  # 2 is gone; 7 has joined and was not asked
+            return None if epoch == 2 else good(epoch, name, where)
+
+        cell.workers.answer = answer
+        assert (await cell.adapters.load("a", PATH)).num_bytes == 101
+        assert cell.workers.sent[-1] == ("load", 7, "a", PATH)
+
+
+async def test_a_request_carries_what_its_adapters_stand_for(path: Path) -> None:
+    async with Cell(path) as cell:
+        await cell.adapters.load("a", PATH)
+        request = pb.GenerateRequest(request_id="r", token_ids=pb.TokenIds(values=[1, 2]), max_tokens=3)
+        request.lora.name = "a"
+        request.prompt_tuning.name, request.prompt_tuning.path = "s", "/adapters/soft"  # loaded on first use
+        before = spec_from_proto(request, LIMITS, 0)
+        await cell.adapters.resolve(request)
+        spec = spec_from_proto(request, LIMITS, 0)
+        assert (spec.lora_name, spec.lora_key, spec.lora_bytes) == ("a", f"print of {PATH}", 102)
+        assert list(spec.prompt) == [1000, 1001, 1002, 1003, 1004, 1, 2]
+        assert (spec.prompt_key, spec.num_virtual_tokens) == ("print of /adapters/soft", 5)
+        assert spec.digest == before.digest
+        assert [adapter.name for adapter in cell.adapters.list()] == ["a", "s"]
+        # The journal gives back the same.
+        assert spec_from_proto(pb.GenerateRequest.FromString(spec.payload), LIMITS, 0) == spec
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "named"),
+    [
+        (pb.GenerateRequest(lora=pb.LoraConfig(name="x")), NotFoundError, "lora.name"),
+        (pb.GenerateRequest(lora=pb.LoraConfig(name="a", path="/b")), AlreadyExistsError, "lora.name"),
+        (pb.GenerateRequest(lora=pb.LoraConfig(name="n", path="b")), InvalidArgumentError, "lora.path"),
+        (pb.GenerateRequest(lora=pb.LoraConfig(name="s")), InvalidArgumentError, "lora.name"),
+        (pb.GenerateRequest(prompt_tuning=pb.PromptTuningConfig(name="x")), NotFoundError, "prompt_tuning.name"),
+        (pb.GenerateRequest(prompt_tuning=pb.PromptTuningConfig(name="a")), InvalidArgumentError, "prompt_tuning.name"),
+    ],
+)
+async def test_a_request_with_a_wrong_adapter_is_refused_by_field(
+    path: Path, request_: pb.GenerateRequest, error: type[MidstreamError], named: str
+) -> None:
+    async with Cell(path) as cell:
+        await cell.adapters.load("a", PATH)
+        await cell.adapters.load("s", "/adapters/soft")
+        with pytest.raises(error) as raised:
+            await cell.adapters.resolve(request_)
+        assert raised.value.field == named
+
+
+def test_a_table_fills_the_prompt_and_the_key() -> None:
+    tensor = pb.Tensor(dtype=pb.Tensor.DTYPE_FLOAT32, shape=[2, 1], data=b"\0" * 8)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1000, 1001, 5]), max_tokens=1)
+    request.prompt_tuning.table.CopyFrom(tensor)
+    spec = spec_from_proto(request, LIMITS, 0)
+    assert (list(spec.prompt), spec.num_virtual_tokens) == ([1000, 1001, 5], 2)
+    request.prompt_tuning.table.data = b"\0" * 7 + b"\1"
+    other = spec_from_proto(request, LIMITS, 0)
+    assert other.prompt_key != spec.prompt_key
+    assert len({chain_seed(spec), chain_seed(other), chain_seed(replace(spec, prompt_key=""))}) == 3
+
+
+def test_room_is_taken_once_for_all_who_use_an_adapter() -> None:
+    def spec(key: str, num_bytes: int) -> RequestSpec:
+        plain = spec_from_proto(pb.GenerateRequest(token_ids=pb.TokenIds(values=[1])), LIMITS, 0)
+        return replace(plain, lora_key=key, lora_bytes=num_bytes)
+
+    room, a, b, c = AdapterRoom(10), spec("a", 6), spec("b", 4), spec("c", 5)
+    for item in (a, a, b, spec("", 0)):
+        assert room.fits(item)
+        room.take(item)
+    assert not room.fits(c)
+    assert room.fits(a)
+    room.give_back(a)
+    assert not room.fits(c)
+    room.give_back(a)
+    assert room.fits(c)
+    assert not room.fits_alone(spec("d", 11))
