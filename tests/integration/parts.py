@@ -39,6 +39,7 @@ class Parts:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         scheduler, worker, detokenizer, self.router_port = free_ports(4)
         self.scheduler_port = scheduler
+        self.worker_address = f"tcp://127.0.0.1:{worker}"
         model = open_model_folder("smollm2")
         self._commands = {
             "worker": f"-m tests.fakes.worker --scheduler tcp://127.0.0.1:{worker} --step-ms {step_ms} "

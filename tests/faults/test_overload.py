@@ -1,0 +1,116 @@
+"""More than there is room for: too many requests, clients that do not read, clients with too many streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import grpc
+import grpc.aio
+import pytest
+
+from midstream.errors import OverloadedError
+from midstream.serving import channel_options, error_from_rpc
+from protos import generation_pb2 as pb
+from protos import service_pb2_grpc
+from router.stream_limits import StreamLimits
+from tests.faults.pressed import MAX_BATCH_SIZE, MAX_QUEUE_SIZE, Pressed, Reading, read, request
+
+if TYPE_CHECKING:
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
+
+NUM_TOKENS = 200
+# How much slower tokens may come on a busy machine before something must be wrong.
+PACE_FACTOR = 5
+
+
+@dataclass(frozen=True)
+class Refusal:
+    error: OverloadedError
+    after_s: float
+
+
+async def attempt(stub: Stub, first: int) -> Reading | Refusal:
+    start = time.monotonic()
+    try:
+        return await read(stub, first, NUM_TOKENS)
+    except grpc.aio.AioRpcError as error:
+        mapped = error_from_rpc(error)
+        assert isinstance(mapped, OverloadedError), mapped
+        return Refusal(mapped, time.monotonic() - start)
+
+
+async def test_ten_times_overload_is_refused_at_once_and_the_admitted_keep_their_pace(pressed: Pressed) -> None:
+    async with pressed.parts.stub() as stub:
+        full = await asyncio.gather(*(read(stub, 1000 * i, NUM_TOKENS) for i in range(1, MAX_BATCH_SIZE + 1)))
+        count = 10 * (MAX_BATCH_SIZE + MAX_QUEUE_SIZE)
+        results = await asyncio.gather(*(attempt(stub, 100 * i) for i in range(1, count + 1)))
+        admitted = [result for result in results if isinstance(result, Reading)]
+        refused = [result for result in results if isinstance(result, Refusal)]
+        assert len(admitted) >= MAX_BATCH_SIZE + MAX_QUEUE_SIZE
+        assert len(refused) >= count // 2
+        assert all(result.error.retry_after_ms > 0 for result in refused)
+        # The last of those that were admitted waits for two batches before it.
+        assert max(result.after_s for result in refused) < 10
+        assert max(result.pace for result in admitted) < PACE_FACTOR * max(result.pace for result in full)
+        await read(stub, 7, NUM_TOKENS)
+
+
+async def test_slow_readers_cost_bounded_memory_and_are_cut_and_nobody_else_notices(pressed: Pressed) -> None:
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+    address = f"127.0.0.1:{pressed.parts.router_port}"
+    long = request(5, 7500, prompt=range(1000, 1300))
+    long.output.exclude_input_from_output = False
+    async with (
+        pressed.parts.stub() as stub,
+        grpc.aio.insecure_channel(address, options=[*channel_options(), *options]) as channel,
+    ):
+        slow_stub = cast("Stub", service_pb2_grpc.MidstreamStub(channel))
+        alone = await asyncio.gather(*(read(stub, 1000 * i, NUM_TOKENS) for i in range(1, 5)))
+        before = {name: pressed.resident_bytes(name) for name in ("router", "detokenizer", "scheduler")}
+        slow = [slow_stub.Generate(long, timeout=170) for _ in range(4)]
+        for call in slow:
+            await call.read()  # it runs, and from here on nobody reads
+        beside: list[Reading] = []
+        while await asyncio.to_thread(pressed.metric, "num_requests_running"):
+            beside += await asyncio.gather(*(read(stub, 1000 * i, NUM_TOKENS) for i in range(1, 5)))
+        # What a client has in its hands already comes before the status.
+        for call in slow:
+            assert await _end(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        grown = {name: pressed.resident_bytes(name) - before[name] for name in before}
+        assert max(grown.values()) < 64 << 20, grown
+        assert max(item.pace for item in beside) < PACE_FACTOR * max(item.pace for item in alone)
+        await until_idle(pressed)
+
+
+async def _end(call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]) -> grpc.StatusCode:
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    return await call.code()
+
+
+async def until_idle(pressed: Pressed) -> None:
+    async with asyncio.timeout(30):
+        while await asyncio.to_thread(pressed.metric, "num_requests_running"):  # noqa: ASYNC110 (a process)
+            await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(pressed.metric, "kv_cache_usage_perc") == 0
+
+
+def test_a_client_has_its_share_of_streams_and_the_router_its_most() -> None:
+    limits = StreamLimits(max_streams=3, max_streams_per_client=2)
+    releases = [limits.take("a"), limits.take("a")]
+    with pytest.raises(OverloadedError, match="this client has 2"):
+        limits.take("a")
+    limits.take("b")
+    with pytest.raises(OverloadedError, match="this router has 3") as raised:
+        limits.take("c")
+    assert raised.value.retry_after_ms > 0
+    releases[0]()
+    limits.take("c")
+    releases[1]()
+    limits.take("a")
+    assert limits.num_open == 3
