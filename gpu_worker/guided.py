@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from gpu_worker.rows import Feature, Rows
 from gpu_worker.step import IntArray
 from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
-from midstream.grammar.messages import OVERRUN, READY, WAITING, Guide
+from midstream.grammar.messages import OVERRUN, READY, WAITING
 from midstream.grammar.process import GrammarProcess
 
 logger = logging.getLogger(__name__)

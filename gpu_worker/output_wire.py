@@ -15,7 +15,7 @@ _PIECE_BYTES, _MESSAGE_BYTES = 1 << 20, 8 << 20
 
 def output_params(config: generation_pb2.OutputConfig) -> OutputParams:
     """What a sequence is to report."""
-    additional = [(*item.name.split("."), item.gather_context) for item in config.additional_outputs]
+    additional = [(*item.name.partition(".")[::2], item.gather_context) for item in config.additional_outputs]
     params = OutputParams(
         prompt_log_probs=config.prompt_log_probs if config.HasField("prompt_log_probs") else None,
         context_logits=config.return_context_logits,

@@ -70,8 +70,8 @@ class Sampler:
             token_ids[is_broken] = 0
             errors = dict.fromkeys(np.flatnonzero(is_broken).tolist(), _NOT_FINITE)
         for row, error in constraints.errors.items():
-            (place,) = np.flatnonzero(rows == row)
-            errors[int(place)], is_special[place], token_ids[place] = error, False, 0
+            place = int(np.flatnonzero(rows == row)[0])
+            errors[place], is_special[place], token_ids[place] = error, False, 0
         if not is_special.any():
             return Sampled(token_ids, tuple(errors.items()), ())
         places = np.flatnonzero(is_special)
@@ -82,8 +82,9 @@ class Sampler:
         token_ids[places], failed = self._choose(raw, special, token_ids[places], candidates, constraints)
         if candidates:
             candidates = {int(places[place]): found for place, found in candidates.items()}
-        for place, error in failed.items():
-            errors[int(places[place])], token_ids[places[place]] = error, 0
+        for failed_place, error in failed.items():
+            place = int(places[failed_place])
+            errors[place], token_ids[place] = error, 0
         log_probs = self._log_probs(raw, special, token_ids[places])
         return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
 

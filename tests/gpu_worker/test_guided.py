@@ -168,7 +168,7 @@ def test_a_guide_over_which_the_process_dies_is_refused_alone(
     asked: list[set[str]] = []
 
     def ask_masks(process: GrammarProcess, items: list[dict[str, Any]]) -> None:
-        asked.append({machine.rows.guides[item["row"]].guide.text for item in items})  # type: ignore[union-attr]
+        asked.append({machine.rows.guides[item["row"]].guide.text for item in items})
         plain(process, items)
 
     def die(process: GrammarProcess) -> tuple[list[str], bytes]:

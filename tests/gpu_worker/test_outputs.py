@@ -82,20 +82,26 @@ def test_they_equal_transformers(tiny_folder: Path, runner: ModelRunner) -> None
         "hidden_states.3": states[3][output],
         "context_topk_logits.5": top.values[prompt],
         "topk_logits.5": top.values[output],
-        "context_topk_logits.5.ids": top.indices[prompt],
-        "topk_logits.5.ids": top.indices[output],
     }
     found = joined(outputs)
-    assert found.keys() == expected.keys()
+    ids = {name: values for name, values in found.items() if name.endswith("ids")}
+    assert found.keys() - ids.keys() == expected.keys()
+    # Equal logits may change places by rounding, so the ids are told by their values.
+    for name, rows in (("context_topk_logits.5", prompt), ("topk_logits.5", output)):
+        assert ids[f"{name}.ids"].dtype == np.int32
+        found[name] = logits[rows].gather(1, torch.from_numpy(ids[f"{name}.ids"]).long()).numpy()
     for name, values in expected.items():
-        assert found[name].dtype == (np.int32 if name.endswith("ids") else np.float32)
+        assert found[name].dtype == np.float32
         np.testing.assert_allclose(found[name], values.numpy(), atol=TOLERANCE * float(logits.abs().max()))
     log_probs = logits.log_softmax(dim=1)[: len(PROMPT) - 1]
     own = log_probs.gather(1, torch.tensor(PROMPT[1:])[:, None])
     items = [item for step in outputs for item in step.prompt_log_probs]
     np.testing.assert_allclose([x for i in items for x in i.token_log_probs], own.flatten(), atol=1e-3)
-    assert [x for i in items for x in i.token_ranks] == ((log_probs > own).sum(dim=1) + 1).tolist()
-    assert [x for i in items for x in i.top_token_ids] == log_probs.topk(3).indices.flatten().tolist()
+    ranks = torch.tensor([x for i in items for x in i.token_ranks])
+    least, most = ((log_probs > own + gap).sum(dim=1) + 1 for gap in (1e-3, -1e-3))
+    assert bool(((least <= ranks) & (ranks <= most)).all())
+    likeliest = torch.tensor([x for i in items for x in i.top_token_ids]).view(-1, 3)
+    np.testing.assert_allclose(log_probs.gather(1, likeliest), log_probs.topk(3).values, atol=1e-3)
 
 
 def test_they_are_the_same_bits_however_the_prompt_is_split(runner: ModelRunner) -> None:
@@ -145,7 +151,9 @@ def test_the_first_sequence_reports_the_prompt(runner: ModelRunner) -> None:
 def test_large_tensors_cross_the_wire_in_pieces() -> None:
     values = np.arange(2_000_000, dtype=np.float32).reshape(50, 40_000)
     tensor = RowTensor(4, "context_logits", values, first_row=10, is_last=True)
-    messages = list(encode_tensors([tensor, RowTensor(5, "topk_logits.1.ids", ints([[7]]), 0, is_last=False)]))
+    messages = list(
+        encode_tensors([tensor, RowTensor(5, "topk_logits.1.ids", ints([7]).reshape(1, 1), 0, is_last=False)])
+    )
     pieces = [item.tensors[0] for message in messages for item in message if item.row == 4]
     assert all(sum(len(item.tensors[0].data) for item in message) <= 9 << 20 for message in messages)
     assert all(len(piece.data) <= 1 << 20 for piece in pieces)

@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import jsonschema
@@ -53,7 +53,8 @@ def greedy(**fields: Any) -> SamplingParams:
 
 
 def array(tensor: Tensor) -> NDArray[Any]:
-    return np.frombuffer(tensor.data, dtype=tensor.dtype).reshape(tensor.shape)
+    values: NDArray[Any] = np.frombuffer(tensor.data, dtype=tensor.dtype)
+    return values.reshape(tensor.shape)
 
 
 def extras_of(result: Result, index: int = 0) -> Extras:
@@ -63,7 +64,7 @@ def extras_of(result: Result, index: int = 0) -> Extras:
 
 
 def log_softmax(logits: NDArray[Any]) -> NDArray[Any]:
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    shifted: NDArray[Any] = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
@@ -245,7 +246,7 @@ def drawn(rng: random.Random, number: int) -> pb.GenerateRequest:
     request.prompt = rng.choice(["A river is", "Once upon a time there was a fox.", "Numbers: 1, 2, 3, 1, 2, 3, 1,"])
     sampling, stopping, output = request.sampling, request.stopping, request.output
     sampling.seed, sampling.temperature = number, rng.choice([0.0, 0.7, 1.3])
-    choices = {
+    choices: dict[str, Callable[[], object]] = {
         "penalties": lambda: sampling.MergeFrom(pb.SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.3)),
         "bias": lambda: sampling.embedding_bias.update({100 + number: 4.0}),
         "ngrams": lambda: sampling.MergeFrom(pb.SamplingConfig(no_repeat_ngram_size=2)),

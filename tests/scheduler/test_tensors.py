@@ -1,0 +1,158 @@
+"""Tensors that workers report: bounded in memory, shown with their tokens, and computed again by the next scheduler."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos import generation_pb2, scheduler_pb2, worker_pb2
+from scheduler.dispatch import Dispatcher
+from scheduler.effects import Refused
+from scheduler.events import StepDone
+from scheduler.feed import DetokenizerFeed, FeedHub
+from scheduler.journal.records import replay
+from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.writer import RowWriter
+from scheduler.request import (
+    INVALID_ARGUMENT,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    ExtraOutput,
+    Failure,
+    Request,
+    RequestSpec,
+)
+from scheduler.request_codec import ModelLimits, spec_from_proto
+from tests.scheduler.harness import LIMITS, Harness
+
+MIB = 1 << 20
+
+
+def refusals(effects: list[Any]) -> list[int]:
+    return [effect.failure.code for effect in effects if isinstance(effect, Refused)]
+
+
+def test_memory_for_tensors_is_bounded_and_what_has_ended_gives_way() -> None:
+    harness = Harness(max_tensor_bytes=100)
+    harness.add_group()
+    assert refusals(harness.submit("too-large", 3, 2, tensor_bytes=101)) == [INVALID_ARGUMENT]
+    assert refusals(harness.submit("a", 3, 2, tensor_bytes=60)) == []
+    assert refusals(harness.submit("b", 3, 2, tensor_bytes=60)) == [RESOURCE_EXHAUSTED]
+    assert refusals(harness.submit("plain", 3, 2)) == []
+    harness.run()
+    assert refusals(harness.submit("b", 3, 2, tensor_bytes=60)) == []
+    known = harness.core.lifecycle.requests
+    assert known.keys() == {"b", "plain"}
+
+
+def test_a_worker_that_is_not_ready_for_a_request_tries_again() -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("a", 3, 3)
+    harness.submit("b", 3, 3)
+    harness.turn()
+    group = harness.groups["g"]
+    for _ in range(3):
+        event = group.run(harness.now_ns)
+        row = harness.core.lifecycle.requests["a"].sequences[0].row
+        failures = ((row, Failure(UNAVAILABLE, "not yet")),) if row is not None else ()
+        harness.handle(replace(event, failures=failures))
+        harness.turn()
+    request = harness.core.lifecycle.requests["a"]
+    assert request.failure is None
+    assert not request.sequences[0].output
+    assert len(harness.core.lifecycle.requests["b"].sequences[0].output) == 3
+    harness.run()
+    alone = Harness()
+    alone.add_group()
+    alone.submit("a", 3, 3)
+    alone.run()
+    expected = alone.core.lifecycle.requests["a"].sequences[0].output
+    assert harness.core.lifecycle.requests["a"].sequences[0].output == expected
+    harness.check_is_empty()
+
+
+def test_a_journal_keeps_what_was_asked_for_alone(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "journal.sqlite")
+    store.take_over(least_epoch=1)
+    limits = ModelLimits(4096, (999,), vocab_size=1000, hidden_size=8)
+    harness = Harness()
+    harness.add_group()
+    message = generation_pb2.GenerateRequest(request_id="a", max_tokens=5)
+    message.token_ids.values.extend([1, 2, 3])
+    message.output.return_generation_logits = True
+    spec = spec_from_proto(message, limits, 0)
+    assert spec.tensor_bytes == 5 * 1000 * 4
+    writer = RowWriter({}, "print")
+    from scheduler.events import Submitted
+    from scheduler.journal import is_entry
+
+    harness.handle(Submitted(harness.now_ns, spec))
+    harness.run()
+    entries: list[Any] = [effect for effect in harness.effects if is_entry(effect)]
+    store.write(writer.transaction(entries))
+    (stored,) = replay(store.read(), limits, "print").requests.values()
+    assert [list(tokens) for tokens in stored.outputs] == [[]]
+    assert stored.finish is None
+    store.close()
+
+
+def feed_of(request: Request) -> DetokenizerFeed:
+    hub = FeedHub(1, lambda _: None, lambda _: None)
+    hub.restore(request)
+    feed = hub.connect("d")
+    feed.attach(1, request.request_id)
+    return feed
+
+
+def output(offset: int, num_bytes: int) -> ExtraOutput:
+    tensor = generation_pb2.Tensor(name="t", shape=[1, num_bytes], data=bytes(num_bytes))
+    return ExtraOutput(offset, worker_pb2.RowOutputs(tensors=[tensor]).SerializeToString())
+
+
+def test_no_message_is_too_large_and_no_token_comes_before_its_outputs() -> None:
+    request = Request(RequestSpec(request_id="r", prompt=array("I", [1]), max_tokens=9), 1)
+    sequence = request.sequences[0]
+    sequence.output = array("I", range(9))
+    sequence.outputs = [output(0, MIB) for _ in range(20)] + [output(offset, MIB) for offset in range(1, 9)]
+    feed, seen, num_tokens = feed_of(request), 0, 0
+    batches: list[scheduler_pb2.FeedBatch] = []
+    while (batch := feed.collect()) is not None:
+        assert batch.ByteSize() < 10 * MIB
+        seen += len(batch.outputs)
+        num_tokens += len(batch.token_ids)
+        # The prompt's 20 pieces come with the first token, one more with each of the others.
+        assert num_tokens <= max(seen - 19, 0)
+        batches.append(batch)
+    assert (seen, num_tokens) == (28, 9)
+    assert len(batches) == 4
+
+
+@pytest.fixture
+def dispatcher() -> Any:
+    made = Dispatcher("127.0.0.1", 0, limits=LIMITS, heartbeat_interval_ms=500, worker_timeout_ms=2000)
+    yield made
+    made.close()
+
+
+async def test_tensors_that_come_before_their_result_become_a_part_of_it(dispatcher: Dispatcher) -> None:
+    def message(**fields: Any) -> list[bytes]:
+        return [b"w", worker_pb2.WorkerMessage(**fields).SerializeToString()]
+
+    def outputs(step_id: int, row: int) -> worker_pb2.StepOutputs:
+        return worker_pb2.StepOutputs(epoch=1, step_id=step_id, outputs=[worker_pb2.RowOutputs(row=row)])
+
+    assert dispatcher._decode(message(step_outputs=outputs(1, 9))) is None
+    for row in (3, 4):
+        assert dispatcher._decode(message(step_outputs=outputs(2, row))) is None
+    result = worker_pb2.StepResult(epoch=1, step_id=2, outputs=[worker_pb2.RowOutputs(row=5)])
+    event = dispatcher._decode(message(step_result=result))
+    assert isinstance(event, StepDone)
+    assert [row for row, _ in event.outputs] == [3, 4, 5]
+    event = dispatcher._decode(message(step_result=worker_pb2.StepResult(epoch=1, step_id=3)))
+    assert isinstance(event, StepDone)
+    assert event.outputs == ()
