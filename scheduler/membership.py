@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 
 from scheduler.core_config import PROTOCOL_VERSION, CoreConfig
 from scheduler.effects import Effect, EpochEnded, GroupJoined, GroupRefused, KvChanged
-from scheduler.events import StepDone, WorkerBeat, WorkerLeft, WorkerRegistered
+from scheduler.events import StepDone, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
 from scheduler.groups import WorkerGroup
 from scheduler.lifecycle import Lifecycle
 from scheduler.prefix_cache import CacheCleared, KvChange
@@ -18,6 +19,9 @@ from scheduler.timers import Clock, Timers
 
 # Epochs grow from scheduler to scheduler: its own epoch stands above a count of registrations.
 _REGISTRATION_BITS = 20
+# Accounts cost some 50 bytes a block, so a hostile number may not reserve memory.
+_MAX_NUM_BLOCKS = 1 << 22
+_MAX_LOST = 256
 
 
 class Membership:
@@ -51,6 +55,8 @@ class Membership:
         self._clients = clients
         self._effects = effects
         self._num_registrations = 0
+        # By group id: the incarnation whose link was lost, and the requests that were blamed for its death.
+        self._lost: OrderedDict[str, tuple[int, list[str]]] = OrderedDict()
         self._no_worker_since_ns = 0
 
     def register(self, event: WorkerRegistered) -> None:
@@ -66,6 +72,7 @@ class Membership:
                 self.end_epoch(
                     group, "registered again", is_death=is_restart, tell=group.connection != event.connection
                 )
+        self._forgive(event)
         self._num_registrations += 1
         epoch = (self._config.scheduler_epoch << _REGISTRATION_BITS) + self._num_registrations
         group = WorkerGroup(event, epoch, self._config, self._clock, self._clients)
@@ -88,6 +95,8 @@ class Membership:
         for field in ("num_blocks", "max_batch_size", "max_num_tokens", "max_sequence_length"):
             if getattr(event, field) < 1:
                 return field, f"{field} is {getattr(event, field)}, at least 1 is needed"
+        if event.num_blocks > _MAX_NUM_BLOCKS:
+            return "num_blocks", f"num_blocks is {event.num_blocks}, at most {_MAX_NUM_BLOCKS} can be kept account of"
         if not event.group_id:
             return "group_id", "group_id is empty"
         return None
@@ -97,6 +106,11 @@ class Membership:
         group = self.groups.get(event.epoch)
         if group is None:
             self.reject_stale(event.connection, event.epoch)
+            return
+        if event.connection != group.connection:
+            # Its link was made anew: what was on its way over the old one is lost.
+            self.end_epoch(group, "its link was cut", is_death=False, tell=False)
+            self._effects.append(EpochEnded(event.connection, event.epoch))
             return
         group.last_heard_ns = event.time_ns
         group.memory = event.memory
@@ -113,6 +127,25 @@ class Membership:
         group = self.groups.get(event.epoch)
         if group is not None:
             self.end_epoch(group, event.reason or "it left", is_death=False, tell=False)
+
+    def lose(self, event: WorkerLost) -> None:
+        """Gives up the group behind a link that is gone: its worker has died, unless it comes back."""
+        group = next((group for group in self.groups.values() if group.connection == event.connection), None)
+        if group is None:
+            return
+        blamed = [request.request_id for request in _running(group)]
+        self.end_epoch(group, "its link is gone", is_death=True, tell=False)
+        self._lost[group.group_id] = (group.registration.incarnation, blamed)
+        if len(self._lost) > _MAX_LOST:
+            self._lost.popitem(last=False)
+
+    def _forgive(self, event: WorkerRegistered) -> None:
+        """The link of a worker that comes back was cut, and nobody died."""
+        incarnation, blamed = self._lost.pop(event.group_id, (0, []))
+        for request_id in blamed if incarnation == event.incarnation else ():
+            request = self._lifecycle.requests.get(request_id)
+            if request is not None and request.num_deaths:
+                request.num_deaths -= 1
 
     def group_of(self, event: StepDone) -> WorkerGroup | None:
         """The group that a result is from; a stale one is counted and its sender told."""
@@ -164,7 +197,7 @@ class Membership:
     def _blame(self, group: WorkerGroup) -> Request | None:
         """Counts the death against all that was in flight; the request to end, when there is only one to blame."""
         self._totals.num_worker_deaths += 1
-        running = {request for step in group.in_flight for request in step.requests() if request.group is group}
+        running = _running(group)
         for request in running:
             request.num_deaths += 1
         suspects = [request for request in running if self.is_suspect(request)]
@@ -217,3 +250,8 @@ class Membership:
         first = self.num_kv_events + 1
         self.num_kv_events += len(changes)
         self._effects.append(KvChanged(group.group_id, first, changes))
+
+
+def _running(group: WorkerGroup) -> set[Request]:
+    """Requests that the group was computing."""
+    return {request for step in group.in_flight for request in step.requests() if request.group is group}

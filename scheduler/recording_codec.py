@@ -28,7 +28,7 @@ from scheduler.events import (
     WorkerRegistered,
 )
 from scheduler.request import Finish, FinishReason, RequestSpec, RequestTimes, RetentionRange, SequenceEnd
-from scheduler.wire import WorkerEvent, decode_worker_message
+from scheduler.wire import decode_worker_message
 
 _SPEC_FIELDS = tuple(
     item.name
@@ -190,7 +190,7 @@ def _decode_spec(message: pb.RecordedRequest) -> RequestSpec:
     )
 
 
-def _encode_worker_event(event: WorkerEvent) -> bytes:
+def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegistered) -> bytes:
     message = worker_pb2.WorkerMessage()
     if isinstance(event, StepDone):
         result = message.step_result

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import threading
 import time
 from dataclasses import dataclass
 
 import zmq
 
+from midstream.curve import WorkerCredentials, read_key_pair, read_public_key
 from protos import worker_pb2
 from tests.fakes.model import FakeModel
 
@@ -33,6 +35,7 @@ class FakeWorkerConfig:
         wrong_shape_at_step: That result has a token too many.
         repeat_results: Each result is sent twice.
         checks: The KV cache is verified at each step; slow.
+        curve_secret_key: File with its key pair; empty: plain text. curve_server_key: File with the scheduler's key.
     """
 
     scheduler: str = "tcp://127.0.0.1:50053"
@@ -54,6 +57,8 @@ class FakeWorkerConfig:
     repeat_results: bool = False
     checks: bool = False
     attention_window: int = 0
+    curve_secret_key: str = ""
+    curve_server_key: str = ""
 
 
 class FakeWorker:
@@ -104,6 +109,10 @@ class FakeWorker:
         self._freeze.clear()
         self._thread.join(5)
 
+    def leave(self) -> None:
+        """Says goodbye once its step is done, and ends."""
+        self._stop.set()
+
     def kill(self) -> None:
         """Dies without a word, as by SIGKILL."""
         self._says_goodbye = False
@@ -129,6 +138,9 @@ class FakeWorker:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 500)
+        if self.config.curve_secret_key:
+            own = read_key_pair(self.config.curve_secret_key, "")
+            WorkerCredentials(own, read_public_key(self.config.curve_server_key, "")).secure(socket)
         socket.connect(self.config.scheduler)
         try:
             self._loop(socket)
@@ -240,7 +252,9 @@ def main() -> None:
             parser.add_argument("--" + name.replace("_", "-"), action="store_true")
         else:
             parser.add_argument("--" + name.replace("_", "-"), type=type(item.default), default=item.default)
-    FakeWorker(FakeWorkerConfig(**vars(parser.parse_args()))).run()
+    worker = FakeWorker(FakeWorkerConfig(**vars(parser.parse_args())))
+    signal.signal(signal.SIGTERM, lambda *_: worker.leave())
+    worker.run()
 
 
 if __name__ == "__main__":

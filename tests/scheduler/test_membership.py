@@ -196,3 +196,31 @@ def test_a_worker_that_leaves_is_no_death() -> None:
     harness.leave("g")
     assert harness.core.lifecycle.requests["a"].num_deaths == 0
     assert harness.core.totals.num_worker_deaths == 0
+
+
+def test_a_closed_link_is_a_death_that_is_forgiven_when_the_same_worker_comes_back() -> None:
+    harness = Harness(max_worker_deaths=2)
+    harness.submit("a", 3, 50)
+    for _ in range(5):
+        harness.add_group("g", incarnation=7)
+        harness.turn()
+        harness.cut("g")
+        assert harness.core.lifecycle.requests["a"].num_deaths == 1
+    harness.add_group("g", incarnation=8)
+    harness.turn()
+    assert harness.core.lifecycle.requests["a"].num_deaths == 1
+    harness.cut("g")
+    assert harness.core.lifecycle.requests["a"].failure is not None
+    assert harness.core.totals.num_worker_deaths == 6
+
+
+def test_a_link_that_was_made_anew_begins_a_new_epoch() -> None:
+    harness = Harness()
+    harness.add_group("g", incarnation=7)
+    harness.submit("a", 3, 50)
+    harness.turn()
+    (group,) = harness.core.groups
+    effects = harness.handle(WorkerBeat(harness.now_ns, b"another", group.epoch, 0))
+    assert EpochEnded(b"another", group.epoch) in effects
+    assert harness.core.groups == []
+    assert harness.core.lifecycle.requests["a"].num_deaths == 0

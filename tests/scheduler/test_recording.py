@@ -26,6 +26,7 @@ from scheduler.events import (
     Turn,
     WorkerBeat,
     WorkerLeft,
+    WorkerLost,
     WorkerRegistered,
 )
 from scheduler.recording import Recorder, frame, read_recording
@@ -71,6 +72,7 @@ EVENTS: list[Event] = [
     WorkerRegistered(7, b"w", "w", 1, "print", 16, 100, 1000, 500, 8, 64, 1, 2, "cpu", "bf16", ("x", "y")),
     WorkerBeat(8, b"w", 70, 3, (1, 2, 3)),
     WorkerLeft(9, b"w", 70, "done"),
+    WorkerLost(9, b"w"),
     StepDone(10, b"w", 70, 4, [5, 6], [1, 1], ((0, Failure(3, "bad", "field")),), (), 8, 9, (1, 2, 3), 4, 2),
     Turn(11),
     DrainStarted(12),

@@ -1,0 +1,93 @@
+"""A service that is there to be killed: `midstream up` in a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive
+
+START_TIMEOUT_S = 120.0
+
+
+class KilledService:
+    """A running service.
+
+    Attributes:
+        routers: Addresses of its routers.
+        num_kills: Processes killed so far, by kind.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self.routers = [router.addresses["grpc"] for router in self.state().of_kind("router")]
+        self.num_kills: dict[str, int] = {}
+
+    def state(self) -> RunState:
+        """What runs now."""
+        state = self._run_dir.read_state()
+        assert state is not None
+        return state
+
+    def is_whole(self) -> bool:
+        """Whether every process is ready."""
+        return all(process.phase is ProcessPhase.READY and is_alive(process) for process in self.state().processes)
+
+    def kill(self, kind: str) -> ProcessState:
+        """SIGKILLs a process of a kind, in turns; one that lives, where there is one."""
+        count = self.num_kills.get(kind, 0)
+        self.num_kills[kind] = count + 1
+        processes = self.state().of_kind(kind)
+        turns = [processes[(count + number) % len(processes)] for number in range(len(processes))]
+        process = next((item for item in turns if is_alive(item) and item.phase is ProcessPhase.READY), turns[0])
+        if is_alive(process):
+            os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    def pids(self) -> dict[str, int]:
+        """Of the processes that live, by name."""
+        return {process.name: process.pid for process in self.state().processes if is_alive(process)}
+
+
+@contextlib.contextmanager
+def running_service(
+    model: str, routers: int, detokenizers: int, workers: int, *, folder: Path | None = None
+) -> Iterator[KilledService]:
+    """Starts a service, and stops it in the end.
+
+    Raises:
+        RuntimeError: It did not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="midstream-kills-") as temporary:
+        run_dir = RunDir(folder or Path(temporary))
+        command = [sys.executable, "-m", "midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", model]
+        command += ["--routers", str(routers), "--detokenizers", str(detokenizers), "--workers", str(workers)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as supervisor:
+            try:
+                _await_ready(run_dir, supervisor)
+                yield KilledService(run_dir)
+            finally:
+                supervisor.send_signal(signal.SIGTERM)
+                try:
+                    supervisor.wait(60)
+                except subprocess.TimeoutExpired:
+                    supervisor.send_signal(signal.SIGTERM)
+                    supervisor.wait()
+
+
+def _await_ready(run_dir: RunDir, supervisor: subprocess.Popen[bytes]) -> None:
+    give_up_at = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < give_up_at and supervisor.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            state = run_dir.read_state()
+            if state is not None and state.phase is ProcessPhase.READY:
+                return
+        time.sleep(0.1)
+    raise RuntimeError("the service did not start")

@@ -1,0 +1,64 @@
+"""One request's output for one router: what comes twice is shown once."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from detokenizer.incremental import DecoderFactory
+from detokenizer.sequence import TextRules
+from detokenizer.streams import Opened, OutputStream
+from midstream.extras import Extras, LogProbs
+
+
+class Router:
+    """The connection to the router, and the feed: nobody is told anything."""
+
+    def mark_ready(self, stream: OutputStream) -> None:
+        """Nothing is sent here."""
+
+    def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
+        raise AssertionError("there are no stop words")
+
+
+OPENED = Opened(num_sequences=2, rules=TextRules(detokenize=False), is_streaming=True, return_all=False)
+
+
+def log_prob(value: float) -> Extras:
+    return Extras(log_probs=LogProbs((value,), 0, (), (), (1,)))
+
+
+def feed(stream: OutputStream, upstream: Router, num_tokens: int) -> None:
+    """What a feed brings from the first token on, for two sequences; each token has its log probability."""
+    stream.open(OPENED)
+    for index in range(2):
+        stream.push(upstream, index, 0, [100 * index + token for token in range(num_tokens)])
+        for token in range(num_tokens):
+            stream.add_outputs(index, token, log_prob(100 * index + token))
+
+
+def taken(stream: OutputStream) -> dict[int, tuple[list[int], list[float]]]:
+    """Tokens and log probabilities by sequence."""
+    result = {}
+    for chunk in stream.take():
+        assert chunk.extras is not None
+        assert chunk.extras.log_probs is not None
+        result[chunk.sequence_index] = (list(chunk.token_ids), list(chunk.extras.log_probs.token_log_probs))
+    return result
+
+
+def test_log_probabilities_come_once_when_the_feed_begins_anew() -> None:
+    upstream = Router()
+    stream = OutputStream(1, "r", 1, 0, (), upstream, cast("DecoderFactory", None), 1 << 20)
+    feed(stream, upstream, 3)
+    assert taken(stream) == {0: ([0, 1, 2], [0, 1, 2]), 1: ([100, 101, 102], [100, 101, 102])}
+    feed(stream, upstream, 5)
+    feed(stream, upstream, 6)
+    assert taken(stream) == {0: ([3, 4, 5], [3, 4, 5]), 1: ([103, 104, 105], [103, 104, 105])}
+
+
+def test_a_stream_from_an_offset_has_the_log_probabilities_from_there_on() -> None:
+    upstream = Router()
+    stream = OutputStream(1, "r", 1, 2, (), upstream, cast("DecoderFactory", None), 1 << 20)
+    feed(stream, upstream, 4)
+    feed(stream, upstream, 5)
+    assert taken(stream) == {0: ([2, 3, 4], [2, 3, 4]), 1: ([102, 103, 104], [102, 103, 104])}

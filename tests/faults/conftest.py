@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from midstream.client import AsyncClient
+from tests.faults.pressed import Pressed, running_pressed
+from tests.faults.processes import Processes, running_processes
+
+FLAGS = ("--worker-timeout-ms", "1500", "--heartbeat-interval-ms", "100", "--no-worker-timeout-s", "2")
+
+
+@pytest.fixture(scope="package")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with running_processes(tmp_path_factory.mktemp("processes"), *FLAGS) as processes:
+        yield processes
+
+
+@pytest.fixture
+async def client(shared: Processes) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(shared.routers) as client:
+        yield client
+
+
+@pytest.fixture
+async def processes(shared: Processes, client: AsyncClient) -> Processes:
+    """The service, whole and idle. What a test kills is started again before the next one."""
+    shared.worker_flags = ()
+    await shared.make_whole(client)
+    return shared
+
+
+@pytest.fixture(scope="package")
+def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pressed]:
+    """Every part as a process, with limits that are soon reached."""
+    with running_pressed(tmp_path_factory.mktemp("pressed")) as pressed:
+        yield pressed

@@ -1,0 +1,176 @@
+"""Two of each part as processes of this machine, workers without a model; each can be killed, stopped and started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from midstream.client import AsyncClient, Result, SamplingParams
+from midstream.client.stream import AsyncStream
+from midstream.errors import MidstreamError
+from midstream.model_folder import open_model_folder
+from midstream.serving import open_channel
+from protos import service_pb2_grpc, stats_pb2
+from tests.integration.parts import ROOT, free_ports
+from tests.integration.service import latest_stats
+
+WAIT_S = 60.0
+ALL = ("scheduler", "worker-0", "worker-1", "detokenizer-0", "detokenizer-1", "router-0", "router-1")
+
+
+class Processes:
+    """The running service.
+
+    Attributes:
+        worker_flags: Of workers that are started from now on.
+        worker_port: Where they dial; another one may stand between.
+    """
+
+    def __init__(self, folder: Path, *scheduler_flags: str, step_ms: float = 10) -> None:
+        self.folder = folder
+        self.worker_flags: tuple[str, ...] = ()
+        self.journal_path = folder / "journal.sqlite"
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._model = open_model_folder("smollm2")
+        self._step_ms = step_ms
+        self._scheduler_flags = scheduler_flags
+        self.scheduler_port, self.worker_port, self._first_router, self._second_router, *self._detokenizers = (
+            free_ports(8)
+        )
+        self.routers = [f"127.0.0.1:{port}" for port in (self._first_router, self._second_router)]
+
+    def _command(self, name: str) -> list[str]:
+        kind, _, number = name.partition("-")
+        links = ["--schedulers", f"127.0.0.1:{self.scheduler_port}"]
+        if kind == "scheduler":
+            ports = ["--port", str(self.scheduler_port), "--worker-port", str(self.worker_port)]
+            return ["scheduler", *ports, "--journal-path", str(self.journal_path), *self._scheduler_flags]
+        if kind == "detokenizer":
+            return ["detokenizer", "--name", name, "--port", str(self._detokenizers[int(number)]), *links]
+        if kind == "router":
+            targets = ",".join(f"127.0.0.1:{port}" for port in self._detokenizers)
+            port = (self._first_router, self._second_router)[int(number)]
+            return ["router", "--port", str(port), "--http-port", "0", *links, "--detokenizers", targets]
+        model = ["--model-fingerprint", self._model.fingerprint, "--vocab-size", str(self._model.vocab_size)]
+        address = ["--scheduler", f"tcp://127.0.0.1:{self.worker_port}", "--group-id", name]
+        return ["tests.fakes.worker", *address, *model, "--step-ms", str(self._step_ms), *self.worker_flags]
+
+    def start(self, *names: str) -> None:
+        """Starts processes."""
+        for name in names:
+            with (self.folder / f"{name}.log").open("ab") as log:
+                command = [sys.executable, "-m", *self._command(name)]
+                self._running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def is_running(self, name: str) -> bool:
+        """Whether the process lives."""
+        return name in self._running and self._running[name].poll() is None
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self._running[name].send_signal(number)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.send(name, signal.SIGKILL)
+        await asyncio.to_thread(self._running[name].wait)
+
+    async def wait(self, name: str) -> int:
+        """The exit status, once it has ended."""
+        return await asyncio.to_thread(self._running[name].wait, WAIT_S)
+
+    def log(self, name: str) -> str:
+        """All that it has logged."""
+        return (self.folder / f"{name}.log").read_text(encoding="utf-8")
+
+    async def make_whole(self, client: AsyncClient) -> None:
+        """Starts what does not run; returns when everything stands and nothing is left to do."""
+        self.start(*(name for name in ALL if not self.is_running(name)))
+        await until(lambda: self._is_whole(client))
+
+    async def _is_whole(self, client: AsyncClient) -> bool:
+        info = await client.server_info()
+        groups = {group.group_id for group in info.worker_groups}
+        names = {item.detokenizer_id for item in info.detokenizers}
+        stats = await self.stats()
+        is_idle = not (stats.num_active_requests or stats.num_queued_requests or stats.kv_cache_stats.used_num_blocks)
+        return {"worker-0", "worker-1"} <= groups and {"detokenizer-0", "detokenizer-1"} <= names and is_idle
+
+    async def stats(self) -> stats_pb2.IterationStats:
+        """The scheduler's, by way of a router."""
+        for address in self.routers:
+            async with open_channel(address) as channel:
+                with contextlib.suppress(Exception):
+                    return await latest_stats(service_pb2_grpc.MidstreamStub(channel))  # type: ignore[arg-type]
+        raise MidstreamError("no router answers")
+
+    def close(self) -> None:
+        """Kills everything."""
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+
+async def until(holds: Callable[[], object], limit_s: float = WAIT_S) -> None:
+    """Returns when `holds()` is true; what cannot be asked yet is not."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(MidstreamError):
+            answer = holds()
+            if await answer if asyncio.iscoroutine(answer) else answer:
+                return
+        assert time.monotonic() < deadline, "it has not come to pass"
+        await asyncio.sleep(0.05)
+
+
+@contextlib.contextmanager
+def running_processes(folder: Path, *scheduler_flags: str, step_ms: float = 10) -> Iterator[Processes]:
+    """Starts everything, and kills what is left in the end."""
+    processes = Processes(folder, *scheduler_flags, step_ms=step_ms)
+    try:
+        processes.start(*ALL)
+        yield processes
+    finally:
+        processes.close()
+
+
+class Streams:
+    """Several requests that run at once; the model counts on from the last token of the prompt."""
+
+    def __init__(self, client: AsyncClient, firsts: list[int], num_tokens: int, **options: float) -> None:
+        self.firsts, self.num_tokens = firsts, num_tokens
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
+        self._results = [Result("") for _ in firsts]
+        self.streams: list[AsyncStream] = [
+            client.generate(token_ids=[first], sampling=sampling, **options)  # type: ignore[arg-type]
+            for first in firsts
+        ]
+        self._tasks = [asyncio.create_task(self._read(number)) for number in range(len(firsts))]
+
+    async def _read(self, number: int) -> None:
+        async for chunk in self.streams[number]:
+            assert chunk.token_offset == len(self._results[number].token_ids)
+            self._results[number].add(chunk)
+
+    async def reach(self, num_tokens: int) -> None:
+        """Returns when each has this many tokens, or has ended."""
+        await until(
+            lambda: all(
+                task.done() or len(result.token_ids) >= num_tokens
+                for task, result in zip(self._tasks, self._results, strict=True)
+            )
+        )
+
+    async def check(self) -> list[Result]:
+        """Waits for the ends: every token came once, and in order."""
+        async with asyncio.timeout(2 * WAIT_S):
+            await asyncio.gather(*self._tasks)
+        for first, result in zip(self.firsts, self._results, strict=True):
+            assert result.token_ids == list(range(first + 1, first + 1 + self.num_tokens))
+        return self._results

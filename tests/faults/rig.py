@@ -1,0 +1,234 @@
+"""Every part of the service in this process, with its real sockets and a small real model, each to be killed by itself.
+
+Two workers, two detokenizers, two routers, and a scheduler with its journal. A gate holds the workers at a token, so
+that a part dies at exactly that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from detokenizer.incremental import decoder_factory
+from detokenizer.servicer import DetokenizerServicer
+from gpu_worker import worker as worker_module
+from gpu_worker.link import SchedulerLink
+from gpu_worker.step import Step, StepOutput
+from midstream.client.result import Result
+from midstream.client.stream import AsyncStream
+from midstream.config import SchedulerConfig, WorkerConfig
+from midstream.model_folder import ModelFolder
+from midstream.serving import open_channel
+from midstream.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from protos import service_pb2_grpc
+from scheduler.service import SchedulerService
+from tests.gpu_worker.tiny_models import make_runner
+from tests.integration.parts import free_ports
+from tests.router.conftest import Cluster, Part
+
+WAIT_S = 30.0
+KINDS = ("worker", "scheduler", "detokenizer", "router")
+
+
+class Gate:
+    """Lets workers sample tokens of the one request there is, up to a number of them.
+
+    Attributes:
+        serving: Name of the worker that ran last.
+    """
+
+    def __init__(self) -> None:
+        self.serving = ""
+        self._limit = 0
+        self._num_tokens = 0
+        self._changed = threading.Condition()
+
+    def reset(self) -> None:
+        """Before a request: nothing may be sampled."""
+        self._limit = self._num_tokens = 0
+        self.serving = ""
+
+    def open_to(self, num_tokens: int) -> None:
+        """Up to this many tokens may be there."""
+        with self._changed:
+            self._limit = num_tokens
+            self._changed.notify_all()
+
+    def wait_until(self, num_tokens: int, is_over: Callable[[], bool]) -> None:
+        """Returns when this many tokens are there and a worker has the next step at hand, or it is over."""
+        with self._changed:
+            while (self._num_tokens < num_tokens or not self.serving) and not is_over():
+                self._changed.wait(0.05)
+
+    def run(self, name: str, step: Step, is_dead: Callable[[], bool], run: Callable[[Step], StepOutput]) -> StepOutput:
+        """Runs a worker's step, when it may be run."""
+        known = [len(new.token_ids) - new.num_prompt_tokens for new in step.new_sequences]
+        with self._changed:
+            self.serving = name
+            if known:
+                self._num_tokens = min(known)
+            while self._num_tokens >= self._limit and not is_dead():
+                self._changed.wait(0.02)
+        output = run(step)
+        with self._changed:
+            if len(output.token_ids) and not is_dead():
+                self._num_tokens += 1
+                self._changed.notify_all()
+        return output
+
+
+class MortalLink(SchedulerLink):
+    """A link that ends without a farewell."""
+
+    is_dead = False
+
+    def kill(self) -> None:
+        """As SIGKILL does."""
+        self.is_dead = True
+        self._wake()
+
+    def _turn(self, *sockets: Any) -> bool:
+        if self.is_dead:
+            self.inbox.put(worker_module.Stopped(0, "killed"))
+            return False
+        return super()._turn(*sockets)
+
+
+class RigWorker:
+    """A worker in a thread; its lives share one loaded model."""
+
+    def __init__(self, name: str, folder: ModelFolder, address: str, gate: Gate) -> None:
+        self._config = WorkerConfig(scheduler=address, group_id=name, device="cpu")
+        self._folder = folder
+        self.runner = make_runner(folder.path)
+        self._run_step = self.runner.run_step
+        self._gate = gate
+        self.start()
+
+    def start(self) -> None:
+        """Begins another life."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_module, "ModelRunner", lambda *_: self.runner)
+            patch.setattr(worker_module, "SchedulerLink", MortalLink)
+            worker = worker_module.Worker(self._config, self._folder)
+        link = cast("MortalLink", worker._link)
+        name = self._config.group_id
+        run = self._run_step
+        self.runner.run_step = lambda step: self._gate.run(  # type: ignore[method-assign]
+            name, step, lambda: link.is_dead, run
+        )
+        self._link, self._http = link, worker._http
+        self._http.start()
+        self._thread = threading.Thread(target=worker._serve, name=name, daemon=True)
+        link.start()
+        self._thread.start()
+
+    def kill(self) -> None:
+        """Ends this life."""
+        self._link.kill()
+        self._thread.join(WAIT_S)
+        self._link.join()
+        self._http.stop()
+
+
+class Rig:
+    """All parts.
+
+    Attributes:
+        gate: Holds the workers.
+        num_kills: Parts killed so far, by kind.
+    """
+
+    def __init__(self, folder: ModelFolder, journal: Path) -> None:
+        self.gate = Gate()
+        self.num_kills = dict.fromkeys(KINDS, 0)
+        scheduler, worker, *self._ports = free_ports(6)
+        self._config = SchedulerConfig(port=scheduler, worker_port=worker, journal_path=str(journal))
+        self._folder = folder
+        self._cluster = Cluster(folder, decoder_factory(Tokenizer(folder.path)))
+        self._cluster.scheduler_address = f"127.0.0.1:{scheduler}"
+        self._channels = [open_channel(f"127.0.0.1:{port}") for port in self._ports[2:]]
+        self._current = 0
+
+    async def start(self) -> None:
+        """Starts everything."""
+        await self._start_scheduler()
+        address = f"tcp://127.0.0.1:{self._config.worker_port}"
+        self._workers = {name: RigWorker(name, self._folder, address, self.gate) for name in ("one", "two")}
+        self._detokenizers = [await self._start_detokenizer(number) for number in range(2)]
+        self._routers = [await self._start_router(number) for number in range(2)]
+
+    async def close(self) -> None:
+        """Ends everything."""
+        for channel in self._channels:
+            await channel.close()
+        for part in (*self._routers, *self._detokenizers):
+            await part.kill()
+        for worker in self._workers.values():
+            await asyncio.to_thread(worker.kill)
+        await self._service.stop()
+        self._cluster.prompts.close()
+
+    async def _start_scheduler(self) -> None:
+        self._service = SchedulerService(self._config, self._folder)
+        await self._service.start()
+
+    async def _start_detokenizer(self, number: int) -> Part:
+        return await self._cluster.add_detokenizer(f"d{number}", port=self._ports[number])
+
+    async def _start_router(self, number: int) -> Part:
+        return await self._cluster.add_router(
+            *self._detokenizers, unavailable_timeout_s=WAIT_S, port=self._ports[2 + number]
+        )
+
+    async def kill(self, kind: str) -> None:
+        """Kills the part that serves the request, and starts it again."""
+        self.num_kills[kind] += 1
+        if kind == "worker":
+            worker = self._workers[self.gate.serving]
+            await asyncio.to_thread(worker.kill)
+            worker.start()
+        elif kind == "scheduler":
+            await self._service.stop()
+            await self._start_scheduler()
+        elif kind == "detokenizer":
+            servicers = [cast("DetokenizerServicer", part.servicer) for part in self._detokenizers]
+            number = max(range(2), key=lambda index: servicers[index].num_attached)
+            await self._detokenizers[number].kill()
+            self._detokenizers[number] = await self._start_detokenizer(number)
+        else:
+            number = self._current
+            await self._routers[number].kill()
+            self._routers[number] = await self._start_router(number)
+
+    async def run(self, request: pb.GenerateRequest, kills: dict[int, str]) -> Result:
+        """Runs a request; what `kills` names dies when that many tokens are there, and its client has them."""
+        self.gate.reset()
+        stream = AsyncStream(request.request_id, request, self._next_stub, timeout_s=None, unavailable_timeout_s=WAIT_S)
+        result = Result(request.request_id)
+        reading = asyncio.create_task(self._read(stream, result))
+        for num_tokens, kind in sorted(kills.items()):
+            self.gate.open_to(num_tokens)
+            await asyncio.to_thread(self.gate.wait_until, num_tokens, reading.done)
+            if reading.done():
+                break
+            async with asyncio.timeout(WAIT_S):
+                await self.kill(kind)
+        self.gate.open_to(1 << 30)
+        async with asyncio.timeout(WAIT_S):
+            await reading
+        return result
+
+    async def _read(self, stream: AsyncStream, result: Result) -> None:
+        async for chunk in stream:
+            result.add(chunk)
+
+    def _next_stub(self) -> Any:
+        self._current = 1 - self._current
+        return service_pb2_grpc.MidstreamStub(self._channels[self._current])

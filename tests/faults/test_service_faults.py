@@ -1,0 +1,225 @@
+"""Schedulers, detokenizers, routers and links that fail, restart, come and go; clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from midstream.client import AsyncClient, SamplingParams
+from midstream.errors import AlreadyExistsError, DeadlineError
+from tests.faults.processes import ALL, Processes, Streams, until
+from tests.faults.test_worker_faults import FIRSTS, all_blocks_are_back
+
+
+async def test_a_scheduler_killed_in_the_middle_costs_no_token(processes: Processes, client: AsyncClient) -> None:
+    streams = Streams(client, FIRSTS, 100)
+    await streams.reach(20)
+    await processes.kill("scheduler")
+    processes.start("scheduler")
+    await streams.check()
+    await all_blocks_are_back(processes)
+
+
+async def test_detokenizers_come_and_go_under_load(processes: Processes, client: AsyncClient) -> None:
+    await processes.kill("detokenizer-1")
+    streams = Streams(client, FIRSTS, 400)
+    await streams.reach(20)
+    processes.start("detokenizer-1", "detokenizer-2", "detokenizer-3")
+    while len(await _serving(client)) < 4:
+        await Streams(client, [first + 500 for first in FIRSTS], 10).check()
+    last = Streams(client, [first + 500 for first in FIRSTS], 200)
+    await last.reach(20)
+    # The one that had all the streams, one that has some, and one that is asked to end.
+    for name in ("detokenizer-0", "detokenizer-2"):
+        await processes.kill(name)
+    processes.send("detokenizer-3", signal.SIGTERM)
+    await streams.check()
+    await last.check()
+    assert await processes.wait("detokenizer-3") == 0
+
+
+async def _serving(client: AsyncClient) -> list[str]:
+    info = await client.server_info()
+    return [item.detokenizer_id for item in info.detokenizers if item.num_attached_total]
+
+
+async def test_a_router_killed_in_the_middle_costs_no_token(processes: Processes, client: AsyncClient) -> None:
+    streams = Streams(client, FIRSTS, 500)
+    await streams.reach(20)
+    await processes.kill("router-0")
+    await streams.reach(60)
+    processes.start("router-0")
+    await until(lambda: _answers(processes.routers[0]))
+    await processes.kill("router-1")
+    await streams.check()
+    assert all(stream.num_resumes for stream in streams.streams)
+    await all_blocks_are_back(processes)
+
+
+async def _answers(address: str) -> bool:
+    async with AsyncClient(address) as client:
+        return bool((await client.server_info()).worker_groups)
+
+
+async def test_clients_that_leave_are_counted_once_wherever_their_request_is(
+    processes: Processes, client: AsyncClient
+) -> None:
+    for name in ("worker-0", "worker-1"):
+        await processes.kill(name)
+    processes.worker_flags = ("--max-batch-size", "2", "--max-num-tokens", "16")
+    processes.start("worker-0")
+    aborted = (await processes.stats()).num_completed_requests
+    sampling = SamplingParams(max_tokens=4000, ignore_eos=True)
+    prompts = ([5], [6] * 4000, [7] * 4000)  # the first one generates, the second is in its prompt, the third waits
+    streams = [client.generate(token_ids=prompt, sampling=sampling) for prompt in prompts]
+    first = await anext(streams[0])
+    reading = [asyncio.create_task(anext(stream)) for stream in streams]
+
+    async def are_there() -> bool:
+        stats = await processes.stats()
+        return stats.num_queued_requests == 1 and stats.inflight_batching_stats.num_ctx_tokens > 0
+
+    await until(are_there)
+    for stream, task in zip(streams, reading, strict=True):
+        task.cancel()
+        stream.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    await all_blocks_are_back(processes)
+    assert first.token_offset == 0
+    assert (await processes.stats()).num_completed_requests == aborted + 3
+    processes.worker_flags = ()
+    await processes.kill("worker-0")
+
+
+async def test_a_deadline_in_the_queue_and_one_in_generation(processes: Processes, client: AsyncClient) -> None:
+    for name in ("worker-0", "worker-1"):
+        await processes.kill(name)
+    processes.worker_flags = ("--max-batch-size", "1")
+    processes.start("worker-0")
+    sampling = SamplingParams(max_tokens=4000, ignore_eos=True)
+    running = client.generate(token_ids=[5], sampling=sampling, timeout_s=3)
+    await anext(running)
+    with pytest.raises(DeadlineError):
+        await client.generate(token_ids=[9], sampling=sampling, timeout_s=0.5).result()
+    with pytest.raises(DeadlineError):
+        await running.result()
+    (group,) = (await client.server_info()).worker_groups
+    assert group.num_placed_requests == 1
+    await all_blocks_are_back(processes)
+    processes.worker_flags = ()
+    await processes.kill("worker-0")
+
+
+@asynccontextmanager
+async def unsteady_link(port: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
+    """A port before another one that hands everything on late; each time the event is set it cuts what is connected."""
+    cut, writers = asyncio.Event(), set[asyncio.StreamWriter]()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            await asyncio.sleep(0.005)
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            onward = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            writer.close()
+            return
+        pair = {writer, onward[1]}
+        writers.update(pair)
+        await asyncio.gather(relay(reader, onward[1]), relay(onward[0], writer), return_exceptions=True)
+        writers.difference_update(pair)
+        for item in pair:
+            item.close()
+
+    async def cut_when_told() -> None:
+        while True:
+            await cut.wait()
+            cut.clear()
+            for writer in writers:
+                writer.transport.abort()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    cutting = asyncio.create_task(cut_when_told())
+    try:
+        yield server.sockets[0].getsockname()[1], cut
+    finally:
+        cutting.cancel()
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def test_a_link_that_is_slow_repeats_and_is_cut_loses_and_doubles_nothing(
+    processes: Processes, client: AsyncClient
+) -> None:
+    for name in ("worker-0", "worker-1"):
+        await processes.kill(name)
+    direct = processes.worker_port
+    async with unsteady_link(direct) as (port, cut):
+        processes.worker_flags = ("--scheduler", f"tcp://127.0.0.1:{port}", "--repeat-results")
+        processes.start("worker-0", "worker-1")
+        streams = Streams(client, FIRSTS, 100, timeout_s=100)
+        for num_tokens in (10, 30, 50, 70):
+            await streams.reach(num_tokens)
+            cut.set()
+        await streams.check()
+        await all_blocks_are_back(processes)
+        processes.worker_flags = ()
+        for name in ("worker-0", "worker-1"):
+            await processes.kill(name)
+
+
+async def test_a_rolling_restart_of_every_part_fails_no_request(processes: Processes, client: AsyncClient) -> None:
+    failed: list[BaseException] = []
+    is_over = asyncio.Event()
+
+    async def keep_asking(number: int) -> None:
+        while not is_over.is_set():
+            try:
+                await Streams(client, [1000 * number + 7], 40).check()
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+    asking = [asyncio.create_task(keep_asking(number)) for number in range(1, 5)]
+    for name in ALL:
+        processes.send(name, signal.SIGTERM)
+        # A scheduler ends when its requests have; new ones wait for its successor.
+        assert await processes.wait(name) == 0
+        processes.start(name)
+        kind = name.partition("-")[0]
+        if kind == "router":
+            address = processes.routers[int(name[-1])]
+            await until(lambda address=address: _answers(address))
+        else:
+            await until(lambda name=name: _is_back(client, name))
+    is_over.set()
+    await asyncio.gather(*asking)
+    assert failed == []
+
+
+async def _is_back(client: AsyncClient, name: str) -> bool:
+    info = await client.server_info()
+    present = {group.group_id for group in info.worker_groups} | {item.detokenizer_id for item in info.detokenizers}
+    return name == "scheduler" or name in present
+
+
+async def test_the_same_request_id_twice_runs_once(processes: Processes, client: AsyncClient) -> None:
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    before = sum(group.num_placed_requests for group in (await client.server_info()).worker_groups)
+    async with AsyncClient(processes.routers[0]) as one, AsyncClient(processes.routers[1]) as other:
+        results = await asyncio.gather(
+            *(item.generate(token_ids=[70], sampling=sampling, request_id="twice").result() for item in (one, other))
+        )
+        with pytest.raises(AlreadyExistsError):
+            await other.generate(token_ids=[71], sampling=sampling, request_id="twice").result()
+    assert [result.token_ids for result in results] == [list(range(71, 131))] * 2
+    after = sum(group.num_placed_requests for group in (await client.server_info()).worker_groups)
+    assert after == before + 1
