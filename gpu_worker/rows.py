@@ -148,6 +148,8 @@ class Rows:
                 vector = getattr(self, name)
                 vector[target] = vector[source]
         self.sampling[target], self.outputs[target] = self.sampling[source], self.outputs[source]
+        guide = self.guides[source]
+        self.guides[target] = GuideState(guide.guide) if guide is not None else None
         if source in self.post_processors:
             self.post_processors[target] = self.post_processors[source]
         self.failed.pop(target, None)
