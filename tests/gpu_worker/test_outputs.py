@@ -89,7 +89,8 @@ def test_they_equal_transformers(tiny_folder: Path, runner: ModelRunner) -> None
     # Equal logits may change places by rounding, so the ids are told by their values.
     for name, rows in (("context_topk_logits.5", prompt), ("topk_logits.5", output)):
         assert ids[f"{name}.ids"].dtype == np.int32
-        found[name] = logits[rows].gather(1, torch.from_numpy(ids[f"{name}.ids"]).long()).numpy()
+        by_id = logits[rows].gather(1, torch.from_numpy(ids[f"{name}.ids"]).long())
+        np.testing.assert_allclose(by_id, top.values[rows], atol=TOLERANCE * float(logits.abs().max()))
     for name, values in expected.items():
         assert found[name].dtype == np.float32
         np.testing.assert_allclose(found[name], values.numpy(), atol=TOLERANCE * float(logits.abs().max()))
