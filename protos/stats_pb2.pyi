@@ -84,6 +84,7 @@ class IterationStats(google.protobuf.message.Message):
     num_completed_requests: builtins.int
     """Since the scheduler started."""
     max_num_active_requests: builtins.int
+    """Most requests that may be active: rows of all worker groups, and places in the queue."""
     cpu_mem_usage: builtins.int
     gpu_mem_usage: builtins.int
     pinned_mem_usage: builtins.int

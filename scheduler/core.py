@@ -203,7 +203,8 @@ class SchedulerCore:
             self._place()
         for group in self.membership.groups.values():
             self.membership.flush_kv_changes(group)
-        self.totals.max_num_active_requests = max(self.totals.max_num_active_requests, self.num_active_requests)
+        num_rows = sum(group.max_batch_size for group in self.membership.groups.values())
+        self.totals.max_num_active_requests = self.config.max_queue_size + num_rows
 
     def _plan_round(self) -> bool:
         """Plans a step for each group with room in its pipeline; False when there was nothing to plan."""

@@ -42,7 +42,7 @@ class Totals:
     num_generation_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    max_num_active_requests: int = 0
+    max_num_active_requests: int = 0  # the most there can be: all rows and places in the queue
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0
     time_to_first_token: Histogram = field(default_factory=Histogram)
