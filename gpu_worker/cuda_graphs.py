@@ -204,4 +204,4 @@ class GraphDecoder:
         parts = [
             target[end - array.size : end].view(array.shape) for end, array in zip(ends.tolist(), arrays, strict=True)
         ]
-        return replace(inputs, **dict(zip(names, parts, strict=True)))
+        return replace(inputs, **dict(zip(names, parts, strict=True)))  # type: ignore[arg-type]

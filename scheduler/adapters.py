@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Protocol
@@ -80,7 +80,7 @@ class Adapters:
         self._loading: dict[str, _Loading] = {}
         self._answers: dict[tuple[str, int], asyncio.Future[worker_pb2.LoraResult]] = {}
 
-    def list(self) -> list[LoadedAdapter]:
+    def loaded(self) -> list[LoadedAdapter]:
         """All that are loaded, by name."""
         return sorted(self._known.values(), key=lambda adapter: adapter.name)
 
@@ -217,7 +217,7 @@ class Adapters:
                 break
         return answer.result() if answer.done() else None
 
-    def _forget(self, result: worker_pb2.LoraResult, groups: list[WorkerGroup]) -> None:
+    def _forget(self, result: worker_pb2.LoraResult, groups: Sequence[WorkerGroup]) -> None:
         for group in groups:
             if group.epoch == result.epoch and result.fingerprint:
                 self._sender.send_unload_adapter(group.connection, group.epoch, result.fingerprint)

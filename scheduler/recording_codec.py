@@ -213,7 +213,7 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
         for item in dataclasses.fields(event):
             if item.name not in ("time_ns", "connection", "features"):
                 setattr(message.register, item.name, getattr(event, item.name))
-        message.register.features.extend(event.features)
+        message.register.features.extend(getattr(event, "features", ()))
     return message.SerializeToString()
 
 

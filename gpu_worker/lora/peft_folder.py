@@ -107,7 +107,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
 
 def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
     try:
-        tensors = safetensors.torch.load(data)
+        tensors: dict[str, Tensor] = safetensors.torch.load(data)
     except (SafetensorError, ValueError, KeyError) as error:
         raise _wrong(f"{path} is not a readable safetensors file: {error}") from None
     for name, tensor in tensors.items():

@@ -45,12 +45,12 @@ def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance
 def _grammar(guide: Guide) -> str:
     matcher = llguidance.LLMatcher
     if guide.kind == "json":
-        return matcher.grammar_from_json_schema(_ANY_JSON, defaults=_JSON_STYLE)  # type: ignore[arg-type]
+        return str(matcher.grammar_from_json_schema(_ANY_JSON, defaults=_JSON_STYLE))
     if guide.kind == "json_schema":
-        return matcher.grammar_from_json_schema(guide.text, defaults=_JSON_STYLE)  # type: ignore[arg-type]
+        return str(matcher.grammar_from_json_schema(guide.text, defaults=_JSON_STYLE))
     if guide.kind == "regex":
-        return matcher.grammar_from_regex(guide.text)
-    return matcher.grammar_from_lark(any_to_lark(guide.text))
+        return str(matcher.grammar_from_regex(guide.text))
+    return str(matcher.grammar_from_lark(any_to_lark(guide.text)))
 
 
 def _short(message: str) -> str:

@@ -23,6 +23,20 @@ logger = logging.getLogger(__name__)
 LEASE_S = 2.0
 _POLL_INTERVAL_S = 0.2
 _CONNECT_TIMEOUT_S = 5
+# Both ends notice a link that is cut soon after the lease has run out, in place of hours later.
+_LINK = {
+    "keepalives_idle": 1,
+    "keepalives_interval": 1,
+    "keepalives_count": 3,
+    "tcp_user_timeout": int(2 * LEASE_S * 1000),
+}
+_SERVER_LINK = {
+    "tcp_keepalives_idle": 1,
+    "tcp_keepalives_interval": 1,
+    "tcp_keepalives_count": 3,
+    "tcp_user_timeout": int(2 * LEASE_S * 1000),
+    "idle_in_transaction_session_timeout": int(2 * LEASE_S * 1000),
+}
 # Any number, the same for all: only one process at a time lays down the tables.
 _SCHEMA_LOCK = 0x6D696473
 _SCHEMA = """
@@ -66,9 +80,13 @@ class PostgresStore(Store):
                 autocommit=True,
                 connect_timeout=_CONNECT_TIMEOUT_S,
                 application_name=f"midstream {self._holder}",
+                **_LINK,  # type: ignore[arg-type]
             )
             # Whatever the server's default is: what is committed must be safe.
             self._connection.execute("SET synchronous_commit = on")
+            # A transaction whose client is cut off holds the lease's row until the server gives it up.
+            for name, value in _SERVER_LINK.items():
+                self._connection.execute(f"SET {name} = {value}".encode())
             with self._connection.transaction():
                 self._connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SCHEMA_LOCK,))
                 for statement in (_SCHEMA % SCHEMA_VERSION).split(";"):

@@ -139,7 +139,7 @@ def fuzzed(generator: random.Random, message: Message, depth: int = 0) -> None:
             continue
         repeated = item.is_repeated
         if item.type == FieldDescriptor.TYPE_MESSAGE:
-            if item.message_type.GetOptions().map_entry:
+            if item.message_type is not None and item.message_type.GetOptions().map_entry:
                 continue
             child = getattr(message, item.name)
             fuzzed(generator, child.add() if repeated else child, depth + 1)
@@ -153,7 +153,7 @@ def fuzzed(generator: random.Random, message: Message, depth: int = 0) -> None:
                 setattr(message, item.name, value)
 
 
-def _value(generator: random.Random, item: FieldDescriptor) -> object:
+def _value(generator: random.Random, item: Any) -> object:
     kind = item.cpp_type
     if kind == FieldDescriptor.CPPTYPE_STRING:
         text = generator.choice(["", "x", "é" * 1000])

@@ -28,6 +28,9 @@ class FakeDecoder:
     def logits(self, last: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def place_adapter(self, adapter: object) -> object:
+        raise AssertionError("no adapter is asked for")
+
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         assert probe is None
         self.num_rows.append(inputs.context_lens.shape[0])

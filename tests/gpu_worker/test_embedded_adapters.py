@@ -34,7 +34,7 @@ PROMPTS = [[*TEXT[i : i + 5 + 7 * i]] for i in range(len(NAMES))]
 def folder(transformers_model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     for seed, (name, settings) in enumerate(LORAS.items()):
-        make_lora(transformers_model, folder / name, seed, scale=0.04, **settings)  # type: ignore[arg-type]
+        make_lora(transformers_model, folder / name, seed, scale=0.04, **settings)
     make_prompt(transformers_model, folder / "soft", 7, NUM_VIRTUAL)
     return folder
 

@@ -65,7 +65,8 @@ def extras_of(result: Result, index: int = 0) -> Extras:
 
 def log_softmax(logits: NDArray[Any]) -> NDArray[Any]:
     shifted: NDArray[Any] = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    result: NDArray[Any] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
 
 
 def guided(kind: str, text: str, prompt: str = "Describe a fox.", **sampling: Any) -> pb.GenerateRequest:

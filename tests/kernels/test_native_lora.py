@@ -73,7 +73,7 @@ class Run:
             batch.block_tables,
             adapters=[self.adapters[i] for i in which] if adapted else None,
         )
-        return list(hidden.split([LENGTHS[i] for i in which]))
+        return list(torch.split(hidden, [LENGTHS[i] for i in which]))
 
     def reference(self, i: int) -> Tensor:
         batch, pairs = _batch([i]), self.pairs[i]

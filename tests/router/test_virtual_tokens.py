@@ -67,7 +67,7 @@ def test_a_wrong_one_is_refused_by_name(folder: ModelFolder, field: str, request
 
 
 @pytest.mark.parametrize("dtype", [pb.Tensor.DTYPE_FLOAT32, pb.Tensor.DTYPE_FLOAT16, pb.Tensor.DTYPE_BFLOAT16])
-def test_each_type_is_taken(folder: ModelFolder, dtype: pb.Tensor.Dtype) -> None:
+def test_each_type_is_taken(folder: ModelFolder, dtype: pb.Tensor.Dtype.ValueType) -> None:
     size = 4 if dtype == pb.Tensor.DTYPE_FLOAT32 else 2
     values = tensor(dtype=dtype, data=bytes(3 * HIDDEN * size))
     check_request(tuned(values, token_ids=pb.TokenIds(values=[VOCAB + 2, 5, VOCAB])), folder)

@@ -117,7 +117,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def run_cell(**settings: Any) -> AsyncIterator[Cell]:
-    config = SchedulerConfig(**{"port": 0, "worker_port": 0, "journal": "off"} | settings)
+    values: dict[str, Any] = {"port": 0, "worker_port": 0, "journal": "off"} | settings
+    config = SchedulerConfig(**values)
     service = SchedulerService(config, MODEL)
     await service.start()
     async with open_channel(f"127.0.0.1:{service.port}") as channel:

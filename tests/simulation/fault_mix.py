@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from midstream.errors import DeadlineError
 from tests.simulation.cluster import Shape
@@ -13,7 +14,7 @@ from tests.simulation.scenarios import Scenario, scenario
 from tests.simulation.stage import Stage
 from tests.simulation.workload import jobs
 
-Fault = Callable[[Stage, random.Random], Awaitable[None]]
+Fault = Callable[[Stage, random.Random], Coroutine[Any, Any, None]]
 
 
 @scenario(0)
@@ -38,11 +39,11 @@ def mixture(dice: random.Random) -> Scenario:
     async def inject(stage: Stage) -> None:
         network = stage.cluster.network
         network.weather = weather
-        making = []
+        making: list[asyncio.Task[None]] = []
         for fault in faults:
             if not await stage.at(stage.messages(5, 150)):
                 break
-            making.append(asyncio.create_task(fault(stage, dice)))
+            making.append(asyncio.ensure_future(fault(stage, dice)))
             stage.happened[f"0 {fault.__name__.strip('_')}"] += 1
         if making:
             await asyncio.wait(making)

@@ -115,6 +115,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
+    _timer_cancelled_count: int
 
     def __init__(self, resolve: Callable[[str], list[str]]) -> None:
         """Names behind `dns:///` are resolved by `resolve`."""
@@ -136,7 +137,9 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         """Runs a callback that was held back."""
         self._ready.append(handle)
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon_threadsafe(  # type: ignore[override]  # no type variables here
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.Handle:
         """There is one thread."""
         return self.call_soon(callback, *args, context=context)
 
@@ -149,7 +152,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
             process.adopt(task)
         return task
 
-    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
+    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
         """For the running process."""
         process = PROCESS.get()
         assert process is not None
@@ -161,20 +164,20 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
 
     def _run_once(self) -> None:
         ready, scheduled = self._ready, self._scheduled
-        while scheduled and scheduled[0]._cancelled:  # type: ignore[attr-defined]
-            self._timer_cancelled_count -= 1
-            heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
+        while scheduled and scheduled[0]._cancelled:
+            self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
+            heapq.heappop(scheduled)._scheduled = False
         if not ready and not self._stopping:  # type: ignore[attr-defined]
             if not scheduled:
                 raise StandstillError("everything waits, and nothing will come")
             self.now = max(self.now, scheduled[0].when())
         while scheduled and scheduled[0].when() <= self.now:
             handle = heapq.heappop(scheduled)
-            handle._scheduled = False  # type: ignore[attr-defined]
+            handle._scheduled = False
             ready.append(handle)
         for _ in range(len(ready)):
             callback = ready.popleft()
-            if callback._cancelled:  # type: ignore[attr-defined]
+            if callback._cancelled:
                 continue
             process = callback._context.get(PROCESS)  # type: ignore[attr-defined]
             if process is None or process.held is None:

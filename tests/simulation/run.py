@@ -112,7 +112,7 @@ async def _play(scenario: Scenario, stage: Stage, outcome: Outcome, faults: bool
     for number, job in enumerate(scenario.jobs):
         job.watch = checker.check_shown
         cluster.run(f"client-{number}", lambda job=job: _client(cluster, job))  # type: ignore[misc]
-    injecting = asyncio.create_task(scenario.inject(stage)) if faults else None
+    injecting = asyncio.ensure_future(scenario.inject(stage)) if faults else None
     try:
         async with asyncio.timeout(LIMIT_S):
             while not all(job.is_done for job in stage.jobs) and not cluster.crashes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.simulation.cluster import Shape
 from tests.simulation.stage import Stage
@@ -32,7 +33,7 @@ class Scenario:
     name: str = ""
     shape: Shape = field(default_factory=Shape)
     jobs: list[Job] = field(default_factory=list)
-    inject: Callable[[Stage], Awaitable[None]] = _nothing
+    inject: Callable[[Stage], Coroutine[Any, Any, None]] = _nothing
     judge: Callable[[Stage], None] = _accept
     may_report: tuple[str, ...] = ()
 

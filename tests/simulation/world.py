@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -120,7 +121,6 @@ def simulated(
     root.setLevel(logging.ERROR)
     was_collecting = gc.isenabled()
     gc.disable()
-    http = {"HttpServer": _NoServer}
     patches = [
         mock.patch.multiple(
             time,
@@ -131,17 +131,17 @@ def simulated(
             perf_counter=lambda: loop.now,
         ),
         mock.patch("secrets.randbits", network.dice.getrandbits),
-        mock.patch("gc.collect", lambda *_: 0),
+        mock.patch("gc.collect", return_value=0),
         mock.patch("grpc.aio.insecure_channel", lambda target, **_: grpc_transport.Channel(network, target)),
         mock.patch("grpc.aio.server", lambda **options: grpc_transport.Server(network, **options)),
-        mock.patch("zmq.asyncio.Context", lambda: zmq_transport.Context(network)),
-        mock.patch.multiple(scheduler.service, make_journal=make_journal, Engine=make_engine, **http),
+        mock.patch("zmq.asyncio.Context", partial(zmq_transport.Context, network)),
+        mock.patch.multiple(scheduler.service, make_journal=make_journal, Engine=make_engine, HttpServer=_NoServer),
         mock.patch.multiple(
             detokenizer.__main__,
             open_model_folder=lambda _: folder(),
             Tokenizer=lambda _: None,
             decoder_factory=_decoders,
-            **http,
+            HttpServer=_NoServer,
         ),
         mock.patch.multiple(
             router.__main__,

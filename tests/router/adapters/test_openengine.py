@@ -160,7 +160,7 @@ async def test_a_client_that_leaves_and_an_abort_end_the_request(
 
 async def test_what_the_engine_says_of_itself(control: ControlAsyncStub) -> None:
     server = await control.GetServerInfo(oe.GetServerInfoRequest(), timeout=30)
-    assert (server.engine_name, server.supported_models) == ("midstream", ["smollm2"])
+    assert (server.engine_name, list(server.supported_models)) == ("midstream", ["smollm2"])
     model = await control.GetModelInfo(oe.GetModelInfoRequest(model="smollm2"), timeout=30)
     assert model.max_context_length == 8192
     assert model.supports_text_input

@@ -9,8 +9,11 @@ import json
 import queue
 import sys
 
+from typing import Any
+
 import numpy as np
 import tritonclient.grpc as triton
+from numpy.typing import NDArray
 
 
 def inputs(text: str, *, stream: bool, **more: float) -> list[triton.InferInput]:
@@ -22,7 +25,7 @@ def inputs(text: str, *, stream: bool, **more: float) -> list[triton.InferInput]
 
 
 def tensor(name: str, datatype: str, values: list[list[object]]) -> triton.InferInput:
-    array = np.array(values, dtype=_TYPES[datatype])
+    array: NDArray[Any] = np.array(values, dtype=_TYPES[datatype])
     item = triton.InferInput(name, list(array.shape), datatype)
     item.set_data_from_numpy(array)
     return item
