@@ -187,8 +187,8 @@ def test_clients_share_a_step_and_do_not_wait_for_each_others_long_contexts() ->
     harness.submit("b", 6, 1, client_id="heavy")
     assert harness.turn() == ["+a[0:8]"]
     harness.submit("x", 6, 1, client_id="light")
-    # x asks for less, so it is served first, and what it leaves goes to heavy. While x may come again, heavy alone takes
-    # half a step at most.
+    # x asks for less, so it is served first, and what it leaves goes to heavy. While x may come again, heavy alone
+    # takes half a step at most.
     assert schedule(harness) == ["+a[0:8]", "+x[0:6] a[8:10]", "a[10:14]", "+b[0:4]", "b[4:6]"]
 
 
