@@ -286,15 +286,19 @@ class SchedulerLink:
             self._end_epoch("the scheduler ended it")
         elif kind == "drain":
             self._leaving = True
-        elif kind == "load_lora" and message.load_lora.epoch == self.epoch:
-            self._adapters.load(message.load_lora)
-        elif kind == "unload_lora" and message.unload_lora.epoch == self.epoch:
-            self._adapters.unload(message.unload_lora)
-        elif kind == "prompt_table" and message.prompt_table.epoch == self.epoch:
-            self._adapters.keep(message.prompt_table)
         elif kind is None:
             self._drop("malformed")
+        else:
+            self._take_adapter(message)
         return None
+
+    def _take_adapter(self, message: worker_pb2.SchedulerMessage) -> None:
+        if message.HasField("load_lora") and message.load_lora.epoch == self.epoch:
+            self._adapters.load(message.load_lora)
+        elif message.HasField("unload_lora") and message.unload_lora.epoch == self.epoch:
+            self._adapters.unload(message.unload_lora)
+        elif message.HasField("prompt_table") and message.prompt_table.epoch == self.epoch:
+            self._adapters.keep(message.prompt_table)
 
     def _accept_step(self, message: worker_pb2.StepBatch) -> None:
         if message.epoch != self.epoch or not self.epoch:

@@ -189,7 +189,7 @@ class ModelRunner:
                 max_bytes=host_bytes,
                 root=config.adapter_root,
             ),
-            lambda adapter: self.model.decoder.place_adapter(adapter),
+            lambda adapter: self.model.decoder.place_adapter(adapter),  # noqa: PLW0108 (the decoder comes later)
             host_bytes=host_bytes,
             device_bytes=0,
             element_bytes=self.model.dtype.itemsize,

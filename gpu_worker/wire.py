@@ -71,9 +71,7 @@ def decode_step(message: worker_pb2.StepBatch) -> Step:
     return step
 
 
-def encode_result(
-    epoch: int, step_id: int, output: StepOutput, waiting_s: float
-) -> Iterator[worker_pb2.WorkerMessage]:
+def encode_result(epoch: int, step_id: int, output: StepOutput, waiting_s: float) -> Iterator[worker_pb2.WorkerMessage]:
     """The messages that carry `output`: those with tensors, then the result itself."""
     for outputs in encode_tensors(output.tensors):
         yield worker_pb2.WorkerMessage(

@@ -30,7 +30,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     """Answers for one engine."""
 
     def __init__(
-        self, engine: Engine, adapters: Adapters, *, model: ModelFolder, limits: ModelLimits, cell: str, policies: tuple[str, str, str]
+        self,
+        engine: Engine,
+        adapters: Adapters,
+        *,
+        model: ModelFolder,
+        limits: ModelLimits,
+        cell: str,
+        policies: tuple[str, str, str],
     ) -> None:
         """Serves `engine`.
 
@@ -271,7 +278,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         context: ServicerContext[loads_pb2.ListLorasRequest, loads_pb2.ListLorasResponse],
     ) -> loads_pb2.ListLorasResponse:
         """What is loaded."""
-        return loads_pb2.ListLorasResponse(loras=map(_lora_info, self._adapters.list()))
+        return loads_pb2.ListLorasResponse(loras=map(_lora_info, self._adapters.loaded()))
 
 
 def _lora_info(adapter: LoadedAdapter) -> loads_pb2.LoraInfo:

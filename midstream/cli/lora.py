@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
+    if arguments.action == "load":
+        arguments.path = str(Path(arguments.path).absolute())
     asyncio.run(_run(arguments))
     return 0
 
@@ -36,7 +38,7 @@ async def _run(arguments: argparse.Namespace) -> None:
     console = Console(highlight=False)
     async with open_client(arguments) as client:
         if arguments.action == "load":
-            info = await client.load_lora(arguments.name, str(Path(arguments.path).absolute()))
+            info = await client.load_lora(arguments.name, arguments.path)
             console.print(f"loaded {info.name}: {_kind(info)}")
         elif arguments.action == "unload":
             await client.unload_lora(arguments.name)

@@ -2,7 +2,8 @@
 
 A process's life: it is started and `starting` until its /health first answers 200, then `ready`, or `unhealthy` while
 /health says otherwise. When it dies it is `restarting` after a pause that doubles with each death and is forgotten
-once it has lived for a while. Only a process that dies before everything was ready once ends the whole run: its settings are wrong.
+once it has lived for a while. Only a process that dies before everything was ready once ends the whole run: its
+settings are wrong.
 To stop, routers go first, so that streams in progress can finish behind them; the scheduler goes last.
 """
 

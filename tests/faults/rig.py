@@ -17,7 +17,7 @@ import pytest
 from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from gpu_worker import worker as worker_module
-from gpu_worker.link import SchedulerLink
+from gpu_worker.link import SchedulerLink, Stopped
 from gpu_worker.step import Step, StepOutput
 from midstream.client.result import Result
 from midstream.client.stream import AsyncStream
@@ -95,7 +95,7 @@ class MortalLink(SchedulerLink):
 
     def _turn(self, *sockets: Any) -> bool:
         if self.is_dead:
-            self.inbox.put(worker_module.Stopped(0, "killed"))
+            self.inbox.put(Stopped(0, "killed"))
             return False
         return super()._turn(*sockets)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -197,9 +198,9 @@ async def test_a_rolling_restart_of_every_part_fails_no_request(processes: Proce
         kind = name.partition("-")[0]
         if kind == "router":
             address = processes.routers[int(name[-1])]
-            await until(lambda address=address: _answers(address))
+            await until(functools.partial(_answers, address))
         else:
-            await until(lambda name=name: _is_back(client, name))
+            await until(functools.partial(_is_back, client, name))
     is_over.set()
     await asyncio.gather(*asking)
     assert failed == []

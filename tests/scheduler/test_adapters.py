@@ -26,10 +26,11 @@ from scheduler.adapters import Adapters
 from scheduler.journal import LoadedAdapter
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.threaded import ThreadedJournal
+from scheduler.metrics import lora_requests
 from scheduler.prefix_cache import chain_seed
 from scheduler.request import RequestSpec
 from scheduler.request_codec import spec_from_proto
-from tests.scheduler.harness import LIMITS
+from tests.scheduler.harness import LIMITS, Harness
 
 PATH = "/adapters/a"
 
@@ -108,14 +109,14 @@ async def test_what_is_loaded_on_all_workers_can_be_named_and_survives_the_sched
         await cell.adapters.unload("gone")
         assert cell.workers.sent[-1] == ("unload", 2, "print of /adapters/gone")
     async with Cell(path) as cell:
-        assert cell.adapters.list() == [adapter]
+        assert cell.adapters.loaded() == [adapter]
         cell.adapters.on_joined(b"3", 3)
         assert cell.workers.sent == [("load", 3, "a", PATH)]
         await cell.adapters.unload("a")
         with pytest.raises(NotFoundError):
             await cell.adapters.unload("a")
     async with Cell(path) as cell:
-        assert cell.adapters.list() == []
+        assert cell.adapters.loaded() == []
 
 
 async def test_two_names_of_one_adapter_are_forgotten_with_the_last(path: Path) -> None:
@@ -166,7 +167,7 @@ async def test_what_not_all_workers_take_is_not_loaded(
         with pytest.raises(error) as raised:
             await cell.adapters.load(name, where)
         assert raised.value.field == named
-        assert cell.adapters.list() == []
+        assert cell.adapters.loaded() == []
         if answer is failing:
             assert cell.workers.sent[-1] == ("unload", 1, f"print of {PATH}")
 
@@ -208,7 +209,7 @@ async def test_a_request_carries_what_its_adapters_stand_for(path: Path) -> None
         assert list(spec.prompt) == [1000, 1001, 1002, 1003, 1004, 1, 2]
         assert (spec.prompt_key, spec.num_virtual_tokens) == ("print of /adapters/soft", 5)
         assert spec.digest == before.digest
-        assert [adapter.name for adapter in cell.adapters.list()] == ["a", "s"]
+        assert [adapter.name for adapter in cell.adapters.loaded()] == ["a", "s"]
         # The journal gives back the same.
         assert spec_from_proto(pb.GenerateRequest.FromString(spec.payload), LIMITS, 0) == spec
 
@@ -263,3 +264,13 @@ def test_room_is_taken_once_for_all_who_use_an_adapter() -> None:
     room.give_back(a)
     assert room.fits(c)
     assert not room.fits_alone(spec("d", 11))
+
+
+def test_the_metric_names_adapters_that_run_and_that_wait() -> None:
+    harness = Harness()
+    harness.add_group(max_batch_size=3)
+    for number, name in enumerate(("b", "a", "", "b", "c")):
+        harness.submit(f"r{number}", 4, max_tokens=4, lora_name=name)
+    harness.turn()
+    (sample,) = lora_requests(harness.core).samples
+    assert sample.labels == {"max_lora": "0", "running_lora_adapters": "a,b", "waiting_lora_adapters": "b,c"}

@@ -1,7 +1,7 @@
 """grpc.aio without sockets: channels, calls, servers and their contexts, over the simulated network.
 
-Messages are serialized by the real stubs and handlers. A writer waits while more than the network's `window` messages have not been
-read at the other end, as HTTP/2's flow control makes it.
+Messages are serialized by the real stubs and handlers. A writer waits while more than the network's `window` messages
+have not been read at the other end, as HTTP/2's flow control makes it.
 """
 
 from __future__ import annotations

@@ -165,15 +165,15 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
     def _run_once(self) -> None:
         ready, scheduled = self._ready, self._scheduled
         while scheduled and scheduled[0]._cancelled:
-            self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
-            heapq.heappop(scheduled)._scheduled = False
-        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            self._timer_cancelled_count -= 1
+            heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
+        if not ready and not self._stopping:
             if not scheduled:
                 raise StandstillError("everything waits, and nothing will come")
             self.now = max(self.now, scheduled[0].when())
         while scheduled and scheduled[0].when() <= self.now:
             handle = heapq.heappop(scheduled)
-            handle._scheduled = False
+            handle._scheduled = False  # type: ignore[attr-defined]
             ready.append(handle)
         for _ in range(len(ready)):
             callback = ready.popleft()
@@ -181,7 +181,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
                 continue
             process = callback._context.get(PROCESS)  # type: ignore[attr-defined]
             if process is None or process.held is None:
-                callback._run()  # type: ignore[attr-defined]
+                callback._run()
             else:
                 process.held.append(callback)
 

@@ -115,7 +115,7 @@ async def _play(scenario: Scenario, stage: Stage, outcome: Outcome, faults: bool
     injecting = asyncio.ensure_future(scenario.inject(stage)) if faults else None
     try:
         async with asyncio.timeout(LIMIT_S):
-            while not all(job.is_done for job in stage.jobs) and not cluster.crashes:
+            while not all(job.is_done for job in stage.jobs) and not cluster.crashes:  # noqa: ASYNC110 (virtual time)
                 await asyncio.sleep(0.05)
             if cluster.crashes:
                 return
