@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.step import IntArray
+from kernels.cpu import stored_head_dim
 from midstream.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class KvCache:
 
     Attributes:
         keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
-            numbers inside a block in its own way.
+            numbers inside a block in its own way. With integers, scales make head_dim larger.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class KvCache:
             num_blocks,
             tokens_per_block,
             description.num_kv_heads,
-            description.head_dim,
+            stored_head_dim(description.head_dim, dtype),
         )
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
@@ -63,8 +64,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: torch.dtype) -> int:
     """Bytes of one block in all layers."""
-    per_token = 2 * description.num_layers * description.num_kv_heads * description.head_dim * dtype.itemsize
-    return per_token * tokens_per_block
+    head_bytes = stored_head_dim(description.head_dim, dtype) * dtype.itemsize
+    return 2 * description.num_layers * description.num_kv_heads * head_bytes * tokens_per_block
 
 
 def choose_num_blocks(

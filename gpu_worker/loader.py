@@ -19,6 +19,8 @@ from midstream.model_folder import ModelFolder
 
 logger = logging.getLogger(__name__)
 
+_KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int16": torch.int16, "int8": torch.int8}
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -50,14 +52,14 @@ def load_model(config: WorkerConfig, folder: ModelFolder) -> LoadedModel:
     description = describe(folder.config)
     device = _device(config.device)
     dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
-    kv_dtype = {"auto": dtype, "f32": torch.float32, "bf16": torch.bfloat16}.get(config.kv)
-    if kv_dtype is None:
-        raise UnsupportedError(f"a KV cache in {config.kv} is not supported", field="kv")
     if device.type == "cuda":
         kernels.set_batch_invariant(config.batch_invariant)
     started = time.perf_counter()
     weights = DecoderWeights(folder, description, config.weights)
     library = _cpu_library(config, description) if device.type == "cpu" else None
+    kv_dtype = _KV_DTYPES.get(config.kv, dtype if library is None else torch.int16)
+    if library is None and not kv_dtype.is_floating_point:
+        raise UnsupportedError(f"a KV cache in {config.kv} needs the CPU kernels", field="kv")
     decoder: Decoder
     if library is None:
         decoder, kind = TorchDecoder(description, weights, dtype, device), kernels.describe(device)

@@ -96,8 +96,8 @@ def main() -> int:
             print(f"kernels: {isa} not built: {error}", file=sys.stderr)
         else:
             print(f"kernels: {isa} ready in {built[-1]}")
-            for old in built[-1].parent.glob(f"midstream-{isa}-*.so"):
-                if old != built[-1]:
+            for old in built[-1].parent.glob(f"midstream-{isa}-*"):
+                if not old.name.startswith(built[-1].stem):
                     old.unlink(missing_ok=True)
     print(f"kernels: {len(built)} of {len(builds)} built in {time.monotonic() - started:.0f} s")
     return 0 if built else 1

@@ -26,6 +26,7 @@ from kernels.cpu import (
     PackedLora,
     ThreadPool,
     WeightFormat,
+    stored_head_dim,
 )
 
 _FORMATS: dict[WeightKind, WeightFormat] = {
@@ -98,7 +99,7 @@ class CpuDecoder:
 
     def use_cache(self, kv: KvCache) -> None:
         """Computes over this cache from now on, each block of it laid out as the kernels read fastest."""
-        heads, dim = self._description.num_kv_heads, self._description.head_dim
+        heads, dim = self._description.num_kv_heads, stored_head_dim(self._description.head_dim, kv.keys.dtype)
         layers = [
             DecoderLayer(
                 qkv=layer.qkv,

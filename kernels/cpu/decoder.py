@@ -14,6 +14,12 @@ from kernels.cpu.lora import PackedLora, adapter_pointers
 from kernels.cpu.threads import ThreadPool
 
 MAX_HEAD_DIM = 256
+_CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2, torch.int8: 3}  # numbers of csrc/api.h
+
+
+def stored_head_dim(head_dim: int, cache_dtype: torch.dtype) -> int:
+    """Numbers that a head of a token takes in a cache of this type: integers have a float32 scale with them."""
+    return head_dim + (0 if cache_dtype.is_floating_point else 4 // cache_dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class DecoderLayer:
 
     qkv [(Hq + 2 Hk) D, hidden], o [hidden, Hq D], gate_up (gated) [2 ffn, hidden], down [hidden, ffn]; norms float32
     [hidden], q_norm and k_norm [D] (Qwen3); caches in float32 or bfloat16, k_cache [num_blocks, Hk, D, block_size]
-    and v_cache [num_blocks, Hk, block_size, D]. window is the number of keys that a query sees, itself included.
+    and v_cache [num_blocks, Hk, block_size, D]; or in int16 or int8 with stored_head_dim for D, the numbers of a head
+    of a block first, then block_size float32 scales. window is the number of keys that a query sees, itself included.
     """
 
     qkv: PackedLinear
@@ -169,12 +176,12 @@ def _check_layer(dims: DecoderDims, layer: DecoderLayer, index: int, first_cache
     for name in ("q_norm", "k_norm"):
         if getattr(layer, name) is not None:
             _check(f"layer {index}: {name}", getattr(layer, name), torch.float32, (dims.head_dim,))
-    if first_cache.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"k_cache is {first_cache.dtype}: expected float32 or bfloat16")
+    if first_cache.dtype not in _CACHE_FORMATS:
+        raise ValueError(f"k_cache is {first_cache.dtype}: expected float32, bfloat16, int16 or int8")
     num_blocks, block_size = first_cache.shape[0], first_cache.shape[-1]
-    blocks = (num_blocks, dims.num_kv_heads)
-    _check(f"layer {index}: k_cache", layer.k_cache, first_cache.dtype, (*blocks, dims.head_dim, block_size))
-    _check(f"layer {index}: v_cache", layer.v_cache, first_cache.dtype, (*blocks, block_size, dims.head_dim))
+    blocks, stored = (num_blocks, dims.num_kv_heads), stored_head_dim(dims.head_dim, first_cache.dtype)
+    _check(f"layer {index}: k_cache", layer.k_cache, first_cache.dtype, (*blocks, stored, block_size))
+    _check(f"layer {index}: v_cache", layer.v_cache, first_cache.dtype, (*blocks, block_size, stored))
     if layer.window is not None and layer.window < 1:
         raise ValueError(f"layer {index}: window is {layer.window}: expected at least 1")
 
@@ -198,7 +205,7 @@ def _dims_struct(dims: DecoderDims, layers: Sequence[DecoderLayer], num_position
         num_blocks=num_blocks,
         block_size=block_size,
         num_positions=num_positions,
-        is_cache_bf16=layers[0].k_cache.dtype == torch.bfloat16,
+        cache_format=_CACHE_FORMATS[layers[0].k_cache.dtype],
         eps=dims.eps,
         scale=dims.scale,
     )

@@ -1,8 +1,13 @@
 """The compiled kernels as a ctypes library: structures, signatures, and the choice of the build that runs here."""
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import os
+import signal
+import subprocess
+import sys
 import warnings
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -39,7 +44,7 @@ class DimsStruct(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, c_int32) for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "num_layers")),
-        *((name, c_int32) for name in ("num_blocks", "block_size", "num_positions", "is_cache_bf16")),
+        *((name, c_int32) for name in ("num_blocks", "block_size", "num_positions", "cache_format")),
         ("eps", c_float),
         ("scale", c_float),
     ]
@@ -118,34 +123,62 @@ def processor_flags() -> frozenset[str]:
 def load_library() -> Library | None:
     """Return the best build of the kernels for this processor, or None after a warning that says why there is none.
 
-    A missing build is compiled first (some seconds). The variable MIDSTREAM_KERNELS names a build (avx512, avx2) or
+    A missing build is compiled first (some seconds). The variable MIDSTREAM_CPU_ISA names a build (avx512, avx2) or
     `reference` for none.
     """
-    return _load(os.environ.get("MIDSTREAM_KERNELS", ""))
+    return _load(os.environ.get("MIDSTREAM_CPU_ISA", ""))
 
 
 @functools.cache
 def _load(wanted: str) -> Library | None:
-    # The check runs the kernels, so it imports what imports this module.
-    from kernels.cpu.self_check import find_difference
-
     if wanted == "reference":
         return None
-    flags, reasons = processor_flags(), []
+    if wanted and wanted not in ISA_FLAGS:
+        raise ValueError(f"MIDSTREAM_CPU_ISA={wanted}: expected reference or one of {', '.join(ISA_FLAGS)}")
+    flags, reasons, is_fault = processor_flags(), [], False
     for isa in [wanted] if wanted else ISA_FLAGS:
-        if isa not in ISA_FLAGS:
-            raise ValueError(f"MIDSTREAM_KERNELS={isa}: expected reference or one of {', '.join(ISA_FLAGS)}")
         if not flags >= ISA_NEEDS[isa]:
             reasons.append(f"{isa}: this processor lacks {', '.join(sorted(ISA_NEEDS[isa] - flags))}")
             continue
-        try:
-            library = Library(build(isa), isa)
-        except (BuildError, OSError) as error:
-            reasons.append(f"{isa}: {error}")
-            continue
-        difference = find_difference(library)
-        if difference is None:
+        library, reason = _try(isa)
+        if library is not None:
+            if is_fault:
+                warnings.warn(f"running the {isa} kernels ({'; '.join(reasons)})", stacklevel=3)
             return library
-        reasons.append(f"{isa}: {difference}")
+        is_fault = True
+        reasons.append(f"{isa}: {reason}")
     warnings.warn(f"running the PyTorch reference instead of the CPU kernels ({'; '.join(reasons)})", stacklevel=3)
+    return None
+
+
+def _try(isa: str) -> tuple[Library | None, str | None]:
+    """Return the build for this instruction set, or why it cannot be trusted."""
+    # The check runs the kernels, so it imports what imports this module.
+    from kernels.cpu.self_check import find_difference
+
+    try:
+        path = build(isa)
+        reason = find_crash(path, isa) if isa == "avx512" else None
+        library = None if reason else Library(path, isa)
+    except (BuildError, OSError) as error:
+        return None, str(error)
+    reason = reason if library is None else find_difference(library)
+    return (library, None) if reason is None else (None, reason)
+
+
+def find_crash(path: Path, isa: str) -> str | None:
+    """Return how the check of a library failed in a process of its own, or None where it passed, now or before."""
+    digest = hashlib.sha256(" ".join(sorted(processor_flags())).encode()).hexdigest()[:16]
+    passed = path.with_suffix(f".{digest}.passed")
+    if passed.exists():
+        return None
+    command = [sys.executable, "-m", "kernels.cpu.self_check", str(path), isa]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode < 0:
+        return f"its check ended with {signal.Signals(-result.returncode).name}"
+    if result.returncode > 0:
+        return result.stdout.strip() or result.stderr.strip()[-500:]
+    with contextlib.suppress(OSError):
+        passed.touch()
     return None

@@ -1,10 +1,17 @@
-"""A look at whether a build of the kernels computes here what the reference does, before it is trusted."""
+"""A look at whether a build of the kernels computes here what the reference does, before it is trusted.
+
+`python -m kernels.cpu.self_check LIBRARY ISA` does so in a process of its own, which alone ends if an instruction is
+not known here; it exits with 1 and prints what differs.
+"""
+
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kernels.attention import paged_attention
-from kernels.cpu.decoder import DecoderDims, DecoderLayer, NativeDecoder
+from kernels.cpu.decoder import DecoderDims, DecoderLayer, NativeDecoder, stored_head_dim
 from kernels.cpu.library import Library
 from kernels.cpu.linear import InputFormat, PackedLinear, WeightFormat
 from kernels.cpu.threads import ThreadPool
@@ -16,6 +23,8 @@ from kernels.silu_mul import silu_mul
 
 NUM_INPUTS, NUM_OUTPUTS = 96, 70
 DIMS = DecoderDims(hidden_size=40, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=72, eps=1e-5, scale=0.25)
+# By the type of the cache: a value next to the middle of two bfloat16 or integers may be rounded to either.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.int16: 1e-3, torch.int8: 1e-1}
 BLOCK_SIZE, CONTEXT_LENS, QUERY_LENS, WINDOW = 4, [37, 5], [35, 1], 30
 
 
@@ -33,7 +42,7 @@ def find_difference(library: Library) -> str | None:
             for rows in (x, x[:1]):
                 if not _is_close(packed(rows, threads), linear(rows, weight)):
                     return f"its {weight_format.name} linear layer differs from the reference"
-    for cache_dtype in (torch.float32, torch.bfloat16):
+    for cache_dtype in TOLERANCES:
         if not _is_decoder_right(library, threads, cache_dtype, generator):
             return f"its decoder with a {cache_dtype} cache differs from the reference"
     return None
@@ -80,19 +89,28 @@ def _is_decoder_right(
     weights = {name: random(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
     norms = {name: random(DIMS.hidden_size) for name in ("attention_norm", "ffn_norm")}
     norms |= {name: random(DIMS.head_dim) for name in ("q_norm", "k_norm")}
+    # What came before lies in a cache of floats as the reference has it; integers are all written by the kernels.
+    has_floats = cache_dtype.is_floating_point
+    query_lens = QUERY_LENS if has_floats else CONTEXT_LENS
     tables = torch.arange(20, dtype=torch.int32).flip(0).view(2, 10).contiguous()
-    positions = torch.cat([torch.arange(c - q, c) for c, q in zip(CONTEXT_LENS, QUERY_LENS, strict=True)]).int()
-    sequence = torch.arange(2).repeat_interleave(torch.tensor(QUERY_LENS))
+    positions = torch.cat([torch.arange(c - q, c) for c, q in zip(CONTEXT_LENS, query_lens, strict=True)]).int()
+    sequence = torch.arange(2).repeat_interleave(torch.tensor(query_lens))
     slots = (tables[sequence, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).int()
-    starts = torch.tensor([0, *QUERY_LENS]).cumsum(0).int()
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     lengths = torch.tensor(CONTEXT_LENS, dtype=torch.int32)
     cos, sin = random(40, DIMS.head_dim // 2), random(40, DIMS.head_dim // 2)
-    caches = random(2, 20, BLOCK_SIZE, DIMS.num_kv_heads, DIMS.head_dim).to(cache_dtype)
+    caches = random(2, 20, BLOCK_SIZE, DIMS.num_kv_heads, DIMS.head_dim).to(
+        cache_dtype if has_floats else torch.float32
+    )
     hidden = random(len(positions), DIMS.hidden_size)
 
     expected_caches, step = caches.clone(), (positions, slots, starts, lengths, tables)
     expected = _reference_layer(hidden, weights | norms, expected_caches, cos, sin, step)
     k_cache, v_cache = caches[0].permute(0, 2, 3, 1).contiguous(), caches[1].transpose(1, 2).contiguous()
+    if not has_floats:
+        stored_dim = stored_head_dim(DIMS.head_dim, cache_dtype)
+        k_cache = torch.zeros(20, DIMS.num_kv_heads, stored_dim, BLOCK_SIZE, dtype=cache_dtype)
+        v_cache = torch.zeros(20, DIMS.num_kv_heads, BLOCK_SIZE, stored_dim, dtype=cache_dtype)
     layer = DecoderLayer(
         qkv=PackedLinear(library, [weights["qkv"]], WeightFormat.F32),
         o=PackedLinear(library, [weights["o"]], WeightFormat.F32),
@@ -107,8 +125,9 @@ def _is_decoder_right(
         window=WINDOW,
     )
     NativeDecoder(threads, DIMS, [layer], cos, sin).forward_layers(hidden, *step)
-    # A value next to the middle of two bfloat16 may be rounded to either.
-    tolerance = 1e-4 if cache_dtype == torch.float32 else 1e-2
+    tolerance = TOLERANCES[cache_dtype]
+    if not has_floats:
+        return _is_close(hidden, expected, tolerance)
     stored = torch.stack((k_cache.permute(0, 3, 1, 2), v_cache.transpose(1, 2)))
     return _is_close(hidden, expected, tolerance) and _is_close(stored.float(), expected_caches.float(), tolerance)
 
@@ -127,3 +146,10 @@ def _reference_layer(
     hidden = hidden + linear(attended.flatten(1), weights["o"])
     gate_up = linear(rms_norm(hidden, weights["ffn_norm"], DIMS.eps), weights["gate_up"])
     return hidden + linear(silu_mul(gate_up), weights["down"])
+
+
+if __name__ == "__main__":
+    difference = find_difference(Library(Path(sys.argv[1]), sys.argv[2]))
+    if difference is not None:
+        print(difference)
+    sys.exit(difference is not None)

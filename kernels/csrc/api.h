@@ -28,15 +28,15 @@ struct MidstreamLayer {
   MidstreamLinear qkv, o, gate_up, down;
   const float *attention_norm, *ffn_norm;  // [hidden]
   const float *q_norm, *k_norm;            // [head_dim] or null
-  void* k_cache;                           // [num_blocks, num_kv_heads, head_dim, block_size]
-  void* v_cache;                           // [num_blocks, num_kv_heads, block_size, head_dim]
+  // [num_blocks, num_kv_heads], each of [head_dim, block_size] or [block_size, head_dim] and, for integers, block_size scales.
+  void *k_cache, *v_cache;
   int32_t window;                          // keys that a query sees, itself included; 0 for all
 };
 
 struct MidstreamDims {
   int32_t hidden, num_heads, num_kv_heads, head_dim, ffn, num_layers;
   int32_t num_blocks, block_size, num_positions;
-  int32_t is_cache_bf16;  // else float32
+  int32_t cache_format;  // 0 float32, 1 bfloat16; 2 int16 and 3 int8, with a float scale for each token and head
   float eps, scale;
 };
 

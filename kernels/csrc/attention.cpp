@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <limits>
 
 namespace midstream {
@@ -16,7 +17,12 @@ int padded_dim(int head_dim) { return round_up(head_dim, kVectors * kLanes); }
 
 F load_element(const float* p) { return load(p); }
 F load_element(const uint16_t* p) { return load_bf16(p); }
+F load_element(const int16_t* p) { return load_int16(p); }
+F load_element(const int8_t* p) { return load_int8(p); }
+template <class T> constexpr bool kIsScaled = std::is_same_v<T, int16_t> || std::is_same_v<T, int8_t>;
 float to_float(float x) { return x; }
+float to_float(int16_t x) { return x; }
+float to_float(int8_t x) { return x; }
 float to_float(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
 
 // Keys of a tile [head_dim, kKeyTile], where each vector of neighbouring slots may lie elsewhere.
@@ -36,21 +42,28 @@ template <class T> struct ValueTile {
 template <class T> struct TilePlaces {
   const T* keys[kKeyTile];    // d = 0; the next d is block_size further
   const T* values[kKeyTile];  // rows
+  const T *key_scales[kKeyTile], *value_scales[kKeyTile];
   int count;
 
   TilePlaces(const HeadCache& cache, int head_dim, int first, int num_keys) : count(num_keys) {
     int block = first / cache.block_size, offset = first % cache.block_size;
     for (int j = 0; j < count; ++j) {
       int64_t start = cache.block_table[block] * cache.block_stride;
+      int64_t scale = start + static_cast<int64_t>(head_dim) * cache.block_size + offset * (sizeof(float) / sizeof(T));
       keys[j] = static_cast<const T*>(cache.keys) + start + offset;
       values[j] = static_cast<const T*>(cache.values) + start + static_cast<int64_t>(offset) * head_dim;
+      key_scales[j] = static_cast<const T*>(cache.keys) + scale;
+      value_scales[j] = static_cast<const T*>(cache.values) + scale;
       if (++offset == cache.block_size) offset = 0, ++block;
     }
   }
 
   TilePlaces of_head(int h, int64_t head_stride) const {
     TilePlaces places = *this;
-    for (int j = 0; j < count; ++j) places.keys[j] += h * head_stride, places.values[j] += h * head_stride;
+    for (int j = 0; j < count; ++j) {
+      places.keys[j] += h * head_stride, places.values[j] += h * head_stride;
+      if (kIsScaled<T>) places.key_scales[j] += h * head_stride, places.value_scales[j] += h * head_stride;
+    }
     return places;
   }
 
@@ -123,6 +136,15 @@ void softmax_step(float* scores, float* out, int dim, float& highest, float& tot
   for (int d = 0; d < dim; d += kLanes) store(out + d, mul(load(out + d), set1(shrink[0])));
 }
 
+// scores [rows, kKeyTile] times the scales of their keys or values.
+template <class T> void scale_columns(const T* const* scales, int count, int rows, float* scores) {
+  float factors[kKeyTile] = {};
+  for (int j = 0; j < count; ++j) std::memcpy(&factors[j], scales[j], sizeof(float));
+  for (int row = 0; row < rows; ++row)
+    for (int j = 0; j < kKeyTile; j += kLanes)
+      store(scores + row * kKeyTile + j, mul(load(scores + row * kKeyTile + j), load(factors + j)));
+}
+
 // Calls visit(row, offset of query, offset of head) for the rows of one key-value head.
 template <class Visit> void for_each_row(const QueryTile& tile, int kv_head, Visit&& visit) {
   for (int i = 0; i < tile.count; ++i)
@@ -173,11 +195,13 @@ void add_tile(const QueryTile& tile, int first_key, const TilePlaces<T>& places,
   } else {
     score(places.key_tile(block_size));
   }
+  if (kIsScaled<T>) scale_columns(places.key_scales, places.count, rows, scores);
   for (int row = 0; row < rows; ++row) {
     float* row_scores = scores + row * kKeyTile;
     mask_scores(row_scores, first_key, tile.first_position + row / tile.group, tile.window);
     softmax_step(row_scores, state.out + row * stride, stride, state.highest[row], state.total[row]);
   }
+  if (kIsScaled<T>) scale_columns(places.value_scales, places.count, rows, scores);
   auto sum = [&](const auto& values) {
     multiply_rows(rows, stride, places.count, scores, kKeyTile, values, state.out, stride, true);
   };
@@ -216,7 +240,7 @@ template <class T> void attend(const HeadCache& cache, const QueryTile& tile, At
   for (; first < num_keys; first += kKeyTile) {
     TilePlaces<T> places(cache, dim, first, std::min(kKeyTile, num_keys - first));
     for (int h = 0; h < tile.num_kv_heads; ++h)
-      add_tile(tile, first, places.of_head(h, static_cast<int64_t>(dim) * cache.block_size), cache.block_size, scratch,
+      add_tile(tile, first, places.of_head(h, cache.head_stride), cache.block_size, scratch,
                HeadState(scratch, h, rows, dim));
   }
   for (int h = 0; h < tile.num_kv_heads; ++h) {
@@ -227,5 +251,7 @@ template <class T> void attend(const HeadCache& cache, const QueryTile& tile, At
 
 template void attend<float>(const HeadCache&, const QueryTile&, AttentionScratch&);
 template void attend<uint16_t>(const HeadCache&, const QueryTile&, AttentionScratch&);
+template void attend<int16_t>(const HeadCache&, const QueryTile&, AttentionScratch&);
+template void attend<int8_t>(const HeadCache&, const QueryTile&, AttentionScratch&);
 
 }  // namespace midstream

@@ -1,5 +1,6 @@
 // Causal attention over a paged cache.
 #pragma once
+#include <type_traits>
 #include <vector>
 
 #include "gemm.h"
@@ -15,9 +16,10 @@ constexpr int kMaxHeadDim = 256;
 struct HeadCache {
   const void* keys;    // [num_blocks, num_kv_heads, head_dim, block_size], at the first of these heads
   const void* values;  // [num_blocks, num_kv_heads, block_size, head_dim], likewise
+  // What integers are to be multiplied with follows the numbers of each head of a block, as floats [block_size].
   const int32_t* block_table;
   int block_size;
-  int64_t block_stride;  // elements from one block to the next
+  int64_t block_stride, head_stride;  // elements from one block to the next, and from one head to the next
 };
 
 // Consecutive queries of one sequence, all heads of these groups.
@@ -37,7 +39,13 @@ struct AttentionScratch {
   void reserve(int max_rows, int num_kv_heads, int head_dim);  // rows of one key-value head: queries times group
 };
 
-// T is float or uint16_t (bfloat16).
+// Elements of a head in a block of the cache, scales included.
+template <class T> constexpr int64_t head_elements(int head_dim, int block_size) {
+  constexpr int kScale = std::is_same_v<T, int16_t> || std::is_same_v<T, int8_t> ? sizeof(float) / sizeof(T) : 0;
+  return static_cast<int64_t>(head_dim + kScale) * block_size;
+}
+
+// T is float, uint16_t (bfloat16), int16_t or int8_t.
 template <class T> void attend(const HeadCache& cache, const QueryTile& tile, AttentionScratch& scratch);
 
 }  // namespace midstream

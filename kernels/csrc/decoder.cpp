@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "row_ops.h"
 
@@ -21,6 +22,28 @@ void ask_for_huge_pages(void* start, size_t bytes) {
   if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 }
 
+// Calls body with a number of the type that the cache holds.
+template <class Body> auto with_element(int cache_format, Body&& body) {
+  switch (cache_format) {
+    case 1: return body(uint16_t{});
+    case 2: return body(int16_t{});
+    case 3: return body(int8_t{});
+    default: return body(float{});
+  }
+}
+
+// Puts one head of a token into its slot: numbers this far apart, and where they are integers a scale.
+template <class T> void store_slot(const float* x, int dim, T* out, int stride, T* scales, int offset) {
+  if constexpr (std::is_same_v<T, int16_t> || std::is_same_v<T, int8_t>) {
+    T levels[kMaxHeadDim];
+    float scale = quantize_head<T>(x, dim, std::numeric_limits<T>::max(), levels);
+    std::memcpy(scales + offset * (sizeof(float) / sizeof(T)), &scale, sizeof(float));
+    for (int d = 0; d < dim; ++d) out[static_cast<int64_t>(d) * stride] = levels[d];
+  } else {
+    for (int d = 0; d < dim; ++d) convert(x[d], out[static_cast<int64_t>(d) * stride]);
+  }
+}
+
 }  // namespace
 
 MidstreamDecoder::MidstreamDecoder(MidstreamPool* pool, const MidstreamDims& dims, const MidstreamLayer* layers,
@@ -30,8 +53,9 @@ MidstreamDecoder::MidstreamDecoder(MidstreamPool* pool, const MidstreamDims& dim
       attention_scratch_(threads_.size()) {
   for (AttentionScratch& scratch : attention_scratch_)
     scratch.reserve(queries_per_task_ * group_, dims_.num_kv_heads, dims_.head_dim);
-  size_t cache_bytes = static_cast<size_t>(dims_.num_blocks) * dims_.block_size * dims_.num_kv_heads * dims_.head_dim *
-                       (dims_.is_cache_bf16 ? 2 : 4);
+  size_t cache_bytes = static_cast<size_t>(dims_.num_blocks) * dims_.num_kv_heads * with_element(dims_.cache_format, [&](auto x) {
+    return head_elements<decltype(x)>(dims_.head_dim, dims_.block_size) * sizeof(x);
+  });
   for (const MidstreamLayer& layer : layers_) {
     ask_for_huge_pages(layer.k_cache, cache_bytes);
     ask_for_huge_pages(layer.v_cache, cache_bytes);
@@ -157,40 +181,39 @@ void MidstreamDecoder::rotate_and_store(const MidstreamLayer& layer, const Midst
   }
   const float* k = row + dims_.num_heads * dim;
   const float* v = row + num_rotated * dim;
-  if (dims_.is_cache_bf16) {
-    store_cache<uint16_t>(layer, batch.slot_mapping[token], k, v);
-  } else {
-    store_cache<float>(layer, batch.slot_mapping[token], k, v);
-  }
+  with_element(dims_.cache_format,
+               [&](auto element) { store_cache<decltype(element)>(layer, batch.slot_mapping[token], k, v); });
 }
 
 template <class T>
 void MidstreamDecoder::store_cache(const MidstreamLayer& layer, int slot, const float* k, const float* v) {
   int dim = dims_.head_dim, size = dims_.block_size, offset = slot % size;
-  int64_t block_start = static_cast<int64_t>(slot / size) * dims_.num_kv_heads * dim * size;
+  int64_t head_stride = head_elements<T>(dim, size), block_start = slot / size * dims_.num_kv_heads * head_stride;
   for (int h = 0; h < dims_.num_kv_heads; ++h) {
-    int64_t head_start = block_start + static_cast<int64_t>(h) * dim * size;
-    T* keys = static_cast<T*>(layer.k_cache) + head_start + offset;
-    T* values = static_cast<T*>(layer.v_cache) + head_start + static_cast<int64_t>(offset) * dim;
-    for (int d = 0; d < dim; ++d) convert(k[h * dim + d], keys[static_cast<int64_t>(d) * size]);
-    for (int d = 0; d < dim; ++d) convert(v[h * dim + d], values[d]);
+    T* keys = static_cast<T*>(layer.k_cache) + block_start + h * head_stride;
+    T* values = static_cast<T*>(layer.v_cache) + block_start + h * head_stride;
+    store_slot(k + h * dim, dim, keys + offset, size, keys + dim * size, offset);
+    store_slot(v + h * dim, dim, values + offset * dim, 1, values + dim * size, offset);
   }
 }
 
 void MidstreamDecoder::run_attention(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch,
                                      const AttentionTask& task) {
-  int dim = dims_.head_dim, element = dims_.is_cache_bf16 ? 2 : 4;
-  int64_t head_offset = static_cast<int64_t>(task.kv_head) * dim * dims_.block_size * element;
-  HeadCache cache{static_cast<const char*>(layer.k_cache) + head_offset, static_cast<const char*>(layer.v_cache) + head_offset,
+  with_element(dims_.cache_format,
+               [&](auto element) { attend_task<decltype(element)>(thread, layer, batch, task); });
+}
+
+template <class T>
+void MidstreamDecoder::attend_task(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch,
+                                   const AttentionTask& task) {
+  int dim = dims_.head_dim;
+  int64_t head_stride = head_elements<T>(dim, dims_.block_size), start = task.kv_head * head_stride;
+  HeadCache cache{static_cast<const T*>(layer.k_cache) + start, static_cast<const T*>(layer.v_cache) + start,
                   batch.block_tables + static_cast<int64_t>(task.sequence) * batch.max_blocks, dims_.block_size,
-                  static_cast<int64_t>(dims_.num_kv_heads) * dim * dims_.block_size};
+                  dims_.num_kv_heads * head_stride, head_stride};
   int before = batch.context_lens[task.sequence] - (batch.query_starts[task.sequence + 1] - task.first_query);
   int64_t column = static_cast<int64_t>(task.kv_head) * group_ * dim;
   QueryTile tile{qkv_.row(task.first_query) + column, attended_.row(task.first_query) + column, qkv_.stride, attended_.stride,
                  task.num_queries, task.num_kv_heads, group_, dim, before, dims_.scale, layer.window};
-  if (dims_.is_cache_bf16) {
-    attend<uint16_t>(cache, tile, attention_scratch_[thread]);
-  } else {
-    attend<float>(cache, tile, attention_scratch_[thread]);
-  }
+  attend<T>(cache, tile, attention_scratch_[thread]);
 }

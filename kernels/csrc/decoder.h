@@ -32,6 +32,8 @@ struct MidstreamDecoder {
   void norm_rows(int m, const float* x, const float* weight);
   void rotate_and_store(const MidstreamLayer& layer, const MidstreamBatch& batch, int token);
   template <class T> void store_cache(const MidstreamLayer& layer, int slot, const float* k, const float* v);
+  template <class T> void attend_task(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch,
+                                      const AttentionTask& task);
   void run_attention(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch, const AttentionTask& task);
   void run_linear(int thread, const MidstreamLinear& weight, int m, Rows& x, midstream::Output output, int num_outputs,
                   float* out, int64_t stride, const midstream::LoraRows* lora = nullptr);

@@ -1,5 +1,7 @@
 // Operations on single rows: norms, rotary embedding, and the step from floats to the cache's element type.
 #pragma once
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "vec.h"
@@ -33,6 +35,15 @@ inline void rotate_head(float* head, const float* cos, const float* sin, int dim
     head[i] = first * cos[i] - second * sin[i];
     head[i + half] = second * cos[i] + first * sin[i];
   }
+}
+
+// out = x as integers up to most, times the scale that is returned; NaN for a row that has one.
+template <class T> inline float quantize_head(const float* x, int dim, T most, T* out) {
+  float largest = 0, total = 0;
+  for (int d = 0; d < dim; ++d) largest = std::max(largest, std::fabs(x[d])), total += x[d];
+  float inverse = largest > 0 ? static_cast<float>(most) / largest : 0.0f;
+  for (int d = 0; d < dim; ++d) out[d] = static_cast<T>(_mm_cvtss_si32(_mm_set_ss(x[d] * inverse)));
+  return largest / static_cast<float>(most) + 0.0f * total;
 }
 
 inline void convert(float from, float& to) { to = from; }

@@ -29,6 +29,12 @@ inline F load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(r
 inline F load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
 }
+inline F load_int16(const int16_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline F load_int8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 
 inline I set1_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }

@@ -26,6 +26,8 @@ inline F zero_where_less(F x, F bound, F y) {
 }
 inline F load_half(const uint16_t* p) { return {avx2::load_half(p), avx2::load_half(p + 8)}; }
 inline F load_bf16(const uint16_t* p) { return {avx2::load_bf16(p), avx2::load_bf16(p + 8)}; }
+inline F load_int16(const int16_t* p) { return {avx2::load_int16(p), avx2::load_int16(p + 8)}; }
+inline F load_int8(const int8_t* p) { return {avx2::load_int8(p), avx2::load_int8(p + 8)}; }
 
 inline I set1_int(uint32_t x) { return {avx2::set1_int(x), avx2::set1_int(x)}; }
 inline I load_int(const void* p) { return {avx2::load_int(p), avx2::load_int(static_cast<const char*>(p) + 32)}; }

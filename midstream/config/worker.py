@@ -22,7 +22,11 @@ class WorkerConfig(ServiceConfig):
     weights: str = setting(
         "auto", "Weight storage; auto: what the file holds.", choices=("auto", "f32", "bf16", "int8", "q4")
     )
-    kv: str = setting("auto", "KV cache storage; auto: the compute type.", choices=("auto", "f32", "bf16", "int8"))
+    kv: str = setting(
+        "auto",
+        "KV cache storage; auto: int16 with a scale for each token and head on CPU kernels, else the compute type.",
+        choices=("auto", "f32", "bf16", "int16", "int8"),
+    )
     activations: str = setting(
         "auto",
         "What CPU kernels round the input of quantized layers to; auto: int16, which loses next to nothing.",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import apply_rotary, linear, paged_attention, rms_norm, silu_mul, store_kv
-from kernels.cpu import DecoderDims, DecoderLayer, NativeDecoder, PackedLinear, WeightFormat
+from kernels.cpu import DecoderDims, DecoderLayer, NativeDecoder, PackedLinear, WeightFormat, stored_head_dim
 from tests.kernels.libraries import library, threads
 from tests.kernels.paged import PagedBatch
 
@@ -32,9 +32,13 @@ class RandomDecoder:
     sin: Tensor
 
     def caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Tensor:
-        """The reference's caches, NaN where nothing was written: [layers, 2, num_blocks, block_size, Hk, D]."""
-        shape = (len(self.layers), 2, num_blocks, block_size, self.dims.num_kv_heads, self.dims.head_dim)
-        return torch.full(shape, torch.nan, dtype=dtype)
+        """The reference's caches, NaN where nothing was written: [layers, 2, num_blocks, block_size, Hk, D].
+
+        The kernels' alone, with what scales take in addition to D, where dtype is one of integers.
+        """
+        dim = stored_head_dim(self.dims.head_dim, dtype)
+        shape = (len(self.layers), 2, num_blocks, block_size, self.dims.num_kv_heads, dim)
+        return torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
 
     def native(self, name: str, caches: Tensor, num_threads: int = 2) -> NativeDecoder:
         """Return it over caches of this shape, in whose blocks the numbers lie as in_kernel_order puts them."""

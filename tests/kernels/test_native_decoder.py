@@ -14,6 +14,7 @@ from tests.kernels.paged import PagedBatch, paged_batch
 
 DIMS = DecoderDims(hidden_size=72, num_heads=6, num_kv_heads=2, head_dim=24, ffn_size=100, eps=1e-5, scale=24**-0.5)
 DTYPES = [torch.float32, torch.bfloat16]
+INTEGERS = [torch.int16, torch.int8]
 
 
 def step(batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -77,7 +78,7 @@ def test_any_step_equals_the_reference(
 
 
 @each_build
-@pytest.mark.parametrize("cache_dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", DTYPES + INTEGERS)
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_token_does_not_depend_on_batch_chunks_or_threads(
     name: str, cache_dtype: torch.dtype, window: int | None
@@ -115,7 +116,48 @@ def test_a_token_does_not_depend_on_batch_chunks_or_threads(
         done = [d + t for d, t in zip(done, taken, strict=True)]
     assert done == lengths
     assert torch.equal(apart, together)
-    assert torch.equal(caches.nan_to_num(7), together_caches.nan_to_num(7))
+    if cache_dtype.is_floating_point:
+        caches, together_caches = caches.nan_to_num(7), together_caches.nan_to_num(7)
+    assert torch.equal(caches, together_caches)
+
+
+@each_build
+@pytest.mark.parametrize(("cache_dtype", "most"), [(torch.int16, 32767), (torch.int8, 127)])
+@pytest.mark.parametrize("block_size", [5, 16])
+@pytest.mark.parametrize("window", [None, 20])
+def test_an_integer_cache_holds_each_head_of_a_token_with_its_scale(
+    name: str, cache_dtype: torch.dtype, most: int, block_size: int, window: int | None
+) -> None:
+    decoder = random_decoder(DIMS, 1, window=window)
+    batch = paged_batch([70, 3, 34], [70, 3, 34], block_size)
+    exact, caches = (decoder.caches(batch.num_blocks, block_size, dtype) for dtype in (torch.float32, cache_dtype))
+    hidden = torch.randn(107, DIMS.hidden_size)
+    expected = decoder.reference(hidden, batch, exact)
+    decoder.native(name, caches).forward_layers(hidden, *step(batch))
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=10 / most)
+
+    written = batch.slot_mapping.long()
+    for stored, floats, is_value in ((caches[0, 0], exact[0, 0], False), (caches[0, 1], exact[0, 1], True)):
+        regions = stored.reshape(batch.num_blocks, DIMS.num_kv_heads, -1)
+        num_levels = DIMS.head_dim * block_size
+        shape = (block_size, DIMS.head_dim) if is_value else (DIMS.head_dim, block_size)
+        levels = torch.unflatten(regions[..., :num_levels], -1, shape).float()
+        levels = (levels if is_value else levels.transpose(2, 3)).transpose(1, 2).flatten(0, 1)[written]
+        scales = regions[..., num_levels:].contiguous().view(torch.float32).transpose(1, 2).flatten(0, 1)[written]
+        heads = floats.flatten(0, 1)[written]
+        torch.testing.assert_close(scales, heads.abs().amax(dim=-1) / most, rtol=1e-4, atol=0)
+        torch.testing.assert_close(levels * scales[..., None], heads, rtol=0, atol=0.51 * float(scales.max()) + 1e-4)
+
+
+@each_build
+def test_a_nan_in_an_integer_cache_stays_in_its_sequence(name: str) -> None:
+    decoder = random_decoder(DIMS, 1)
+    batch = paged_batch([4, 4], [4, 4], block_size=16)
+    hidden = torch.randn(8, DIMS.hidden_size)
+    hidden[1, 0] = torch.nan
+    decoder.native(name, decoder.caches(batch.num_blocks, 16, torch.int16)).forward_layers(hidden, *step(batch))
+    assert bool(hidden[1:4].isnan().all())
+    assert bool(hidden[4:].isfinite().all())
 
 
 @each_build

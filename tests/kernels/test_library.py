@@ -1,0 +1,59 @@
+"""Which build of the CPU kernels is trusted."""
+
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kernels.build import ISA_NEEDS, build
+from kernels.cpu import library, load_library
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    library._load.cache_clear()
+    yield
+    library._load.cache_clear()
+
+
+@pytest.fixture
+def avx512_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where a processor that has AVX-512 looks for its build; the one for AVX2 is real."""
+    path = tmp_path / "midstream-avx512-0.so"
+    monkeypatch.setattr(library, "processor_flags", lambda: frozenset().union(*ISA_NEEDS.values()))
+    monkeypatch.setattr(library, "build", lambda isa: path if isa == "avx512" else build(isa))
+    return path
+
+
+def test_a_build_that_crashes_is_passed_over_with_a_warning(avx512_path: Path) -> None:
+    program = "__attribute__((constructor)) static void start() { __builtin_trap(); }"
+    subprocess.run(["g++", "-shared", "-xc++", "-", "-o", str(avx512_path)], input=program, text=True, check=True)
+    with pytest.warns(UserWarning, match="running the avx2 kernels .avx512: its check ended with SIGILL"):
+        chosen = load_library()
+    assert chosen is not None
+    assert chosen.isa == "avx2"
+
+
+def test_a_check_that_passed_is_not_run_again(avx512_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert library.find_crash(avx512_path, "avx512") is None
+    assert library.find_crash(avx512_path, "avx512") is None
+    assert [command[1:] for command in commands] == [["-m", "kernels.cpu.self_check", str(avx512_path), "avx512"]]
+
+
+def test_the_variable_names_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_CPU_ISA", "reference")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_library() is None
+    monkeypatch.setenv("MIDSTREAM_CPU_ISA", "mmx")
+    with pytest.raises(ValueError, match="MIDSTREAM_CPU_ISA=mmx: expected reference or one of avx512, avx2"):
+        load_library()
