@@ -155,19 +155,19 @@ def test_a_failed_step_counts_as_a_death_and_a_lost_one_does_not(scheduler: Scri
 def test_a_request_the_worker_cannot_serve_fails_alone(
     scheduler: ScriptedScheduler, epoch: int, expected: list[int]
 ) -> None:
-    guided = greedy(1, PROMPT)
-    guided.guided_decoding.guide = "{}"
+    processed = greedy(1, PROMPT)
+    processed.logits_post_processor_name = "unheard_of"
     outside = greedy(2, [1, 331])
     result = scheduler.run_step(
         1,
-        add_sequences=[guided, outside, greedy(3, PROMPT)],
+        add_sequences=[processed, outside, greedy(3, PROMPT)],
         context_rows=[1, 2, 3],
         context_starts=[0, 0, 0],
         context_lengths=[7, 2, 7],
     )
     assert list(result.token_ids) == [0, 0, expected[0]]
     assert [(error.row, error.error.code, error.error.field) for error in result.errors] == [
-        (1, 12, "guided_decoding"),
+        (1, 3, "logits_post_processor_name"),
         (2, 3, "token_ids"),
     ]
     result = scheduler.run_step(2, generation_rows=[3], released_rows=[1, 2])
