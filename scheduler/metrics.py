@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 from midstream.telemetry import PREFIX
 from scheduler.core import SchedulerCore
 from scheduler.dispatch import Dispatcher
-from scheduler.groups import WorkerGroup
 from scheduler.journal import Journal
 from scheduler.stats import LATENCY_BUCKETS_S, Histogram
 
@@ -46,7 +45,7 @@ class SchedulerCollector(Collector):
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache.", labels=("block_size", "num_gpu_blocks"))
         info.add_metric((str(core.config.tokens_per_block), str(num_blocks)), 1.0)
         yield info
-        yield _lora_requests(groups, core)
+        yield lora_requests(core)
 
     def _counters(self) -> Iterator[Metric]:
         totals, dispatcher = self._core.totals, self._dispatcher
@@ -78,8 +77,9 @@ class SchedulerCollector(Collector):
         yield finished
 
 
-def _lora_requests(groups: list[WorkerGroup], core: SchedulerCore) -> Metric:
+def lora_requests(core: SchedulerCore) -> Metric:
     """Which adapters run and wait, as gateways read it: 1, with the names in its labels."""
+    groups = core.groups
     running = {request.spec.lora_name for group in groups for request in list(group.active)}
     waiting = {request.spec.lora_name for request in list(core.queue)}
     most = min((group.registration.max_loras for group in groups), default=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from midstream.client import request as native
 from midstream.errors import InvalidArgumentError
@@ -122,10 +123,11 @@ class LoRARequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptAdapterRequest:
-    """A prompt-tuning adapter that the service has by name."""
+    """A prompt-tuning adapter; it is loaded from `prompt_adapter_local_path` where the service lacks it."""
 
     prompt_adapter_name: str
     prompt_adapter_id: int = 0
+    prompt_adapter_local_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +212,17 @@ class GenerationRequest:
         self.sampling_params.fill(request)
         if self.lora_request is not None:
             request.lora.name = self.lora_request.lora_name
+            request.lora.path = _absolute(self.lora_request.lora_path)
         if self.prompt_adapter_request is not None:
             request.prompt_tuning.name = self.prompt_adapter_request.prompt_adapter_name
+            request.prompt_tuning.path = _absolute(self.prompt_adapter_request.prompt_adapter_local_path)
         if self.kv_cache_retention_config is not None:
             request.kv_retention.CopyFrom(self.kv_cache_retention_config.to_proto())
         if self.arrival_time is not None:
             request.arrival_time_unix_ns = int(self.arrival_time * 1e9)
         return request
+
+
+def _absolute(path: str) -> str:
+    """Workers have another working directory."""
+    return str(Path(path).absolute()) if path else ""
