@@ -3,7 +3,8 @@
 It has a KV pool of its own, and for each row blocks and the tokens that it has computed. Before it makes drafts, it
 computes what it does not know yet of the row's tokens: all of the prompt at first, later what was accepted. What
 differs from the row's tokens now is computed anew, so it does not matter whose tokens a row held before, or which
-drafts were rejected. Its drafts are drawn as the row's tokens are, with the same random numbers, which makes them equal more often.
+drafts were rejected. Its drafts are drawn as the row's tokens are, with the same random numbers, which makes them equal
+more often.
 """
 
 from __future__ import annotations

@@ -214,6 +214,28 @@ class Chunk:
         return chunk
 
 
+class SequenceEnds:
+    """Sequences of a stream whose ends have been shown: who attaches or resumes behind an end is told of it again."""
+
+    __slots__ = ("_shown",)
+
+    def __init__(self) -> None:
+        self._shown: set[int] = set()
+
+    def repeats(self, chunk: Chunk) -> bool:
+        """Whether a chunk says nothing but an end that was shown.
+
+        One that also ends the request is not a repetition, but loses the text of the end that was shown.
+        """
+        if chunk.sequence_index in self._shown:
+            if not chunk.token_ids:
+                chunk.text = ""
+            return not chunk.is_final
+        if chunk.is_sequence_final:
+            self._shown.add(chunk.sequence_index)
+        return False
+
+
 def usage_from_proto(usage: pb.Usage) -> Usage:
     """Copies out of the message."""
     return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)

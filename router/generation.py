@@ -176,7 +176,13 @@ class Runner:
             check_post_processor(request, cell.features)
         if request.HasField("guided_decoding"):
             await self._grammars.check(request.guided_decoding)
-        await self.submit(cell, request, deadline)
+        try:
+            await self.submit(cell, request, deadline)
+        except asyncio.CancelledError:
+            # The client has left, and the scheduler may have the request all the same.
+            if not request.detached:
+                self.abort_soon(request.request_id)
+            raise
         stream = ClientStream(request.request_id, self._max_pending_bytes, on_overflow=on_overflow)
         return Generation(self, stream, deadline, cell, request)
 

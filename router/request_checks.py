@@ -154,9 +154,7 @@ def check_post_processor(request: pb.GenerateRequest, features: frozenset[str]) 
         raise InvalidArgumentError("the workers have none of that name", field="logits_post_processor_name")
 
 
-def fit_to_context(
-    num_prompt_tokens: int, max_tokens: int | None, model: ModelFolder, field: str = "prompt"
-) -> int:
+def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelFolder, field: str = "prompt") -> int:
     """Output tokens that a sequence may have: what was asked for, as far as the model's context goes.
 
     Raises:

@@ -10,7 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from midstream.chunk import Chunk
+from midstream.chunk import Chunk, SequenceEnds
 from midstream.errors import MidstreamError, OverloadedError, UnavailableError
 from midstream.extras import TensorCursor
 
@@ -25,7 +25,7 @@ class ClientStream:
     """
 
     __slots__ = (
-        "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
+        "_ends", "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
         "_pending", "_tensors", "_waiter", "is_final", "overflowed", "request_id",
     )  # fmt: skip
 
@@ -46,6 +46,7 @@ class ClientStream:
         self._max_pending_bytes = max_pending_bytes
         self._on_overflow = on_overflow
         self._offsets: dict[int, int] = dict(enumerate(from_token_by_sequence))
+        self._ends = SequenceEnds()
         self._pending: dict[int, Chunk] = {}
         self._tensors: defaultdict[int, TensorCursor] = defaultdict(TensorCursor)
         self._num_bytes = 0
@@ -73,6 +74,8 @@ class ClientStream:
             return
         if chunk.token_offset > expected:
             self.fail(UnavailableError(f"a chunk left out tokens {expected} to {chunk.token_offset}"))
+            return
+        if self._ends.repeats(chunk):
             return
         self._offsets[index] = max(chunk.next_offset, expected)
         self.is_final = chunk.is_final

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 import grpc
 import grpc.aio
 
-from midstream.chunk import Chunk, FinishReason
+from midstream.chunk import Chunk, FinishReason, SequenceEnds
 from midstream.client.result import Result
 from midstream.errors import DeadlineError, ExecutionError, MidstreamError
 from midstream.extras import TensorCursor
@@ -60,6 +60,7 @@ class AsyncStream:
         self._unavailable_timeout_s = unavailable_timeout_s
         self._from_token = from_token
         self._offsets: dict[int, int] = {}
+        self._ends = SequenceEnds()
         self._tensors: defaultdict[int, TensorCursor] = defaultdict(TensorCursor)
         self._call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse] | None = None
         self._deadline: float | None = None
@@ -97,7 +98,7 @@ class AsyncStream:
             expected = self._offsets.get(chunk.sequence_index, self._from_token)
             if chunk.extras is not None:
                 chunk.extras = self._tensors[chunk.sequence_index].new(chunk.extras)
-            if not chunk.adds_to(expected):
+            if not chunk.adds_to(expected) or self._ends.repeats(chunk):
                 continue
             self._offsets[chunk.sequence_index] = max(chunk.next_offset, expected)
             self._broken_since, self._delay = None, 0.0

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.step import GREEDY, NewSequence, SamplingParams, Step, StepOutput
+from gpu_worker.step import GREEDY, NOTHING, NewSequence, OutputParams, SamplingParams, Step, StepOutput
 from midstream.config import WorkerConfig
 from midstream.model_folder import open_model_folder
 
@@ -76,6 +76,7 @@ class Driver:
         num_prompt_tokens: int | None = None,
         shared_blocks: Sequence[int] = (),
         sequence_index: int = 0,
+        outputs: OutputParams = NOTHING,
     ) -> NewSequence:
         """Makes a sequence that may grow to 64 tokens more; `shared_blocks` are the first of its table."""
         num_blocks = -(-(len(tokens) + 64) // self._tokens_per_block)
@@ -90,6 +91,7 @@ class Driver:
             block_ids=ints(self.blocks[row]),
             sampling=sampling,
             sequence_index=sequence_index,
+            outputs=outputs,
         )
 
     def step(

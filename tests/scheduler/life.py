@@ -27,6 +27,8 @@ class Shape:
     salt: str
     timeout_ms: int | None
     is_detached: bool
+    beam_width: int = 1
+    num_draft_tokens: int = 0
 
 
 class Life:
@@ -61,7 +63,9 @@ class Life:
                 request_id,
                 PREFIX[: shape.num_shared] + own,
                 shape.max_tokens,
-                num_sequences=shape.num_sequences,
+                num_sequences=min(shape.num_sequences, shape.beam_width if shape.beam_width > 1 else 128),
+                beam_width=shape.beam_width,
+                num_draft_tokens=shape.num_draft_tokens if shape.beam_width == 1 else 0,
                 priority=shape.priority,
                 client_id=f"client {self.count % 2}",
                 cache_salt=shape.salt,

@@ -35,6 +35,8 @@ SHAPE = (
     ["", "", "", "salt"],
     [None, None, None, 50],
     [True, True, False],
+    [1, 1, 1, 1, 2, 3],
+    [0, 0, 0, 1, 4],
 )
 SHAPES = st.builds(Shape, *(st.sampled_from(choices) for choices in SHAPE))
 KINDS = ["abort", "abort", "attach", "detach"]

@@ -167,7 +167,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         while scheduled and scheduled[0]._cancelled:
             self._timer_cancelled_count -= 1
             heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
-        if not ready and not self._stopping:
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
             if not scheduled:
                 raise StandstillError("everything waits, and nothing will come")
             self.now = max(self.now, scheduled[0].when())
