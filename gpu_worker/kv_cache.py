@@ -68,6 +68,16 @@ def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: t
     return 2 * description.num_layers * description.num_kv_heads * head_bytes * tokens_per_block
 
 
+def free_memory_bytes(device: torch.device) -> int:
+    """What may still be allocated on a device, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    # Imported here, for a GPU's measurements run where there is no psutil.
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
 def choose_num_blocks(
     bytes_per_block: int,
     tokens_per_block: int,
@@ -92,12 +102,9 @@ def choose_num_blocks(
     """
     if not 0.0 < free_memory_fraction <= 1.0:
         raise ConfigError(f"{free_memory_fraction} is not in (0, 1]", field="free_memory_fraction")
-    if device.type == "cuda":
-        budget = torch.cuda.mem_get_info(device)[0] * free_memory_fraction
-    else:
-        import psutil
-
-        budget = min(psutil.virtual_memory().available * free_memory_fraction * _CPU_SHARE, _CPU_MAX_BYTES)
+    budget = free_memory_bytes(device) * free_memory_fraction
+    if device.type != "cuda":
+        budget = min(budget * _CPU_SHARE, _CPU_MAX_BYTES)
     num_blocks = min(int(budget) // bytes_per_block, -(-max_useful_tokens // tokens_per_block))
     if max_kv_tokens:
         num_blocks = min(num_blocks, max_kv_tokens // tokens_per_block)

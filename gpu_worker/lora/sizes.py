@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
+from gpu_worker.kv_cache import free_memory_bytes
 from gpu_worker.lora.adapter import module_layer_elements, module_shapes, padded_rank
 from gpu_worker.models.description import DecoderDescription
 from midstream.config import WorkerConfig
@@ -39,8 +39,7 @@ def device_cache_bytes(
         raise ConfigError("is not in [0, 1]", field="lora_device_cache_percent")
     if config.lora_num_device_module_layer:
         return config.lora_num_device_module_layer * module_layer_elements(description) * element_bytes
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return int(free * config.lora_device_cache_percent)
+    return int(free_memory_bytes(device) * config.lora_device_cache_percent)
 
 
 def usual_adapter_bytes(description: DecoderDescription, element_bytes: int) -> int:

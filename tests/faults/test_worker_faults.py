@@ -23,6 +23,15 @@ async def all_blocks_are_back(processes: Processes) -> None:
     await until(are_back)
 
 
+async def no_workers_are_left(processes: Processes) -> None:
+    """Waits until the scheduler knows, so that it gives no request to a worker that is dead."""
+
+    async def are_lost() -> bool:
+        return (await processes.stats()).kv_cache_stats.max_num_blocks == 0
+
+    await until(are_lost)
+
+
 async def test_a_worker_killed_in_generation_costs_no_token(processes: Processes, client: AsyncClient) -> None:
     streams = Streams(client, FIRSTS, 100)
     await streams.reach(20)
@@ -48,6 +57,7 @@ async def test_a_worker_killed_in_a_chunked_prompt_gives_its_blocks_back(
     sampling = SamplingParams(max_tokens=10, ignore_eos=True)
     for name in ("worker-0", "worker-1"):
         await processes.kill(name)
+    await no_workers_are_left(processes)
     processes.worker_flags = ("--max-num-tokens", "16")
     processes.start("worker-0")
     asking = asyncio.create_task(client.generate(token_ids=[5] * 4000, sampling=sampling).result())

@@ -48,7 +48,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Mod
 
 @pytest.fixture(scope="module", params=["native", "torch"])
 def runner(request: pytest.FixtureRequest, model_folder: tuple[torch.nn.Module, Path]) -> ModelRunner:
-    return make_runner(model_folder[1] / "model", kernels=request.param)
+    return make_runner(model_folder[1] / "model", kernels=request.param, kv="f32")
 
 
 @pytest.fixture(scope="module")
