@@ -18,13 +18,14 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, D].
 
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
     (query_starts [B + 1]), the last of its context_lens[i] positions. Its position p lies in block
     block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
-    that many keys, itself included.
+    that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not.
 
     A query's bits do not depend on what else is asked in the call: keys are taken in tiles counted from position 0 and
     queries in tiles of constant height, so each matrix product has one shape.
@@ -36,7 +37,7 @@ def paged_attention(
         if begin < end:
             keys = _gather(k_cache, block_tables[i], length)
             values = _gather(v_cache, block_tables[i], length)
-            out[begin:end] = _attend(q[begin:end], keys, values, length, scale, window)
+            out[begin:end] = _attend(q[begin:end], keys, values, length, scale, window, softcap)
     return out
 
 
@@ -49,7 +50,9 @@ def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
     return rows.view(-1, KEY_TILE, *rows.shape[1:]).transpose(1, 2).contiguous()
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float, window: int | None) -> Tensor:
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float, window: int | None, softcap: float
+) -> Tensor:
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
     padded = functional.pad(q.float() * scale, (0, 0, 0, 0, 0, -num_queries % QUERY_TILE))
@@ -62,13 +65,16 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float, 
     for start in range(0, tiles.shape[0], QUERY_TILES_AT_ONCE):
         some = tiles[start : start + QUERY_TILES_AT_ONCE]
         first = start * QUERY_TILE
-        outs.append(_attend_tiles(some, positions[first : first + some.shape[0] * QUERY_TILE], keys, values, window))
+        seen = positions[first : first + some.shape[0] * QUERY_TILE]
+        outs.append(_attend_tiles(some, seen, keys, values, window, softcap))
     out = torch.cat(outs).view(-1, num_kv_heads, QUERY_TILE, num_heads // num_kv_heads, head_dim)
     out = out.transpose(1, 2).reshape(-1, num_heads, head_dim)
     return out[:num_queries].to(q.dtype)
 
 
-def _attend_tiles(tiles: Tensor, positions: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+def _attend_tiles(
+    tiles: Tensor, positions: Tensor, keys: Tensor, values: Tensor, window: int | None, softcap: float
+) -> Tensor:
     """tiles [T, Hk, R, D], positions [T * QUERY_TILE], keys [N, Hk, KEY_TILE, D], values [N, Hk, KEY_TILE, D + 1]."""
     num_tiles, num_kv_heads, rows, _ = tiles.shape
     num_key_tiles = min(keys.shape[0], int(positions[-1]) // KEY_TILE + 1)
@@ -77,6 +83,8 @@ def _attend_tiles(tiles: Tensor, positions: Tensor, keys: Tensor, values: Tensor
     scores = []
     for j in range(num_key_tiles):
         product = torch.matmul(tiles, keys[j].transpose(-1, -2))
+        if softcap:
+            product = softcap * torch.tanh((product / softcap).double()).float()
         key_positions = torch.arange(j * KEY_TILE, (j + 1) * KEY_TILE, device=tiles.device)
         hidden = key_positions > row_positions
         if window is not None:

@@ -137,6 +137,7 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float = 0.0,
     *,
     scales: KvScales | None = None,
 ) -> Tensor:
@@ -145,20 +146,20 @@ def paged_attention(
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
     (query_starts [B + 1]), at least one, the last of its context_lens[i] positions. Its position p lies in block
     block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
-    that many keys, itself included.
+    that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not.
     """
     tables = (block_tables, query_starts, context_lens)
     if q.is_cuda:
         flash = _flash(q.device)
         if flash is not None and scales is None and flash.can_run(q, k_cache):
-            return flash(q, k_cache, v_cache, *tables, scale, window)
+            return flash(q, k_cache, v_cache, *tables, scale, window, softcap)
     if _takes_triton(q):
         return triton.paged_attention(
-            q, k_cache, v_cache, *tables, scale, window, scales=scales, is_batch_invariant=_is_batch_invariant
+            q, k_cache, v_cache, *tables, scale, window, softcap, scales=scales, is_batch_invariant=_is_batch_invariant
         )
     if scales is None:
-        return torch_paged_attention(q, k_cache, v_cache, *tables, scale, window)
-    return quantized_paged_attention(q, k_cache, v_cache, *tables, scale, window, scales)
+        return torch_paged_attention(q, k_cache, v_cache, *tables, scale, window, softcap)
+    return quantized_paged_attention(q, k_cache, v_cache, *tables, scale, window, scales, softcap)
 
 
 def can_sample(logits: Tensor) -> bool:

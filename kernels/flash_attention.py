@@ -52,6 +52,7 @@ class FlashAttention:
         context_lens: Tensor,
         scale: float,
         window: int | None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Attend as `kernels.attention.paged_attention` does; each sequence has at least one query."""
         # Bounds, so that nothing is read back from the device.
@@ -67,6 +68,7 @@ class FlashAttention:
                 cu_seqlens_q=query_starts,
                 max_seqlen_q=most_queries,
                 softmax_scale=scale,
+                softcap=softcap,
                 causal=True,
                 window_size=(left, -1 if window is None else 0),
             )
@@ -79,6 +81,7 @@ class FlashAttention:
                 seqused_k=context_lens,
                 page_table=block_tables,
                 softmax_scale=scale,
+                softcap=softcap,
                 causal=window is None,
                 window_size=(None, None) if window is None else (left, 0),
             )
@@ -92,6 +95,7 @@ class FlashAttention:
                 max_seqlen_q=most_queries,
                 max_seqlen_k=block_tables.shape[1] * k_cache.shape[1],
                 softmax_scale=scale,
+                softcap=softcap,
                 causal=True,
                 window_size=(left, -1 if window is None else 0),
                 block_table=block_tables,

@@ -45,8 +45,9 @@ def quantized_paged_attention(
     scale: float,
     window: int | None,
     scales: KvScales,
+    softcap: float = 0.0,
 ) -> Tensor:
     """paged_attention over a quantized cache, which is widened as a whole: right, not fast."""
     keys = k_cache.float() * scales.keys[..., None]
     values = v_cache.float() * scales.values[..., None]
-    return paged_attention(q, keys, values, block_tables, query_starts, context_lens, scale, window)
+    return paged_attention(q, keys, values, block_tables, query_starts, context_lens, scale, window, softcap)

@@ -62,6 +62,7 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float = 0.0,
     *,
     scales: KvScales | None = None,
     is_batch_invariant: bool = False,
@@ -81,6 +82,7 @@ def paged_attention(
         context_lens: int32 [B].
         scale: Factor of the scores.
         window: Keys that a query sees, itself included; None: all.
+        softcap: Bends scores s to softcap * tanh(s / softcap); 0: it does not.
         scales: For a quantized cache.
         is_batch_invariant: A query's bits then depend on its own keys alone: not on its neighbours, the batch's size,
             the chunk it came in or the longest context.
@@ -121,8 +123,9 @@ def paged_attention(
             query_starts,
             context_lens,
             num_sequences,
-            scale * _LOG2_E,
+            scale if softcap else scale * _LOG2_E,
             window or 0,
+            softcap,
             q.stride(0),
             q.stride(1),
             out.stride(0),
@@ -142,6 +145,7 @@ def paged_attention(
             SEGMENT_TILES=segment_tiles,
             IS_DECODE=is_decode,
             HAS_WINDOW=window is not None,
+            HAS_SOFTCAP=softcap != 0.0,
             IS_QUANTIZED=scales is not None,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=launch.num_warps,

@@ -23,6 +23,15 @@ def _merge(top, total, acc, other_top, other_total, other_acc):
 
 
 @triton.jit
+def _bend(scores, softcap):
+    """Give softcap * tanh(scores / softcap), in units of log(2)."""
+    # tanh by exp2 of a negative number, which cannot overflow.
+    shrunk = tl.exp2(tl.abs(scores) * (-2 * 1.4426950408889634 / softcap))
+    size = softcap * 1.4426950408889634 * (1 - shrunk) / (1 + shrunk)
+    return tl.where(scores < 0, -size, size)
+
+
+@triton.jit
 def _walk(
     top,
     total,
@@ -43,11 +52,13 @@ def _walk(
     scale_stride_token,
     score_scale,
     window,
+    softcap,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     IS_MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -71,6 +82,8 @@ def _walk(
         if IS_QUANTIZED:
             scale_places = blocks * scale_stride_block + (keys % BLOCK_SIZE) * scale_stride_token
             scores *= tl.load(k_scale_ptr + scale_places)[None, :]
+        if HAS_SOFTCAP:
+            scores = _bend(scores, softcap)
         if IS_MASKED:
             is_seen = keys[None, :] <= positions[:, None]
             if HAS_WINDOW:
@@ -119,6 +132,7 @@ def attend(
     num_sequences,
     score_scale,
     window,
+    softcap,
     q_stride_token,
     q_stride_head,
     out_stride_token,
@@ -138,6 +152,7 @@ def attend(
     SEGMENT_TILES: tl.constexpr,
     IS_DECODE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -254,11 +269,13 @@ def attend(
                 scale_stride_token,
                 score_scale,
                 window,
+                softcap,
                 HEAD_DIM,
                 BLOCK_D,
                 BLOCK_N,
                 BLOCK_SIZE,
                 HAS_WINDOW,
+                HAS_SOFTCAP,
                 IS_QUANTIZED,
                 False,
                 PRECISION,
@@ -283,11 +300,13 @@ def attend(
             scale_stride_token,
             score_scale,
             window,
+            softcap,
             HEAD_DIM,
             BLOCK_D,
             BLOCK_N,
             BLOCK_SIZE,
             HAS_WINDOW,
+            HAS_SOFTCAP,
             IS_QUANTIZED,
             True,
             PRECISION,

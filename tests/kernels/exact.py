@@ -9,7 +9,13 @@ from tests.kernels.paged import PagedBatch
 
 
 def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     out = torch.zeros(q.shape, dtype=torch.float64)
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -20,6 +26,8 @@ def attention(
         keys = k_cache[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
         values = v_cache[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q[begin:end].double(), keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         distance = torch.arange(length - (end - begin), length)[:, None] - torch.arange(length)
         hidden = (distance < 0) | (distance >= (window or length))
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)

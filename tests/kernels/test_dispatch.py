@@ -41,6 +41,7 @@ def version_2(
     max_seqlen_q: int,
     max_seqlen_k: int,
     softmax_scale: float,
+    softcap: float,
     causal: bool,
     window_size: tuple[int, int],
     block_table: Tensor,
@@ -49,7 +50,7 @@ def version_2(
     assert causal
     assert max_seqlen_k >= int(lens.max())
     assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
-    return paged_attention(q, k, v, block_table, cu_seqlens_q, lens, softmax_scale, _window(window_size))
+    return paged_attention(q, k, v, block_table, cu_seqlens_q, lens, softmax_scale, _window(window_size), softcap)
 
 
 def version_3(
@@ -62,13 +63,14 @@ def version_3(
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
     softmax_scale: float,
+    softcap: float,
     causal: bool,
     window_size: tuple[int, int],
 ) -> Tensor:
     assert causal
     assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
     window = _window(window_size)
-    return paged_attention(q, k_cache, v_cache, page_table, cu_seqlens_q, cache_seqlens, softmax_scale, window)
+    return paged_attention(q, k_cache, v_cache, page_table, cu_seqlens_q, cache_seqlens, softmax_scale, window, softcap)
 
 
 def version_4(
@@ -80,12 +82,13 @@ def version_4(
     seqused_k: Tensor,
     page_table: Tensor,
     softmax_scale: float,
+    softcap: float,
     causal: bool,
     window_size: tuple[int | None, int | None],
 ) -> tuple[Tensor, None]:
     assert causal == (window_size == (None, None))
     window = _window((-1 if window_size[0] is None else window_size[0], 0))
-    return paged_attention(q, k, v, page_table, cu_seqlens_q, seqused_k, softmax_scale, window), None
+    return paged_attention(q, k, v, page_table, cu_seqlens_q, seqused_k, softmax_scale, window, softcap), None
 
 
 def _window(sizes: tuple[int, int]) -> int | None:
@@ -137,8 +140,8 @@ def test_flash_attention_is_asked_for_the_same_thing(
     tables = (batch.block_tables, batch.query_starts, batch.context_lens)
     flash = load_flash_attention(capability)
     assert flash is not None
-    expected = paged_attention(q, cache, cache, *tables, 0.3, window)
-    assert torch.equal(flash(q, cache, cache, *tables, 0.3, window), expected)
+    expected = paged_attention(q, cache, cache, *tables, 0.3, window, 1.5)
+    assert torch.equal(flash(q, cache, cache, *tables, 0.3, window, 1.5), expected)
 
 
 @pytest.mark.parametrize(

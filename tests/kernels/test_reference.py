@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional
 
 from kernels import add_rms_norm, apply_rotary, linear, paged_attention, rms_norm, silu_mul, store_kv
+from tests.kernels import exact
 from tests.kernels.paged import paged_batch
 
 
@@ -55,6 +56,14 @@ def test_elementwise_rows_do_not_depend_on_the_batch() -> None:
     for begin, end in [(0, 1), (69, 70), (3, 24), (1, 70)]:
         assert torch.equal(add_rms_norm(x[begin:end], residual[begin:end], weight, 1e-5)[0], normed[begin:end])
         assert torch.equal(silu_mul(x[begin:end]), gated[begin:end])
+
+
+def test_a_soft_cap_bends_scores() -> None:
+    batch = paged_batch([20, 3], [4, 3], block_size=16)
+    q, cache = torch.randn(7, 4, 8) * 3, torch.randn(batch.num_blocks, 16, 2, 8)
+    tables = (batch.block_tables, batch.query_starts, batch.context_lens)
+    out = paged_attention(q, cache, cache, *tables, 1.0, 9, 2.0)
+    assert exact.error(out, exact.attention(q, cache, cache, batch, 1.0, 9, 2.0)) < 1e-6
 
 
 @pytest.mark.parametrize("window", [None, 1, 50])

@@ -34,10 +34,17 @@ def random_cache(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, window: int | None = None, *, splits: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PagedBatch,
+    window: int | None = None,
+    softcap: float = 0.0,
+    *,
+    splits: int | None = None,
 ) -> Tensor:
     tables = (batch.block_tables, batch.query_starts, batch.context_lens)
-    return operations.paged_attention(q, k, v, *tables, q.shape[-1] ** -0.5, window, num_splits=splits)
+    return operations.paged_attention(q, k, v, *tables, q.shape[-1] ** -0.5, window, softcap, num_splits=splits)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -48,6 +55,7 @@ def attend(
     dim=st.sampled_from([8, 16, 24, 80]),
     block_size=st.sampled_from([4, 16, 12]),
     window=st.sampled_from([None, 1, 20]),
+    softcap=st.sampled_from([0.0, 2.0]),
     splits=st.sampled_from([None, 1, 2, 4]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
 )
@@ -58,6 +66,7 @@ def test_attention_equals_float64(
     dim: int,
     block_size: int,
     window: int | None,
+    softcap: float,
     splits: int | None,
     dtype: torch.dtype,
 ) -> None:
@@ -65,8 +74,8 @@ def test_attention_equals_float64(
     batch = paged_batch([c for c, _ in lengths], [min(c, q) for c, q in lengths], block_size)
     k, v = random_cache(batch, block_size, num_kv_heads, dim, dtype)
     q = torch.randn(int(batch.query_starts[-1]), num_kv_heads * group, dim).to(dtype)
-    out = attend(q, k, v, batch, window, splits=splits)
-    assert exact.error(out, exact.attention(q, k, v, batch, dim**-0.5, window)) < EPSILON[dtype]
+    out = attend(q, k, v, batch, window, softcap, splits=splits)
+    assert exact.error(out, exact.attention(q, k, v, batch, dim**-0.5, window, softcap)) < EPSILON[dtype]
 
 
 def test_heads_of_256_and_queries_inside_a_wider_row() -> None:
