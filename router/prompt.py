@@ -44,8 +44,8 @@ class PromptBuilder:
         if self._template is not None:
             self._template.close()
 
-    async def token_ids(self, request: pb.GenerateRequest) -> list[int]:
-        """Token ids of the request's input, at least one.
+    async def token_ids(self, request: pb.GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of the request's input, at least one; a text's with those that the tokenizer adds, or without.
 
         Raises:
             InvalidArgumentError: No input, an empty one, one that is too long, or a conversation that does not parse.
@@ -56,7 +56,10 @@ class PromptBuilder:
             ids = request.token_ids.values[:]
         elif kind == "prompt":
             self._check_length(request.prompt, "prompt")
-            ids = await self._run(len(request.prompt), lambda: self.tokenizer.encode(request.prompt))
+            ids = await self._run(
+                len(request.prompt),
+                lambda: self.tokenizer.encode(request.prompt, add_special_tokens=add_special_tokens),
+            )
         elif kind == "chat":
             ids = await self._run(_INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat))
         else:

@@ -53,6 +53,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.feeds: list[Feed] = []
         self.submit_errors: list[Exception] = []
         self.features: tuple[str, ...] = ()
+        self.loras: list[loads_pb2.LoraInfo] = []
         self.changed = asyncio.Event()
         self.server: Server | None = None
 
@@ -135,6 +136,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
     async def GetModelInfo(self, request: Any, context: Any) -> loads_pb2.ModelInfo:  # noqa: N802
         return loads_pb2.ModelInfo(features=self.features)
+
+    async def ListLoras(self, request: Any, context: Any) -> loads_pb2.ListLorasResponse:  # noqa: N802
+        return loads_pb2.ListLorasResponse(loras=self.loras)
 
     async def GetServerInfo(self, request: Any, context: Any) -> loads_pb2.ServerInfo:  # noqa: N802
         return loads_pb2.ServerInfo(scheduler_epoch=7)

@@ -18,9 +18,11 @@ from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
 from router.adapters.openai.body import Body
 from router.adapters.openai.errors import error_body, headers, http_status
-from router.adapters.openai.jobs import Job, chat_job, completion_job
+from router.adapters.openai.jobs import Job, Vocabulary, chat_job, completion_job
+from router.adapters.openai.models import Models
+from router.adapters.openai.openapi import document
 from router.adapters.openai.reply import Reply
-from router.adapters.openai.shapes import Spell
+from router.adapters.openai.tool_calls import format_of
 from router.output import FrontDoor
 from router.prompt import PromptBuilder
 from router.request_checks import check_model
@@ -45,6 +47,8 @@ class OpenAiApi:
         self._metrics = metrics
         self._problems = problems
         self._max_body_bytes = max_body_bytes
+        self._models = Models(self._model, front.runner.cells)
+        self._vocabulary = Vocabulary(self._spell, format_of(self._model.chat_template))
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -55,42 +59,42 @@ class OpenAiApi:
             "/detokenize": self._detokenize,
         }
         gets: dict[str, Endpoint] = {
-            "/v1/models": self._models,
+            "/v1/models": self._list_models,
             "/v1/models/{name:path}": self._one_model,
             "/health": self._health,
             "/metrics": self._show_metrics,
+            "/openapi.json": self._describe,
         }
         routes = [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(path, _mapped(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
-    async def _generate(self, request: Request, make: Callable[[Body, Spell], Job]) -> Response:
+    async def _generate(self, request: Request, make: Callable[[Body, Vocabulary], Job]) -> Response:
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
-        job = make(await self._body(request), self._spell)
+        job = make(await self._body(request), self._vocabulary)
+        await self._models.resolve(job.requests)
         return Reply(self._front, job, request.headers.get("last-event-id"))
 
-    async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+    async def _list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await self._models.cards()})
 
     async def _one_model(self, request: Request) -> Response:
-        check_model(request.path_params["name"], self._model)
-        return JSONResponse(self._card())
-
-    def _card(self) -> dict[str, object]:
-        card = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "midstream"}
-        return {**card, "max_model_len": self._model.max_sequence_length}
+        return JSONResponse(await self._models.card(request.path_params["name"]))
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._body(request)
         check_model(body.text("model") or "", self._model)
         native = pb.GenerateRequest()
         if body.has("messages"):
-            native.chat.CopyFrom(chat_job(body, self._spell).requests[0].chat)
+            native.chat.CopyFrom(chat_job(body, self._vocabulary).requests[0].chat)
         else:
             native.prompt = body.text("prompt") or ""
-        ids = await self._prompts.token_ids(native)
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_sequence_length})
+        ids = await self._prompts.token_ids(native, add_special_tokens=body.flag("add_special_tokens") is not False)
+        answer = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_sequence_length}
+        if body.flag("return_token_strs"):
+            answer["token_strs"] = [self._prompts.tokenizer.token(token) or "" for token in ids]
+        return JSONResponse(answer)
 
     async def _detokenize(self, request: Request) -> Response:
         body = await self._body(request)
@@ -107,6 +111,9 @@ class OpenAiApi:
 
     async def _show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _describe(self, request: Request) -> Response:
+        return JSONResponse(document(self._model))
 
     async def _body(self, request: Request) -> Body:
         data = bytearray()

@@ -21,6 +21,8 @@ _STATUSES: dict[StatusCode, tuple[int, str]] = {
 # Native fields that OpenAI and vLLM call otherwise; of the rest the last part of the path is the same.
 _PARAMS = {
     "chat": "messages",
+    "lora.name": "model",
+    "prompt_tuning.name": "model",
     "token_ids": "prompt",
     "guided_decoding": "response_format",
     "sampling.embedding_bias": "logit_bias",

@@ -9,15 +9,35 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
-from midstream.errors import InvalidArgumentError, UnsupportedError
+from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 from router.adapters.openai.body import Body, token_ids
+from router.adapters.openai.messages import chat_messages
 from router.adapters.openai.parameters import native_request, refuse
 from router.adapters.openai.shapes import ChatShape, CompletionShape, Shape, Spell
+from router.adapters.openai.tool_calls import MakeReader
+from router.adapters.openai.tools import read_tools
 from router.request_checks import check_name
 
+_NOT_IN_CHAT = (
+    "audio", "chat_template", "continue_final_message", "documents", "echo", "function_call", "functions", "prediction",
+    "web_search_options",
+)  # fmt: skip
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a job must know of the model.
+
+    Attributes:
+        spell: The text of one token.
+        make_reader: Reads tool calls as the model writes them; None where that is not known.
+    """
+
+    spell: Spell
+    make_reader: MakeReader | None = None
 
 
 @dataclass(slots=True)
@@ -27,20 +47,24 @@ class Job:
     Attributes:
         request_id: Of the whole; with several prompts, the native requests have it with a number.
         requests: One per prompt.
+        model: As the client calls it.
         num_choices: Choices shown per prompt: the best of its sequences.
         includes_usage: The last event of a stream has the usage.
+        reads_calls: Text is read for tool calls, from its beginning on.
     """
 
     request_id: str
+    model: str
     requests: list[pb.GenerateRequest]
     shape: Shape
     num_choices: int
     is_stream: bool
     includes_usage: bool
+    reads_calls: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def completion_job(body: Body, spell: Spell) -> Job:
+def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
     """/v1/completions.
 
     Raises:
@@ -67,16 +91,19 @@ def completion_job(body: Body, spell: Spell) -> Job:
         else:
             copy.token_ids.values.extend(prompt)
         requests.append(copy)
-    return _job(body, requests, CompletionShape(spell), num_choices)
+    shape = CompletionShape(
+        vocabulary.spell, with_log_probs=log_probs is not None, returns_ids=bool(body.flag("return_token_ids"))
+    )
+    return _job(body, requests, shape, num_choices)
 
 
-def chat_job(body: Body, spell: Spell) -> Job:
+def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     """/v1/chat/completions.
 
     Raises:
         MidstreamError: A field is wrong or not supported.
     """
-    refuse(body, "functions", "function_call", "audio", "chat_template", "continue_final_message", "documents")
+    refuse(body, *_NOT_IN_CHAT)
     request = native_request(body)
     max_tokens = body.integer("max_completion_tokens")
     max_tokens = body.integer("max_tokens") if max_tokens is None else max_tokens
@@ -87,14 +114,22 @@ def chat_job(body: Body, spell: Spell) -> Job:
         request.output.log_probs = top or 0
     elif top:
         raise InvalidArgumentError("needs logprobs", field="top_logprobs")
-    request.chat.messages.extend(_message(message) for message in body.objects("messages"))
-    _fill_tools(body, request.chat)
+    request.chat.messages.extend(chat_messages(body))
+    tools = read_tools(body, vocabulary.make_reader)
+    request.chat.tools_json = tools.tools_json
+    if tools.guide is not None:
+        if request.HasField("guided_decoding"):
+            raise InvalidArgumentError("demands a call, which response_format contradicts", field="tool_choice")
+        request.guided_decoding.CopyFrom(tools.guide)
     prompt_follows = body.flag("add_generation_prompt")
     if prompt_follows is not None:
         request.chat.add_generation_prompt = prompt_follows
     if body.child("chat_template_kwargs") is not None:
         request.chat.template_variables_json = json.dumps(body.get("chat_template_kwargs"))
-    return _job(body, [request], ChatShape(spell), request.sampling.num_return_sequences or 1)
+    shape = ChatShape(vocabulary.spell, tools, returns_ids=bool(body.flag("return_token_ids")))
+    job = _job(body, [request], shape, request.sampling.num_return_sequences or 1)
+    job.reads_calls = tools.reader is not None
+    return job
 
 
 def _job(body: Body, requests: list[pb.GenerateRequest], shape: Shape, num_choices: int) -> Job:
@@ -104,7 +139,7 @@ def _job(body: Body, requests: list[pb.GenerateRequest], shape: Shape, num_choic
     check_name(job_id, "request_id")
     for request, name in zip(requests, request_ids(job_id, len(requests)), strict=True):
         request.request_id = name
-    return Job(job_id, requests, shape, num_choices, bool(body.flag("stream")), includes_usage)
+    return Job(job_id, requests[0].model, requests, shape, num_choices, bool(body.flag("stream")), includes_usage)
 
 
 def request_ids(job_id: str, num_prompts: int) -> list[str]:
@@ -151,51 +186,3 @@ def _prompts(body: Body) -> list[str | list[int]]:
             raise InvalidArgumentError("must be text, token ids, or an array of either", field="prompt")
         prompts.append(item if isinstance(item, str) else token_ids(item, "prompt"))
     return prompts
-
-
-def _message(message: Body) -> pb.ChatMessage:
-    turn = pb.ChatMessage(
-        role=message.text("role") or "",
-        content=_content(message),
-        tool_call_id=message.text("tool_call_id") or "",
-        name=message.text("name") or "",
-    )
-    calls = [_tool_call(call) for call in message.objects("tool_calls")]
-    if calls:
-        turn.tool_calls_json = json.dumps(calls)
-    return turn
-
-
-def _content(message: Body) -> str:
-    if not isinstance(message.get("content"), list):
-        return message.text("content") or ""
-    texts = []
-    for part in message.objects("content"):
-        if part.text("type") not in ("text", "refusal"):
-            raise UnsupportedError("only text is supported", field=part.path("type"))
-        texts.append(part.text("text") or part.text("refusal") or "")
-    return "\n".join(texts)
-
-
-def _tool_call(call: Body) -> dict[str, object]:
-    """Templates expect the arguments as an object; OpenAI's clients send them as text."""
-    function = call.child("function")
-    if function is None:
-        raise InvalidArgumentError("must be an object", field=call.path("function"))
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise InvalidArgumentError("is not JSON", field=function.path("arguments")) from None
-    function_fields = {"name": function.text("name") or "", "arguments": arguments}
-    return {"id": call.text("id") or "", "type": "function", "function": function_fields}
-
-
-def _fill_tools(body: Body, chat: pb.ChatInput) -> None:
-    choice = body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise UnsupportedError("only none and auto are supported", field="tool_choice")
-    tools = body.objects("tools")
-    if tools and choice != "none":
-        chat.tools_json = json.dumps(body.get("tools"))

@@ -10,6 +10,10 @@ from protos import generation_pb2 as pb
 from router.adapters.openai.body import Body
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+# Of vLLM's extras, those that would be missed in the output.
+_NOT_SUPPORTED = (
+    "allowed_token_ids", "logits_processors", "prompt_logprobs", "return_tokens_as_token_ids", "truncate_prompt_tokens",
+)  # fmt: skip
 _SEED_RANGE = 1 << 64
 _GUIDES = {
     "json": pb.GUIDE_TYPE_JSON_SCHEMA,
@@ -26,6 +30,7 @@ def native_request(body: Body) -> pb.GenerateRequest:
         InvalidArgumentError: A field is not what it should be.
         UnsupportedError: A field that this service will not have.
     """
+    refuse(body, *_NOT_SUPPORTED)
     request = pb.GenerateRequest(
         request_id=body.text("request_id") or "",
         model=body.text("model") or "",
@@ -96,6 +101,7 @@ def _guide(body: Body) -> pb.GuidedDecodingConfig | None:
     guides = [_response_format(body), *_named_guides(body, "guided_")]
     structured = body.child("structured_outputs")
     if structured is not None:
+        refuse(structured, "structural_tag")
         guides += _named_guides(structured, "")
     found = [guide for guide in guides if guide is not None]
     if len(found) > 1:

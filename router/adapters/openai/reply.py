@@ -1,8 +1,7 @@
 """Answers one job: runs its requests, and writes their output as JSON or as server-sent events.
 
-Each event's id says what its reader has: `REQUEST/OFFSETS/...`, a part per prompt with the next token offset of each
-sequence, an `f` after those that have ended. The same body sent with that as Last-Event-ID, to any router, gets the
-rest.
+Each event's id says what its reader has (positions.py). The same body sent with that as Last-Event-ID, to any router,
+gets the rest.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -22,26 +20,13 @@ from midstream.chunk import Chunk, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
 from router.adapters.openai.errors import error_body, headers, http_status
 from router.adapters.openai.jobs import Job, request_ids
+from router.adapters.openai.positions import Position, event_id, read_event_id
 from router.adapters.openai.shapes import usage_fields
 from router.output import FrontDoor, Output
 
 logger = logging.getLogger(__name__)
 
-_OFFSETS = re.compile(r"(\d{1,9}f?(,\d{1,9}f?)*)?")
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
-
-class _Position:
-    """What the reader has of one prompt's sequences."""
-
-    def __init__(self, text: str = "") -> None:
-        parts = text.split(",") if text else []
-        self.offsets = {i: int(part.rstrip("f")) for i, part in enumerate(parts)}
-        self.ended = {i for i, part in enumerate(parts) if part.endswith("f")}
-
-    def __str__(self) -> str:
-        size = max(self.offsets, default=-1) + 1
-        return ",".join(f"{self.offsets.get(i, 0)}{'f' if i in self.ended else ''}" for i in range(size))
 
 
 class Reply(Response):
@@ -53,7 +38,7 @@ class Reply(Response):
         self._job = job
         self._last_event_id = last_event_id
         self._is_resumed = last_event_id is not None
-        self._positions = [_Position() for _ in job.requests]
+        self._positions = [Position() for _ in job.requests]
         self._usages: list[Usage] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,8 +87,8 @@ class Reply(Response):
         try:
             for name, request, position in zip(names, self._job.requests, self._positions, strict=True):
                 if self._is_resumed:
-                    size = max(position.offsets, default=-1) + 1
-                    output = self._front.resume(name, 0, [position.offsets.get(i, 0) for i in range(size)], None)
+                    offsets = [] if self._job.reads_calls else position.next_offsets
+                    output = self._front.resume(name, 0, offsets, None)
                 else:
                     output = await self._front.start(request, None)
                 outputs.append(await stack.enter_async_context(output))
@@ -114,12 +99,10 @@ class Reply(Response):
             raise
         return outputs
 
-    def _read_positions(self, event_id: str) -> None:
-        name, *parts = event_id.split("/")
-        if not self._job.is_stream or len(parts) != len(self._job.requests) or not all(map(_OFFSETS.fullmatch, parts)):
-            raise InvalidArgumentError("is not an event of such a stream", field="Last-Event-ID")
-        self._job.request_id = unquote(name)
-        self._positions = [_Position(part) for part in parts]
+    def _read_positions(self, text: str) -> None:
+        if not self._job.is_stream:
+            raise InvalidArgumentError("is of a stream, which this request is not", field="Last-Event-ID")
+        self._job.request_id, self._positions = read_event_id(text, len(self._job.requests))
 
     async def _whole(self, outputs: list[Output]) -> Mapping[str, object]:
         choices: list[dict[str, object]] = []
@@ -161,30 +144,39 @@ class Reply(Response):
         await _write(send, "data: [DONE]\n\n", more=False)
 
     async def _relay(self, number: int, output: Output, send: Send) -> None:
-        position = self._positions[number]
         while not output.is_final:
             for chunk in await output.take():
                 self._count(chunk)
-                index = chunk.sequence_index
-                if index in position.ended:
-                    continue
-                position.offsets[index] = max(chunk.next_offset, position.offsets.get(index, 0))
-                if chunk.is_sequence_final:
-                    position.ended.add(index)
-                await self._event(send, self._job.shape.part(number * self._job.num_choices + index, chunk))
+                choice = self._choice(number, chunk)
+                if choice is not None:
+                    await self._event(send, choice)
+
+    def _choice(self, number: int, chunk: Chunk) -> dict[str, object] | None:
+        """One choice's news; None where the reader has it."""
+        job, position, index = self._job, self._positions[number], chunk.sequence_index
+        if index in position.ended:
+            return None
+        shown = number * job.num_choices + index
+        if job.reads_calls and self._is_resumed:
+            known, chunk = position.known_part(chunk)
+            job.shape.read_again(shown, known)
+            if not (chunk.token_ids or chunk.text or chunk.is_sequence_final):
+                return None
+        position.advance(chunk, counts_characters=job.reads_calls)
+        return job.shape.part(shown, chunk)
 
     async def _event(self, send: Send, choice: dict[str, object] | None) -> None:
         """Writes one choice's news, or the usage."""
-        event: dict[str, object] = self._envelope(self._job.shape.chunk_name)
+        event = self._envelope(self._job.shape.chunk_name)
         event["choices"] = [choice] if choice is not None else []
         if self._job.includes_usage:
             event["usage"] = self._usage() if choice is None else None
-        event_id = "/".join([self._header_id(), *map(str, self._positions)])
-        await _write(send, f"id: {event_id}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n", more=True)
+        name = event_id(self._job.request_id, self._positions)
+        await _write(send, f"id: {name}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n", more=True)
 
     def _envelope(self, name: str) -> dict[str, object]:
         job = self._job
-        model = self._front.runner.model.name
+        model = job.model or self._front.runner.model.name
         return {"id": job.shape.prefix + job.request_id, "object": name, "created": job.created, "model": model}
 
     def _count(self, chunk: Chunk) -> None:

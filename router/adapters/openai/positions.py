@@ -1,0 +1,93 @@
+"""What the reader of a stream has, as the ids of its events say it.
+
+An id is `REQUEST/PART/PART...`, a part for each prompt: for each of its sequences the next token offset, `:` and the
+number of characters where text is read for tool calls, and an `f` after what has ended.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from urllib.parse import quote, unquote
+
+from midstream.chunk import Chunk
+from midstream.errors import InvalidArgumentError
+
+_ONE = r"\d{1,9}(:\d{1,9})?f?"
+_PART = re.compile(rf"({_ONE}(,{_ONE})*)?", re.ASCII)
+
+
+class Position:
+    """What the reader has of one prompt's sequences.
+
+    Attributes:
+        offsets: Next token offset of each sequence.
+        characters: Of each sequence's text, where text is read from its beginning; else empty.
+        ended: Sequences that have ended.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        parts = [part.rstrip("f").partition(":") for part in text.split(",")] if text else []
+        self.offsets = {i: int(tokens) for i, (tokens, _, _) in enumerate(parts)}
+        self.characters = {i: int(count) for i, (_, colon, count) in enumerate(parts) if colon}
+        self.ended = {i for i, part in enumerate(text.split(",")) if part.endswith("f")}
+        self._skipped: dict[int, tuple[int, int]] = {}
+
+    def __str__(self) -> str:
+        size = max(self.offsets, default=-1) + 1
+        return ",".join(map(self._one, range(size)))
+
+    def _one(self, index: int) -> str:
+        count = f":{self.characters[index]}" if index in self.characters else ""
+        return f"{self.offsets.get(index, 0)}{count}{'f' if index in self.ended else ''}"
+
+    @property
+    def next_offsets(self) -> list[int]:
+        """Next token offset of each sequence, up to the last that has begun."""
+        return [self.offsets.get(i, 0) for i in range(max(self.offsets, default=-1) + 1)]
+
+    def advance(self, chunk: Chunk, *, counts_characters: bool) -> None:
+        """The reader gets `chunk`."""
+        index = chunk.sequence_index
+        self.offsets[index] = max(chunk.next_offset, self.offsets.get(index, 0))
+        if counts_characters:
+            self.characters[index] = self.characters.get(index, 0) + len(chunk.text)
+        if chunk.is_sequence_final:
+            self.ended.add(index)
+
+    def known_part(self, chunk: Chunk) -> tuple[str, Chunk]:
+        """Of a sequence that is read from its beginning again: the text that is known, and the chunk without it."""
+        index = chunk.sequence_index
+        characters, offset = self._skipped.get(index, (self.characters.get(index, 0), self.offsets.get(index, 0)))
+        text = chunk.text[:characters]
+        self._skipped[index] = (characters - len(text), offset)
+        num_tokens = min(max(offset - chunk.token_offset, 0), len(chunk.token_ids))
+        extras = chunk.extras
+        if num_tokens and extras is not None and extras.log_probs is not None:
+            extras = replace(extras, log_probs=extras.log_probs.without(num_tokens))
+        rest = replace(
+            chunk,
+            token_offset=chunk.token_offset + num_tokens,
+            token_ids=chunk.token_ids[num_tokens:],
+            text=chunk.text[len(text) :],
+            extras=extras,
+        )
+        return text, rest
+
+
+def event_id(request_id: str, positions: Sequence[Position]) -> str:
+    """The id of the event after which the reader is at `positions`."""
+    return "/".join([quote(request_id, safe=""), *map(str, positions)])
+
+
+def read_event_id(text: str, num_prompts: int) -> tuple[str, list[Position]]:
+    """The request's id, and a position for each prompt.
+
+    Raises:
+        InvalidArgumentError: It is not the id of an event of such a request.
+    """
+    name, *parts = text.split("/")
+    if len(parts) != num_prompts or not all(map(_PART.fullmatch, parts)):
+        raise InvalidArgumentError("is not an event of such a stream", field="Last-Event-ID")
+    return unquote(name), [Position(part) for part in parts]

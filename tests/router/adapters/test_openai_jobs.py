@@ -1,0 +1,126 @@
+"""What a body becomes, and what its output looks like, without a service."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from midstream.chunk import Chunk, FinishReason
+from midstream.errors import InvalidArgumentError, MidstreamError, UnsupportedError
+from midstream.extras import Extras, LogProbs
+from protos import generation_pb2 as pb
+from router.adapters.openai.body import Body
+from router.adapters.openai.jobs import Job, Vocabulary, chat_job, completion_job
+from router.adapters.openai.tool_calls import TaggedReader
+
+VOCABULARY = Vocabulary(lambda token: chr(97 + token), TaggedReader)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+
+
+def chat(**fields: object) -> Job:
+    return chat_job(Body({"messages": [{"role": "user", "content": "Hi"}]} | fields), VOCABULARY)
+
+
+def test_every_form_of_a_prompt_is_taken() -> None:
+    good: list[tuple[object, int]] = [("a", 1), (["a", "b"], 2), ([1, 2], 1), ([[1], [2, 3]], 2), (["a", [1]], 2)]
+    for prompt, count in good:
+        job = completion_job(Body({"prompt": prompt, "n": 2}), VOCABULARY)
+        assert (len(job.requests), job.num_choices) == (count, 2)
+        assert len({request.request_id for request in job.requests}) == count
+    bad: list[object] = [None, [], [None], {"a": 1}, [1, "a"], [[1.5]], True]
+    for prompt in bad:
+        with pytest.raises(InvalidArgumentError) as raised:
+            completion_job(Body({"prompt": prompt}), VOCABULARY)
+        assert raised.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    "field", ["suffix", "truncate_prompt_tokens", "logits_processors", "prompt_logprobs", "allowed_token_ids"]
+)
+def test_what_would_be_missed_is_refused_clearly(field: str) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        completion_job(Body({"prompt": "a", field: "x"}), VOCABULARY)
+    assert raised.value.field == field
+    completion_job(Body({"prompt": "a", field: None}), VOCABULARY)
+
+
+def test_log_probabilities_are_valid_json_even_where_a_token_cannot_be() -> None:
+    rows = LogProbs((-math.inf, math.nan), 1, (3, 4), (-0.5, -math.inf), (1, 2))
+    end = {"is_sequence_final": True, "is_final": True, "finish_reason": FinishReason.LENGTH}
+    for job in (completion_job(Body({"prompt": "a", "logprobs": 1}), VOCABULARY), chat(logprobs=True, top_logprobs=1)):
+        chunk = Chunk(0, 0, [1, 2], "bc", extras=Extras(rows), **end)  # type: ignore[arg-type]
+        text = json.dumps(job.shape.whole(0, chunk), allow_nan=False)
+        assert text.count("-9999.0") == 3
+        assert "-0.5" in text
+
+
+def test_an_echoed_prompt_has_its_log_probabilities_before_the_output() -> None:
+    job = completion_job(Body({"prompt": [0, 1], "echo": True, "logprobs": 1}), VOCABULARY)
+    assert job.requests[0].output.prompt_log_probs == 1
+    extras = Extras(LogProbs((-1.0,), 1, (2,), (-1.0,), (1,)), LogProbs((-2.0,), 1, (7,), (-0.1,), (3,)))
+    choice = job.shape.whole(0, Chunk(0, 0, [0, 1, 2], "abc", extras=extras))
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "c"],
+        "token_logprobs": [None, -2.0, -1.0],
+        "top_logprobs": [None, {"h": -0.1}, {"c": -1.0}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_best_of_needs_log_probabilities_and_does_not_show_them() -> None:
+    job = completion_job(Body({"prompt": "a", "best_of": 3}), VOCABULARY)
+    assert (job.requests[0].sampling.num_return_sequences, job.num_choices) == (3, 1)
+    assert job.requests[0].output.HasField("log_probs")
+    extras = Extras(LogProbs((-1.0,), 0, (), (), (1,)))
+    assert job.shape.whole(0, Chunk(0, 0, [1], "b", extras=extras))["logprobs"] is None
+
+
+def test_a_demanded_call_is_a_grammar_and_one_left_to_the_model_is_not() -> None:
+    auto = chat(tools=TOOLS)
+    assert json.loads(auto.requests[0].chat.tools_json) == TOOLS
+    assert not auto.requests[0].HasField("guided_decoding")
+    named = chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}})
+    assert named.requests[0].guided_decoding.guide_type == pb.GUIDE_TYPE_JSON_SCHEMA
+    assert json.loads(named.requests[0].guided_decoding.guide) == SCHEMA
+    required = json.loads(
+        chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).requests[0].guided_decoding.guide
+    )
+    assert (required["minItems"], required["maxItems"]) == (1, 1)
+    assert required["items"]["anyOf"][0]["properties"] == {"name": {"const": "weather"}, "parameters": SCHEMA}
+    none = chat(tools=TOOLS, tool_choice="none")
+    assert (none.requests[0].chat.tools_json, none.reads_calls) == ("", False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tool_choice": "perhaps"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
+        ({"functions": [1]}, "functions"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ],
+)
+def test_what_contradicts_itself_is_named(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(MidstreamError) as raised:
+        chat(**fields)
+    assert raised.value.field == field
+
+
+def test_a_call_is_a_tool_call_of_the_message_and_the_reason_of_its_end() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "x"}}</tool_call>'
+    end = Chunk(0, 0, [1], text, is_sequence_final=True, is_final=True, finish_reason=FinishReason.STOP)
+    choice = json.loads(json.dumps(chat(tools=TOOLS).shape.whole(0, end)))
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["type"], call["function"]) == ("function", {"name": "weather", "arguments": '{"city": "x"}'})
+    assert call["id"].startswith("call_")
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert json.loads(json.dumps(chat().shape.whole(0, end)))["message"]["content"] == text
