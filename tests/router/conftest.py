@@ -80,6 +80,7 @@ class Cluster:
         self.scheduler_address = ""
         self.prompts = PromptBuilder(folder, 1)
         self._parts: list[Part] = []
+        self._runners: list[Runner] = []
 
     async def start_scheduler(self) -> None:
         self.scheduler_address = await self.scheduler.start()
@@ -105,6 +106,7 @@ class Cluster:
             max_pending_bytes=max_pending_bytes,
             unavailable_timeout_s=unavailable_timeout_s,
         )
+        self._runners.append(runner)
         server = Server("midstream.v1.Midstream", "127.0.0.1", port, Progress())
         front = FrontDoor(runner, RouterMetrics(Metrics()), server.draining)
         add_servicers(server, front, self.prompts, cells, "r")
@@ -122,6 +124,8 @@ class Cluster:
     async def close(self) -> None:
         for part in reversed(self._parts):
             await part.kill()
+        for runner in self._runners:
+            runner.close()
         await self.scheduler.stop()
         self.prompts.close()
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.error
 import urllib.request
 
 import openai
 import pytest
 
+from midstream.errors import (
+    AlreadyExistsError,
+    ExecutionError,
+    InvalidArgumentError,
+    MidstreamError,
+    NotFoundError,
+    OverloadedError,
+    UnsupportedError,
+)
 from midstream.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from protos import loads_pb2
+from tests.router.adapters.sse import post_stream
 from tests.router.conftest import Cluster, Part
 
 TEXT = "Every part may die 🫠 and the text goes on: 日本語, naïve, done."
@@ -72,40 +85,118 @@ async def test_a_client_that_leaves_aborts(cluster: Cluster, router: Part) -> No
         await cluster.scheduler.until(lambda: cluster.scheduler.aborts == ["r"])
 
 
-async def test_another_router_takes_a_stream_up_at_the_last_event(
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLS = '[{"name": "weather", "parameters": {"city": "東京"}}, {"name": "weather", "parameters": {"city": "Oslo"}}]'
+
+
+async def test_another_router_takes_a_stream_up_when_one_is_killed(
     cluster: Cluster, router: Part, tokenizer: Tokenizer
 ) -> None:
+    """With several sequences, and with tool calls in the text, nothing is lost or repeated."""
+    second = await cluster.add_router(await cluster.add_detokenizer("e"))
     assert router.http is not None
-    cluster.scheduler.add("r")
-    ids = tokenizer.encode(TEXT)
-    await answer(cluster, "r", ids)
-    lines = await asyncio.to_thread(post_sse, router.http.port, {"prompt": "Hi", "stream": True}, "r/4")
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert tokenizer.decode(ids[:4]) + "".join(event["choices"][0]["text"] for event in events) == TEXT
-    assert lines[-1] == "data: [DONE]"
+    assert second.http is not None
+    prompt: dict[str, object] = {"prompt": "Hi", "n": 2, "stream": True, "request_id": "two"}
+    message = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "request_id": "call"}
+    chat: dict[str, object] = {**message, "tools": [WEATHER], "tool_choice": "required", "logprobs": True}
+    for path, body, text in (("/v1/completions", prompt, TEXT), ("/v1/chat/completions", chat, CALLS)):
+        name, ids = str(body["request_id"]), tokenizer.encode(text)
+        async with post_stream(router.http.port, path, body) as stream:
+            await cluster.scheduler.until(lambda name=name: name in cluster.scheduler.requests)
+            events = []
+            for token in ids[: len(ids) // 2]:
+                cluster.scheduler.emit(name, [token])
+                events.append(await anext(stream.events()))
+            last_id = stream.last_id
+            if path == "/v1/chat/completions":
+                await router.kill()
+        for index in range(int(str(body.get("n", 1)))):
+            cluster.scheduler.emit(name, ids[len(ids) // 2 :] if index == 0 else ids, index)
+        cluster.scheduler.end(name, reason=pb.FINISH_REASON_STOP, sequences=range(int(str(body.get("n", 1)))))
+        async with post_stream(second.http.port, path, body, last_id) as stream:
+            events += [event async for event in stream.events()]
+        choices = [choice for event in events for choice in event["choices"]]
+        if path == "/v1/completions":
+            for index in range(2):
+                assert "".join(choice["text"] for choice in choices if choice["index"] == index) == TEXT
+        else:
+            calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+            assert [(call["index"], json.loads(call["function"]["arguments"])) for call in calls] == [
+                (0, {"city": "東京"}),
+                (1, {"city": "Oslo"}),
+            ]
+            assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+            assert not "".join(choice["delta"].get("content", "") for choice in choices)
 
 
-def post_sse(port: int, body: dict[str, object], last_event_id: str) -> list[str]:
-    headers = {"Last-Event-ID": last_event_id}
-    url = f"http://127.0.0.1:{port}/v1/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=10) as response:
-        return [line for line in response.read().decode().splitlines() if line]
+async def test_an_event_id_of_another_request_is_refused(router: Part) -> None:
+    assert router.http is not None
+    for event_id in ("r/4/5", "r/x", "r", "r/1,", "r/²"):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{router.http.port}/v1/completions",
+            json.dumps({"prompt": "Hi", "stream": True}).encode(),
+            {"Last-Event-ID": event_id},
+        )
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            await asyncio.to_thread(urllib.request.urlopen, request, timeout=10)
+        assert raised.value.code == 400
+        assert json.load(raised.value)["error"]["param"] == "Last-Event-ID"
+        raised.value.close()
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
+async def test_adapters_are_models(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:
+    cluster.scheduler.loras = [
+        loads_pb2.LoraInfo(name="tone", path="/adapters/tone", rank=8),
+        loads_pb2.LoraInfo(name="task", path="/adapters/task", num_virtual_tokens=4),
+    ]
+    async with client_of(router) as client:
+        models = [model.id async for model in client.models.list()]
+        assert (models, (await client.models.retrieve("tone")).id) == (["smollm2", "tone", "task"], "tone")
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("other")
+        for name in ("tone", "task"):
+            call = client.completions.create(model=name, prompt="Hi", extra_body={"request_id": name})
+            completion, _ = await asyncio.gather(call, answer(cluster, name, tokenizer.encode("Yes")))
+            assert (completion.model, completion.choices[0].text) == (name, "Yes")
+    natives = {name: cluster.scheduler.requests[name].request for name in ("tone", "task")}
+    assert {native.model for native in natives.values()} == {"smollm2"}
+    assert (natives["tone"].lora.name, natives["task"].prompt_tuning.name) == ("tone", "task")
+
+
+async def test_every_error_has_its_status(cluster: Cluster, router: Part) -> None:
+    """As docs/adapters.md says it."""
+    errors: list[tuple[MidstreamError, type[openai.APIStatusError], int]] = [
+        (InvalidArgumentError("no", field="sampling.top_k"), openai.BadRequestError, 400),
+        (UnsupportedError("no"), openai.BadRequestError, 400),
+        (NotFoundError("no", field="lora.name"), openai.NotFoundError, 404),
+        (AlreadyExistsError("no"), openai.ConflictError, 409),
+        (OverloadedError("no", retry_after_ms=1500), openai.RateLimitError, 429),
+        (ExecutionError("no"), openai.InternalServerError, 500),
+    ]
+    async with client_of(router) as client:
+        for error, kind, status in errors:
+            cluster.scheduler.submit_errors.append(error)
+            with pytest.raises(kind) as raised:
+                await client.completions.create(model="smollm2", prompt="Hi")
+            assert raised.value.status_code == status
+            if status == 429:
+                assert raised.value.response.headers["retry-after-ms"] == "1500"
+        with pytest.raises(openai.APIStatusError) as raised:
+            await client.completions.create(model="smollm2", prompt="Hi", extra_body={"timeout_ms": 0})
+        assert raised.value.status_code == 504
+
+
+async def test_a_wrong_field_is_named(router: Part) -> None:
+    wrong: list[tuple[dict[str, object], int, str]] = [
         ({"temperature": -1.0}, 400, "temperature"),
         ({"suffix": "x"}, 400, "suffix"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
         ({"model": "other"}, 404, "model"),
         ({"seed": 1 << 70}, 400, "seed"),
-    ],
-)
-async def test_a_wrong_field_is_named(router: Part, fields: dict[str, object], status: int, param: str) -> None:
+    ]
     async with client_of(router) as client:
-        with pytest.raises(openai.APIStatusError) as raised:
-            await client.completions.create(model="smollm2", prompt="Hi", extra_body=fields)
-    assert (raised.value.status_code, raised.value.param) == (status, param)
+        for fields, status, param in wrong:
+            with pytest.raises(openai.APIStatusError) as raised:
+                await client.completions.create(model="smollm2", prompt="Hi", extra_body=fields)
+            assert (raised.value.status_code, raised.value.param) == (status, param)

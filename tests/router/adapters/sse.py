@@ -1,0 +1,47 @@
+"""Server-sent events over a plain socket, so that a test may drop it, or lose it, at any event."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+
+class EventStream:
+    """Events of one response.
+
+    Attributes:
+        last_id: Of the last event that was read.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self.last_id = ""
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """The data of each event until `[DONE]` or the connection's end."""
+        while line := await self._reader.readline():
+            if line.startswith(b"id: "):
+                self.last_id = line[4:].strip().decode()
+            elif line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+            elif line.startswith(b"data: [DONE]"):
+                return
+
+
+@asynccontextmanager
+async def post_stream(
+    port: int, path: str, body: dict[str, object], last_event_id: str | None = None
+) -> AsyncIterator[EventStream]:
+    """The events that answer `body`; leaving it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(data)}\r\n"
+    head += f"Last-Event-ID: {last_event_id}\r\n" if last_event_id is not None else ""
+    writer.write(head.encode() + b"\r\n" + data)
+    try:
+        yield EventStream(reader)
+    finally:
+        writer.close()
