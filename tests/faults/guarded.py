@@ -1,0 +1,117 @@
+"""The service as processes that trust nobody: TLS with client certificates, CURVE keys, callers known by token or
+certificate, and a small real model."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from midstream.client import AsyncClient
+from midstream.transport_security import Tls
+from tests.faults.certificates import Authority, Identity
+from tests.faults.small_model import make_small_model
+from tests.integration.parts import ROOT, free_ports
+from tests.integration.service import midstream
+
+ALICE = "alice-has-a-long-token"
+
+
+class Guarded:
+    """The running processes: scheduler, worker, detokenizer, a router that knows callers by token, one by certificate.
+
+    Attributes:
+        authority: Who signed all certificates.
+        ports: By name of the part; `worker` is where workers dial, `http` the first router's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority(folder / "authority")
+        names = ("scheduler", "worker", "detokenizer", "token", "certificate", "http")
+        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self._folder = folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        (folder / "model").mkdir()
+        self._model = str(make_small_model(folder / "model").path)
+        self._allowed = folder / "allowed"
+        for name in ("scheduler", "worker"):
+            result = midstream("keys", name, "--output", str(folder))
+            assert result.returncode == 0, result.stderr
+        self._allowed.mkdir()
+        (folder / "worker.key").rename(self._allowed / "worker.key")
+        (folder / "tokens").write_text(f"{ALICE} alice\n", encoding="utf-8")
+
+    def _command(self, name: str) -> list[str]:
+        folder, ports = self._folder, self.ports
+        curve = ["--curve", "--curve-secret-key", str(folder / f"{name}.key_secret")]
+        if name == "worker":
+            server = ["--curve-server-key", str(folder / "scheduler.key"), "--num-threads", "1"]
+            return ["gpu_worker", "--scheduler", f"tcp://127.0.0.1:{ports['worker']}", *curve, *server]
+        tls = ["--tls", *_flags(self.authority.issue(name)), "--tls-ca", self.authority.ca]
+        own = ["--port", str(ports[name]), *tls]
+        schedulers = ["--schedulers", f"127.0.0.1:{ports['scheduler']}"]
+        if name == "scheduler":
+            workers = ["--worker-port", str(ports["worker"]), "--curve-worker-keys", str(self._allowed)]
+            return ["scheduler", *own, *workers, *curve, "--journal-path", str(folder / "journal.sqlite")]
+        if name == "detokenizer":
+            return ["detokenizer", *own, *schedulers]
+        http = ["--http-port", str(ports["http"] if name == "token" else 0)]
+        auth = ["--auth", "token", "--auth-tokens", str(folder / "tokens")]
+        if name == "certificate":
+            auth = ["--auth", "mtls", "--tls-require-client-cert"]
+        return ["router", *own, *schedulers, "--detokenizers", f"127.0.0.1:{ports['detokenizer']}", *http, *auth]
+
+    def start(self, *names: str) -> None:
+        """Starts parts."""
+        for name in names:
+            command = [sys.executable, "-m", *self._command(name), "--model", self._model]
+            with (self._folder / f"{name}.log").open("ab") as log:
+                self._running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self._running[name].send_signal(signal.SIGKILL)
+        self._running[name].wait()
+
+    def client(self, router: str = "token", *, tls: Tls | None = None, token: str = "") -> AsyncClient:
+        """A client of a router."""
+        return AsyncClient(f"127.0.0.1:{self.ports[router]}", tls=tls, token=token)
+
+    def alice(self) -> AsyncClient:
+        """Who has a token."""
+        return self.client(tls=Tls(ca=self.authority.ca), token=ALICE)
+
+    def carol(self) -> AsyncClient:
+        """Who has a certificate."""
+        carol = self.authority.issue("carol")
+        return self.client("certificate", tls=Tls(carol.cert, carol.key, self.authority.ca))
+
+    async def is_whole(self) -> bool:
+        """Whether both routers see a worker and a detokenizer; raises a MidstreamError where they do not answer."""
+        async with self.alice() as alice, self.carol() as carol:
+            infos = [await client.server_info() for client in (alice, carol)]
+        return all(info.worker_groups and info.detokenizers for info in infos)
+
+    def close(self) -> None:
+        """Kills everything."""
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+
+def _flags(identity: Identity) -> list[str]:
+    return ["--tls-cert", identity.cert, "--tls-key", identity.key]
+
+
+@contextlib.contextmanager
+def running_guarded(folder: Path) -> Iterator[Guarded]:
+    """Starts everything, and kills it in the end."""
+    guarded = Guarded(folder)
+    try:
+        guarded.start("scheduler", "worker", "detokenizer", "token", "certificate")
+        yield guarded
+    finally:
+        guarded.close()
