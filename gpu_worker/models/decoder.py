@@ -16,9 +16,12 @@ from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
 from gpu_worker.lora.stacked import StackedAdapters, TorchAdapter, place_adapter
 from gpu_worker.models.description import DecoderDescription
+from gpu_worker.parallel.shard import Shard, whole_shard
+from gpu_worker.parallel.tensor_ranks import ONE_RANK, TensorRanks
 from gpu_worker.weights.progress import with_progress
 
 if TYPE_CHECKING:
+    from gpu_worker.parallel.shard_weights import ShardWeights
     from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
 
 
@@ -83,6 +86,16 @@ class Decoder(Protocol):
         """Makes of a LoRA adapter what `ForwardInputs.adapters` takes."""
 
 
+class PartDecoder(Decoder, Protocol):
+    """A decoder whose layers may be some of a model's; the first has the embeddings and the head as well."""
+
+    def embed(self, inputs: ForwardInputs) -> Tensor:
+        """What the first layer takes, [M, hidden_size]."""
+
+    def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+        """Writes keys and values, and turns a layer's input [M, hidden_size] into the last one's output."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Linear:
     weight: Tensor
@@ -108,21 +121,35 @@ class TorchDecoder:
     """Computes in `dtype` on `device`; matrices hold the values of their stored format."""
 
     def __init__(
-        self, description: DecoderDescription, weights: DecoderWeights, dtype: torch.dtype, device: torch.device
+        self,
+        description: DecoderDescription,
+        weights: DecoderWeights | ShardWeights,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard | None = None,
+        tensor_ranks: TensorRanks = ONE_RANK,
     ) -> None:
-        """Loads the weights, showing progress."""
-        self._description = description
+        """Loads the weights, showing progress.
+
+        Args:
+            description: Of the model.
+            weights: Of the part that is here.
+            dtype: What it computes in.
+            device: Where it computes.
+            shard: The part; None: all of it.
+            tensor_ranks: Those that compute the other parts of these layers.
+        """
+        self._shard = shard or whole_shard(description)
+        self._ranks = tensor_ranks
+        self._description = d = self._shard.part
         self._dtype, self._device = dtype, device
-        self._embedding = self._place(weights.embedding().dense())
-        self._layers = [
-            self._layer(layer) for layer in with_progress(weights.layers(), description.num_layers, "loading layers")
-        ]
+        if self._shard.is_first:
+            self._embedding = self._place(weights.embedding().dense())
+            head = weights.head()
+            self._head = self._embedding if head is None else self._place(head.dense())
+        self._layers = [self._layer(layer) for layer in with_progress(weights.layers(), d.num_layers, "loading layers")]
         self._final_norm = self._place(weights.final_norm())
-        head = weights.head()
-        self._head = self._embedding if head is None else self._place(head.dense())
-        cos, sin = rotary_table(
-            description.rope, description.head_dim, description.max_sequence_length, weights.rope_factors()
-        )
+        cos, sin = rotary_table(d.rope, d.head_dim, d.max_sequence_length, weights.rope_factors())
         self._cos, self._sin = cos.to(device), sin.to(device)
         self._kv: KvCache | None = None
         self._adapters = StackedAdapters(device)
@@ -137,35 +164,57 @@ class TorchDecoder:
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
-        kv, eps = self._kv, self._description.rms_norm_eps
+        hidden = self.run_layers(self.embed(inputs), inputs, probe)
+        if probe is not None:
+            probe.last = hidden
+        return self.logits(hidden[inputs.sampled.long()])
+
+    def embed(self, inputs: ForwardInputs) -> Tensor:
+        """The tokens' embeddings, [M, hidden_size]."""
+        ids, tokens = inputs.token_ids.long(), self._shard.tokens
+        if len(tokens) == self._shard.whole.vocab_size:
+            hidden = functional.embedding(ids, self._embedding)
+        else:
+            is_elsewhere = (ids < tokens.start) | (ids >= tokens.stop)
+            found = functional.embedding((ids - tokens.start).masked_fill(is_elsewhere, 0), self._embedding)
+            hidden = self._ranks.sum(found.masked_fill(is_elsewhere[:, None], 0))
+        if inputs.virtual is not None:
+            hidden[inputs.virtual.places.to(self._device)] = self._place(inputs.virtual.values)
+        return hidden
+
+    def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+        """Writes keys and values, and turns the first layer's input [M, hidden_size] into the last one's output."""
+        kv, eps, first = self._kv, self._description.rms_norm_eps, self._shard.layers.start
         assert kv is not None
         positions = inputs.positions.long()
         cos, sin = self._cos[positions], self._sin[positions]
-        residual = functional.embedding(inputs.token_ids.long(), self._embedding)
-        if inputs.virtual is not None:
-            residual[inputs.virtual.places.to(self._device)] = self._place(inputs.virtual.values)
+        residual = hidden
         adapters = None
         if inputs.adapters is not None:
             adapters = self._adapters
             adapters.use(inputs.adapters)
         if probe is not None:
-            probe.keep(0, residual)
+            probe.keep(first, residual)
         x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         for i, layer in enumerate(self._layers):
-            x = self._attend(i, layer, x, cos, sin, inputs, kv, adapters)
+            x = self._ranks.sum(self._attend(i, layer, x, cos, sin, inputs, kv, adapters))
             x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = self._feed_forward(i, layer, x, adapters)
-            norm = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._final_norm
-            x, residual = kernels.add_rms_norm(x, residual, norm, eps)
+            x = self._ranks.sum(self._feed_forward(i, layer, x, adapters))
+            if i + 1 < len(self._layers):
+                x, residual = kernels.add_rms_norm(x, residual, self._layers[i + 1].input_norm, eps)
+            else:
+                residual = x + residual
             if probe is not None:
-                probe.keep(i + 1, x if i + 1 == len(self._layers) else residual)
-        if probe is not None:
-            probe.last = x
-        return self.logits(x[inputs.sampled.long()])
+                probe.keep(first + i + 1, residual)
+        if probe is not None and self._shard.is_last and first + len(self._layers) in probe.layers:
+            probe.keep(first + len(self._layers), kernels.rms_norm(residual, self._final_norm, eps))
+        return residual
 
     def logits(self, last: Tensor) -> Tensor:
-        """Float32 logits [N, vocab_size] of normed outputs of the last layer."""
-        return kernels.linear(last, self._head).float()
+        """Float32 logits [N, vocab_size] of outputs of the last layer."""
+        normed = kernels.rms_norm(last, self._final_norm, self._description.rms_norm_eps)
+        logits = kernels.linear(normed, self._head).float()
+        return self._ranks.join(logits)[:, : self._shard.whole.vocab_size]
 
     def _feed_forward(self, i: int, layer: _Layer, x: Tensor, adapters: StackedAdapters | None) -> Tensor:
         gate_up = layer.gate_up(x)

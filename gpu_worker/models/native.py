@@ -13,6 +13,8 @@ from gpu_worker.layers.rotary import rotary_table
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import ForwardInputs, Probe
 from gpu_worker.models.description import DecoderDescription
+from gpu_worker.parallel.shard import Shard, whole_shard
+from gpu_worker.parallel.shard_weights import ShardWeights
 from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
 from gpu_worker.weights.progress import with_progress
 from gpu_worker.weights.weight import WeightFormat as WeightKind
@@ -59,10 +61,11 @@ class CpuDecoder:
     def __init__(
         self,
         description: DecoderDescription,
-        weights: DecoderWeights,
+        weights: DecoderWeights | ShardWeights,
         library: Library,
         num_threads: int,
         activations: str = "auto",
+        shard: Shard | None = None,
     ) -> None:
         """Loads and packs the weights, showing progress.
 
@@ -72,18 +75,21 @@ class CpuDecoder:
             library: The kernels.
             num_threads: Compute threads, the caller's among them.
             activations: What the input of quantized layers is rounded to: f32, int16 (auto) or int8.
+            shard: Whose layers are here, each as a whole; None: all of them.
         """
-        self._description = description
+        self._shard = shard or whole_shard(description)
+        self._description = description = self._shard.part
         self._library = library
         self._input_format = _INPUT_FORMATS[activations]
         self._threads = ThreadPool(library, num_threads)
-        self._embedding = weights.embedding()
+        if self._shard.is_first:
+            self._embedding = weights.embedding()
+            self._head = self._pack(LinearWeights(weights.head() or self._embedding))
         self._layers = [
             self._pack_layer(layer)
             for layer in with_progress(weights.layers(), description.num_layers, "loading layers")
         ]
         self._final_norm = weights.final_norm().contiguous()
-        self._head = self._pack(LinearWeights(weights.head() or self._embedding))
         self._cos, self._sin = rotary_table(
             description.rope, description.head_dim, description.max_sequence_length, weights.rope_factors()
         )
@@ -120,24 +126,31 @@ class CpuDecoder:
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+        hidden = self.run_layers(self.embed(inputs), inputs, probe)
+        if probe is not None:
+            probe.last = hidden
+        return self.logits(hidden if len(inputs.sampled) == len(hidden) else hidden[inputs.sampled])
+
+    def embed(self, inputs: ForwardInputs) -> Tensor:
+        """The tokens' embeddings, [M, hidden_size]."""
         hidden = self._embedding.take(inputs.token_ids).dense().contiguous()
         if inputs.virtual is not None:
             hidden[inputs.virtual.places] = inputs.virtual.values
-        num_layers = len(self._layers)
-        if probe is None:
-            self._forward_layers(hidden, inputs, 0, num_layers)
-        else:
-            first = 0
-            for layer in sorted(probe.layers - {num_layers}):
-                self._forward_layers(hidden, inputs, first, layer)
-                probe.keep(layer, hidden)
-                first = layer
-            self._forward_layers(hidden, inputs, first, num_layers)
-            probe.last = hidden
-            if num_layers in probe.layers:
+        return hidden
+
+    def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+        """Writes keys and values, and turns the first layer's input into the last one's output, in place."""
+        offset, num_layers, done = self._shard.layers.start, len(self._layers), 0
+        wanted = () if probe is None else sorted(probe.layers & {*range(offset, offset + num_layers + 1)})
+        for layer in wanted:
+            self._forward_layers(hidden, inputs, done, layer - offset)
+            done = layer - offset
+            if probe is not None:
+                is_end = self._shard.is_last and done == num_layers
                 eps = self._description.rms_norm_eps
-                probe.keep(num_layers, kernels.rms_norm(hidden, self._final_norm, eps))
-        return self.logits(hidden if len(inputs.sampled) == len(hidden) else hidden[inputs.sampled])
+                probe.keep(layer, kernels.rms_norm(hidden, self._final_norm, eps) if is_end else hidden)
+        self._forward_layers(hidden, inputs, done, num_layers)
+        return hidden
 
     def logits(self, last: Tensor) -> Tensor:
         """Float32 logits [N, vocab_size] of outputs of the last layer."""

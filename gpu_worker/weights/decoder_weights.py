@@ -76,13 +76,13 @@ class DecoderWeights:
             return None
         return self._vector("rope_freqs.weight", self._description.head_dim // 2)
 
-    def layers(self) -> Iterator[LayerWeights]:
-        """Layer by layer.
+    def layers(self, numbers: range | None = None) -> Iterator[LayerWeights]:
+        """Layer by layer, all or those of the given numbers.
 
         Raises:
             ConfigError: A tensor is missing or of another shape than the configuration says; names it.
         """
-        for i in range(self._description.num_layers):
+        for i in numbers or range(self._description.num_layers):
             yield self._layer(f"model.layers.{i}.")
 
     def _layer(self, prefix: str) -> LayerWeights:

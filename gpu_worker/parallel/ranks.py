@@ -1,0 +1,95 @@
+"""Which rank of its worker group a process is, from the variables that torchrun and a LeaderWorkerSet set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from midstream.config import WorkerConfig
+from midstream.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A process's place in its worker group.
+
+    The group is a grid: the tensor ranks of a stage compute parts of each of its layers, and the stages of the pipeline
+    have layers one after another. Ranks of a stage are numbered consecutively, because they talk most.
+
+    Attributes:
+        rank, world_size: Of the group; rank 0 speaks to the scheduler.
+        local_rank: Among those on this host: the GPU that is taken.
+        tensor_size, pipeline_size: Their product is world_size.
+        master_addr, master_port: Where rank 0 waits for the others.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+
+    def __post_init__(self) -> None:
+        for field, size in (("tensor_parallel", self.tensor_size), ("pipeline_parallel", self.pipeline_size)):
+            if size < 1:
+                raise ConfigError(f"{size} is less than 1", field=field)
+        if self.tensor_size * self.pipeline_size != self.world_size:
+            raise ConfigError(
+                f"{self.tensor_size} tensor ranks times {self.pipeline_size} stages are not the {self.world_size} "
+                "processes of WORLD_SIZE",
+                field="tensor_parallel",
+            )
+        if not 0 <= self.rank < self.world_size or self.local_rank < 0:
+            raise ConfigError(f"rank {self.rank} of {self.world_size}, local {self.local_rank}", field="RANK")
+
+    @property
+    def tensor_rank(self) -> int:
+        """Place within its stage."""
+        return self.rank % self.tensor_size
+
+    @property
+    def stage(self) -> int:
+        """Which stage of the pipeline it is in."""
+        return self.rank // self.tensor_size
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one process is the whole group."""
+        return self.world_size == 1
+
+    @classmethod
+    def from_environment(cls, config: WorkerConfig, environment: Mapping[str, str]) -> Ranks:
+        """What RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say; without them, one rank.
+
+        Raises:
+            ConfigError: A variable is no number, is missing, or contradicts the settings.
+        """
+        world_size = _number(environment, "WORLD_SIZE", 1)
+        if world_size == 1 and max(config.tensor_parallel, config.pipeline_parallel) <= 1:
+            return cls()
+        address = environment.get("MASTER_ADDR", "")
+        if world_size > 1 and not address:
+            raise ConfigError("is not set: it is the host of rank 0", field="MASTER_ADDR")
+        rank = _number(environment, "RANK", 0)
+        pipeline_size = config.pipeline_parallel
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number(environment, "LOCAL_RANK", 0),
+            tensor_size=config.tensor_parallel or max(1, world_size // max(1, pipeline_size)),
+            pipeline_size=pipeline_size,
+            master_addr=address,
+            master_port=_number(environment, "MASTER_PORT", 29500),
+        )
+
+
+ALONE = Ranks()
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name) or str(default)
+    if not text.isdecimal():
+        raise ConfigError(f"{text!r} is not a number", field=name)
+    return int(text)

@@ -1,0 +1,104 @@
+"""Which part of a decoder a rank holds.
+
+Layers are divided among the stages of the pipeline; within a stage each tensor rank has some KV heads with all queries
+that read them, some of the feed-forward features and some of the vocabulary. Nothing need divide evenly. Where there
+are more tensor ranks than KV heads, several hold the same KV head and divide its queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.parallel.ranks import Ranks
+from midstream.errors import ConfigError
+
+# Borders between features keep to it where they can: blocks of quantized weights and tiles of kernels are so long.
+_FEATURE_UNIT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's part.
+
+    Attributes:
+        whole: The model.
+        part: What this rank computes, as if it were a model of its own.
+        layers, heads, kv_heads, features: Which it holds, in the model's own numbering.
+        tokens: Rows of the vocabulary; those behind the last token only make all ranks' parts equally long.
+        is_first: Whether it has embeddings, final norm and head: they are the first stage's.
+        is_last: Whether its last layer is the model's.
+    """
+
+    whole: DecoderDescription
+    part: DecoderDescription
+    layers: range
+    heads: range
+    kv_heads: range
+    features: range
+    tokens: range
+    is_first: bool
+    is_last: bool
+
+
+def whole_shard(description: DecoderDescription) -> Shard:
+    """All of the model."""
+    return shard_of(description, Ranks())
+
+
+def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
+    """The part of `description` that a rank holds.
+
+    Raises:
+        ConfigError: Some rank would have nothing.
+    """
+    d, rank, size = description, ranks.tensor_rank, ranks.tensor_size
+    if ranks.pipeline_size > d.num_layers:
+        raise ConfigError(f"{ranks.pipeline_size} stages for {d.num_layers} layers", field="pipeline_parallel")
+    if size > min(d.num_heads, d.intermediate_size):
+        raise ConfigError(f"{size} ranks for {d.num_heads} heads", field="tensor_parallel")
+    layers = _span(d.num_layers, ranks.stage, ranks.pipeline_size)
+    heads, kv_heads = _heads(d, rank, size)
+    unit = _FEATURE_UNIT if d.intermediate_size % _FEATURE_UNIT == 0 else 1
+    unit = unit if d.intermediate_size // unit >= size else 1
+    units = _span(d.intermediate_size // unit, rank, size)
+    features = range(units.start * unit, units.stop * unit)
+    num_tokens = -(-d.vocab_size // size)
+    return Shard(
+        whole=d,
+        part=replace(
+            d,
+            num_layers=len(layers),
+            windows=d.windows[layers.start : layers.stop],
+            num_heads=len(heads),
+            num_kv_heads=len(kv_heads),
+            intermediate_size=len(features),
+        ),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        features=features,
+        tokens=range(rank * num_tokens, (rank + 1) * num_tokens),
+        is_first=ranks.stage == 0,
+        is_last=ranks.stage == ranks.pipeline_size - 1,
+    )
+
+
+def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:
+    """Query heads and KV heads: every query's KV head is with it, and all KV heads here have equally many queries."""
+    queries = d.num_heads // d.num_kv_heads
+    if size <= d.num_kv_heads:
+        kv_heads = _span(d.num_kv_heads, rank, size)
+        return range(kv_heads.start * queries, kv_heads.stop * queries), kv_heads
+    kv_head = rank * d.num_kv_heads // size
+    sharing = [other for other in range(size) if other * d.num_kv_heads // size == kv_head]
+    if len(sharing) > queries:
+        raise ConfigError(f"{size} ranks for {d.num_heads} heads, {queries} to a KV head", field="tensor_parallel")
+    own = _span(queries, sharing.index(rank), len(sharing))
+    first = kv_head * queries
+    return range(first + own.start, first + own.stop), range(kv_head, kv_head + 1)
+
+
+def _span(count: int, part: int, num_parts: int) -> range:
+    """The part's share of `count` things; shares differ by one at the most."""
+    return range(part * count // num_parts, (part + 1) * count // num_parts)
