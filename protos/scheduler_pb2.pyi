@@ -241,6 +241,7 @@ class FeedOpened(google.protobuf.message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     STREAMING_FIELD_NUMBER: builtins.int
+    TRACE_PARENT_FIELD_NUMBER: builtins.int
     stream: builtins.int
     request_id: builtins.str
     num_prompt_tokens: builtins.int
@@ -248,6 +249,8 @@ class FeedOpened(google.protobuf.message.Message):
     num_sequences: builtins.int
     min_tokens: builtins.int
     streaming: builtins.bool
+    trace_parent: builtins.str
+    """As in GenerateRequest."""
     @property
     def stopping(self) -> protos.generation_pb2.StoppingConfig: ...
     @property
@@ -271,9 +274,10 @@ class FeedOpened(google.protobuf.message.Message):
         prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         error: protos.generation_pb2.ErrorInfo | None = ...,
         streaming: builtins.bool = ...,
+        trace_parent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_num_prompt_tokens", b"_num_prompt_tokens", "error", b"error", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_prompt_tokens", b"_num_prompt_tokens", "error", b"error", "min_tokens", b"min_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "output", b"output", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "stopping", b"stopping", "stream", b"stream", "streaming", b"streaming"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_num_prompt_tokens", b"_num_prompt_tokens", "error", b"error", "min_tokens", b"min_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "output", b"output", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "stopping", b"stopping", "stream", b"stream", "streaming", b"streaming", "trace_parent", b"trace_parent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_prompt_tokens", b"_num_prompt_tokens"]) -> typing.Literal["num_prompt_tokens"] | None: ...
 
 global___FeedOpened = FeedOpened

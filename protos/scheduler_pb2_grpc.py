@@ -6,6 +6,7 @@ import warnings
 from protos import loads_pb2 as protos_dot_loads__pb2
 from protos import scheduler_pb2 as protos_dot_scheduler__pb2
 from protos import stats_pb2 as protos_dot_stats__pb2
+from protos import status_pb2 as protos_dot_status__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
@@ -91,6 +92,11 @@ class SchedulerStub(object):
                 request_serializer=protos_dot_stats__pb2.SubscribeKvEventsRequest.SerializeToString,
                 response_deserializer=protos_dot_stats__pb2.KvEventBatch.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/midstream.v1.Scheduler/GetStatus',
+                request_serializer=protos_dot_status__pb2.GetCellStatusRequest.SerializeToString,
+                response_deserializer=protos_dot_status__pb2.CellStatus.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer(object):
@@ -165,6 +171,12 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -222,6 +234,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.SubscribeKvEvents,
                     request_deserializer=protos_dot_stats__pb2.SubscribeKvEventsRequest.FromString,
                     response_serializer=protos_dot_stats__pb2.KvEventBatch.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=protos_dot_status__pb2.GetCellStatusRequest.FromString,
+                    response_serializer=protos_dot_status__pb2.CellStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -521,6 +538,33 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/SubscribeKvEvents',
             protos_dot_stats__pb2.SubscribeKvEventsRequest.SerializeToString,
             protos_dot_stats__pb2.KvEventBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/GetStatus',
+            protos_dot_status__pb2.GetCellStatusRequest.SerializeToString,
+            protos_dot_status__pb2.CellStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ import grpc.aio
 import protos.loads_pb2
 import protos.scheduler_pb2
 import protos.stats_pb2
+import protos.status_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -80,6 +81,11 @@ class SchedulerStub:
         protos.stats_pb2.KvEventBatch,
     ]
 
+    GetStatus: grpc.UnaryUnaryMultiCallable[
+        protos.status_pb2.GetCellStatusRequest,
+        protos.status_pb2.CellStatus,
+    ]
+
 class SchedulerAsyncStub:
     Submit: grpc.aio.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.SubmitRequest,
@@ -138,6 +144,11 @@ class SchedulerAsyncStub:
     SubscribeKvEvents: grpc.aio.UnaryStreamMultiCallable[
         protos.stats_pb2.SubscribeKvEventsRequest,
         protos.stats_pb2.KvEventBatch,
+    ]
+
+    GetStatus: grpc.aio.UnaryUnaryMultiCallable[
+        protos.status_pb2.GetCellStatusRequest,
+        protos.status_pb2.CellStatus,
     ]
 
 class SchedulerServicer(metaclass=abc.ABCMeta):
@@ -221,5 +232,12 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.stats_pb2.SubscribeKvEventsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.stats_pb2.KvEventBatch], collections.abc.AsyncIterator[protos.stats_pb2.KvEventBatch]]: ...
+
+    @abc.abstractmethod
+    def GetStatus(
+        self,
+        request: protos.status_pb2.GetCellStatusRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.status_pb2.CellStatus, collections.abc.Awaitable[protos.status_pb2.CellStatus]]: ...
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -25,17 +25,18 @@ _sym_db = _symbol_database.Default()
 from protos import generation_pb2 as protos_dot_generation__pb2
 from protos import loads_pb2 as protos_dot_loads__pb2
 from protos import stats_pb2 as protos_dot_stats__pb2
+from protos import status_pb2 as protos_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/service.proto\x12\x0cmidstream.v1\x1a\x17protos/generation.proto\x1a\x12protos/loads.proto\x1a\x12protos/stats.proto\"W\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\x12\x1e\n\x16\x66rom_token_by_sequence\x18\x03 \x03(\r2\xeb\x06\n\tMidstream\x12K\n\x08Generate\x12\x1d.midstream.v1.GenerateRequest\x1a\x1e.midstream.v1.GenerateResponse0\x01\x12G\n\x06Resume\x12\x1b.midstream.v1.ResumeRequest\x1a\x1e.midstream.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.midstream.v1.AbortRequest\x1a\x1b.midstream.v1.AbortResponse\x12J\n\x0cGetModelInfo\x12!.midstream.v1.GetModelInfoRequest\x1a\x17.midstream.v1.ModelInfo\x12M\n\rGetServerInfo\x12\".midstream.v1.GetServerInfoRequest\x1a\x18.midstream.v1.ServerInfo\x12I\n\x08GetLoads\x12\x1d.midstream.v1.GetLoadsRequest\x1a\x1e.midstream.v1.GetLoadsResponse\x12[\n\x11GetIterationStats\x12&.midstream.v1.GetIterationStatsRequest\x1a\x1c.midstream.v1.IterationStats0\x01\x12I\n\x08LoadLora\x12\x1d.midstream.v1.LoadLoraRequest\x1a\x1e.midstream.v1.LoadLoraResponse\x12O\n\nUnloadLora\x12\x1f.midstream.v1.UnloadLoraRequest\x1a .midstream.v1.UnloadLoraResponse\x12L\n\tListLoras\x12\x1e.midstream.v1.ListLorasRequest\x1a\x1f.midstream.v1.ListLorasResponse\x12Y\n\x11SubscribeKvEvents\x12&.midstream.v1.SubscribeKvEventsRequest\x1a\x1a.midstream.v1.KvEventBatch0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/service.proto\x12\x0cmidstream.v1\x1a\x17protos/generation.proto\x1a\x12protos/loads.proto\x1a\x12protos/stats.proto\x1a\x13protos/status.proto\"W\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\x12\x1e\n\x16\x66rom_token_by_sequence\x18\x03 \x03(\r2\xb6\x07\n\tMidstream\x12K\n\x08Generate\x12\x1d.midstream.v1.GenerateRequest\x1a\x1e.midstream.v1.GenerateResponse0\x01\x12G\n\x06Resume\x12\x1b.midstream.v1.ResumeRequest\x1a\x1e.midstream.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.midstream.v1.AbortRequest\x1a\x1b.midstream.v1.AbortResponse\x12J\n\x0cGetModelInfo\x12!.midstream.v1.GetModelInfoRequest\x1a\x17.midstream.v1.ModelInfo\x12M\n\rGetServerInfo\x12\".midstream.v1.GetServerInfoRequest\x1a\x18.midstream.v1.ServerInfo\x12I\n\x08GetLoads\x12\x1d.midstream.v1.GetLoadsRequest\x1a\x1e.midstream.v1.GetLoadsResponse\x12[\n\x11GetIterationStats\x12&.midstream.v1.GetIterationStatsRequest\x1a\x1c.midstream.v1.IterationStats0\x01\x12I\n\x08LoadLora\x12\x1d.midstream.v1.LoadLoraRequest\x1a\x1e.midstream.v1.LoadLoraResponse\x12O\n\nUnloadLora\x12\x1f.midstream.v1.UnloadLoraRequest\x1a .midstream.v1.UnloadLoraResponse\x12L\n\tListLoras\x12\x1e.midstream.v1.ListLorasRequest\x1a\x1f.midstream.v1.ListLorasResponse\x12Y\n\x11SubscribeKvEvents\x12&.midstream.v1.SubscribeKvEventsRequest\x1a\x1a.midstream.v1.KvEventBatch0\x01\x12I\n\tGetStatus\x12\x1e.midstream.v1.GetStatusRequest\x1a\x1a.midstream.v1.SystemStatus0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RESUMEREQUEST']._serialized_start=103
-  _globals['_RESUMEREQUEST']._serialized_end=190
-  _globals['_MIDSTREAM']._serialized_start=193
-  _globals['_MIDSTREAM']._serialized_end=1068
+  _globals['_RESUMEREQUEST']._serialized_start=124
+  _globals['_RESUMEREQUEST']._serialized_end=211
+  _globals['_MIDSTREAM']._serialized_start=214
+  _globals['_MIDSTREAM']._serialized_end=1164
 # @@protoc_insertion_point(module_scope)

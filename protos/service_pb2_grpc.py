@@ -7,6 +7,7 @@ from protos import generation_pb2 as protos_dot_generation__pb2
 from protos import loads_pb2 as protos_dot_loads__pb2
 from protos import service_pb2 as protos_dot_service__pb2
 from protos import stats_pb2 as protos_dot_stats__pb2
+from protos import status_pb2 as protos_dot_status__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
@@ -92,6 +93,11 @@ class MidstreamStub(object):
                 request_serializer=protos_dot_stats__pb2.SubscribeKvEventsRequest.SerializeToString,
                 response_deserializer=protos_dot_stats__pb2.KvEventBatch.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_stream(
+                '/midstream.v1.Midstream/GetStatus',
+                request_serializer=protos_dot_status__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=protos_dot_status__pb2.SystemStatus.FromString,
+                _registered_method=True)
 
 
 class MidstreamServicer(object):
@@ -168,6 +174,13 @@ class MidstreamServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """What every part does: the state now, or again and again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MidstreamServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -225,6 +238,11 @@ def add_MidstreamServicer_to_server(servicer, server):
                     servicer.SubscribeKvEvents,
                     request_deserializer=protos_dot_stats__pb2.SubscribeKvEventsRequest.FromString,
                     response_serializer=protos_dot_stats__pb2.KvEventBatch.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=protos_dot_status__pb2.GetStatusRequest.FromString,
+                    response_serializer=protos_dot_status__pb2.SystemStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -524,6 +542,33 @@ class Midstream(object):
             '/midstream.v1.Midstream/SubscribeKvEvents',
             protos_dot_stats__pb2.SubscribeKvEventsRequest.SerializeToString,
             protos_dot_stats__pb2.KvEventBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/midstream.v1.Midstream/GetStatus',
+            protos_dot_status__pb2.GetStatusRequest.SerializeToString,
+            protos_dot_status__pb2.SystemStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,6 +11,7 @@ import protos.generation_pb2
 import protos.loads_pb2
 import protos.service_pb2
 import protos.stats_pb2
+import protos.status_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -83,6 +84,12 @@ class MidstreamStub:
         protos.stats_pb2.KvEventBatch,
     ]
 
+    GetStatus: grpc.UnaryStreamMultiCallable[
+        protos.status_pb2.GetStatusRequest,
+        protos.status_pb2.SystemStatus,
+    ]
+    """What every part does: the state now, or again and again."""
+
 class MidstreamAsyncStub:
     Generate: grpc.aio.UnaryStreamMultiCallable[
         protos.generation_pb2.GenerateRequest,
@@ -144,6 +151,12 @@ class MidstreamAsyncStub:
         protos.stats_pb2.SubscribeKvEventsRequest,
         protos.stats_pb2.KvEventBatch,
     ]
+
+    GetStatus: grpc.aio.UnaryStreamMultiCallable[
+        protos.status_pb2.GetStatusRequest,
+        protos.status_pb2.SystemStatus,
+    ]
+    """What every part does: the state now, or again and again."""
 
 class MidstreamServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -228,5 +241,13 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.stats_pb2.SubscribeKvEventsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.stats_pb2.KvEventBatch], collections.abc.AsyncIterator[protos.stats_pb2.KvEventBatch]]: ...
+
+    @abc.abstractmethod
+    def GetStatus(
+        self,
+        request: protos.status_pb2.GetStatusRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[protos.status_pb2.SystemStatus], collections.abc.AsyncIterator[protos.status_pb2.SystemStatus]]:
+        """What every part does: the state now, or again and again."""
 
 def add_MidstreamServicer_to_server(servicer: MidstreamServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

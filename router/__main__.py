@@ -15,15 +15,18 @@ from midstream.model_folder import open_model_folder
 from midstream.serving import Server
 from midstream.telemetry import Metrics, configure_logging
 from midstream.transport_security import Tls
+from protos import status_pb2
 from router.adapters import ADAPTED_SERVICES, SERVICE, add_servicers
 from router.adapters.openai.app import OpenAiApi, refuse
 from router.authentication import AuthenticatedApp, Authenticator
 from router.cells import Cells
+from router.dashboard import dashboard_routes
 from router.detokenizer_pool import DetokenizerPool
 from router.generation import Runner
 from router.http_server import HttpPort
 from router.output import FrontDoor, RouterMetrics
 from router.prompt import PromptBuilder
+from router.status import StatusFeed
 from router.stream_limits import StreamLimits
 
 
@@ -66,11 +69,26 @@ async def serve(config: RouterConfig) -> None:
     limits = StreamLimits(config.max_concurrent_streams, config.max_streams_per_client)
     metrics.gauge("num_open_streams", "Streams of clients that are open.").set_function(lambda: limits.num_open)
     front = FrontDoor(runner, RouterMetrics(metrics), server.draining, limits)
-    add_servicers(server, front, prompts, cells, router_id)
+
+    def router_status() -> status_pb2.RouterStatus:
+        return status_pb2.RouterStatus(
+            router_id=router_id,
+            num_open_streams=limits.num_open,
+            num_detokenizers=len(pool.links),
+            num_live_detokenizers=pool.num_live,
+            is_draining=server.draining.is_set(),
+            problems=progress.problems(),
+        )
+
+    status = StatusFeed(cells, folder.name, router_status, server.draining)
+    add_servicers(server, front, prompts, cells, status, router_id)
     api = OpenAiApi(front, prompts, metrics, progress.problems, config.max_message_bytes)
-    app = AuthenticatedApp(api.app(), authenticator, refuse)
+    pages = api.app()
+    pages.router.routes.extend(dashboard_routes(status))
+    app = AuthenticatedApp(pages, authenticator, refuse)
     http = HttpPort(app, config.host, config.http_port, tls)
-    tasks = [asyncio.create_task(cells.run(), name="cells"), asyncio.create_task(pool.run(), name="detokenizers")]
+    parts = {"cells": cells.run(), "detokenizers": pool.run(), "status": status.run()}
+    tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
     await server.start()
     http.start()
     try:

@@ -2,7 +2,7 @@
 
 Both front doors ask here before anything else: gRPC through `admit`, HTTP through `AuthenticatedApp`. Who an
 authenticated caller is becomes its requests' client id, whatever they say, and a part of their request ids inside, so
-that nobody can resume, abort or probe what is another's. Health and metrics are open to all.
+that nobody can resume, abort or probe what is another's. Health, metrics and the dashboard's page are open to all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from midstream.errors import ConfigError, MidstreamError, UnauthenticatedError
 logger = logging.getLogger(__name__)
 
 _OPEN_METHODS = "/grpc.health.v1.Health/"
-_OPEN_PATHS = frozenset({"/health", "/metrics"})
+# The dashboard's page says nothing of the service; what it shows comes from /dashboard/feed, which is not open.
+_OPEN_PATHS = frozenset({"/health", "/metrics", "/dashboard"})
+_OPEN_PREFIX = "/dashboard/static/"
 _MIN_TOKEN_CHARACTERS = 16
 _LOOK_INTERVAL_S = 1.0
 _MAX_CLIENT_ID = 128
@@ -214,7 +216,7 @@ class AuthenticatedApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             values = [value for key, value in scope["headers"] if key == b"authorization"]
             authorization = values[-1].decode("latin-1") if values else ""
             client = scope.get("client")
@@ -227,6 +229,10 @@ class AuthenticatedApp:
                 return
             current_caller.set(caller)
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
 
 
 def _digest(token: str) -> bytes:

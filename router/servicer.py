@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,10 +13,11 @@ import grpc.aio
 from midstream import __version__
 from midstream.errors import UnsupportedError
 from protos import generation_pb2 as pb
-from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2
+from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 from router.cells import Cells
 from router.output import FrontDoor, Output
 from router.request_checks import check_model
+from router.status import StatusFeed
 
 _CALL_TIMEOUT_S = 10.0
 # Of one response: gRPC's clients take messages of 4 MiB by default.
@@ -25,10 +27,11 @@ _MAX_TENSOR_BYTES = 2 << 20
 class RouterServicer(service_pb2_grpc.MidstreamServicer):
     """Implements protos/service.proto."""
 
-    def __init__(self, front: FrontDoor, cells: Cells, router_id: str) -> None:
+    def __init__(self, front: FrontDoor, cells: Cells, status: StatusFeed, router_id: str) -> None:
         self._front = front
         self._model = front.runner.model
         self._cells = cells
+        self._status = status
         self._router_id = router_id
 
     async def Generate(  # type: ignore[override]  # noqa: N802 (it writes to the context)
@@ -119,6 +122,16 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             raise UnsupportedError("each cell numbers its own KV events: subscribe at the schedulers")
         async for batch in self._cells.any().stub.SubscribeKvEvents(request):
             yield batch
+
+    async def GetStatus(  # noqa: N802
+        self, request: status_pb2.GetStatusRequest, context: object
+    ) -> AsyncIterator[status_pb2.SystemStatus]:
+        """What every part does: now, or again and again."""
+        async with contextlib.aclosing(self._status.watch()) as states:
+            async for state in states:
+                yield state
+                if not request.stream:
+                    return
 
     async def LoadLora(self, request: loads_pb2.LoadLoraRequest, context: object) -> loads_pb2.LoadLoraResponse:  # noqa: N802
         """Loads an adapter in every cell."""

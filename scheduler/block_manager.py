@@ -72,6 +72,25 @@ class BlockManager:
         """R5, from counters that are kept apart: free + cached + held blocks are all blocks."""
         return len(self._free) + self._num_cached + self.num_held == self.num_blocks
 
+    @property
+    def num_shared(self) -> int:
+        """Held blocks with several owners."""
+        return self.num_held - self._num_owners.count(1)
+
+    def occupancy(self, blocks_per_cell: int) -> tuple[list[int], list[int], list[int]]:
+        """For each run of so many blocks: how many one sequence holds, how many several do, how many are cached."""
+        owners, size = self._num_owners, blocks_per_cell
+        held, shared = list[int](), list[int]()
+        for start in range(0, self.num_blocks, size):
+            cell = owners[start : start + size]
+            num_held_by_one = cell.count(1)
+            held.append(num_held_by_one)
+            shared.append(len(cell) - cell.count(0) - num_held_by_one)
+        cached = [0] * len(held)
+        for block in self._cached_priority:
+            cached[block // size] += 1
+        return held, shared, cached
+
     def num_owners(self, block: int) -> int:
         """Sequences that refer to the block."""
         return self._num_owners[block]

@@ -12,7 +12,7 @@ from grpc.aio import ServicerContext
 import midstream
 from midstream.errors import InvalidArgumentError, NotFoundError
 from midstream.model_folder import ModelFolder
-from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
+from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
 from scheduler.adapters import Adapters
 from scheduler.engine import Engine
 from scheduler.events import AbortRequested, StopWordFound
@@ -22,6 +22,7 @@ from scheduler.prefix_cache import CacheCleared
 from scheduler.request import RequestSpec
 from scheduler.request_codec import ModelLimits, spec_from_proto
 from scheduler.stats_proto import iteration_stats_proto, kv_event_proto
+from scheduler.status import CellStatusReport, detokenizer_infos
 
 Commands = AsyncIterator[scheduler_pb2.FeedCommand]
 
@@ -56,6 +57,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._cell = cell
         self._policies = policies
         self._started_ns = time.time_ns()
+        self._status = CellStatusReport(engine, cell)
 
     async def Submit(  # noqa: N802
         self,
@@ -187,14 +189,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 )
                 for group in core.groups
             ],
-            detokenizers=[
-                loads_pb2.DetokenizerInfo(
-                    detokenizer_id=feed.detokenizer_id,
-                    num_attached=feed.num_attached,
-                    num_attached_total=feed.num_attached_total,
-                )
-                for feed in self._engine.hub.feeds
-            ],
+            detokenizers=detokenizer_infos(self._engine.hub),
             tokens_per_block=core.config.tokens_per_block,
             capacity_policy=capacity_policy,
             batching_type=batching_type,
@@ -254,6 +249,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 batch.events.append(kv_event_proto(number, group_id, change, tokens_per_block))
             expected = run[-1][0] + 1
             yield batch
+
+    async def GetStatus(  # noqa: N802
+        self,
+        request: status_pb2.GetCellStatusRequest,
+        context: ServicerContext[status_pb2.GetCellStatusRequest, status_pb2.CellStatus],
+    ) -> status_pb2.CellStatus:
+        """Says what everything does, for those who watch."""
+        return self._status.answer(request, time.time_ns())
 
     async def LoadLora(  # noqa: N802
         self,

@@ -10,14 +10,17 @@ from router.cells import Cells
 from router.output import FrontDoor
 from router.prompt import PromptBuilder
 from router.servicer import RouterServicer
+from router.status import StatusFeed
 
 SERVICE = "midstream.v1.Midstream"
 ADAPTED_SERVICES = ("inference.GRPCInferenceService", "openengine.v1.Inference", "openengine.v1.Control")
 
 
-def add_servicers(server: Server, front: FrontDoor, prompts: PromptBuilder, cells: Cells, router_id: str) -> None:
+def add_servicers(
+    server: Server, front: FrontDoor, prompts: PromptBuilder, cells: Cells, status: StatusFeed, router_id: str
+) -> None:
     """Adds the public gRPC services to a router's server: the native one, KServe's and openengine's."""
-    native = RouterServicer(front, cells, router_id)
+    native = RouterServicer(front, cells, status, router_id)
     service_pb2_grpc.add_MidstreamServicer_to_server(native, server.grpc)
     kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(KserveServicer(front, prompts), server.grpc)
     openengine_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(front, prompts), server.grpc)

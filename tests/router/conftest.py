@@ -18,14 +18,17 @@ from midstream.serving import Server
 from midstream.telemetry import Metrics
 from midstream.tokenizer import Tokenizer
 from protos import detokenizer_pb2_grpc
+from protos.status_pb2 import RouterStatus
 from router.adapters import add_servicers
 from router.adapters.openai.app import OpenAiApi
 from router.cells import Cells
+from router.dashboard import dashboard_routes
 from router.detokenizer_pool import DetokenizerPool
 from router.generation import Runner
 from router.http_server import HttpPort
 from router.output import FrontDoor, RouterMetrics
 from router.prompt import PromptBuilder
+from router.status import StatusFeed
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 
 MAX_MESSAGE = 64 << 20
@@ -109,8 +112,11 @@ class Cluster:
         self._runners.append(runner)
         server = Server("midstream.v1.Midstream", "127.0.0.1", port, Progress())
         front = FrontDoor(runner, RouterMetrics(Metrics()), server.draining)
-        add_servicers(server, front, self.prompts, cells, "r")
-        http = HttpPort(OpenAiApi(front, self.prompts, Metrics(), list, MAX_MESSAGE).app(), "127.0.0.1", 0)
+        status = StatusFeed(cells, self.folder.name, lambda: RouterStatus(router_id="r"), server.draining, 0.05)
+        add_servicers(server, front, self.prompts, cells, status, "r")
+        pages = OpenAiApi(front, self.prompts, Metrics(), list, MAX_MESSAGE).app()
+        pages.router.routes.extend(dashboard_routes(status))
+        http = HttpPort(pages, "127.0.0.1", 0)
         await server.start()
         http.start()
 
@@ -118,6 +124,7 @@ class Cluster:
             async with asyncio.TaskGroup() as group:
                 group.create_task(cells.run())
                 group.create_task(pool.run())
+                group.create_task(status.run())
 
         return self._keep(Part(server, front, asyncio.create_task(run()), http))
 

@@ -1,0 +1,72 @@
+"""The dashboard: a page that shows what every part does, and the feed that it reads.
+
+The page asks nobody but this router: its style and scripts lie beside it, and its policy lets the browser load nothing
+else. The feed is the stream of GetStatus as server-sent events, a JSON object each, and asks for what the router asks
+its callers for; the page sends a bearer token along that its reader has typed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mimetypes
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from google.protobuf.json_format import MessageToDict
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from midstream.errors import MidstreamError
+from protos import status_pb2
+from router.adapters.openai.errors import error_body, headers, http_status
+from router.status import StatusFeed
+
+_STATIC = Path(__file__).with_name("static")
+_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def dashboard_routes(status: StatusFeed) -> list[Route]:
+    """`/dashboard`, what it loads, and `/dashboard/feed`."""
+
+    async def feed(request: Request) -> Response:
+        states = status.watch()
+        try:
+            first = await anext(states)
+        except MidstreamError as error:
+            return JSONResponse(error_body(error), http_status(error), headers={**_HEADERS, **headers(error)})
+        return StreamingResponse(_events(first, states), headers=_HEADERS, media_type="text/event-stream")
+
+    files = [Route(f"/dashboard/static/{path.name}", _file(path)) for path in sorted(_STATIC.iterdir())]
+    return [Route("/dashboard", _file(_STATIC / "index.html")), Route("/dashboard/feed", feed), *files]
+
+
+def _file(path: Path) -> Response:
+    media_type, _ = mimetypes.guess_type(path.name)
+    # An ASGI application by itself; bodies are held, so that a request opens no file.
+    return Response(path.read_bytes(), headers=_HEADERS, media_type=media_type)
+
+
+async def _events(
+    first: status_pb2.SystemStatus, states: AsyncIterator[status_pb2.SystemStatus]
+) -> AsyncIterator[bytes]:
+    yield _event(first)
+    with contextlib.suppress(
+        MidstreamError
+    ):  # the router drains; the page connects anew, to another where there is one
+        async for state in states:
+            yield _event(state)
+
+
+def _event(state: status_pb2.SystemStatus) -> bytes:
+    values = MessageToDict(state, always_print_fields_with_no_presence=True)
+    return f"data: {json.dumps(values, separators=(',', ':'))}\n\n".encode()

@@ -1,0 +1,156 @@
+"""Asks the schedulers how they are, once a second, and gives what they say to any number of watchers.
+
+A watcher holds nothing but a cursor into the samples: one that reads slowly misses states in between and no samples.
+Schedulers draw up block maps only while somebody watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
+
+import grpc.aio
+
+from midstream import __version__
+from midstream.errors import UnavailableError
+from protos import status_pb2
+from router.authentication import current_caller
+from router.cells import Cell, Cells
+from router.status.parts import Parts, cell_parts, router_part
+from router.status.samples import LATENCY_WINDOW_S, Samples
+from router.stream_limits import StreamLimits
+
+_INTERVAL_S = 1.0
+_TIMEOUT_S = 1.0
+_MAX_MAP_CELLS = 512
+_MAX_WATCHERS, _MAX_WATCHERS_PER_CLIENT = 256, 64
+_ANY_ADDRESS = ("0.0.0.0:", "[::]:")
+
+
+class StatusFeed:
+    """The state of the whole system, as this router knows it."""
+
+    def __init__(
+        self,
+        cells: Cells,
+        model: str,
+        router: Callable[[], status_pb2.RouterStatus],
+        draining: asyncio.Event,
+        interval_s: float = _INTERVAL_S,
+    ) -> None:
+        """`router` says how this router is; watchers are sent away when `draining` is set."""
+        self._cells = cells
+        self._model = model
+        self._router = router
+        self._draining = draining
+        self._interval_s = interval_s
+        self._samples = Samples()
+        self._parts = Parts()
+        self._names: dict[str, str] = {}
+        self._latest: status_pb2.SystemStatus | None = None
+        self._watchers = StreamLimits(_MAX_WATCHERS, _MAX_WATCHERS_PER_CLIENT)
+        self._wanted = asyncio.Event()
+        self._changed = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Asks until cancelled."""
+        sending_away = asyncio.create_task(self._send_away())
+        try:
+            while True:
+                self._wanted.clear()
+                await self._ask()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wanted.wait(), self._interval_s)
+        finally:
+            sending_away.cancel()
+
+    async def watch(self) -> AsyncGenerator[status_pb2.SystemStatus, None]:
+        """The state with its block maps, as soon as it is known, then each new one; the message is the reader's own.
+
+        Raises:
+            OverloadedError: There are too many watchers.
+            UnavailableError: This router drains.
+        """
+        seen = 0
+        release = self._watchers.take(current_caller.get().name)
+        if self._watchers.num_open == 1:
+            self._wanted.set()
+        try:
+            while True:
+                status = await self._next(seen)
+                status.samples.extend(self._samples.since(seen))
+                seen = self._samples.last_number
+                yield status
+        finally:
+            release()
+
+    async def _next(self, seen: int) -> status_pb2.SystemStatus:
+        async with self._changed:
+            while not self._draining.is_set():
+                latest = self._latest
+                is_whole = latest is not None and all(group.HasField("block_map") for group in latest.groups)
+                if latest is not None and is_whole and self._samples.last_number > seen:
+                    copy = status_pb2.SystemStatus()
+                    copy.CopyFrom(latest)
+                    return copy
+                await self._changed.wait()
+        raise UnavailableError("this router is draining")
+
+    async def _send_away(self) -> None:
+        await self._draining.wait()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _ask(self) -> None:
+        router = self._router()
+        request = status_pb2.GetCellStatusRequest(router=router)
+        request.max_map_cells = _MAX_MAP_CELLS if self._watchers.num_open else 0
+        cells = list(self._cells.cells.values())
+        answers = await asyncio.gather(*(_ask_cell(cell, request) for cell in cells))
+        answered = {cell.name: answer for cell, answer in zip(cells, answers, strict=True) if answer is not None}
+        for address, answer in answered.items():
+            if not answer.cell or answer.cell.startswith(_ANY_ADDRESS):
+                answer.cell = address
+            self._names[address] = answer.cell
+            if len(cells) > 1:
+                for group in answer.groups:
+                    group.group_id = f"{answer.cell}/{group.group_id}"
+        silent = [self._names.get(cell.name, cell.name) for cell in cells if cell.name not in answered]
+        self._samples.add(time.time(), answered)
+        parts = [part for answer in answered.values() for part in cell_parts(answer)]
+        # Its own word is newer than what a scheduler heard.
+        parts.append(router_part(router))
+        status = status_pb2.SystemStatus(
+            time_unix_ms=round(time.time() * 1e3),
+            version=__version__,
+            model=self._model,
+            router_id=router.router_id,
+            parts=self._parts.update(time.monotonic(), parts, silent),
+            latency_window_s=LATENCY_WINDOW_S,
+        )
+        for answer in answered.values():
+            _add(status, answer)
+        async with self._changed:
+            self._latest = status
+            self._changed.notify_all()
+
+
+async def _ask_cell(cell: Cell, request: status_pb2.GetCellStatusRequest) -> status_pb2.CellStatus | None:
+    try:
+        return await cell.stub.GetStatus(request, timeout=_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return None
+
+
+def _add(status: status_pb2.SystemStatus, cell: status_pb2.CellStatus) -> None:
+    """Takes a cell into the state of all."""
+    status.groups.extend(cell.groups)
+    for total, part in ((status.requests, cell.requests), (status.counts, cell.counts)):
+        for field, value in part.ListFields():
+            if field.name == "num_finished_by_reason":
+                for reason, count in value.items():
+                    status.counts.num_finished_by_reason[reason] += count
+            else:
+                setattr(total, field.name, getattr(total, field.name) + value)

@@ -1,0 +1,112 @@
+"""Which parts there are and how each is, with a memory of those that went. Pure: time comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from protos import status_pb2
+
+PartStatus = status_pb2.PartStatus
+
+REMEMBERED_S = 120.0
+_ORDER = ("router", "scheduler", "worker", "detokenizer")
+# A worker reports every half second, and is given up after two in silence.
+_SILENT_MS = 1_200
+_STALLED_MS = 10_000
+
+
+class Parts:
+    """All parts that were seen lately."""
+
+    def __init__(self) -> None:
+        # (kind, name) -> (when it was seen last, how it was then).
+        self._seen: dict[tuple[str, str], tuple[float, PartStatus]] = {}
+
+    def update(
+        self, now_s: float, present: Iterable[PartStatus], silent_schedulers: Iterable[str] = ()
+    ) -> list[PartStatus]:
+        """Takes in who is there now; returns them and those that are missed, in order of kind and name.
+
+        Args:
+            now_s: Any clock that does not go back.
+            present: One per part; of several alike the last counts.
+            silent_schedulers: Names of those that do not answer. Those connected to one that did cannot be asked after.
+        """
+        here = {(part.kind, part.name): part for part in present}
+        silent = {("scheduler", name) for name in silent_schedulers} - here.keys()
+        self._forget(now_s, here)
+        is_complete = silent.isdisjoint(self._seen)
+        parts = list(here.values())
+        # A standby does not answer either.
+        parts += [_part(key, PartStatus.UNKNOWN, "has not answered yet") for key in silent - self._seen.keys()]
+        for key, (seen_s, part) in list(self._seen.items()):
+            if key in here:
+                continue
+            if is_complete or part.kind == "scheduler":
+                parts.append(_part(key, PartStatus.LOST, f"last seen {now_s - seen_s:.0f} s ago"))
+            else:
+                parts.append(_part(key, PartStatus.UNKNOWN, "its scheduler does not answer"))
+        for key, part in here.items():
+            self._seen[key] = now_s, part
+        return sorted(parts, key=lambda part: (_ORDER.index(part.kind), _natural(part.name)))
+
+    def _forget(self, now_s: float, here: Mapping[tuple[str, str], PartStatus]) -> None:
+        for key, (seen_s, part) in list(self._seen.items()):
+            # What said that it would go is not missed.
+            if now_s - seen_s > REMEMBERED_S or (part.state == PartStatus.DRAINING and key not in here):
+                del self._seen[key]
+
+
+def router_part(router: status_pb2.RouterStatus) -> PartStatus:
+    """How a router is."""
+    detail = f"{router.num_open_streams} streams"
+    state = PartStatus.SERVING
+    if router.is_draining:
+        state = PartStatus.DRAINING
+    elif router.problems:
+        state, detail = PartStatus.DEGRADED, f"stands still: {', '.join(router.problems)}"
+    elif router.num_live_detokenizers < router.num_detokenizers or not router.num_detokenizers:
+        state = PartStatus.DEGRADED
+        detail += f", reaches {router.num_live_detokenizers} of {router.num_detokenizers} detokenizers"
+    return PartStatus(kind="router", name=router.router_id, state=state, detail=detail)
+
+
+def cell_parts(cell: status_pb2.CellStatus) -> Iterator[PartStatus]:
+    """How a scheduler and those connected to it are."""
+    scheduler = PartStatus(kind="scheduler", name=cell.cell, state=PartStatus.SERVING)
+    scheduler.detail = f"epoch {cell.scheduler_epoch}"
+    if cell.is_draining:
+        scheduler.state = PartStatus.DRAINING
+    elif not cell.groups:
+        scheduler.state, scheduler.detail = PartStatus.DEGRADED, f"{scheduler.detail}, has no worker"
+    yield scheduler
+    for group in cell.groups:
+        yield _worker_part(group)
+    for item in cell.detokenizers:
+        detail = f"{item.num_attached} streams"
+        yield PartStatus(kind="detokenizer", name=item.detokenizer_id, state=PartStatus.SERVING, detail=detail)
+    for router in cell.routers:
+        yield router_part(router)
+
+
+def _part(key: tuple[str, str], state: PartStatus.State.ValueType, detail: str) -> PartStatus:
+    kind, name = key
+    return PartStatus(kind=kind, name=name, state=state, detail=detail)
+
+
+def _worker_part(group: status_pb2.GroupStatus) -> PartStatus:
+    part = PartStatus(kind="worker", name=group.group_id, state=PartStatus.SERVING)
+    part.detail = f"{group.device} {group.dtype}, epoch {group.epoch}"
+    if group.world_size > 1:
+        part.detail += f", {group.world_size} ranks"
+    if group.silent_ms > _SILENT_MS:
+        part.state, part.detail = PartStatus.DEGRADED, f"silent for {group.silent_ms / 1e3:.1f} s"
+    elif group.stalled_ms > _STALLED_MS:
+        part.state, part.detail = PartStatus.DEGRADED, f"no step ended for {group.stalled_ms / 1e3:.0f} s"
+    return part
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """Sorts worker-2 before worker-10."""
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem) :] or 0)
