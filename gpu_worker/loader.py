@@ -29,6 +29,7 @@ class LoadedModel:
     Attributes:
         dtype: What it computes in.
         kv_dtype: What keys and values are kept in.
+        can_record: Whether CUDA graphs of its steps may be recorded.
     """
 
     description: DecoderDescription
@@ -36,6 +37,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    can_record: bool = True
 
 
 def load_model(config: WorkerConfig, folder: ModelFolder) -> LoadedModel:
@@ -49,12 +51,14 @@ def load_model(config: WorkerConfig, folder: ModelFolder) -> LoadedModel:
     from gpu_worker.models.native import CpuDecoder
     from gpu_worker.weights.decoder_weights import DecoderWeights
 
-    description = describe(folder.config)
     device = _device(config.device)
     dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
     if device.type == "cuda":
         kernels.set_batch_invariant(config.batch_invariant)
     started = time.perf_counter()
+    description = _describe_native(config, folder)
+    if description is None:
+        return _load_from_transformers(config, folder, device, dtype)
     weights = DecoderWeights(folder, description, config.weights)
     library = _cpu_library(config, description) if device.type == "cpu" else None
     kv_dtype = _KV_DTYPES.get(config.kv, dtype if library is None else torch.int16)
@@ -68,6 +72,34 @@ def load_model(config: WorkerConfig, folder: ModelFolder) -> LoadedModel:
         kind = f"{library.isa} kernels"
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
     return LoadedModel(description, decoder, device, dtype, kv_dtype)
+
+
+def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:
+    """What our own code runs; None: it does not run this model, or is not to."""
+    if config.implementation == "transformers":
+        return None
+    try:
+        return describe(folder.config)
+    except UnsupportedError as error:
+        if config.implementation == "native":
+            raise
+        logger.info("%s runs by transformers' code with paged attention: %s", folder.name, error)
+        return None
+
+
+def _load_from_transformers(
+    config: WorkerConfig, folder: ModelFolder, device: torch.device, dtype: torch.dtype
+) -> LoadedModel:
+    from gpu_worker.models.transformers_model import TransformersDecoder
+
+    started = time.perf_counter()
+    kv_dtype = _KV_DTYPES.get(config.kv, dtype)
+    if not kv_dtype.is_floating_point:
+        raise UnsupportedError(f"a KV cache in {config.kv} needs a model that runs natively", field="kv")
+    decoder = TransformersDecoder(folder, dtype, device, config.weights)
+    kind, took = kernels.describe(device), time.perf_counter() - started
+    logger.info("loaded %s (transformers' code) on %s with %s in %.1f s", folder.name, device, kind, took)
+    return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=False)
 
 
 def num_threads(config: WorkerConfig) -> int:

@@ -203,7 +203,7 @@ class ModelRunner:
             max_batch_size=self._config.max_batch_size,
             max_num_tokens=self.max_num_tokens,
             max_blocks=-(-self.max_sequence_length // self._config.tokens_per_block),
-            recorder=GraphRecorder() if self._config.cuda_graphs else None,
+            recorder=GraphRecorder() if self._config.cuda_graphs and self.model.can_record else None,
         )
         self.model = replace(self.model, decoder=graphs)
         return graphs

@@ -16,6 +16,7 @@ from kernels.attention import paged_attention as torch_paged_attention
 from kernels.flash_attention import FlashAttention, load_flash_attention
 from kernels.kv_store import store_kv as torch_store_kv
 from kernels.linear import linear as torch_linear
+from kernels.linear import quantized_linear as torch_quantized_linear
 from kernels.lora import add_lora as torch_add_lora
 from kernels.quantized_kv import KvScales, quantized_paged_attention, store_quantized_kv
 from kernels.rms_norm import add_rms_norm as torch_add_rms_norm
@@ -66,6 +67,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _is_batch_invariant and _takes_triton(x):
         return triton.linear(x, weight, bias)
     return torch_linear(x, weight, bias)
+
+
+def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ (weight * scale[:, None]).T + bias`: x [M, K], weight int8 [N, K], scale float32 [N] -> [M, N]."""
+    if _takes_triton(x):
+        return triton.quantized_linear(x, weight, scale, bias, is_batch_invariant=_is_batch_invariant)
+    return torch_quantized_linear(x, weight, scale, bias)
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Tensor, adapters: Tensor) -> None:

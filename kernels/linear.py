@@ -23,3 +23,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         torch.mm(padded[start : start + ROW_TILE], transposed, out=out[start : start + ROW_TILE])
     out = out[:num_rows]
     return out if bias is None else out + bias
+
+
+def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ (weight * scale[:, None]).T + bias`: weight int8 [N, K], scale float32 [N]."""
+    out = (linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
+    return out if bias is None else out + bias

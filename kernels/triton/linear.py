@@ -34,8 +34,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _run(x, weight, None, bias, SOME_ROWS)
 
 
-def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ (weight * scale[:, None]).T + bias`: weight int8 [N, K], scale float32 [N]; the tiles suit M."""
+def quantized_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+) -> Tensor:
+    """Return `x @ (weight * scale[:, None]).T + bias`: weight int8 [N, K], scale float32 [N].
+
+    The tiles suit M, unless rows may not depend on it.
+    """
+    if is_batch_invariant:
+        return _run(x, weight, scale, bias, SOME_ROWS)
     num_rows = x.shape[0]
     launch = FEW_ROWS if num_rows <= 16 else SOME_ROWS if num_rows <= 64 else MANY_ROWS
     return _run(x, weight, scale, bias, launch)

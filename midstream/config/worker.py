@@ -33,6 +33,11 @@ class WorkerConfig(ServiceConfig):
         choices=("auto", "f32", "int16", "int8"),
     )
     kernels: str = setting("auto", "Which CPU kernels run.", choices=("auto", "native", "torch"))
+    implementation: str = setting(
+        "auto",
+        "Whose model code runs: our own (native), or transformers' with paged attention; auto: our own where there is.",
+        choices=("auto", "native", "transformers"),
+    )
     tokens_per_block: int = setting(16, "Tokens in one KV block; must equal the scheduler's.")
     free_memory_fraction: float = setting(
         0.9, "Share of the memory left after loading and warm-up that the KV pool takes on a GPU; on a CPU 0.25 of it."

@@ -31,8 +31,8 @@ SHAPE = {
 def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Module:
     """Writes a random model of `family` (such as Llama) to `folder`, and returns transformers' own."""
     torch.manual_seed(len(family))
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings}, attn_implementation="eager")
-    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Larger than at the start of training, so that a mistake anywhere shows in the logits.

@@ -1,0 +1,63 @@
+"""The linear layer over floats, or over int8 with a scale for each output channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x W^T + b.
+
+    Attributes:
+        weight: [N, K]: floats of x's type, or int8.
+        bias: [N].
+        scale: Float32 [N], what one unit of an int8 row is worth.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        if self.scale is not None:
+            return kernels.quantized_linear(x, self.weight, self.scale, self.bias)
+        return kernels.linear(x, self.weight, self.bias)
+
+
+def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest int8 [N, K] to floats, and the float32 scale [N] of each row."""
+    values = weight.float()
+    scale = values.abs().amax(dim=1) / 127
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    return (values * inverse[:, None]).round().to(torch.int8), scale
+
+
+class LinearModule(nn.Module):
+    """Stands in the place of a module of transformers, over its weights."""
+
+    def __init__(self, linear: nn.Linear, weights: str) -> None:
+        """Keeps the weight as `weights` says: auto and f32 as it is, bf16 rounded so, int8 as integers."""
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias, self.scale = linear.weight, linear.bias, None
+        if weights == "bf16":
+            self.weight = _constant(linear.weight.bfloat16().to(linear.weight.dtype))
+        elif weights == "int8":
+            units, scale = int8_rows(linear.weight)
+            self.weight, self.scale = _constant(units), _constant(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        out = Linear(self.weight, self.bias, self.scale)(x.reshape(-1, self.in_features))
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def _constant(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

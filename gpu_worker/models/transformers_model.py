@@ -1,0 +1,294 @@
+"""Any causal language model of transformers, with its attention over the paged cache.
+
+One pass: transformers' own code runs over the flattened tokens of a step as if they were one sequence, each with its
+own position. Where it asks for attention it comes here, through its attention interface: the layer's keys and values
+go into the pool, and each query attends to its own sequence over the block tables. All else of such a model works on
+each token by itself, so it does not see that its neighbours belong to others.
+
+A first pass over two tokens shows what the layers are: their heads, scale, window and soft cap. What cannot be right
+over a paged cache is refused there: attention that transformers does not hand out, state beside keys and values, masks
+and biases of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import kernels
+from gpu_worker.kv_cache import KvCache
+from gpu_worker.layers.linear import LinearModule
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.models.decoder import ForwardInputs, Probe
+from gpu_worker.models.description import DecoderDescription
+from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from midstream.model_folder import ModelFolder
+
+_INTERFACE = "midstream"
+# What some models hand on to the attention although it needs none of it.
+_NEEDLESS = {"position_ids", "cache_position", "cos", "sin"}
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One attention layer: its place, and what it asks for with every call."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float
+
+
+class _Pass(Protocol):
+    """Answers the attention of one pass: q [M, Hq, D], k and v [M, Hk, D] -> [M, Hq, Dv]."""
+
+    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor: ...
+
+
+_current: ContextVar[_Pass] = ContextVar("pass")
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls: query [1, Hq, M, D], key and value [1, Hk, M, D] -> [1, M, Hq, Dv]."""
+    options["attention_mask"] = attention_mask
+    q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    return _current.get()(module, q, k, v, options)[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, _attention)
+
+
+class _FirstLook:
+    """A pass that notes what the layers are."""
+
+    def __init__(self, config: transformers.PretrainedConfig) -> None:
+        self.layers: dict[nn.Module, _Layer] = {}
+        self._config = config
+
+    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
+        unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _NEEDLESS]
+        if unknown or module in self.layers or not getattr(module, "is_causal", True):
+            reason = f"brings {', '.join(unknown)}" if unknown else "is not causal, or is used twice"
+            raise UnsupportedError(f"the attention of {self._config.model_type!r} {reason}", field="model")
+        index, head_dim = len(self.layers), q.shape[-1]
+        scale = options.get("scaling")
+        self.layers[module] = _Layer(
+            index=index,
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=head_dim,
+            value_dim=v.shape[-1],
+            scale=head_dim**-0.5 if scale is None else float(scale),
+            window=options.get("sliding_window") or self._window(index),
+            softcap=float(options.get("softcap") or 0.0),
+        )
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+
+    def _window(self, index: int) -> int | None:
+        """As the configuration says, for models that tell only their mask."""
+        kinds = getattr(self._config, "layer_types", None)
+        if not kinds or kinds[index] != "sliding_attention":
+            return None
+        return int(self._config.sliding_window)
+
+
+class _PagedPass:
+    """A pass over the pool."""
+
+    def __init__(self, layers: Mapping[nn.Module, _Layer], kv: KvCache, inputs: ForwardInputs) -> None:
+        self._layers, self._kv, self._inputs = layers, kv, inputs
+
+    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
+        layer, kv, inputs = self._layers[module], self._kv, self._inputs
+        if layer.value_dim < layer.head_dim:
+            v = nn.functional.pad(v, (0, layer.head_dim - layer.value_dim))
+        kernels.store_kv(k, v, kv.keys[layer.index], kv.values[layer.index], inputs.slot_mapping)
+        out = kernels.paged_attention(
+            q.contiguous(),
+            kv.keys[layer.index],
+            kv.values[layer.index],
+            inputs.block_tables,
+            inputs.query_starts,
+            inputs.context_lens,
+            layer.scale,
+            layer.window,
+            layer.softcap,
+        )
+        return out[..., : layer.value_dim]
+
+
+class TransformersDecoder:
+    """Runs transformers' code in `dtype` on `device`.
+
+    Attributes:
+        description: Of the model; settings that only native models have are empty.
+    """
+
+    def __init__(self, folder: ModelFolder, dtype: torch.dtype, device: torch.device, weights: str = "auto") -> None:
+        """Loads the model.
+
+        Args:
+            folder: Where it lies.
+            dtype: What it computes in.
+            device: Where it computes.
+            weights: How matrices are kept: auto (as `dtype`), f32, bf16 (rounded so) or int8.
+
+        Raises:
+            ConfigError: Weights are missing or of another shape.
+            UnsupportedError: The model cannot run so; says why.
+        """
+        self._model = _load(folder, dtype)
+        _replace_linears(self._model, weights)
+        self._model.to(device)
+        self._device = device
+        self._takes_places = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self._layers = self._first_look()
+        self._kv: KvCache | None = None
+        self.description = _describe(self._model.config, folder, list(self._layers.values()))
+
+    def place_adapter(self, adapter: Adapter) -> object:
+        """Refuses, because adapters name the layers of native models."""
+        raise InvalidArgumentError("LoRA adapters need a model that runs natively", field="lora_config")
+
+    def use_cache(self, kv: KvCache) -> None:
+        """Computes over this cache from now on."""
+        self._kv = kv
+
+    def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+        """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+        assert self._kv is not None
+        options: dict[str, Any] = {}
+        if inputs.virtual is None:
+            options["input_ids"] = inputs.token_ids.long()[None]
+        else:
+            embedded = self._model.get_input_embeddings()(inputs.token_ids.long())
+            embedded[inputs.virtual.places.to(self._device)] = inputs.virtual.values.to(embedded)
+            options["inputs_embeds"] = embedded[None]
+        sampled = inputs.sampled.long()
+        is_whole = probe is not None or not self._takes_places
+        if not is_whole:
+            options["logits_to_keep"] = sampled
+        if probe is not None and probe.layers:
+            options["output_hidden_states"] = True
+        answer = self._run(_PagedPass(self._layers, self._kv, inputs), inputs.positions.long()[None], **options)
+        logits: Tensor = answer.logits[0]
+        if probe is not None:
+            for layer in probe.layers:
+                probe.keep(layer, answer.hidden_states[layer][0])
+            probe.last = logits
+        return (logits[sampled] if is_whole else logits).float()
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Float32 logits, which are what a pass with a probe keeps."""
+        return last.float()
+
+    @torch.inference_mode()
+    def _first_look(self) -> dict[nn.Module, _Layer]:
+        config = self._model.config
+        look = _FirstLook(config)
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
+        try:
+            self._run(look, torch.arange(2, device=self._device)[None], input_ids=tokens)
+        except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
+            raise UnsupportedError(
+                f"transformers' {config.model_type!r} does not run: {error}", field="model"
+            ) from error
+        layers = list(look.layers.values())
+        if len(layers) != config.num_hidden_layers:
+            raise UnsupportedError(
+                f"{len(layers)} of {config.num_hidden_layers} layers of {config.model_type!r} take their attention "
+                "through transformers' interface",
+                field="model",
+            )
+        if (
+            len({(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1
+            or layers[0].value_dim > layers[0].head_dim
+        ):
+            raise UnsupportedError(f"layers of {config.model_type!r} differ in their heads", field="model")
+        return look.layers
+
+    def _run(self, attention: _Pass, positions: Tensor, **options: Any) -> Any:
+        token = _current.set(attention)
+        try:
+            return self._model(position_ids=positions, use_cache=False, return_dict=True, **options)
+        finally:
+            _current.reset(token)
+
+
+def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
+    if folder.weights_format != "safetensors":
+        raise UnsupportedError(f"a GGUF file of {folder.architecture!r} is not supported", field="model")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder.path,
+            dtype=dtype,
+            attn_implementation=_INTERFACE,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise UnsupportedError(
+            f"transformers does not load {folder.architecture!r}: {lines[0]}", field="model"
+        ) from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info[kind]:
+            names = sorted(str(name) for name in info[kind])
+            raise ConfigError(f"the weights have {kind.replace('_', ' ')}: {', '.join(names[:3])}", field="model")
+    return model.eval()
+
+
+def _replace_linears(model: nn.Module, weights: str) -> None:
+    """Lets linear layers compute as native ones do: on a CPU without regard to the batch, from int8 if wanted."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                setattr(module, name, LinearModule(child, weights))
+
+
+def _describe(config: Any, folder: ModelFolder, layers: list[_Layer]) -> DecoderDescription:
+    return DecoderDescription(
+        architecture=folder.architecture,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_layers=len(layers),
+        num_heads=layers[0].num_heads,
+        num_kv_heads=layers[0].num_kv_heads,
+        head_dim=layers[0].head_dim,
+        rms_norm_eps=0.0,
+        rope={},
+        windows=tuple(layer.window for layer in layers),
+        ties_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        normalizes_qk=False,
+        has_mlp_bias=False,
+        max_sequence_length=_max_sequence_length(config),
+    )
+
+
+def _max_sequence_length(config: Any) -> int:
+    """Positions that are computed alike whatever else is in the batch."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and original:
+        # Beyond it transformers takes other angles, for all of the batch.
+        return min(int(original), int(config.max_position_embeddings))
+    return int(config.max_position_embeddings)

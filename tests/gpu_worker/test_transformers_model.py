@@ -1,0 +1,169 @@
+"""Models that run by transformers' code over the paged cache, against transformers alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_worker.layers.linear import int8_rows
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.models.native import CpuDecoder
+from gpu_worker.models.transformers_model import TransformersDecoder
+from gpu_worker.step import OutputParams, SamplingParams
+from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
+from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {"head_dim": 32}),
+    # Both soft caps; windows on every other layer.
+    "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
+    # Two windows, then all; two rotary bases.
+    "gemma3": ("Gemma3Text", {"head_dim": 32, "sliding_window": 24, "sliding_window_pattern": 3}),
+    "phi": ("Phi", {}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
+    "mixture": ("Mixtral", {"num_local_experts": 4}),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    """transformers' model and its folder, of each family."""
+    name, settings = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_tiny_model(folder, name, **settings), folder
+
+
+@pytest.fixture(scope="module")
+def gemma2(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    folder = tmp_path_factory.mktemp("gemma2")
+    return make_tiny_model(folder, "Gemma2", **FAMILIES["gemma2"][1]), folder
+
+
+def is_close(logits: Tensor, wanted: Tensor) -> bool:
+    return float((logits - wanted).abs().max()) <= TOLERANCE * max(1.0, float(wanted.abs().max()))
+
+
+def test_logits_equal_transformers(
+    other: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whole and chunked prefills, decodes beside a prefill, and a shared prefix, in one run."""
+    model, folder = other
+    with caplog.at_level(logging.INFO):
+        runner = make_runner(folder)
+    assert "runs by transformers' code" in caplog.text
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    first, second = prompt(70, seed=1), prompt(45, seed=2)
+    driver.step([driver.sequence(0, first)], [(0, 0, 70)])
+    driver.step([driver.sequence(1, second)], [(1, 0, 19)], generation=[0])
+    driver.step([], [(1, 19, 26)], generation=[0])
+    third = first[:48] + prompt(9, seed=3)
+    driver.step([driver.sequence(2, third, shared_blocks=driver.blocks[0][:3])], [(2, 48, 9)], generation=[0, 1])
+    driver.step(generation=[0, 1, 2])
+    whole = {row: expected_logits(model, driver.tokens[row]) for row in (0, 1, 2)}
+    sampled = [[(0, 69)], [(0, 70)], [(1, 44), (0, 71)], [(2, 56), (0, 72), (1, 45)], [(0, 73), (1, 46), (2, 57)]]
+    for logits, places in zip(recorder.logits, sampled, strict=True):
+        assert is_close(logits, torch.stack([whole[row][position] for row, position in places]))
+
+
+def test_output_does_not_depend_on_batch_or_chunks(gemma2: tuple[torch.nn.Module, Path]) -> None:
+    driver = Driver(make_runner(gemma2[1]))
+    sampling = SamplingParams(seed=7)
+    alone = driver.run_alone(prompt(50), 12, sampling)
+    assert driver.run_alone(prompt(50), 12, sampling, chunk=17) == alone
+    driver.step([driver.sequence(0, prompt(50), sampling), driver.sequence(1, prompt(33, seed=4))], [(1, 0, 33)])
+    driver.step([], [(0, 0, 50)], generation=[1])
+    for _ in range(11):
+        driver.step(generation=[0, 1])
+    assert driver.output(0) == alone
+
+
+def test_native_models_run_so_if_that_is_wanted(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = []
+    for implementation in ("native", "transformers"):
+        runner = make_runner(tiny_folder, implementation=implementation, kv="f32")
+        assert isinstance(runner.model.decoder, CpuDecoder if implementation == "native" else TransformersDecoder)
+        driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+        driver.step([driver.sequence(0, prompt(40))], [(0, 0, 40)])
+        logits.append(recorder.logits[0])
+    assert is_close(logits[1], logits[0])
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_int8_weights_are_kept_as_integers(
+    tiny_folder: Path, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both compute with the values that the CPU kernels have."""
+    logits = []
+    for settings in ({"kernels": "native"}, {"kernels": "torch", "implementation": implementation}):
+        runner = make_runner(tiny_folder, weights="int8", kv="f32", activations="f32", **settings)
+        driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+        driver.step([driver.sequence(0, prompt(40))], [(0, 0, 40)])
+        logits.append(recorder.logits[0])
+    scale = float(logits[0].abs().max())
+    # The embedding stays as it is in the one.
+    limit = TOLERANCE if implementation == "native" else 0.05
+    assert float((logits[1] - logits[0]).abs().max()) <= limit * scale
+
+
+def test_int8_rows_by_hand() -> None:
+    units, scale = int8_rows(torch.tensor([[1.27, -0.5], [0.0, 0.0]]))
+    assert units.tolist() == [[127, -50], [0, 0]]
+    assert scale.tolist() == pytest.approx([0.01, 0.0])
+
+
+def test_reports_equal_transformers(gemma2: tuple[torch.nn.Module, Path]) -> None:
+    model, folder = gemma2
+    driver = Driver(make_runner(folder))
+    tokens = prompt(20)
+    outputs = OutputParams(context_logits=True, hidden_states=((0, True), (2, True), (3, True)))
+    found: dict[str, Tensor] = {}
+    for tensor in driver.step([driver.sequence(0, tokens, outputs=outputs)], [(0, 0, 20)]).tensors:
+        found[tensor.name] = torch.from_numpy(tensor.values)
+    with torch.no_grad():
+        answer = model(torch.tensor([tokens]), output_hidden_states=True)
+    assert is_close(found["context_logits"], answer.logits[0])
+    for layer in (0, 2, 3):
+        assert is_close(found[f"context_hidden_states.{layer}"], answer.hidden_states[layer][0])
+
+
+def test_a_lora_adapter_is_refused(gemma2: tuple[torch.nn.Module, Path]) -> None:
+    decoder = make_runner(gemma2[1]).model.decoder
+    with pytest.raises(InvalidArgumentError, match="natively"):
+        decoder.place_adapter(Adapter("adapter", "fingerprint"))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("Mamba", {}, "0 of 3 layers"),
+        ("GptOss", {"num_local_experts": 2, "max_position_embeddings": 131072}, "brings s_aux"),
+        ("Falcon", {"pad_token_id": 0}, "does not load 'falcon'"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(family: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, family, **settings)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512} | config))
+    with pytest.raises(UnsupportedError, match=reason):
+        make_runner(tmp_path)
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "OPT", ffn_dim=96, num_hidden_layers=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match=r"missing keys: model\.decoder\.layers\.2"):
+        make_runner(tmp_path)
+
+
+def test_our_own_code_alone_if_that_is_wanted(gemma2: tuple[torch.nn.Module, Path]) -> None:
+    with pytest.raises(UnsupportedError, match="'gemma2'"):
+        make_runner(gemma2[1], implementation="native")
