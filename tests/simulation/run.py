@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import random
 from collections import Counter
@@ -80,11 +81,15 @@ def run_seed(seed: int, *, faults: bool = True, trace: bool = False) -> Outcome:
 
 def _tidy_up(seed: int) -> None:
     """Collects what seeds leave behind, now and then, and looks at nothing that was there before the first of them."""
-    if gc.get_freeze_count() == 0:
+    _freeze()
+    if seed % _COLLECT_EVERY == 0:
         gc.collect()
-        gc.freeze()
-    elif seed % _COLLECT_EVERY == 0:
-        gc.collect()
+
+
+@functools.cache
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def _bury(loop: VirtualLoop, cluster: Cluster) -> None:
