@@ -64,6 +64,7 @@ class FakeModel:
         num_context_tokens: Computed in context chunks so far, over all rows.
         fail_token: A row whose prompt holds it fails.
         checks: Verify the KV cache at each step.
+        followers: Tokens that come after others in place of the next one.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class FakeModel:
         self.fail_token = fail_token
         self.checks = checks
         self.attention_window = attention_window
+        self.followers: dict[int, int] = {}
         self.num_context_tokens = 0
         self.num_steps = 0
         self.rows: dict[int, Row] = {}
@@ -257,7 +259,8 @@ class FakeModel:
         if self.end_after and num_output + 1 >= self.end_after and row.end_ids and num_output >= row.min_tokens:
             token = min(row.end_ids)
         else:
-            token = next_token(row.tokens[-1], self.vocab_size)
+            last = row.tokens[-1]
+            token = self.followers.get(last, next_token(last, self.vocab_size))
         row.tokens.append(token)
         tokens.append(token)
         return 1

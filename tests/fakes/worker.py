@@ -35,6 +35,7 @@ class FakeWorkerConfig:
         wrong_shape_at_step: That result has a token too many.
         repeat_results: Each result is sent twice.
         checks: The KV cache is verified at each step; slow.
+        circle: Token ids, comma-separated: each is followed by the next one, and the last by the first.
         curve_secret_key: File with its key pair; empty: plain text. curve_server_key: File with the scheduler's key.
     """
 
@@ -57,6 +58,7 @@ class FakeWorkerConfig:
     repeat_results: bool = False
     checks: bool = False
     attention_window: int = 0
+    circle: str = ""
     curve_secret_key: str = ""
     curve_server_key: str = ""
 
@@ -88,7 +90,7 @@ class FakeWorker:
 
     def _new_model(self) -> FakeModel:
         config = self.config
-        return FakeModel(
+        model = FakeModel(
             vocab_size=config.vocab_size,
             tokens_per_block=config.tokens_per_block,
             num_blocks=config.num_blocks,
@@ -97,6 +99,9 @@ class FakeWorker:
             checks=config.checks,
             attention_window=config.attention_window,
         )
+        circle = [int(token) for token in config.circle.split(",") if token]
+        model.followers = dict(zip(circle, circle[1:] + circle[:1], strict=True))
+        return model
 
     def start(self) -> FakeWorker:
         """Runs in a thread."""

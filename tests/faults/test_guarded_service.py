@@ -15,12 +15,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.client import AsyncClient, Result, SamplingParams
-from midstream.errors import NotFoundError, UnauthenticatedError, UnavailableError
+from midstream.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError, UnavailableError
 from midstream.serving import open_channel
 from midstream.transport_security import Tls
+from protos import generation_pb2 as pb
 from tests.faults.certificates import Authority
 from tests.faults.guarded import ALICE, Guarded, running_guarded
 from tests.faults.processes import until
+from tests.router.test_grammar_check import BAD
 
 NUM_TOKENS = 400
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.9, seed=4)
@@ -93,6 +95,19 @@ async def test_https_asks_for_the_token(guarded: Guarded) -> None:
         await asyncio.to_thread(complete)
     assert refused.value.code == 401
     refused.value.close()
+
+
+@pytest.mark.parametrize("kind", ["30,000 nestings in a grammar", "a million values"])
+async def test_a_guide_that_abuses_is_refused_and_its_neighbour_goes_on(guarded: Guarded, kind: str) -> None:
+    name, text = BAD[kind]
+    guide = pb.GuidedDecodingConfig(guide_type=pb.GuideType.Value(f"GUIDE_TYPE_{name}"), guide=text)
+    request = pb.GenerateRequest(prompt="The stream", guided_decoding=guide)
+    async with guarded.alice() as alice:
+        neighbour = asyncio.create_task(ask(alice))
+        with pytest.raises(InvalidArgumentError) as raised:
+            await alice.stream(request, timeout_s=60).result()
+        assert raised.value.field == "guided_decoding.guide"
+        assert len((await neighbour).token_ids) == NUM_TOKENS
 
 
 async def test_parts_that_die_come_back_behind_their_locks(guarded: Guarded) -> None:

@@ -226,6 +226,29 @@ def test_a_worker_does_not_take_memory_by_what_a_configuration_says(folder: Path
         ModelRunner(WorkerConfig(model=str(folder), device="cpu", max_kv_tokens=1024), model)
 
 
+def test_no_process_starts_on_a_hostile_model(folder: Path) -> None:
+    change(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling_evil.Model"})
+    ports = ("--port", "0", "--http-port", "0")
+    commands = {
+        "scheduler": ("--worker-port", "0", "--journal", "off", *ports),
+        "router": ports,
+        "detokenizer": ports,
+        "gpu_worker": ("--http-port", "0"),
+    }
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", name, "--model", str(folder), *flags],
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for name, flags in commands.items()
+    }  # fmt: skip
+    for name, process in processes.items():
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 2, (name, errors)
+        assert "auto_map" in errors
+        assert "Traceback" not in errors
+
+
 class limited_memory:  # noqa: N801 (used as a function)
     """Within it this process may not take a gigabyte more than it has."""
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import os
 import signal
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
-from midstream.client import AsyncClient, SamplingParams
+from midstream.client import AsyncClient, Result, SamplingParams
 from midstream.errors import AlreadyExistsError, DeadlineError
+from midstream.model_folder import open_model_folder
+from midstream.tokenizer import Tokenizer
 from tests.faults.processes import ALL, Processes, Streams, until
 from tests.faults.test_worker_faults import FIRSTS, all_blocks_are_back
 
@@ -22,6 +27,32 @@ async def test_a_scheduler_killed_in_the_middle_costs_no_token(processes: Proces
     await processes.kill("scheduler")
     processes.start("scheduler")
     await streams.check()
+    await all_blocks_are_back(processes)
+
+
+async def test_a_journal_with_a_torn_tail_and_a_damaged_record_costs_no_token(
+    processes: Processes, client: AsyncClient
+) -> None:
+    streams = Streams(client, FIRSTS, 200)
+    await streams.reach(60)
+    await processes.kill("scheduler")
+    wal = processes.journal_path.with_name(processes.journal_path.name + "-wal")
+    os.truncate(wal, wal.stat().st_size - 100)
+    processes.start("scheduler")
+    await streams.reach(120)
+    await processes.kill("scheduler")
+    with contextlib.closing(sqlite3.connect(processes.journal_path)) as journal:
+        numbers = [number for (number,) in journal.execute("SELECT number FROM commits ORDER BY number")]
+        middle = numbers[len(numbers) // 2]
+        (record,) = journal.execute("SELECT record FROM commits WHERE number = ?", (middle,)).fetchone()
+        record = record[:-1] + bytes([record[-1] ^ 1])
+        journal.execute("UPDATE commits SET record = ? WHERE number = ?", (record, middle))
+        journal.commit()
+    log = processes.log("scheduler")
+    assert "the journal's last transaction was cut off" in log
+    processes.start("scheduler")
+    await streams.check()
+    assert "the journal is damaged" in processes.log("scheduler")[len(log) :]
     await all_blocks_are_back(processes)
 
 
@@ -46,6 +77,37 @@ async def test_detokenizers_come_and_go_under_load(processes: Processes, client:
 async def _serving(client: AsyncClient) -> list[str]:
     info = await client.server_info()
     return [item.detokenizer_id for item in info.detokenizers if item.num_attached_total]
+
+
+async def test_a_detokenizer_killed_in_the_middle_of_a_character_leaves_the_text_whole(
+    processes: Processes, client: AsyncClient
+) -> None:
+    tokenizer = Tokenizer(open_model_folder("smollm2").path)
+    circle = tokenizer.encode("🫠日語")
+    assert len(circle) == len(set(circle)) == 8
+    is_inside = {place for place in range(8) if "\ufffd" in tokenizer.decode(circle[:place])}
+    for name in ("worker-0", "worker-1"):
+        await processes.kill(name)
+    processes.worker_flags = ("--circle", ",".join(map(str, circle)), "--step-ms", "30")
+    processes.start("worker-0")
+    sampling = SamplingParams(max_tokens=160, ignore_eos=True, temperature=0.0)
+    stream = client.generate(token_ids=circle[-1:], sampling=sampling, timeout_s=100)
+    result, kills = Result(""), 0
+    async for chunk in stream:
+        assert chunk.token_offset == len(result.token_ids)
+        result.add(chunk)
+        num_tokens = len(result.token_ids)
+        if num_tokens > 10 + 30 * kills and num_tokens % 8 in is_inside and kills < 4:
+            assert result.text == ("🫠日語" * 20)[: len(result.text)]
+            name = f"detokenizer-{kills % 2}"
+            await processes.kill(name)
+            processes.start(name)
+            kills += 1
+    assert kills == 4
+    assert result.token_ids == circle * 20
+    assert result.text == "🫠日語" * 20
+    processes.worker_flags = ()
+    await processes.kill("worker-0")
 
 
 async def test_a_router_killed_in_the_middle_costs_no_token(processes: Processes, client: AsyncClient) -> None:
