@@ -38,6 +38,7 @@ _STANDARD_DEVIATION = 0.02
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     values: Tensor
+    format: str = "bf16"
 
     def dense(self) -> Tensor:
         return self.values

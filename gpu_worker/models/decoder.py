@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import kernels
 from gpu_worker.kv_cache import KvCache
+from gpu_worker.layers.linear import Linear, int8_rows
 from gpu_worker.layers.rotary import rotary_table
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
@@ -97,28 +98,19 @@ class PartDecoder(Decoder, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return kernels.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Tensor
-    qkv: _Linear
+    qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    attention_output: _Linear
+    attention_output: Linear
     post_attention_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
+    gate_up: Linear
+    down: Linear
 
 
 class TorchDecoder:
-    """Computes in `dtype` on `device`; matrices hold the values of their stored format."""
+    """Computes in `dtype` on `device`; matrices hold the values of their stored format, int8 as integers."""
 
     def __init__(
         self,
@@ -281,9 +273,12 @@ class TorchDecoder:
             down=self._linear(weights.down),
         )
 
-    def _linear(self, weights: LinearWeights) -> _Linear:
+    def _linear(self, weights: LinearWeights) -> Linear:
         bias = None if weights.bias is None else self._place(weights.bias)
-        return _Linear(self._place(weights.weight.dense()), bias)
+        if weights.weight.format == "int8":
+            units, scale = int8_rows(weights.weight.source)
+            return Linear(units.to(self._device), bias, scale.to(self._device))
+        return Linear(self._place(weights.weight.dense()), bias)
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self._device, dtype=self._dtype)

@@ -107,6 +107,9 @@ def test_int8_weights_are_kept_as_integers(
         driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
         driver.step([driver.sequence(0, prompt(40))], [(0, 0, 40)])
         logits.append(recorder.logits[0])
+    kept = vars(runner.model.decoder)
+    weights = kept["_layers"][0].qkv if implementation == "native" else kept["_model"].model.layers[0].mlp.up_proj
+    assert weights.weight.dtype == torch.int8
     scale = float(logits[0].abs().max())
     # The embedding stays as it is in the one.
     limit = TOLERANCE if implementation == "native" else 0.05
