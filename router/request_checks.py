@@ -25,6 +25,8 @@ MAX_TOKEN_RANGES = 64
 MAX_DEFAULT_TOKENS = 16_384
 
 MAX_TOPK_LOGITS = 1024
+MAX_NGRAM_SIZE = 64
+MAX_DURATION_MS = 1 << 40  # 34 years; in nanoseconds and behind any time of day it fits into 64 bits
 
 _ADDITIONAL_OUTPUT = re.compile(r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[1-9]\d{0,3}")
 
@@ -114,6 +116,8 @@ def check_request(request: pb.GenerateRequest, model: ModelFolder) -> None:
         check_name(getattr(request, field), field)
     check_model(request.model, model)
     _Range(-100, 100).check(request.priority, "priority")
+    _at_most(request.timeout_ms, MAX_DURATION_MS, "timeout_ms")
+    _Range(0, 1 << 62).check(request.arrival_time_unix_ns, "arrival_time_unix_ns")
     if request.HasField("max_tokens"):
         _at_least_one(request.max_tokens, "max_tokens")
     check_virtual_tokens(request, model)
@@ -255,12 +259,16 @@ def _check_features(request: pb.GenerateRequest) -> None:
         if request.speculative.method not in (1, 2):
             raise InvalidArgumentError("must be set", field="speculative.method")
         _Range(1, 16).check(request.speculative.num_draft_tokens, "speculative.num_draft_tokens")
+        if request.speculative.HasField("max_ngram_size"):
+            _Range(1, MAX_NGRAM_SIZE).check(request.speculative.max_ngram_size, "speculative.max_ngram_size")
     _at_most(len(request.kv_retention.token_ranges), MAX_TOKEN_RANGES, "kv_retention.token_ranges")
     for token_range in request.kv_retention.token_ranges:
         _at_most(token_range.priority, 100, "kv_retention.token_ranges.priority")
+        _at_most(token_range.duration_ms, MAX_DURATION_MS, "kv_retention.token_ranges.duration_ms")
         if token_range.HasField("end") and token_range.end <= token_range.start:
             raise InvalidArgumentError("must be after start", field="kv_retention.token_ranges.end")
     _at_most(request.kv_retention.decode_priority, 100, "kv_retention.decode_priority")
+    _at_most(request.kv_retention.decode_duration_ms, MAX_DURATION_MS, "kv_retention.decode_duration_ms")
 
 
 def _check_words(words: Iterable[str], limit: int, field: str) -> None:

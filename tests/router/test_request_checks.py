@@ -31,10 +31,41 @@ def guided(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(guided_decoding=pb.GuidedDecodingConfig(**fields))
 
 
+def drafts(**fields: Any) -> pb.GenerateRequest:
+    method = pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP
+    return pb.GenerateRequest(speculative=pb.SpeculativeConfig(method=method, num_draft_tokens=2, **fields))
+
+
 BAD: list[tuple[str, pb.GenerateRequest]] = [
     ("request_id", pb.GenerateRequest(request_id="x" * 129)),
     ("client_id", pb.GenerateRequest(client_id="x" * 129)),
     ("priority", pb.GenerateRequest(priority=101)),
+    ("timeout_ms", pb.GenerateRequest(timeout_ms=2**64 - 1)),
+    ("timeout_ms", pb.GenerateRequest(timeout_ms=2**40 + 1)),
+    ("arrival_time_unix_ns", pb.GenerateRequest(arrival_time_unix_ns=-1)),
+    ("arrival_time_unix_ns", pb.GenerateRequest(arrival_time_unix_ns=2**63 - 1)),
+    ("speculative.max_ngram_size", drafts(max_ngram_size=0)),
+    ("speculative.max_ngram_size", drafts(max_ngram_size=65)),
+    ("kv_retention.decode_priority", pb.GenerateRequest(kv_retention=pb.KvRetentionConfig(decode_priority=101))),
+    (
+        "kv_retention.decode_duration_ms",
+        pb.GenerateRequest(kv_retention=pb.KvRetentionConfig(decode_duration_ms=2**64 - 1)),
+    ),
+    (
+        "kv_retention.token_ranges.duration_ms",
+        pb.GenerateRequest(
+            kv_retention=pb.KvRetentionConfig(token_ranges=[pb.KvRetentionConfig.TokenRange(duration_ms=2**41)])
+        ),
+    ),
+    ("cache_salt", pb.GenerateRequest(cache_salt="x" * 129)),
+    ("logits_post_processor_name", pb.GenerateRequest(logits_post_processor_name="x" * 129)),
+    ("sampling.beam_search_diversity_rate", sampling(beam_search_diversity_rate=-0.1)),
+    ("sampling.frequency_penalty", sampling(frequency_penalty=math.nan)),
+    ("sampling.presence_penalty", sampling(presence_penalty=-2.1)),
+    ("prompt_tuning.name", pb.GenerateRequest(prompt_tuning=pb.PromptTuningConfig(name="x" * 129))),
+    ("prompt_tuning", pb.GenerateRequest(prompt_tuning=pb.PromptTuningConfig())),
+    ("lora.name", pb.GenerateRequest(lora=pb.LoraConfig(name="x" * 129))),
+    ("lora.resolved", pb.GenerateRequest(lora=pb.LoraConfig(name="a", resolved=pb.ResolvedAdapter(path="/")))),
     ("priority", pb.GenerateRequest(priority=-101)),
     ("max_tokens", pb.GenerateRequest(max_tokens=0)),
     ("token_ids", pb.GenerateRequest(token_ids=pb.TokenIds(values=[5, VOCAB]))),
@@ -122,6 +153,8 @@ GOOD: list[pb.GenerateRequest] = [
     stopping(stop_words=["x" * 256] * 64, stop_token_ids=[VOCAB - 1] * 64, end_id=0),
     output(log_probs=20, additional_outputs=[pb.AdditionalOutput(name="hidden_states.30")]),
     guided(guide_type=pb.GUIDE_TYPE_JSON),
+    drafts(max_ngram_size=64),
+    pb.GenerateRequest(timeout_ms=2**40, arrival_time_unix_ns=2**62),
 ]
 
 
