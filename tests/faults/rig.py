@@ -172,6 +172,9 @@ class Rig:
             await part.kill()
         for worker in self._workers.values():
             await asyncio.to_thread(worker.kill)
+            worker.runner.close()
+        for runner in self._cluster._runners:
+            runner.close()
         await self._service.stop()
         self._cluster.prompts.close()
 

@@ -34,6 +34,11 @@ REQUESTS: dict[str, dict[str, object]] = {
     "three sequences": {"sampling": pb.SamplingConfig(temperature=0.9, top_k=30, seed=9, num_return_sequences=3)},
     "stop words": {"sampling": SEEDED, "stopping": pb.StoppingConfig(stop_words=STOPS, ignore_eos=True)},
     "emoji and Chinese": {"sampling": pb.SamplingConfig(temperature=1.3, top_k=40, seed=3)},
+    "beams": {"sampling": pb.SamplingConfig(beam_width=3, num_return_sequences=2)},
+    "guided": {
+        "sampling": pb.SamplingConfig(temperature=1.0, seed=8),
+        "guided_decoding": pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="([a-z]+ ){200}"),
+    },
 }
 
 
