@@ -57,7 +57,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._cell = cell
         self._policies = policies
         self._started_ns = time.time_ns()
-        self._status = CellStatusReport(engine, cell)
+        self._status = CellStatusReport(engine.core, engine.hub, cell)
 
     async def Submit(  # noqa: N802
         self,

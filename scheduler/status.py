@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from protos import loads_pb2, status_pb2
 from scheduler.block_manager import BlockManager
-from scheduler.engine import Engine
+from scheduler.core import SchedulerCore
 from scheduler.feed import FeedHub
 from scheduler.groups import WorkerGroup
 from scheduler.stats import LATENCY_BUCKETS_S, Histogram, Totals
@@ -21,8 +21,11 @@ _NS_PER_MS = 1_000_000
 class CellStatusReport:
     """Answers GetStatus, and remembers which routers asked lately."""
 
-    def __init__(self, engine: Engine, cell: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engine = engine
+    def __init__(
+        self, core: SchedulerCore, hub: FeedHub, cell: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._core = core
+        self._hub = hub
         self._cell = cell
         self._clock = clock
         # Router id -> (when it asked, what it said of itself), the latest last.
@@ -31,7 +34,7 @@ class CellStatusReport:
     def answer(self, request: status_pb2.GetCellStatusRequest, now_ns: int) -> status_pb2.CellStatus:
         """The cell as it is now."""
         self._note(request.router)
-        core = self._engine.core
+        core = self._core
         totals = core.totals
         return status_pb2.CellStatus(
             cell=self._cell,
@@ -39,7 +42,7 @@ class CellStatusReport:
             is_draining=core.lifecycle.is_draining,
             requests=self._request_counts(),
             groups=[self._group(group, request.max_map_cells, now_ns) for group in core.groups],
-            detokenizers=detokenizer_infos(self._engine.hub),
+            detokenizers=detokenizer_infos(self._hub),
             routers=[router for _, router in self._routers.values()],
             counts=_counts(totals),
             time_to_first_token=_duration_counts(totals.time_to_first_token),
@@ -58,7 +61,7 @@ class CellStatusReport:
             del self._routers[router_id]
 
     def _request_counts(self) -> status_pb2.RequestCounts:
-        core = self._engine.core
+        core = self._core
         num_paused = sum(1 for request in core.queue if request.times.first_scheduled_ns)
         num_context = sum(len({sequence.request for sequence in group.context}) for group in core.groups)
         return status_pb2.RequestCounts(

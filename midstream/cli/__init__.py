@@ -26,6 +26,7 @@ COMMANDS = {
     "demo": ("midstream.cli.demo", "start everything, stream a few answers at once, stop"),
     "bench": ("midstream.bench.command", "measure a running service"),
     "lora": ("midstream.cli.lora", "load, unload and list adapters"),
+    "top": ("midstream.top.command", "watch requests, batches, KV blocks and every part, live"),
     "stats": ("midstream.cli.stats", "show what the scheduler's iterations did"),
 }
 # Name -> (module, what it does). Processes of their own, as services are not imported here; all arguments are theirs.

@@ -20,7 +20,7 @@ from midstream.errors import InvalidArgumentError
 from midstream.serving import DEFAULT_MAX_MESSAGE_BYTES, error_from_rpc, open_channel
 from midstream.transport_security import Tls
 from protos import generation_pb2 as pb
-from protos import loads_pb2, service_pb2_grpc, stats_pb2
+from protos import loads_pb2, service_pb2_grpc, stats_pb2, status_pb2
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
@@ -195,6 +195,14 @@ class AsyncClient:
         try:
             async for stats in self._next_stub().GetIterationStats(request):
                 yield MessageToDict(stats, always_print_fields_with_no_presence=True)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+
+    async def status(self, *, follow: bool = False) -> AsyncIterator[status_pb2.SystemStatus]:
+        """What every part does: now, or with `follow` about once a second; the first one brings the last minutes."""
+        try:
+            async for status in self._next_stub().GetStatus(status_pb2.GetStatusRequest(stream=follow)):
+                yield status
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
 

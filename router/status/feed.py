@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -18,9 +19,11 @@ from midstream.errors import UnavailableError
 from protos import status_pb2
 from router.authentication import current_caller
 from router.cells import Cell, Cells
-from router.status.parts import Parts, cell_parts, router_part
+from router.status.parts import Parts, cell_parts, natural, router_part
 from router.status.samples import LATENCY_WINDOW_S, Samples
 from router.stream_limits import StreamLimits
+
+logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
 _TIMEOUT_S = 1.0
@@ -60,7 +63,11 @@ class StatusFeed:
         try:
             while True:
                 self._wanted.clear()
-                await self._ask()
+                try:
+                    await self._ask()
+                except Exception:
+                    # A defect here or there; the feed must not stand still for it.
+                    logger.exception("the state could not be made out")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wanted.wait(), self._interval_s)
         finally:
@@ -132,6 +139,7 @@ class StatusFeed:
         )
         for answer in answered.values():
             _add(status, answer)
+        status.groups.sort(key=lambda group: natural(group.group_id))
         async with self._changed:
             self._latest = status
             self._changed.notify_all()

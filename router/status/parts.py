@@ -48,7 +48,7 @@ class Parts:
                 parts.append(_part(key, PartStatus.UNKNOWN, "its scheduler does not answer"))
         for key, part in here.items():
             self._seen[key] = now_s, part
-        return sorted(parts, key=lambda part: (_ORDER.index(part.kind), _natural(part.name)))
+        return sorted(parts, key=lambda part: (_ORDER.index(part.kind), natural(part.name)))
 
     def _forget(self, now_s: float, here: Mapping[tuple[str, str], PartStatus]) -> None:
         for key, (seen_s, part) in list(self._seen.items()):
@@ -59,7 +59,7 @@ class Parts:
 
 def router_part(router: status_pb2.RouterStatus) -> PartStatus:
     """How a router is."""
-    detail = f"{router.num_open_streams} streams"
+    detail = _count(router.num_open_streams, "stream")
     state = PartStatus.SERVING
     if router.is_draining:
         state = PartStatus.DRAINING
@@ -74,16 +74,16 @@ def router_part(router: status_pb2.RouterStatus) -> PartStatus:
 def cell_parts(cell: status_pb2.CellStatus) -> Iterator[PartStatus]:
     """How a scheduler and those connected to it are."""
     scheduler = PartStatus(kind="scheduler", name=cell.cell, state=PartStatus.SERVING)
-    scheduler.detail = f"epoch {cell.scheduler_epoch}"
+    scheduler.detail = f"{_count(len(cell.groups), 'worker')}, {_count(len(cell.detokenizers), 'detokenizer')}"
     if cell.is_draining:
         scheduler.state = PartStatus.DRAINING
     elif not cell.groups:
-        scheduler.state, scheduler.detail = PartStatus.DEGRADED, f"{scheduler.detail}, has no worker"
+        scheduler.state, scheduler.detail = PartStatus.DEGRADED, "has no worker"
     yield scheduler
     for group in cell.groups:
         yield _worker_part(group)
     for item in cell.detokenizers:
-        detail = f"{item.num_attached} streams"
+        detail = _count(item.num_attached, "stream")
         yield PartStatus(kind="detokenizer", name=item.detokenizer_id, state=PartStatus.SERVING, detail=detail)
     for router in cell.routers:
         yield router_part(router)
@@ -96,9 +96,7 @@ def _part(key: tuple[str, str], state: PartStatus.State.ValueType, detail: str) 
 
 def _worker_part(group: status_pb2.GroupStatus) -> PartStatus:
     part = PartStatus(kind="worker", name=group.group_id, state=PartStatus.SERVING)
-    part.detail = f"{group.device} {group.dtype}, epoch {group.epoch}"
-    if group.world_size > 1:
-        part.detail += f", {group.world_size} ranks"
+    part.detail = f"{group.device}, {group.num_sequences} of {group.max_num_sequences} sequences"
     if group.silent_ms > _SILENT_MS:
         part.state, part.detail = PartStatus.DEGRADED, f"silent for {group.silent_ms / 1e3:.1f} s"
     elif group.stalled_ms > _STALLED_MS:
@@ -106,7 +104,11 @@ def _worker_part(group: status_pb2.GroupStatus) -> PartStatus:
     return part
 
 
-def _natural(name: str) -> tuple[str, int]:
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def natural(name: str) -> tuple[str, int]:
     """Sorts worker-2 before worker-10."""
     stem = name.rstrip("0123456789")
     return stem, int(name[len(stem) :] or 0)

@@ -10,7 +10,7 @@ from typing import Any
 from midstream.health import Progress
 from midstream.serving import Server
 from protos import generation_pb2 as pb
-from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
+from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
 
 END_ID = 2
 
@@ -53,6 +53,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.feeds: list[Feed] = []
         self.submit_errors: list[Exception] = []
         self.features: tuple[str, ...] = ()
+        self.status = status_pb2.CellStatus()
+        self.status_requests: list[status_pb2.GetCellStatusRequest] = []
         self.loras: list[loads_pb2.LoraInfo] = []
         self.changed = asyncio.Event()
         self.server: Server | None = None
@@ -121,6 +123,17 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             self.requests[request.request.request_id] = Scripted(request.request, count)
         self.changed.set()
         return scheduler_pb2.SubmitResponse(scheduler_epoch=1, attached=known, num_sequences=1)
+
+    async def GetStatus(  # noqa: N802
+        self, request: status_pb2.GetCellStatusRequest, context: Any
+    ) -> status_pb2.CellStatus:
+        self.status_requests.append(request)
+        answer = status_pb2.CellStatus()
+        answer.CopyFrom(self.status)
+        for group in answer.groups:
+            if request.max_map_cells:
+                group.block_map.blocks_per_cell = 1
+        return answer
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: Any) -> loads_pb2.AbortResponse:  # noqa: N802
         self.aborts.append(request.request_id)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from starlette.types import ASGIApp
 
 from detokenizer.feed import FeedPool
 from detokenizer.incremental import DecoderFactory, decoder_factory
@@ -53,9 +54,15 @@ class Part:
     """A service in this process."""
 
     def __init__(
-        self, server: Server, servicer: object, task: asyncio.Task[None], http: HttpPort | None = None
+        self,
+        server: Server,
+        servicer: object,
+        task: asyncio.Task[None],
+        http: HttpPort | None = None,
+        pages: ASGIApp | None = None,
     ) -> None:
         self.http = http
+        self.pages = pages
         self.server = server
         self.servicer = servicer
         self.address = f"127.0.0.1:{server.port}"
@@ -126,7 +133,7 @@ class Cluster:
                 group.create_task(pool.run())
                 group.create_task(status.run())
 
-        return self._keep(Part(server, front, asyncio.create_task(run()), http))
+        return self._keep(Part(server, front, asyncio.create_task(run()), http, pages))
 
     async def close(self) -> None:
         for part in reversed(self._parts):

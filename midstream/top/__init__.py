@@ -1,0 +1,1 @@
+"""`midstream top`: what a running service does, live, on a terminal."""

@@ -1,0 +1,51 @@
+"""What `midstream top` knows: the latest state, the samples of the last minutes, and whether anybody answers."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from protos import status_pb2
+
+_MAX_SAMPLES = 300
+_SILENT_S = 3.0
+
+
+class Board:
+    """Takes in states as they come.
+
+    Attributes:
+        status: The latest state; None before the first.
+        samples: One for each second, oldest first.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.status: status_pb2.SystemStatus | None = None
+        self.samples: deque[status_pb2.StatusSample] = deque(maxlen=_MAX_SAMPLES)
+        self._clock = clock
+        self._heard_s = 0.0
+        self._loss = ""
+
+    def take(self, status: status_pb2.SystemStatus, *, is_first: bool) -> None:
+        """Takes a state; the first one of a connection brings the samples of the last minutes."""
+        if is_first:
+            self.samples.clear()
+        self.samples.extend(status.samples)
+        self.status = status
+        self._heard_s = self._clock()
+        self._loss = ""
+
+    def lose(self, reason: str) -> None:
+        """The connection is gone, and another one is tried."""
+        self._loss = reason
+
+    @property
+    def problem(self) -> str:
+        """Why what is shown is not how things are; empty when it is."""
+        if self._loss:
+            return f"No router answers ({self._loss}); trying again"
+        if self.status is None:
+            return "Connecting"
+        silent_s = self._clock() - self._heard_s
+        return f"Nothing heard for {silent_s:.0f} s" if silent_s > _SILENT_S else ""

@@ -1,0 +1,56 @@
+"""Charts out of characters. They read without colour too: in a pipe there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from protos import status_pb2
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+# What a cell shows first: (glyph, style).
+SHARED, HELD, CACHED, FREE = ("▓", "magenta"), ("█", "cyan"), ("▒", "dark_cyan"), ("·", "bright_black")
+
+
+def columns(values: Sequence[float], width: int, height: int) -> list[str]:
+    """A bar for each of the last `width` values, the highest one full; `height` lines, the upper one first."""
+    shown = list(values)[-width:]
+    top = max(shown, default=0.0) or 1.0
+    eighths = [0 if value <= 0 else max(1, round(value / top * height * 8)) for value in shown]
+    lines = []
+    for row in reversed(range(height)):
+        line = "".join(_EIGHTHS[min(max(level - row * 8, 0), 8)] for level in eighths)
+        lines.append(line.rjust(width))
+    return lines
+
+
+def share_bar(parts: Sequence[tuple[int, str]], width: int) -> Text:
+    """Numbers as parts of one bar, each with its style; whatever there is of at all gets a character."""
+    total = sum(number for number, _ in parts)
+    if not total:
+        return Text("─" * width, style="bright_black")
+    sizes = [max(1, width * number // total) if number else 0 for number, _ in parts]
+    sizes[sizes.index(max(sizes))] += width - sum(sizes)
+    bar = Text()
+    for size, (_, style) in zip(sizes, parts, strict=True):
+        bar.append("█" * size, style=style)
+    return bar
+
+
+def block_map(blocks: status_pb2.BlockMap, width: int, max_rows: int) -> Text:
+    """A character for each run of blocks: whether some are shared, else some held, else some cached, else all free."""
+    num_cells = len(blocks.held)
+    run = max(1, -(-num_cells // (width * max_rows)))
+    text = Text(no_wrap=True)
+    for index, start in enumerate(range(0, num_cells, run)):
+        end = start + run
+        if index and index % width == 0:
+            text.append("\n")
+        if any(blocks.shared[start:end]):
+            text.append(*SHARED)
+        elif any(blocks.held[start:end]):
+            text.append(*HELD)
+        else:
+            text.append(*(CACHED if any(blocks.cached[start:end]) else FREE))
+    return text

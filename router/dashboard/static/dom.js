@@ -1,0 +1,20 @@
+// Makes elements. Text only ever becomes text: what parts call themselves is never read as markup.
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === true) node.setAttribute(name, "");
+    else if (value !== false) node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+export function element(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+export function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+export const byId = (id) => document.getElementById(id);

@@ -1,0 +1,63 @@
+// The feed of states: connects, and connects anew for as long as the page is open.
+
+const SILENCE_MS = 5000;
+const FIRST_WAIT_MS = 500;
+const LAST_WAIT_MS = 5000;
+
+/**
+ * Follows the feed until it asks for a token. Callbacks: `onLink(state, text)` with live, lost or denied;
+ * `onState(state, isFirst)`, where the first of a connection brings the samples of the last minutes.
+ */
+export async function follow(token, { onLink, onState }) {
+  let waitMs = FIRST_WAIT_MS;
+  for (;;) {
+    try {
+      await readOnce(token, (state, isFirst) => {
+        waitMs = FIRST_WAIT_MS;
+        onLink("live", "Live");
+        onState(state, isFirst);
+      });
+      onLink("lost", "The router closed the connection; trying again");
+    } catch (error) {
+      if (error instanceof Denied) {
+        onLink("denied", "Token needed");
+        return error.message;
+      }
+      onLink("lost", error instanceof Refused ? error.message : "The router does not answer; trying again");
+    }
+    await new Promise((resolve) => setTimeout(resolve, waitMs));
+    waitMs = Math.min(2 * waitMs, LAST_WAIT_MS);
+  }
+}
+
+class Denied extends Error {}
+class Refused extends Error {}
+
+async function readOnce(token, onState) {
+  const quitter = new AbortController();
+  let timer = setTimeout(() => quitter.abort(), SILENCE_MS);
+  try {
+    const headers = token ? { authorization: `Bearer ${token}` } : {};
+    const response = await fetch("/dashboard/feed", { headers, signal: quitter.signal, cache: "no-store" });
+    if (response.status === 401) throw new Denied(token ? "The router does not know this token." : "");
+    if (!response.ok) throw new Refused(`The router refuses with status ${response.status}; trying again`);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let text = "";
+    let isFirst = true;
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      clearTimeout(timer);
+      timer = setTimeout(() => quitter.abort(), SILENCE_MS);
+      const events = (text + value).split("\n\n");
+      text = events.pop();
+      for (const event of events) {
+        onState(JSON.parse(event.slice("data: ".length)), isFirst);
+        isFirst = false;
+      }
+    }
+  } finally {
+    clearTimeout(timer);
+    quitter.abort();
+  }
+}

@@ -1,0 +1,184 @@
+"""The feed over real sockets, in front of a scheduler that says what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import router.dashboard
+from midstream.client import AsyncClient
+from midstream.errors import UnavailableError
+from midstream.top.board import Board
+from midstream.top.command import follow
+from protos import status_pb2
+from router.adapters.openai.app import refuse
+from router.authentication import AuthenticatedApp, Authenticator, TokenFile
+from router.http_server import HttpPort
+from tests.router.conftest import Cluster, Part
+
+STATIC = Path(router.dashboard.__file__).with_name("static")
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+OpenClient = Callable[..., AsyncClient]
+
+
+@pytest.fixture
+async def part(cluster: Cluster) -> Part:
+    cluster.scheduler.status.CopyFrom(
+        status_pb2.CellStatus(
+            cell=HOSTILE,
+            requests=status_pb2.RequestCounts(num_queued=5, max_num_queued=9),
+            groups=[status_pb2.GroupStatus(group_id="w", num_blocks=4, num_held_blocks=1)],
+            counts=status_pb2.CountsSinceStart(num_finished_by_reason={"stop": 2}),
+        )
+    )
+    return await cluster.add_router()
+
+
+def read(port: int, path: str, num_events: int = 0, **headers: str) -> tuple[int, dict[str, str], str]:
+    """Status, headers and body; of a stream the first events."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            body = b"".join(response.readline() for _ in range(2 * num_events)) if num_events else response.read()
+            return response.status, dict(response.headers), body.decode()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read().decode()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.02)
+
+
+def port_of(part: Part) -> int:
+    assert part.http is not None
+    return part.http.port
+
+
+async def get(part: Part, path: str, num_events: int = 0, **headers: str) -> tuple[int, dict[str, str], str]:
+    return await asyncio.to_thread(read, port_of(part), path, num_events, **headers)
+
+
+async def test_a_watcher_gets_the_state_and_then_each_new_sample_once(
+    part: Part, cluster: Cluster, open_client: OpenClient
+) -> None:
+    times: list[int] = []
+    async for status in open_client(part).status(follow=True):
+        times += [sample.time_unix_ms for sample in status.samples]
+        if len(times) >= 4:
+            break
+    assert times == sorted(set(times))
+    assert (status.requests.num_queued, status.counts.num_finished_by_reason["stop"]) == (5, 2)
+    assert [(group.group_id, group.HasField("block_map")) for group in status.groups] == [("w", True)]
+    assert {part.kind: part.name for part in status.parts} == {"router": "r", "scheduler": HOSTILE, "worker": "w"}
+
+
+async def test_schedulers_draw_maps_only_while_somebody_watches(
+    part: Part, cluster: Cluster, open_client: OpenClient
+) -> None:
+    asked = cluster.scheduler.status_requests
+    await until(lambda: bool(asked))
+    assert asked[-1].max_map_cells == 0
+    async for _ in open_client(part).status():
+        pass
+    assert max(request.max_map_cells for request in asked) > 0
+    await until(lambda: not asked[-1].max_map_cells)
+
+
+async def test_the_feed_says_the_same_over_http(part: Part) -> None:
+    status, headers, body = await get(part, "/dashboard/feed", num_events=2)
+    assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    events: list[dict[str, Any]] = [json.loads(event.removeprefix("data: ")) for event in body.split("\n\n") if event]
+    assert len(events) == 2
+    assert all(event["samples"] for event in events)
+    assert events[1]["requests"]["numQueued"] == 5
+    assert events[1]["groups"][0]["blockMap"]["blocksPerCell"] == 1
+
+
+async def test_the_page_loads_nothing_from_elsewhere_and_nothing_that_is_not_there(part: Part) -> None:
+    pages = ["/dashboard", *(f"/dashboard/static/{path.name}" for path in STATIC.iterdir())]
+    types = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+    named = set[str]()
+    for page in pages:
+        status, headers, body = await get(part, page)
+        assert status == 200, page
+        assert headers["content-type"].startswith(types[Path(page).suffix or ".html"])
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert not re.findall(r"https?://(?!www\.w3\.org/)|innerHTML|insertAdjacentHTML|document\.write", body), page
+        named |= set(re.findall(r"/dashboard/\w[\w/.]*", body))
+        named |= {f"/dashboard/static/{name}" for name in re.findall(r'from "\./([\w.]+)"', body)}
+    assert named == {*pages, "/dashboard/feed"} - {"/dashboard", "/dashboard/static/index.html"}
+
+
+async def test_the_page_is_open_and_its_feed_asks_for_the_token(part: Part, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("a-token-of-somebody somebody\n")
+    assert part.pages is not None
+    authenticator = Authenticator(tokens=TokenFile(str(tmp_path / "tokens")))
+    http = HttpPort(AuthenticatedApp(part.pages, authenticator, refuse), "127.0.0.1", 0)
+    http.start()
+    statuses = {}
+    for path in ("/dashboard", "/dashboard/static/app.js", "/dashboard/feed", "/dashboard/static/../feed"):
+        statuses[path], _, _ = await asyncio.to_thread(read, http.port, path)
+    token = {"Authorization": "Bearer a-token-of-somebody"}
+    status, _, body = await asyncio.to_thread(lambda: read(http.port, "/dashboard/feed", 1, **token))
+    await http.stop(0)
+    assert list(statuses.values()) == [200, 200, 401, 404]
+    assert status == 200
+    assert body.startswith("data: ")
+
+
+async def test_when_the_scheduler_goes_it_is_lost_and_when_it_is_back_it_serves(
+    part: Part, cluster: Cluster, open_client: OpenClient
+) -> None:
+    port = int(cluster.scheduler_address.rpartition(":")[2])
+    steps = iter([status_pb2.PartStatus.SERVING, status_pb2.PartStatus.LOST, status_pb2.PartStatus.SERVING])
+    expected = next(steps)
+    async with asyncio.timeout(60):
+        async for status in open_client(part).status(follow=True):
+            states = [item.state for item in status.parts if item.name == HOSTILE]
+            if states != [expected]:
+                continue
+            reached = expected
+            following = next(steps, None)
+            if following is None:
+                break
+            expected = following
+            if reached == status_pb2.PartStatus.SERVING:
+                await cluster.scheduler.stop()
+            else:
+                await cluster.scheduler.start(port)
+
+
+async def test_a_router_that_goes_is_told_and_another_in_its_place_is_followed(
+    part: Part, cluster: Cluster, open_client: OpenClient
+) -> None:
+    board, port = Board(), part.server.port
+    following = asyncio.create_task(follow(open_client(part), board))
+    await until(lambda: not board.problem)
+    await part.kill()
+    await until(lambda: "No router answers" in board.problem)
+    await cluster.add_router(port=port)
+    await until(lambda: not board.problem)
+    following.cancel()
+
+
+async def test_a_router_that_drains_sends_its_watchers_away(part: Part, open_client: OpenClient) -> None:
+    async def watch() -> None:
+        async for _ in open_client(part).status(follow=True):
+            part.server.draining.set()
+
+    with pytest.raises(UnavailableError, match="draining"):
+        await asyncio.wait_for(watch(), 60)

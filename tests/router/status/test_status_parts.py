@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from protos import loads_pb2, status_pb2
+from router.status.parts import REMEMBERED_S, Parts, cell_parts, router_part
+
+Part = status_pb2.PartStatus
+
+
+def worker(name: str, state: Part.State.ValueType = Part.SERVING) -> Part:
+    return Part(kind="worker", name=name, state=state)
+
+
+SCHEDULER = Part(kind="scheduler", name="s", state=Part.SERVING)
+
+
+def states(parts: list[Part]) -> dict[str, str]:
+    return {part.name: Part.State.Name(part.state) for part in parts}
+
+
+def test_what_went_is_lost_for_a_while_and_then_forgotten() -> None:
+    parts = Parts()
+    parts.update(0, [SCHEDULER, worker("w-0")])
+    missing = parts.update(12, [SCHEDULER])[-1]
+    assert (missing.state, missing.detail) == (Part.LOST, "last seen 12 s ago")
+    assert states(parts.update(REMEMBERED_S + 1, [SCHEDULER])) == {"s": "SERVING"}
+
+
+def test_what_comes_back_is_not_lost() -> None:
+    parts = Parts()
+    parts.update(0, [worker("w-0")])
+    parts.update(1, [])
+    assert states(parts.update(2, [worker("w-0")])) == {"w-0": "SERVING"}
+
+
+def test_what_drained_is_not_missed() -> None:
+    parts = Parts()
+    parts.update(0, [worker("w-0", Part.DRAINING)])
+    assert parts.update(1, []) == []
+
+
+def test_without_its_scheduler_nobody_knows_of_a_worker() -> None:
+    parts = Parts()
+    parts.update(0, [SCHEDULER, worker("w-0")])
+    assert states(parts.update(1, [], ["s"])) == {"s": "LOST", "w-0": "UNKNOWN"}
+
+
+def test_a_scheduler_that_never_answered_may_be_a_standby() -> None:
+    parts = Parts()
+    parts.update(0, [SCHEDULER, worker("w-0")], ["other"])
+    assert states(parts.update(1, [SCHEDULER], ["other"])) == {"s": "SERVING", "other": "UNKNOWN", "w-0": "LOST"}
+
+
+def test_parts_are_in_order_of_kind_and_number() -> None:
+    parts = Parts().update(0, [worker("w-10"), worker("w-2"), SCHEDULER, Part(kind="router", name="r")])
+    assert [part.name for part in parts] == ["r", "s", "w-2", "w-10"]
+
+
+def test_a_part_says_what_is_wrong_with_it() -> None:
+    groups = [
+        status_pb2.GroupStatus(group_id="fine", silent_ms=600, device="cpu", num_sequences=1, max_num_sequences=4),
+        status_pb2.GroupStatus(group_id="silent", silent_ms=1500),
+        status_pb2.GroupStatus(group_id="stuck", stalled_ms=12_000),
+    ]
+    detokenizer = loads_pb2.DetokenizerInfo(detokenizer_id="d", num_attached=1)
+    cell = status_pb2.CellStatus(cell="s", groups=groups, detokenizers=[detokenizer])
+    found = {part.name: (part.state, part.detail) for part in cell_parts(cell)}
+    assert found == {
+        "s": (Part.SERVING, "3 workers, 1 detokenizer"),
+        "fine": (Part.SERVING, "cpu, 1 of 4 sequences"),
+        "silent": (Part.DEGRADED, "silent for 1.5 s"),
+        "stuck": (Part.DEGRADED, "no step ended for 12 s"),
+        "d": (Part.SERVING, "1 stream"),
+    }
+    (alone,) = cell_parts(status_pb2.CellStatus(cell="s"))
+    assert (alone.state, alone.detail) == (Part.DEGRADED, "has no worker")
+
+
+def test_a_router_without_detokenizers_is_degraded_and_a_draining_one_drains() -> None:
+    router = status_pb2.RouterStatus(router_id="r", num_open_streams=3, num_detokenizers=2, num_live_detokenizers=1)
+    assert router_part(router).state == Part.DEGRADED
+    assert router_part(router).detail == "3 streams, reaches 1 of 2 detokenizers"
+    router.num_live_detokenizers = 2
+    assert router_part(router).state == Part.SERVING
+    router.problems.append("event loop")
+    assert router_part(router).state == Part.DEGRADED
+    router.is_draining = True
+    assert router_part(router).state == Part.DRAINING
