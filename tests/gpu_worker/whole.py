@@ -5,7 +5,11 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gpu_worker.lora.messages import AdapterMessages
 from gpu_worker.model_runner import ModelRunner
@@ -18,7 +22,7 @@ from scheduler.core_config import PROTOCOL_VERSION, CoreConfig
 from scheduler.effects import Effect, IterationDone, StepPlan
 from scheduler.events import Event, Recovered, StepDone, Submitted, Turn, WorkerLeft, WorkerRegistered
 from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
-from scheduler.request import Request
+from scheduler.request import FinishReason, Request, Sequence
 from scheduler.request_codec import ModelLimits, spec_from_proto
 from scheduler.request_scheduler import SimpleScheduler
 from scheduler.stats import IterationStats
@@ -33,7 +37,9 @@ class Whole:
         stats: Of every iteration.
     """
 
-    def __init__(self, runner: ModelRunner, end_ids: tuple[int, ...], *, num_blocks: int = 0) -> None:
+    def __init__(
+        self, runner: ModelRunner, end_ids: tuple[int, ...], *, num_blocks: int = 0, max_batch_size: int = 64
+    ) -> None:
         self.runner = runner
         description = runner.model.description
         self.limits = ModelLimits(max_sequence_length=runner.max_sequence_length, end_ids=end_ids)
@@ -44,6 +50,7 @@ class Whole:
         self.core = SchedulerCore(config, policy)
         self.stats: list[IterationStats] = []
         self._num_blocks = num_blocks or runner.kv.num_blocks
+        self._max_batch_size = max_batch_size
         self._names = itertools.count()
         self._plans: deque[StepPlan] = deque()
         self._adapters = AdapterMessages(runner.adapters, lambda: None)
@@ -64,7 +71,7 @@ class Whole:
                 num_blocks=self._num_blocks,
                 vocab_size=self.core.config.vocab_size,
                 max_sequence_length=self.limits.max_sequence_length,
-                max_batch_size=64,
+                max_batch_size=self._max_batch_size,
                 max_num_tokens=self.runner.max_num_tokens,
                 protocol_version=PROTOCOL_VERSION,
                 lora_cache_bytes=self.runner.adapters.device_bytes,
@@ -92,10 +99,11 @@ class Whole:
             self._adapters.keep(worker_pb2.SchedulerMessage.FromString(part).prompt_table)
         step = self._adapters.complete(decode_step(message.step_batch))
         assert step is not None
-        *_, result = encode_result(step.epoch, step.step_id, self.runner.run_step(step), 0.0)
+        *tensors, result = encode_result(step.epoch, step.step_id, self.runner.run_step(step), 0.0)
         event = decode_worker_message(result.SerializeToString(), self._connection, 1)
         assert isinstance(event, StepDone)
-        self.handle(event)
+        outputs = [(item.row, item.SerializeToString()) for part in tensors for item in part.step_outputs.outputs]
+        self.handle(replace(event, outputs=(*outputs, *event.outputs)))
         return True
 
     def lose_worker(self) -> None:
@@ -117,7 +125,7 @@ class Whole:
         ends = tuple((s.index, s.end) for s in request.sequences if s.end is not None)
         self.handle(Recovered(1, request.spec, outputs, ends, beam_steps=steps))
 
-    def run(self, requests: Sequence[pb.GenerateRequest]) -> list[Request]:
+    def run(self, requests: ListOf[pb.GenerateRequest]) -> list[Request]:
         """Runs requests together to their ends."""
         made = [self.submit(request) for request in requests]
         while self.step():
@@ -133,3 +141,60 @@ def outputs(request: Request) -> list[list[int]]:
     ends = [sequence.end for sequence in request.sequences]
     assert all(ends), "a sequence has not ended"
     return [s.output[: s.end.num_tokens].tolist() for s in request.sequences if s.end is not None]
+
+
+@dataclass(slots=True)
+class Contents:
+    """All that a client gets of one sequence.
+
+    Attributes:
+        log_probs: Of each token: its own, and (token, log probability) of the likeliest.
+        prompt_log_probs: The same of the prompt's tokens from the second on.
+        tensors: Whole ones, as one row of numbers each.
+    """
+
+    tokens: list[int]
+    reason: FinishReason
+    stop_token_id: int | None
+    cumulative_log_prob: float | None
+    log_probs: list[LogProb] = field(default_factory=list)
+    prompt_log_probs: list[LogProb] = field(default_factory=list)
+    tensors: dict[str, bytes] = field(default_factory=dict)
+
+    def array(self, name: str, width: int) -> NDArray[np.float32]:
+        """A tensor of floats with rows of `width`."""
+        return np.frombuffer(self.tensors[name], dtype=np.float32).reshape(-1, width)
+
+
+LogProb = tuple[float, int, list[tuple[int, float]]]
+
+
+def contents(request: Request) -> list[Contents]:
+    """Of each sequence of a request that has ended without an error."""
+    assert request.failure is None, request.failure
+    return [_contents(sequence) for sequence in request.sequences]
+
+
+def _contents(sequence: Sequence) -> Contents:
+    end = sequence.end
+    assert end is not None
+    tokens = sequence.output[: end.num_tokens].tolist()
+    made = Contents(tokens, end.reason, end.stop_token_id, end.cumulative_log_prob)
+    own: dict[int, LogProb] = {}
+    pieces: dict[str, dict[int, bytes]] = {}
+    for item in sequence.outputs:
+        row = worker_pb2.RowOutputs.FromString(item.data)
+        for tensor in row.tensors:
+            pieces.setdefault(tensor.name, {})[tensor.data_offset] = tensor.data
+        made.prompt_log_probs += _log_probs(row.prompt_log_probs)
+        own |= dict(enumerate(_log_probs(row.log_probs), item.token_offset))
+    made.log_probs = [own[place] for place in range(len(tokens))] if own else []
+    made.tensors = {name: b"".join(parts[at] for at in sorted(parts)) for name, parts in sorted(pieces.items())}
+    return made
+
+
+def _log_probs(message: pb.LogProbs) -> list[LogProb]:
+    top = list(zip(message.top_token_ids, message.top_log_probs, strict=True))
+    count = message.top_k
+    rows = zip(message.token_log_probs, message.token_ranks, strict=True)
+    return [(value, rank, top[i * count : (i + 1) * count]) for i, (value, rank) in enumerate(rows)]

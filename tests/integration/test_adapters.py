@@ -14,36 +14,18 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from midstream.client import AsyncClient
 from midstream.errors import InvalidArgumentError, NotFoundError
 from protos import generation_pb2 as pb
 from protos import loads_pb2
+from tests.adapter_folders import HIDDEN, write_lora
 from tests.integration.service import Service, collect, eventually, eventually_idle, midstream, tokens
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 PROMPT = list(range(2000, 2040))
-NUM_LAYERS, HIDDEN, KV_SIZE = 30, 576, 192
-
-
-def write_lora(folder: Path, rank: int, seed: int, scale: float = 0.15) -> Path:
-    """An adapter of the embedded model's query and value projections."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(NUM_LAYERS):
-        for module, outputs in (("q_proj", HIDDEN), ("v_proj", KV_SIZE)):
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_{{}}.weight"
-            tensors[name.format("A")] = torch.randn(rank, HIDDEN, generator=generator) * scale
-            tensors[name.format("B")] = torch.randn(outputs, rank, generator=generator) * scale
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "v_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module")
