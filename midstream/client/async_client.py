@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.json_format import MessageToDict
 
 from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
-from midstream.client.request import Message, SamplingParams, set_input
+from midstream.client.request import Message, SamplingParams, naming, set_fields, set_input
 from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
 from midstream.serving import DEFAULT_MAX_MESSAGE_BYTES, error_from_rpc, open_channel
@@ -125,7 +125,9 @@ class AsyncClient:
         Raises:
             InvalidArgumentError: Not exactly one input, or a value of the wrong type. Ranges are the router's to check.
         """
-        request = pb.GenerateRequest(
+        request = pb.GenerateRequest()
+        set_fields(
+            request,
             request_id=request_id or uuid.uuid4().hex,
             model=model,
             streaming=streaming,
@@ -136,7 +138,8 @@ class AsyncClient:
         )
         set_input(request, prompt, token_ids, messages, tools)
         if lora:
-            request.lora.name = lora
+            with naming("lora"):
+                request.lora.name = lora
         (sampling or SamplingParams()).fill(request)
         return self.stream(request, timeout_s=timeout_s)
 

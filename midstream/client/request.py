@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
+
+from google.protobuf import message as pb_message
 
 from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
@@ -21,9 +25,9 @@ class SamplingParams:
         max_tokens: Tokens per sequence.
         temperature: 0 is greedy.
         seed: The same seed gives the same output.
-        stop: Texts that end a sequence and are not part of it, unless include_stop_in_output.
+        stop: Text, or texts, that end a sequence and are not part of it, unless include_stop_in_output.
         stop_token_ids: Tokens that end a sequence.
-        bad_words: Texts that may not be generated, with and without a space before them.
+        bad_words: Text, or texts, that may not be generated, with and without a space before them.
         bad_word_token_ids: The same as sequences of tokens.
         end_id: Ends a sequence in place of the model's end ids.
         ignore_eos: Go on past the model's end.
@@ -57,9 +61,9 @@ class SamplingParams:
     no_repeat_ngram_size: int | None = None
     num_return_sequences: int | None = None
     embedding_bias: Mapping[int, float] | None = None
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
-    bad_words: Sequence[str] = ()
+    bad_words: str | Sequence[str] = ()
     bad_word_token_ids: Sequence[Sequence[int]] = ()
     end_id: int | None = None
     pad_id: int | None = None
@@ -82,44 +86,84 @@ class SamplingParams:
         Raises:
             InvalidArgumentError: A value that its field cannot hold.
         """
-        field = ""
-        try:
-            if self.max_tokens is not None:
-                field = "max_tokens"
-                request.max_tokens = self.max_tokens
-            for field in _SAMPLING_FIELDS:
-                value = getattr(self, field)
-                if value is not None:
-                    setattr(request.sampling, field, value)
-            for field in _OUTPUT_FIELDS:
-                value = getattr(self, field)
-                if value is not None:
-                    setattr(request.output, field, value)
-            field = "additional_outputs"
+        set_fields(request, max_tokens=self.max_tokens)
+        set_fields(request.sampling, **self._values(_SAMPLING_FIELDS))
+        set_fields(request.stopping, **self._values(_STOPPING_FIELDS))
+        set_fields(request.output, **self._values(_OUTPUT_FIELDS))
+        with naming("embedding_bias"):
+            request.sampling.embedding_bias.update(self.embedding_bias or {})
+        with naming("stop"):
+            request.stopping.stop_words.extend(words_of(self.stop))
+        with naming("stop_token_ids"):
+            request.stopping.stop_token_ids.extend(self.stop_token_ids)
+        with naming("bad_words"):
+            request.stopping.bad_words.extend(words_of(self.bad_words))
+        with naming("bad_word_token_ids"):
+            request.stopping.bad_word_token_ids.extend(pb.TokenIds(values=ids) for ids in self.bad_word_token_ids)
+        with naming("additional_outputs"):
             for name, gathers in (self.additional_outputs or {}).items():
                 request.output.additional_outputs.add(name=name, gather_context=gathers)
-            field = "embedding_bias"
-            request.sampling.embedding_bias.update(self.embedding_bias or {})
-            field = "stopping"
-            request.stopping.MergeFrom(
-                pb.StoppingConfig(
-                    stop_words=self.stop,
-                    stop_token_ids=self.stop_token_ids,
-                    bad_words=self.bad_words,
-                    bad_word_token_ids=[pb.TokenIds(values=ids) for ids in self.bad_word_token_ids],
-                    end_id=self.end_id,
-                    pad_id=self.pad_id,
-                    ignore_eos=self.ignore_eos,
-                    include_stop_in_output=self.include_stop_in_output,
-                )
-            )
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(str(error), field=field) from None
+
+    def _values(self, names: Iterable[str]) -> dict[str, object]:
+        return {name: getattr(self, name) for name in names}
+
+
+def set_fields(message: pb_message.Message, **values: object) -> None:
+    """Sets a message's fields, but for those whose value is None.
+
+    Raises:
+        InvalidArgumentError: A value that its field cannot hold.
+    """
+    for name, value in values.items():
+        if value is not None:
+            with naming(name):
+                setattr(message, name, value)
+
+
+@contextlib.contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Makes InvalidArgumentError of what a message says to a value that `field` cannot hold."""
+    try:
+        yield
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(str(error), field=field) from None
+
+
+def words_of(words: str | Sequence[str]) -> Sequence[str]:
+    """One word or several, as several."""
+    return [words] if isinstance(words, str) else words
 
 
 _OWN_FIELDS = {field.name for field in fields(SamplingParams)}
 _SAMPLING_FIELDS = sorted(_OWN_FIELDS.intersection(pb.SamplingConfig.DESCRIPTOR.fields_by_name) - {"embedding_bias"})
+_STOPPING_FIELDS = ("end_id", "pad_id", "ignore_eos", "include_stop_in_output")
 _OUTPUT_FIELDS = sorted(_OWN_FIELDS.intersection(pb.OutputConfig.DESCRIPTOR.fields_by_name) - {"additional_outputs"})
+
+
+class Array(Protocol):
+    """What numpy's arrays have."""
+
+    @property
+    def dtype(self) -> object:
+        """Such as `float32`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of its axes."""
+
+    def tobytes(self) -> bytes:
+        """Row-major contents."""
+
+
+def tensor_of(values: Array, field: str) -> pb.Tensor:
+    """The array as a message.
+
+    Raises:
+        InvalidArgumentError: It is no array, or of a type that requests do not hold.
+    """
+    with naming(field):
+        dtype = f"DTYPE_{values.dtype}".upper()
+        return pb.Tensor(dtype=pb.Tensor.Dtype.Value(dtype), shape=values.shape, data=values.tobytes())
 
 
 def set_input(
@@ -136,18 +180,16 @@ def set_input(
     """
     if sum(item is not None for item in (prompt, token_ids, messages)) != 1:
         raise InvalidArgumentError("give one of prompt, token_ids and messages", field="prompt")
-    field = "prompt" if prompt is not None else "token_ids" if token_ids is not None else "messages"
-    try:
+    with naming("prompt" if prompt is not None else "token_ids" if token_ids is not None else "messages"):
         if prompt is not None:
             request.prompt = prompt
         elif token_ids is not None:
             request.token_ids.values.extend(token_ids)
+            request.token_ids.SetInParent()
         else:
             request.chat.messages.extend(_message(message) for message in messages or ())
             request.chat.SetInParent()
             request.chat.tools_json = json.dumps(tools) if tools else ""
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(str(error), field=field) from None
 
 
 def _message(message: Message) -> pb.ChatMessage:

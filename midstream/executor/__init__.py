@@ -16,16 +16,19 @@ from midstream.executor.config import (
     SchedulerConfig,
 )
 from midstream.executor.executor import GenerationExecutor
+from midstream.executor.output import CompletionOutput, Logprob
 from midstream.executor.request import (
+    DraftTargetDecodingConfig,
     GenerationRequest,
-    GuidedDecodingParams,
     KvCacheRetentionConfig,
     LoRARequest,
+    NGramDecodingConfig,
     PromptAdapterRequest,
-    SamplingParams,
     TokenRangeRetentionConfig,
 )
-from midstream.executor.result import CompletionOutput, GenerationResult, Logprob, Response, ResponseResult
+from midstream.executor.response import Response, ResponseResult
+from midstream.executor.result import GenerationResult
+from midstream.executor.sampling_params import GuidedDecodingParams, SamplingParams
 from midstream.executor.stats import IterationStats
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "BatchingType",
     "CapacitySchedulerPolicy",
     "CompletionOutput",
+    "DraftTargetDecodingConfig",
     "ExecutorConfig",
     "GenerationExecutor",
     "GenerationRequest",
@@ -44,6 +48,7 @@ __all__ = [
     "KvCacheRetentionConfig",
     "LoRARequest",
     "Logprob",
+    "NGramDecodingConfig",
     "PromptAdapterRequest",
     "Response",
     "ResponseResult",

@@ -22,7 +22,7 @@ from typing import Self
 from midstream.errors import AlreadyExistsError, MidstreamError
 from midstream.executor.executor import GenerationExecutor
 from midstream.executor.request import GenerationRequest
-from midstream.executor.result import Response, ResponseResult
+from midstream.executor.response import Response, ResponseResult
 
 logger = logging.getLogger(__name__)
 

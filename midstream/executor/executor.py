@@ -20,16 +20,20 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from midstream.client import AsyncClient, FinishReason
+from midstream.client.request import Array
 from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
 from midstream.executor.config import ExecutorConfig
 from midstream.executor.request import (
+    DraftTargetDecodingConfig,
     GenerationRequest,
     KvCacheRetentionConfig,
     LoRARequest,
+    NGramDecodingConfig,
     PromptAdapterRequest,
-    SamplingParams,
 )
-from midstream.executor.result import GenerationResult, Response
+from midstream.executor.response import Response
+from midstream.executor.result import GenerationResult
+from midstream.executor.sampling_params import SamplingParams
 from midstream.executor.service import LocalService
 from midstream.executor.stats import IterationStats
 from midstream.model_folder import EMBEDDED_MODEL
@@ -122,7 +126,7 @@ class GenerationExecutor:
 
     def generate_async(
         self,
-        prompt_token_ids: Prompt,
+        prompt_token_ids: Prompt | None,
         sampling_params: SamplingParams | None = None,
         *,
         streaming: bool = False,
@@ -132,7 +136,11 @@ class GenerationExecutor:
         arrival_time: float | None = None,
         priority: int = 0,
         client_id: str = "",
+        cache_salt: str = "",
         timeout_s: float | None = None,
+        prompt_tuning_table: Array | None = None,
+        prompt_embeddings: Array | None = None,
+        speculative_config: NGramDecodingConfig | DraftTargetDecodingConfig | None = None,
     ) -> GenerationResult:
         """Runs one prompt, given as tokens or text; see GenerationRequest for the arguments."""
         return self.submit(
@@ -146,7 +154,11 @@ class GenerationExecutor:
                 arrival_time=arrival_time,
                 priority=priority,
                 client_id=client_id,
+                cache_salt=cache_salt,
                 timeout_s=timeout_s,
+                prompt_tuning_table=prompt_tuning_table,
+                prompt_embeddings=prompt_embeddings,
+                speculative_config=speculative_config,
             )
         )
 

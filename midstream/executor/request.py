@@ -2,114 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from midstream.client import request as native
 from midstream.errors import InvalidArgumentError
+from midstream.executor.sampling_params import SamplingParams
 from protos import generation_pb2 as pb
 
 _KEEP_PRIORITY = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuidedDecodingParams:
-    """What the output must look like: one of the four.
-
-    Attributes:
-        json: A JSON schema, as text or as a mapping.
-        json_object: Any JSON.
-        regex: A regular expression.
-        grammar: A grammar in EBNF.
-    """
-
-    json: str | Mapping[str, object] | None = None
-    json_object: bool = False
-    regex: str | None = None
-    grammar: str | None = None
-
-    def to_proto(self) -> pb.GuidedDecodingConfig:
-        """The message.
-
-        Raises:
-            InvalidArgumentError: None or several are given.
-        """
-        given = [
-            (pb.GUIDE_TYPE_JSON_SCHEMA, self.json if isinstance(self.json, str | None) else json.dumps(self.json)),
-            (pb.GUIDE_TYPE_JSON, "" if self.json_object else None),
-            (pb.GUIDE_TYPE_REGEX, self.regex),
-            (pb.GUIDE_TYPE_EBNF_GRAMMAR, self.grammar),
-        ]
-        chosen = [(kind, guide) for kind, guide in given if guide is not None]
-        if len(chosen) != 1:
-            raise InvalidArgumentError("give one of json, json_object, regex and grammar", field="guided_decoding")
-        kind, guide = chosen[0]
-        return pb.GuidedDecodingConfig(guide_type=kind, guide=guide)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(native.SamplingParams):
-    """The client's parameters, and TensorRT-LLM's other names for some of them.
-
-    Attributes:
-        n: num_return_sequences.
-        use_beam_search: Search with `beam_width`, or `n`, beams.
-        random_seed: seed.
-        bad: bad_words; one or several.
-        include_stop_str_in_output: include_stop_in_output.
-        logprobs: log_probs.
-        prompt_logprobs: prompt_log_probs.
-        return_context_logits: Logits of every prompt token.
-        return_generation_logits: Logits of every generated token.
-        additional_model_outputs: Named outputs such as `hidden_states.0`; `(name, True)` for the prompt's tokens too.
-        guided_decoding: What the output must look like.
-        logits_processor: Name of a logits post-processor that the workers have.
-    """
-
-    n: int | None = None
-    use_beam_search: bool = False
-    random_seed: int | None = None
-    bad: str | Sequence[str] | None = None
-    include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    return_context_logits: bool = False
-    return_generation_logits: bool = False
-    additional_model_outputs: Sequence[str | tuple[str, bool]] = ()
-    guided_decoding: GuidedDecodingParams | None = None
-    logits_processor: str = ""
-
-    def fill(self, request: pb.GenerateRequest) -> None:
-        """Sets the request's fields.
-
-        Raises:
-            InvalidArgumentError: A value that its field cannot hold.
-        """
-        native.SamplingParams.fill(self, request)
-        sampling, output = request.sampling, request.output
-        if self.n is not None:
-            sampling.num_return_sequences = self.n
-        if self.use_beam_search and self.beam_width is None:
-            sampling.beam_width = self.n or 1
-        if self.random_seed is not None:
-            sampling.seed = self.random_seed
-        if self.logprobs is not None:
-            output.log_probs = self.logprobs
-        if self.prompt_logprobs is not None:
-            output.prompt_log_probs = self.prompt_logprobs
-        if self.bad is not None:
-            request.stopping.bad_words.extend([self.bad] if isinstance(self.bad, str) else self.bad)
-        request.stopping.include_stop_in_output |= self.include_stop_str_in_output
-        output.return_context_logits = self.return_context_logits
-        output.return_generation_logits = self.return_generation_logits
-        for item in self.additional_model_outputs:
-            name, gather_context = (item, False) if isinstance(item, str) else item
-            output.additional_outputs.add(name=name, gather_context=gather_context)
-        if self.guided_decoding is not None:
-            request.guided_decoding.CopyFrom(self.guided_decoding.to_proto())
-        request.logits_post_processor_name = self.logits_processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,21 +73,57 @@ class KvCacheRetentionConfig:
         return config
 
 
+@dataclass(frozen=True, slots=True)
+class NGramDecodingConfig:
+    """Drafts of what followed the last tokens where they came before.
+
+    Attributes:
+        max_draft_len: Draft tokens per step, 1..16.
+        max_matching_ngram_size: Longest run of last tokens that is looked for.
+    """
+
+    max_draft_len: int = 4
+    max_matching_ngram_size: int = 3
+
+    def to_proto(self) -> pb.SpeculativeConfig:
+        """The message."""
+        config = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP)
+        native.set_fields(config, num_draft_tokens=self.max_draft_len, max_ngram_size=self.max_matching_ngram_size)
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTargetDecodingConfig:
+    """Drafts of the workers' smaller model, 1..16 tokens per step."""
+
+    max_draft_len: int = 4
+
+    def to_proto(self) -> pb.SpeculativeConfig:
+        """The message."""
+        config = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_DRAFT_MODEL)
+        native.set_fields(config, num_draft_tokens=self.max_draft_len)
+        return config
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """One request.
 
     Attributes:
-        prompt: Its tokens, or text.
+        prompt: Its tokens, or text; None where `prompt_embeddings` are the prompt.
         sampling_params: How tokens are chosen.
         streaming: Output comes as it is made; else once per sequence, at its end.
         arrival_time: Seconds since the epoch; None: when the router gets it.
         client_id: Whose it is, for fairness and logits post-processors.
         timeout_s: Its deadline.
+        prompt_tuning_table: Virtual tokens [count, hidden size], such as a numpy array of float32 or float16; token id
+            vocabulary size + i stands for row i, and a prompt without such ids begins with all rows.
+        prompt_embeddings: The whole prompt [tokens, hidden size], likewise.
+        speculative_config: Drafts tokens, which changes the speed alone.
         id: Given by the executor.
     """
 
-    prompt: Sequence[int] | str
+    prompt: Sequence[int] | str | None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
@@ -196,6 +134,9 @@ class GenerationRequest:
     client_id: str = ""
     cache_salt: str = ""
     timeout_s: float | None = None
+    prompt_tuning_table: native.Array | None = None
+    prompt_embeddings: native.Array | None = None
+    speculative_config: NGramDecodingConfig | DraftTargetDecodingConfig | None = None
     id: int = 0
 
     def to_proto(self) -> pb.GenerateRequest:
@@ -204,23 +145,48 @@ class GenerationRequest:
         Raises:
             InvalidArgumentError: A value that its field cannot hold. Ranges are the router's to check.
         """
-        request = pb.GenerateRequest(
-            streaming=self.streaming, priority=self.priority, client_id=self.client_id, cache_salt=self.cache_salt
+        request = pb.GenerateRequest()
+        native.set_fields(
+            request,
+            streaming=self.streaming,
+            priority=self.priority,
+            client_id=self.client_id,
+            cache_salt=self.cache_salt,
         )
-        text = self.prompt if isinstance(self.prompt, str) else None
-        native.set_input(request, text, None if isinstance(self.prompt, str) else self.prompt, None, None)
+        self._set_input(request)
         self.sampling_params.fill(request)
         if self.lora_request is not None:
-            request.lora.name = self.lora_request.lora_name
-            request.lora.path = _absolute(self.lora_request.lora_path)
+            with native.naming("lora_request"):
+                request.lora.name = self.lora_request.lora_name
+                request.lora.path = _absolute(self.lora_request.lora_path)
         if self.prompt_adapter_request is not None:
-            request.prompt_tuning.name = self.prompt_adapter_request.prompt_adapter_name
-            request.prompt_tuning.path = _absolute(self.prompt_adapter_request.prompt_adapter_local_path)
+            if self.prompt_tuning_table is not None:
+                raise InvalidArgumentError(
+                    "cannot be together with prompt_tuning_table", field="prompt_adapter_request"
+                )
+            with native.naming("prompt_adapter_request"):
+                request.prompt_tuning.name = self.prompt_adapter_request.prompt_adapter_name
+                request.prompt_tuning.path = _absolute(self.prompt_adapter_request.prompt_adapter_local_path)
         if self.kv_cache_retention_config is not None:
-            request.kv_retention.CopyFrom(self.kv_cache_retention_config.to_proto())
+            with native.naming("kv_cache_retention_config"):
+                request.kv_retention.CopyFrom(self.kv_cache_retention_config.to_proto())
+        if self.speculative_config is not None:
+            request.speculative.CopyFrom(self.speculative_config.to_proto())
         if self.arrival_time is not None:
-            request.arrival_time_unix_ns = int(self.arrival_time * 1e9)
+            with native.naming("arrival_time"):
+                request.arrival_time_unix_ns = int(self.arrival_time * 1e9)
         return request
+
+    def _set_input(self, request: pb.GenerateRequest) -> None:
+        if self.prompt_tuning_table is not None:
+            request.prompt_tuning.table.CopyFrom(native.tensor_of(self.prompt_tuning_table, "prompt_tuning_table"))
+        if self.prompt_embeddings is None:
+            text = self.prompt if isinstance(self.prompt, str) else None
+            native.set_input(request, text, None if isinstance(self.prompt, str) else self.prompt, None, None)
+        elif self.prompt is not None:
+            raise InvalidArgumentError("must be None where prompt_embeddings are given", field="prompt")
+        else:
+            request.prompt_embeddings.CopyFrom(native.tensor_of(self.prompt_embeddings, "prompt_embeddings"))
 
 
 def _absolute(path: str) -> str:

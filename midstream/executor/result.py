@@ -14,106 +14,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import MidstreamError
+from midstream.executor.output import CONTEXT, CompletionOutput, Logprob, logprobs_by_token
 from midstream.executor.request import GenerationRequest
-from midstream.extras import LogProbs, Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Log probability of one token, and its rank, 1 being the likeliest; 0: not known."""
-
-    logprob: float
-    rank: int = 0
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One sequence so far.
-
-    Attributes:
-        index: Which sequence of the request.
-        text: Everything so far.
-        text_diff: What came since the iteration before.
-        token_ids: Everything so far.
-        token_ids_diff: What came since the iteration before.
-        cumulative_logprob: Of the whole sequence, at its end, where asked for.
-        logprobs: For each token, where asked for: its own log probability and those of the likeliest.
-        finish_reason: `stop`, `length`, `abort`, `deadline` or `error`, at its end.
-        stop_reason: The stop word or stop token that ended it.
-        tensors: Pieces of logits and other outputs, where asked for.
-    """
-
-    index: int = 0
-    text: str = ""
-    text_diff: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    token_ids_diff: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    tensors: list[Tensor] = field(default_factory=list)
-
-    def add(self, chunk: Chunk) -> None:
-        """Takes in the next chunk; one with everything so far replaces what was there."""
-        if chunk.token_ids and chunk.token_offset < len(self.token_ids):
-            known = len(self.token_ids)
-            self.text_diff += chunk.text.removeprefix(self.text)
-            self.token_ids_diff += chunk.token_ids[known - chunk.token_offset :]
-            self.text, self.token_ids = chunk.text, list(chunk.token_ids)
-        else:
-            self.text_diff += chunk.text
-            self.token_ids_diff += chunk.token_ids
-            self.text += chunk.text
-            self.token_ids += chunk.token_ids
-        if chunk.extras is not None:
-            if chunk.extras.log_probs is not None:
-                self.logprobs += logprobs_by_token(chunk.extras.log_probs, chunk.token_ids)
-            self.tensors += chunk.extras.tensors
-        if chunk.is_sequence_final:
-            self.finish_reason = chunk.finish_reason.value if chunk.finish_reason else None
-            self.stop_reason, self.cumulative_logprob = chunk.matched_stop, chunk.cumulative_log_prob
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseResult:
-    """What a response brings: the tokens and text of one sequence since the response before."""
-
-    sequence_index: int
-    output_token_ids: list[list[int]]
-    text: str
-    is_sequence_final: bool
-    is_final: bool
-    finish_reasons: list[str]
-    cum_log_probs: list[float]
-    log_probs: list[list[float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """One response of a request: a result, or what went wrong."""
-
-    request_id: int
-    result: ResponseResult | None = None
-    error: MidstreamError | None = None
-
-    def has_error(self) -> bool:
-        """Whether the request has failed; nothing follows then."""
-        return self.error is not None
-
-    @property
-    def error_msg(self) -> str:
-        """What went wrong."""
-        return str(self.error) if self.error else ""
-
-    @property
-    def is_final(self) -> bool:
-        """Whether nothing follows."""
-        return self.error is not None or (self.result is not None and self.result.is_final)
+from midstream.executor.response import Response, response_result
+from midstream.extras import Tensor
 
 
 class GenerationResult:
@@ -124,7 +32,7 @@ class GenerationResult:
         outputs: One per sequence.
         usage: Token counts, at the end.
         perf_metrics: At the end, where asked for.
-        prompt_logprobs: For each prompt token, where asked for.
+        prompt_logprobs: For each prompt token from the second on, where asked for; its own where the prompt was tokens.
     """
 
     def __init__(self, request: GenerationRequest, on_taken: Callable[[GenerationResult], None]) -> None:
@@ -141,6 +49,18 @@ class GenerationResult:
         self._ended = False
         self._was_read = False
         self._error: MidstreamError | None = None
+
+    @property
+    def context_logits(self) -> Tensor | None:
+        """The model's logits at each prompt token [tokens, vocabulary], where asked for."""
+        return self.outputs[0].whole_tensors().get("context_logits")
+
+    @property
+    def additional_context_outputs(self) -> dict[str, Tensor]:
+        """Further outputs of the prompt's tokens, by name."""
+        tensors = self.outputs[0].whole_tensors()
+        names = [name for name in tensors if name.startswith(CONTEXT) and name != "context_logits"]
+        return {name.removeprefix(CONTEXT): tensors[name] for name in names}
 
     @property
     def finished(self) -> bool:
@@ -205,7 +125,7 @@ class GenerationResult:
                 self._merge(chunk)
             is_read, is_news = self._ended, self._ended and not self._was_read
             self._was_read = is_read
-        responses = [Response(self.request.id, _response_result(chunk)) for chunk in chunks]
+        responses = [Response(self.request.id, response_result(chunk)) for chunk in chunks]
         if is_news and self._error is not None:
             responses.append(Response(self.request.id, error=self._error))
         if is_news:
@@ -256,38 +176,12 @@ class GenerationResult:
         return output
 
     def _prompt_ids(self) -> list[int]:
+        """The prompt's tokens whose log probabilities come next; those of text are not known here."""
         prompt = self.request.prompt
-        return [] if isinstance(prompt, str) else list(prompt)[len(self.prompt_logprobs) :]
+        if prompt is None or isinstance(prompt, str):
+            return []
+        return list(prompt)[1 + len(self.prompt_logprobs) :]
 
     def _wake(self) -> None:
         news, self._news = self._news, Future()
         news.set_result(None)
-
-
-def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | object) -> list[dict[int, Logprob]]:
-    """One mapping per row: the token's own log probability, where the token is known, and those of the likeliest."""
-    ids = list(token_ids) if isinstance(token_ids, list | tuple) else []
-    result = []
-    for row, log_prob in enumerate(rows.token_log_probs):
-        top = slice(row * rows.top_k, (row + 1) * rows.top_k)
-        pairs = zip(rows.top_token_ids[top], rows.top_log_probs[top], strict=True)
-        entry = {token: Logprob(value, rank + 1) for rank, (token, value) in enumerate(pairs)}
-        if row < len(ids):
-            rank = rows.token_ranks[row] if row < len(rows.token_ranks) else 0
-            entry[ids[row]] = Logprob(log_prob, rank)
-        result.append(entry)
-    return result
-
-
-def _response_result(chunk: Chunk) -> ResponseResult:
-    log_probs = chunk.extras.log_probs if chunk.extras else None
-    return ResponseResult(
-        sequence_index=chunk.sequence_index,
-        output_token_ids=[list(chunk.token_ids)],
-        text=chunk.text,
-        is_sequence_final=chunk.is_sequence_final,
-        is_final=chunk.is_final,
-        finish_reasons=[chunk.finish_reason.value] if chunk.finish_reason else [],
-        cum_log_probs=[] if chunk.cumulative_log_prob is None else [chunk.cumulative_log_prob],
-        log_probs=[list(log_probs.token_log_probs)] if log_probs else [],
-    )

@@ -1,0 +1,101 @@
+"""One sequence of a result, as it grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from midstream.chunk import Chunk
+from midstream.extras import LogProbs, Tensor, join_tensors
+
+CONTEXT = "context_"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token, and its rank, 1 being the likeliest; 0: not known."""
+
+    logprob: float
+    rank: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sequence so far.
+
+    Attributes:
+        index: Which sequence of the request.
+        text: Everything so far.
+        text_diff: What came since the iteration before.
+        token_ids: Everything so far.
+        token_ids_diff: What came since the iteration before.
+        cumulative_logprob: Of the whole sequence, at its end, where asked for.
+        logprobs: For each token, where asked for: its own log probability and those of the likeliest.
+        finish_reason: `stop`, `length`, `abort`, `deadline` or `error`, at its end.
+        stop_reason: The stop word or stop token that ended it.
+        tensors: Pieces of logits and other outputs, where asked for.
+    """
+
+    index: int = 0
+    text: str = ""
+    text_diff: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    token_ids_diff: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    tensors: list[Tensor] = field(default_factory=list)
+
+    @property
+    def generation_logits(self) -> Tensor | None:
+        """The model's logits that each token was chosen from [tokens, vocabulary], where asked for."""
+        return self.whole_tensors().get("generation_logits")
+
+    @property
+    def additional_generation_outputs(self) -> dict[str, Tensor]:
+        """Further outputs of the generated tokens, by name."""
+        tensors = self.whole_tensors()
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name != "generation_logits" and not name.startswith(CONTEXT)
+        }
+
+    def whole_tensors(self) -> dict[str, Tensor]:
+        """All tensors by name; those of the prompt begin with `context_`."""
+        return join_tensors(self.tensors)
+
+    def add(self, chunk: Chunk) -> None:
+        """Takes in the next chunk; one with everything so far replaces what was there."""
+        if chunk.token_ids and chunk.token_offset < len(self.token_ids):
+            known = len(self.token_ids)
+            self.text_diff += chunk.text.removeprefix(self.text)
+            self.token_ids_diff += chunk.token_ids[known - chunk.token_offset :]
+            self.text, self.token_ids = chunk.text, list(chunk.token_ids)
+        else:
+            self.text_diff += chunk.text
+            self.token_ids_diff += chunk.token_ids
+            self.text += chunk.text
+            self.token_ids += chunk.token_ids
+        if chunk.extras is not None:
+            if chunk.extras.log_probs is not None:
+                self.logprobs += logprobs_by_token(chunk.extras.log_probs, chunk.token_ids)
+            self.tensors += chunk.extras.tensors
+        if chunk.is_sequence_final:
+            self.finish_reason = chunk.finish_reason.value if chunk.finish_reason else None
+            self.stop_reason, self.cumulative_logprob = chunk.matched_stop, chunk.cumulative_log_prob
+
+
+def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | object) -> list[dict[int, Logprob]]:
+    """One mapping per row: the token's own log probability, where the token is known, and those of the likeliest."""
+    ids = list(token_ids) if isinstance(token_ids, list | tuple) else []
+    result = []
+    for row, log_prob in enumerate(rows.token_log_probs):
+        top = slice(row * rows.top_k, (row + 1) * rows.top_k)
+        pairs = zip(rows.top_token_ids[top], rows.top_log_probs[top], strict=True)
+        entry = {token: Logprob(value, rank + 1) for rank, (token, value) in enumerate(pairs)}
+        if row < len(ids):
+            rank = rows.token_ranks[row] if row < len(rows.token_ranks) else 0
+            entry[ids[row]] = Logprob(log_prob, rank)
+        result.append(entry)
+    return result

@@ -1,0 +1,111 @@
+"""How the executor's tokens are chosen. Names are TensorRT-LLM's; each becomes a field of the native request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from midstream.client import request as native
+from midstream.errors import InvalidArgumentError
+from protos import generation_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedDecodingParams:
+    """What the output must look like: one of the four.
+
+    Attributes:
+        json: A JSON schema, as text or as a mapping.
+        json_object: Any JSON.
+        regex: A regular expression.
+        grammar: A grammar in EBNF.
+    """
+
+    json: str | Mapping[str, object] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+
+    def to_proto(self) -> pb.GuidedDecodingConfig:
+        """The message.
+
+        Raises:
+            InvalidArgumentError: None or several are given.
+        """
+        given = [
+            (pb.GUIDE_TYPE_JSON_SCHEMA, self.json if isinstance(self.json, str | None) else json.dumps(self.json)),
+            (pb.GUIDE_TYPE_JSON, "" if self.json_object else None),
+            (pb.GUIDE_TYPE_REGEX, self.regex),
+            (pb.GUIDE_TYPE_EBNF_GRAMMAR, self.grammar),
+        ]
+        chosen = [(kind, guide) for kind, guide in given if guide is not None]
+        if len(chosen) != 1:
+            raise InvalidArgumentError("give one of json, json_object, regex and grammar", field="guided_decoding")
+        kind, guide = chosen[0]
+        return pb.GuidedDecodingConfig(guide_type=kind, guide=guide)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(native.SamplingParams):
+    """The client's parameters, and TensorRT-LLM's other names for some of them.
+
+    Attributes:
+        n: num_return_sequences.
+        use_beam_search: Search with `beam_width`, or `n`, beams.
+        random_seed: seed.
+        bad: bad_words; one or several.
+        include_stop_str_in_output: include_stop_in_output.
+        logprobs: log_probs.
+        prompt_logprobs: prompt_log_probs.
+        additional_model_outputs: Named outputs such as `hidden_states.0`; `(name, True)` for the prompt's tokens too.
+        guided_decoding: What the output must look like.
+        logits_processor: Name of a logits post-processor that the workers have.
+    """
+
+    n: int | None = None
+    use_beam_search: bool = False
+    random_seed: int | None = None
+    bad: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    additional_model_outputs: Sequence[str | tuple[str, bool]] = ()
+    guided_decoding: GuidedDecodingParams | None = None
+    logits_processor: str = ""
+
+    def fill(self, request: pb.GenerateRequest) -> None:
+        """Sets the request's fields.
+
+        Raises:
+            InvalidArgumentError: A value that its field cannot hold.
+        """
+        native.SamplingParams.fill(self, request)
+        sampling, output = request.sampling, request.output
+        with native.naming("n"):
+            if self.n is not None:
+                sampling.num_return_sequences = self.n
+            if self.use_beam_search and self.beam_width is None:
+                sampling.beam_width = self.n or 1
+        with native.naming("random_seed"):
+            if self.random_seed is not None:
+                sampling.seed = self.random_seed
+        with native.naming("logprobs"):
+            if self.logprobs is not None:
+                output.log_probs = self.logprobs
+        with native.naming("prompt_logprobs"):
+            if self.prompt_logprobs is not None:
+                output.prompt_log_probs = self.prompt_logprobs
+        with native.naming("bad"):
+            if self.bad is not None:
+                request.stopping.bad_words.extend(native.words_of(self.bad))
+        request.stopping.include_stop_in_output |= self.include_stop_str_in_output
+        with native.naming("additional_model_outputs"):
+            for item in native.words_of(self.additional_model_outputs):  # type: ignore[arg-type]
+                name, gather_context = (item, False) if isinstance(item, str) else item
+                output.additional_outputs.add(name=name, gather_context=gather_context)
+        if self.guided_decoding is not None:
+            with native.naming("guided_decoding"):
+                request.guided_decoding.CopyFrom(self.guided_decoding.to_proto())
+        with native.naming("logits_processor"):
+            request.logits_post_processor_name = self.logits_processor
