@@ -49,14 +49,17 @@ def latencies_table(labels: Mapping[str, str], measurements: Sequence[Measuremen
 
 def ratios_table(labels: Mapping[str, str], ratios: Sequence[Ratio]) -> list[list[str]]:
     """Ratios ours / peer with their spread over the rounds, the first row being the head."""
-    rows = [["workload", "ours", "against", "ratio (lowest to highest)", "at least", "aim", "reached"]]
+    rows = [
+        ["workload", "ours", "against", "ratio (lowest to highest)", "in processor time", "at least", "aim", "reached"]
+    ]
     for it in ratios:
         comparison = it.comparison
         what = f"{comparison.workload}, p99 between tokens" if comparison.is_gap else comparison.workload
         spread = f"{it.median:.2f} ({it.lowest:.2f} to {it.highest:.2f})"
         reached = "aim" if it.median >= comparison.aim else "yes" if it.median >= comparison.at_least else "no"
         ours, peer = labels.get(comparison.ours, comparison.ours), labels.get(it.peer, it.peer)
-        rows.append([what, ours, peer, spread, f"{comparison.at_least:g}", f"{comparison.aim:g}", reached])
+        cost = "" if it.in_processor_time is None else f"{it.in_processor_time:.2f}"
+        rows.append([what, ours, peer, spread, cost, f"{comparison.at_least:g}", f"{comparison.aim:g}", reached])
     return rows
 
 
@@ -103,7 +106,11 @@ def section(
         )
     parts += [as_markdown(figures_table(labels, measurements)), f"![Throughput by peer]({PLOT})"]
     if ratios:
-        parts.append("Ours over the peer's, taken within each round; more is better for us:")
+        parts.append(
+            "Ours over the peer's, taken within each round; more is better for us. In processor time it is the peer's "
+            "over ours, of all processes together, which other work on the machine hardly changes; llama.cpp's holds "
+            "its loading."
+        )
         parts.append(as_markdown(ratios_table(labels, ratios)))
     latencies = latencies_table(labels, measurements)
     if len(latencies) > 1:

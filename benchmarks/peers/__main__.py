@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +13,7 @@ from .comparisons import COMPARISONS, ratio_of
 from .install import install, make_paths
 from .peer import ALL_WORKLOADS, Peer
 from .registry import PEERS
+from .results import merged, read_results, write_results
 from .rounds import Measurement, run_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def main() -> int:
     """Runs the command; 1 when one of ours failed or a ratio is below what it should be."""
     arguments = _arguments()
+    numbers = range(arguments.first_round, arguments.first_round + arguments.rounds)
     console = Console(highlight=False, soft_wrap=True)
     peers = [PEERS[name] for name in arguments.peer or PEERS]
     paths = make_paths(arguments.home, arguments.model)
@@ -31,25 +31,25 @@ def main() -> int:
         return 1 if failed else 0
 
     def on_start(number: int, peer: Peer) -> None:
-        console.print(f"round {number + 1}/{arguments.rounds}  {peer.label}")
+        console.print(f"round {number + 1}/{numbers[-1] + 1}  {peer.label}")
 
     def on_done(measurement: Measurement) -> None:
         figures = measurement.figures
         console.print(f"    {figures.workload:<8} {figures.tokens_per_s:>8,.0f} tok/s  in {figures.duration_s:.1f} s")
 
     ready = [peer for peer in peers if peer.name not in failed]
-    measurements, stopped = run_rounds(
-        ready, arguments.workload or ALL_WORKLOADS, arguments.rounds, paths, on_done, on_start
-    )
+    measurements, stopped = run_rounds(ready, arguments.workload or ALL_WORKLOADS, numbers, paths, on_done, on_start)
     failed |= stopped
     for name, reason in failed.items():
         console.print(f"{PEERS[name].label} did not run: {reason}")
+    results = paths.home / "results.json"
+    if arguments.add:
+        measurements = merged(read_results(results), measurements)
+    write_results(measurements, results)
     ratios = [ratio for comparison in COMPARISONS if (ratio := ratio_of(comparison, measurements))]
-    labels = {peer.name: peer.label for peer in peers}
+    labels = {peer.name: peer.label for peer in PEERS.values()}
     console.print(report.as_text(report.figures_table(labels, measurements)))
     console.print(report.as_text(report.ratios_table(labels, ratios)))
-    results = paths.home / "results.json"
-    results.write_text(json.dumps([asdict(it) for it in measurements], indent=1) + "\n", encoding="utf-8")
     if arguments.docs:
         report.write(arguments.docs, labels, measurements, ratios, failed)
         console.print(f"Written to {arguments.docs / 'benchmarks.md'}")
@@ -62,6 +62,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peer", action="append", choices=PEERS, help="May repeat. [all]")
     parser.add_argument("--workload", action="append", choices=ALL_WORKLOADS, help="May repeat. [all]")
     parser.add_argument("--rounds", type=int, default=3, help="[3]")
+    parser.add_argument("--first-round", type=int, default=0, help="Each round has tokens of its own. [0]")
+    parser.add_argument("--add", action="store_true", help="Keep what results.json holds that is not measured again.")
     parser.add_argument("--model", default="smollm2", help="A GGUF file or its model folder. [the embedded model]")
     parser.add_argument(
         "--home", type=Path, default=ROOT / ".venv-peers", help="Where peers are installed. [.venv-peers]"

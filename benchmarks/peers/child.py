@@ -9,10 +9,11 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from .peer import Paths, read_workloads
+from .processor_time import mark_processes, processor_seconds
 from .registry import PEERS, WARM_UP
 
 
@@ -21,13 +22,16 @@ def main() -> None:
     name, home, model_folder, workloads = sys.argv[1:]
     # What was opened is closed again also when the time is up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    mark_processes()
     # Libraries write what they like to descriptor 1; the figures go where it pointed to.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
         os.dup2(2, 1)
         with PEERS[name].open(Paths(Path(home), Path(model_folder))) as run:
             for workload in read_workloads(Path(workloads)):
+                before = processor_seconds()
                 figures = run(workload)
                 if workload.name != WARM_UP:
+                    figures = replace(figures, processor_s=processor_seconds() - before)
                     print(json.dumps(asdict(figures)), file=output, flush=True)
 
 

@@ -38,6 +38,8 @@ class Ratio:
     Attributes:
         peer: The best of the peers.
         median: Over the rounds, as are lowest and highest.
+        in_processor_time: Median of the peer's processor time over ours, which other work hardly changes; None
+            where one is not known.
     """
 
     comparison: Comparison
@@ -46,6 +48,7 @@ class Ratio:
     lowest: float
     highest: float
     num_rounds: int
+    in_processor_time: float | None = None
 
 
 _IN_PROCESS = ("llamacpp", "openvino-fp16", "openvino-int8", "openvino-int4", "vllm-bfloat16", "vllm-float32")
@@ -77,11 +80,21 @@ def ratio_of(comparison: Comparison, measurements: Sequence[Measurement]) -> Rat
     best = max(
         (peer for peer in rivals if rivals[peer]), key=lambda it: statistics.median(rivals[it].values()), default=""
     )
-    ours = by_round(measurements, comparison.ours, comparison.workload, value)
-    ratios = [ours[number] / theirs for number, theirs in rivals.get(best, {}).items() if number in ours]
+    ratios = _ratios(measurements, comparison, best, value)
     if not ratios:
         return None
-    return Ratio(comparison, best, statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+    costs = _ratios(measurements, comparison, best, _processor_rate)
+    in_processor_time = statistics.median(costs) if costs and not comparison.is_gap else None
+    return Ratio(comparison, best, statistics.median(ratios), min(ratios), max(ratios), len(ratios), in_processor_time)
+
+
+def _ratios(
+    measurements: Sequence[Measurement], comparison: Comparison, peer: str, value: Callable[[Figures], float | None]
+) -> list[float]:
+    """Ours over the peer's in each round that has both."""
+    ours = by_round(measurements, comparison.ours, comparison.workload, value)
+    theirs = by_round(measurements, peer, comparison.workload, value)
+    return [ours[number] / theirs[number] for number in ours if number in theirs]
 
 
 def by_round(
@@ -99,3 +112,8 @@ def _tokens_per_s(figures: Figures) -> float:
 def _gap_rate(figures: Figures) -> float | None:
     """1 over the 99th percentile of the gap, so that higher is better here too."""
     return 1.0 / figures.inter_token_ms[1] if figures.inter_token_ms else None
+
+
+def _processor_rate(figures: Figures) -> float | None:
+    """All in a round have the same number of tokens."""
+    return 1.0 / figures.processor_s if figures.processor_s else None

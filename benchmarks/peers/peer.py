@@ -56,6 +56,7 @@ class Figures:
         tokens_per_s: Output tokens (prefill: prompt tokens) per second, from the first start to the last end.
         ttft_ms: Time to first token at p50 and p99; None where nobody sees single tokens.
         inter_token_ms: Gap between tokens of one stream at p50 and p99.
+        processor_s: Seconds that processors worked for it, of all its processes together; 0: not known.
     """
 
     workload: str
@@ -63,6 +64,7 @@ class Figures:
     duration_s: float
     ttft_ms: tuple[float, float] | None = None
     inter_token_ms: tuple[float, float] | None = None
+    processor_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,7 @@ def parse_figures(line: str) -> Figures:
         duration_s=float(item["duration_s"]),
         ttft_ms=_pair(item.get("ttft_ms")),
         inter_token_ms=_pair(item.get("inter_token_ms")),
+        processor_s=float(item.get("processor_s", 0.0)),
     )
 
 

@@ -60,19 +60,19 @@ def _converted(workload: workloads.Workload) -> Workload:
 def run_rounds(
     peers: Sequence[Peer],
     names: Sequence[str],
-    num_rounds: int,
+    numbers: Sequence[int],
     paths: Paths,
     on_done: Callable[[Measurement], None],
     on_start: Callable[[int, Peer], None],
 ) -> tuple[list[Measurement], dict[str, str]]:
-    """Measures `peers`; one that fails is not tried again.
+    """Measures `peers` in the rounds of these numbers; one that fails is not tried again.
 
     Returns:
         What was measured, and why a peer failed.
     """
     measurements: list[Measurement] = []
     failed: dict[str, str] = {}
-    for number in range(num_rounds):
+    for number in numbers:
         for peer in peers:
             wanted = [name for name in names if name in peer.workloads]
             if peer.name in failed or not wanted:

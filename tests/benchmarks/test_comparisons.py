@@ -44,6 +44,19 @@ def test_a_gap_four_times_shorter_is_a_ratio_of_four() -> None:
     assert ratio.median == pytest.approx(4.0)
 
 
+def test_half_the_processor_time_is_a_ratio_of_two() -> None:
+    def costing(peer: str, seconds: float) -> Measurement:
+        return Measurement(0, peer, 9.0, Figures("mixed", 10.0, 1.0, processor_s=seconds))
+
+    comparison = Comparison("mixed", "a", ("b",), 1.0, 2.0)
+    ratio = ratio_of(comparison, [costing("a", 4.0), costing("b", 8.0)])
+    assert ratio is not None
+    assert (ratio.median, ratio.in_processor_time) == (1.0, 2.0)
+    unknown = ratio_of(comparison, [costing("a", 4.0), costing("b", 0.0)])
+    assert unknown is not None
+    assert unknown.in_processor_time is None
+
+
 def test_nothing_is_said_about_what_was_not_measured() -> None:
     comparison = Comparison("mixed", "a", ("b",), 1.0, 2.0)
     assert ratio_of(comparison, measured("a", 1.0)) is None

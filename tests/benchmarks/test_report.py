@@ -17,7 +17,7 @@ MEASURED = [
     Measurement(2, "midstream", 0.5, Figures("mixed", 1400.0, 5.0, (11.0, 90.0), (1.2, 2.2))),
     Measurement(0, "vllm", 0.5, Figures("mixed", 1000.0, 8.0)),
 ]
-RATIO = Ratio(Comparison("mixed", "midstream", ("vllm",), 1.3, 1.6), "vllm", 1.5, 1.4, 1.6, 3)
+RATIO = Ratio(Comparison("mixed", "midstream", ("vllm",), 1.3, 1.6), "vllm", 1.5, 1.4, 1.6, 3, 1.25)
 
 
 def test_figures_are_medians_and_what_was_not_measured_stays_empty() -> None:
@@ -31,7 +31,7 @@ def test_latencies_are_medians_of_each_percentile() -> None:
 
 
 def test_a_ratio_shows_its_spread_and_whether_it_is_enough() -> None:
-    row = ["mixed", "Midstream", "vLLM", "1.50 (1.40 to 1.60)", "1.3", "1.6", "yes"]
+    row = ["mixed", "Midstream", "vLLM", "1.50 (1.40 to 1.60)", "1.25", "1.3", "1.6", "yes"]
     assert report.ratios_table(LABELS, [RATIO])[1] == row
 
 

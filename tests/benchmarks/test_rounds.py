@@ -105,7 +105,12 @@ def test_a_peer_that_fails_says_why_and_is_not_tried_again(tmp_path: Path) -> No
     peer = fake_peer(tmp_path, f"echo '{LINE}'; echo 'no AVX-512 here' >&2; exit 3")
     started: list[int] = []
     measured, failed = rounds.run_rounds(
-        [peer], ["single"], 3, Paths(tmp_path, tmp_path), lambda _: None, lambda number, _: started.append(number)
+        [peer],
+        ["single"],
+        range(3),
+        Paths(tmp_path, tmp_path),
+        lambda _: None,
+        lambda number, _: started.append(number),
     )
     assert failed == {"fake": "exit status 3: no AVX-512 here"}
     assert started == [0]
@@ -124,7 +129,7 @@ def test_peers_take_turns(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         peers.append(FakePeer(fake_peer(tmp_path / name, f"echo '{LINE}'").script, name))
     measured, _ = rounds.run_rounds(
-        peers, ["single"], 2, Paths(tmp_path, tmp_path), lambda it: names.append(it.peer), lambda *_: None
+        peers, ["single"], range(2), Paths(tmp_path, tmp_path), lambda it: names.append(it.peer), lambda *_: None
     )
     assert names == ["first", "second", "first", "second"]
     assert [it.round for it in measured] == [0, 0, 1, 1]

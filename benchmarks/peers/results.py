@@ -1,0 +1,32 @@
+"""Measurements on disk, so that a comparison can be made in pieces, while the machine is quiet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from .peer import parse_figures
+from .rounds import Measurement
+
+
+def read_results(path: Path) -> list[Measurement]:
+    """Reads what `write_results` wrote; nothing where there is no file."""
+    if not path.exists():
+        return []
+    return [
+        Measurement(item["round"], item["peer"], item["load"], parse_figures(json.dumps(item["figures"])))
+        for item in json.loads(path.read_text(encoding="utf-8"))
+    ]
+
+
+def write_results(measurements: Sequence[Measurement], path: Path) -> None:
+    """Writes measurements as JSON."""
+    path.write_text(json.dumps([asdict(it) for it in measurements], indent=1) + "\n", encoding="utf-8")
+
+
+def merged(earlier: Sequence[Measurement], later: Sequence[Measurement]) -> list[Measurement]:
+    """All of them; what was measured again counts as it was found last."""
+    by_key = {(it.round, it.peer, it.figures.workload): it for it in (*earlier, *later)}
+    return [by_key[key] for key in sorted(by_key)]
