@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
+from gpu_worker.parallel.ranks import Ranks
 from midstream.config import WorkerConfig, load_config
 from midstream.errors import MidstreamError
 from midstream.model_folder import open_model_folder
@@ -14,15 +16,24 @@ _CONFIG_EXIT_CODE = 2
 
 
 def main() -> int:
-    """Runs a worker; returns the exit code: 0 drained, 2 wrong configuration, 3 rejected by the scheduler."""
+    """Runs a worker, or one rank of one.
+
+    Returns:
+        The exit code: 0 drained, 2 wrong configuration, 3 rejected by the scheduler, 4 another rank is gone.
+    """
     try:
         config = load_config(WorkerConfig, "gpu_worker")
         configure_logging(config.name or "gpu_worker", level=config.log_level, style=config.log_format)
         logging.captureWarnings(True)
+        ranks = Ranks.from_environment(config, os.environ)
         folder = open_model_folder(config.model)
         logging.getLogger(__name__).info("importing torch")
         from gpu_worker.worker import Worker  # only now, because torch takes seconds to import
 
+        if not ranks.is_alone:
+            from gpu_worker.parallel.launch import run_rank
+
+            return run_rank(config, folder, ranks)
         worker = Worker(config, folder)
     except MidstreamError as error:
         print(f"gpu_worker: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from gpu_worker.draft_model import DraftModel, load_draft_model
 from gpu_worker.drafts import Drafter
 from gpu_worker.guided import UNCONSTRAINED, Guides
 from gpu_worker.input_batch import InputBatch, PreparedStep
-from gpu_worker.kv_cache import KvCache, block_bytes, choose_num_blocks
+from gpu_worker.kv_cache import KvCache
+from gpu_worker.limits import Limits, local_num_blocks
 from gpu_worker.loader import LoadedModel, load_model, num_threads
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.lora.peft_folder import read_adapter
@@ -28,15 +30,16 @@ from gpu_worker.sampler import Sampler
 from gpu_worker.step import GREEDY, IntArray, NewSequence, RowLogProbs, Step, StepOutput
 from gpu_worker.verification import settle
 from midstream.config import WorkerConfig
-from midstream.errors import ConfigError, InvalidArgumentError, MidstreamError
+from midstream.errors import InvalidArgumentError, MidstreamError
 from midstream.grammar.process import GrammarProcess
 from midstream.model_folder import ModelFolder
+
+if TYPE_CHECKING:
+    from gpu_worker.parallel.leader import Leader
 
 logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 16
-# Large enough to use the machine, small enough that a step's decodes do not wait long for its prefills.
-_CPU_NUM_TOKENS, _GPU_NUM_TOKENS = 256, 2048
 
 
 class ModelRunner:
@@ -50,35 +53,45 @@ class ModelRunner:
         adapters: LoRA and prompt adapters.
     """
 
-    def __init__(self, config: WorkerConfig, folder: ModelFolder, model: LoadedModel | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        folder: ModelFolder,
+        model: LoadedModel | None = None,
+        leader: Leader | None = None,
+    ) -> None:
         """Loads the model unless it is given, warms it up, and takes memory for the KV pool.
+
+        Args:
+            config: The worker's settings.
+            folder: The model.
+            model: It, loaded.
+            leader: Of the ranks that hold its other parts; None: all of it is here.
 
         Raises:
             ConfigError: The folder or a setting is wrong.
             UnsupportedError: The model's architecture is not known here.
         """
         torch.set_num_threads(num_threads(config))
-        self.model: LoadedModel = model or load_model(config, folder)
-        self.max_sequence_length = config.max_sequence_length or folder.max_sequence_length
-        if self.max_sequence_length > self.model.description.max_sequence_length:
-            raise ConfigError(
-                f"{self.max_sequence_length} is more than the model's {self.model.description.max_sequence_length}",
-                field="max_sequence_length",
-            )
+        self.model: LoadedModel = model or load_model(config, folder, None if leader is None else leader.links)
+        self._limits = Limits.of(config, folder, self.model)
+        self.max_sequence_length = self._limits.max_sequence_length
+        self.max_num_tokens = self._limits.max_num_tokens
+        self._leader = leader
         self._config = config
         self._folder = folder
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
         self.post_processors = load_post_processors()
-        default = _CPU_NUM_TOKENS if self.model.device.type == "cpu" else _GPU_NUM_TOKENS
-        self.max_num_tokens = config.max_num_tokens or default
         self.adapters = self._adapter_cache()
         graphs = self._with_graphs() if self.model.device.type == "cuda" else None
+        if leader is not None:
+            self.model = replace(self.model, decoder=leader.lead(self.model.decoder, self.model.shard))
         self._warm_up()
         self._take_blocks(self._choose_num_blocks())
         description, element_bytes = self.model.description, self.model.dtype.itemsize
         self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
         if graphs is not None:
-            graphs.capture()
+            self._record(graphs)
 
     def close(self) -> None:
         """Ends what runs beside."""
@@ -102,7 +115,7 @@ class ModelRunner:
                 break
         prepared = self._batch.prepare(step)
         if len(step.copy_sources):
-            self.kv.copy_blocks(step.copy_sources, step.copy_targets)
+            self._copy_blocks(step.copy_sources, step.copy_targets)
         rows, is_run = prepared.sampled_rows, prepared.is_run
         token_ids = np.zeros(len(rows), dtype=np.int32)
         errors: list[tuple[int, MidstreamError]] = []
@@ -136,6 +149,11 @@ class ModelRunner:
             reports.prompt_log_probs,
             reports.tensors,
         )
+
+    def _copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
+        if self._leader is not None:
+            self._leader.copy_blocks(sources, targets)
+        self.kv.copy_blocks(sources, targets)
 
     def _without_unknown(self, step: Step) -> Step:
         """Lets sequences fail whose post-processor is not installed here."""
@@ -208,6 +226,12 @@ class ModelRunner:
         self.model = replace(self.model, decoder=graphs)
         return graphs
 
+    def _record(self, graphs: GraphDecoder) -> None:
+        if self._leader is None:
+            graphs.capture()
+        else:
+            self._leader.record_graphs(graphs.capture)
+
     def _warm_up(self) -> None:
         """Runs the largest step on a GPU, so that what is free afterwards stays free; a small one on a CPU."""
         is_gpu = self.model.device.type == "cuda"
@@ -229,16 +253,9 @@ class ModelRunner:
         logger.info("warmed up in %.1f s", time.perf_counter() - started)
 
     def _choose_num_blocks(self) -> int:
-        config = self._config
         models = [self.model] if self._draft is None else [self.model, self._draft]
-        return choose_num_blocks(
-            sum(block_bytes(model.description, config.tokens_per_block, model.kv_dtype) for model in models),
-            config.tokens_per_block,
-            free_memory_fraction=config.free_memory_fraction,
-            max_kv_tokens=config.max_kv_tokens,
-            max_useful_tokens=config.max_batch_size * self.max_sequence_length,
-            device=self.model.device,
-        )
+        num_blocks = local_num_blocks(self._config, self._limits, models)
+        return num_blocks if self._leader is None else self._leader.least_num_blocks(num_blocks)
 
     @property
     def has_draft_model(self) -> bool:
@@ -254,7 +271,7 @@ class ModelRunner:
 
     def _take_blocks(self, num_blocks: int) -> None:
         model, tokens_per_block = self.model, self._config.tokens_per_block
-        self.kv = KvCache(model.description, num_blocks, tokens_per_block, model.kv_dtype, model.device)
+        self.kv = KvCache(model.part, num_blocks, tokens_per_block, model.kv_dtype, model.device)
         model.decoder.use_cache(self.kv)
         self._rows = Rows(
             self._config.max_batch_size,

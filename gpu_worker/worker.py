@@ -18,6 +18,7 @@ import secrets
 import signal
 import socket
 import time
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -34,6 +35,9 @@ from midstream.model_folder import ModelFolder
 from midstream.telemetry import HttpServer, Metrics
 from protos import worker_pb2
 
+if TYPE_CHECKING:
+    from gpu_worker.parallel.group import RankGroup
+
 logger = logging.getLogger(__name__)
 
 _STALL_S = 30.0
@@ -42,18 +46,19 @@ _STALL_S = 30.0
 class Worker:
     """Executes the scheduler's steps on one model until it is told to stop."""
 
-    def __init__(self, config: WorkerConfig, folder: ModelFolder) -> None:
-        """Loads the model.
+    def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup | None = None) -> None:
+        """Loads the model; `group` are the ranks that hold the parts of it, of which this is the first.
 
         Raises:
             ConfigError: The model folder or a setting is wrong.
             UnsupportedError: The model's architecture is not known here.
         """
         credentials = WorkerCredentials.from_config(config)
-        self._runner = ModelRunner(config, folder)
+        self._group = group
+        self._runner = ModelRunner(config, folder, leader=None if group is None else group.leader)
         metrics, progress = Metrics(), Progress()
         self._loop = progress.loop("compute", _STALL_S)
-        registration = _registration(config, folder, self._runner)
+        registration = _registration(config, folder, self._runner, 1 if group is None else group.ranks.world_size)
         self._link = SchedulerLink(config.scheduler, registration, metrics, _memory, self._runner.adapters, credentials)
         self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
         self._steps = metrics.counter("worker_steps", "Steps executed.")
@@ -64,6 +69,8 @@ class Worker:
         """Serves until SIGTERM, SIGINT or a rejection; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._link.leave())
+        if self._group is not None:
+            self._group.lifelines.on_drain(self._link.leave)
         self._http.start()
         self._link.start()
         logger.info("ready", extra={"http_port": self._http.port})
@@ -71,6 +78,8 @@ class Worker:
         self._link.join()
         self._http.stop()
         self._runner.close()
+        if self._group is not None:
+            self._group.stop(stopped.exit_code)
         logger.log(logging.ERROR if stopped.exit_code else logging.INFO, "stopped: %s", stopped.reason)
         return stopped.exit_code
 
@@ -96,6 +105,8 @@ class Worker:
         except Exception:
             # On a GPU nothing works after an error of its own, so the process ends there; on a CPU a new epoch will do.
             logger.exception("step %d failed", step.step_id)
+            if self._group is not None and self._group.has_failed:
+                self._group.fail("a step failed while all ranks worked on it")
             if self._runner.model.device.type != "cpu":
                 raise
             self._link.abandon_epoch()
@@ -106,7 +117,9 @@ class Worker:
         self._step_seconds.observe(output.forward_s)
 
 
-def _registration(config: WorkerConfig, folder: ModelFolder, runner: ModelRunner) -> worker_pb2.Register:
+def _registration(
+    config: WorkerConfig, folder: ModelFolder, runner: ModelRunner, world_size: int
+) -> worker_pb2.Register:
     host, model = socket.gethostname(), runner.model
     return worker_pb2.Register(
         group_id=config.group_id or f"{host}-{os.getpid()}",
@@ -119,7 +132,7 @@ def _registration(config: WorkerConfig, folder: ModelFolder, runner: ModelRunner
         max_sequence_length=runner.max_sequence_length,
         max_batch_size=config.max_batch_size,
         max_num_tokens=runner.max_num_tokens,
-        world_size=1,
+        world_size=world_size,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=str(model.kv_dtype).removeprefix("torch."),

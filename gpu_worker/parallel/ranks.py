@@ -20,7 +20,7 @@ class Ranks:
         rank, world_size: Of the group; rank 0 speaks to the scheduler.
         local_rank: Among those on this host: the GPU that is taken.
         tensor_size, pipeline_size: Their product is world_size.
-        master_addr, master_port: Where rank 0 waits for the others.
+        master_addr: The host of rank 0.
     """
 
     rank: int = 0
@@ -29,7 +29,6 @@ class Ranks:
     tensor_size: int = 1
     pipeline_size: int = 1
     master_addr: str = ""
-    master_port: int = 0
 
     def __post_init__(self) -> None:
         for field, size in (("tensor_parallel", self.tensor_size), ("pipeline_parallel", self.pipeline_size)):
@@ -69,19 +68,17 @@ class Ranks:
         world_size = _number(environment, "WORLD_SIZE", 1)
         if world_size == 1 and max(config.tensor_parallel, config.pipeline_parallel) <= 1:
             return cls()
-        address = environment.get("MASTER_ADDR", "")
-        if world_size > 1 and not address:
-            raise ConfigError("is not set: it is the host of rank 0", field="MASTER_ADDR")
-        rank = _number(environment, "RANK", 0)
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if world_size > 1 and not environment.get(name):
+                raise ConfigError(f"is not set, and WORLD_SIZE is {world_size}", field=name)
         pipeline_size = config.pipeline_parallel
         return cls(
-            rank=rank,
+            rank=_number(environment, "RANK", 0),
             world_size=world_size,
             local_rank=_number(environment, "LOCAL_RANK", 0),
             tensor_size=config.tensor_parallel or max(1, world_size // max(1, pipeline_size)),
             pipeline_size=pipeline_size,
-            master_addr=address,
-            master_port=_number(environment, "MASTER_PORT", 29500),
+            master_addr=environment.get("MASTER_ADDR", ""),
         )
 
 

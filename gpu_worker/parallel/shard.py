@@ -57,7 +57,7 @@ def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
         raise ConfigError(f"{ranks.pipeline_size} stages for {d.num_layers} layers", field="pipeline_parallel")
     if size > min(d.num_heads, d.intermediate_size):
         raise ConfigError(f"{size} ranks for {d.num_heads} heads", field="tensor_parallel")
-    layers = _span(d.num_layers, ranks.stage, ranks.pipeline_size)
+    layers = stage_layers(d, ranks.pipeline_size)[ranks.stage]
     heads, kv_heads = _heads(d, rank, size)
     unit = _FEATURE_UNIT if d.intermediate_size % _FEATURE_UNIT == 0 else 1
     unit = unit if d.intermediate_size // unit >= size else 1
@@ -82,6 +82,11 @@ def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
         is_first=ranks.stage == 0,
         is_last=ranks.stage == ranks.pipeline_size - 1,
     )
+
+
+def stage_layers(description: DecoderDescription, num_stages: int) -> list[range]:
+    """The layers of each stage."""
+    return [_span(description.num_layers, stage, num_stages) for stage in range(num_stages)]
 
 
 def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:

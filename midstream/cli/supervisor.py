@@ -172,7 +172,12 @@ class _Process:
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which stops the parts in order.
             process = await asyncio.create_subprocess_exec(
-                *self.spec.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                *self.spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | self.spec.environment,
             )
         self._update(
             phase=ProcessPhase.STARTING,

@@ -22,12 +22,13 @@ _MAX_REPLICAS = 64
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start one process: `python -m KIND FLAGS`."""
+    """How to start one process: `python -m KIND FLAGS`, with some variables beside those of this process."""
 
     name: str
     kind: str
     flags: tuple[str, ...]
     addresses: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def command(self) -> list[str]:
@@ -37,18 +38,22 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many of each part run, for which model."""
+    """How many of each part run, for which model; each worker has tensor_parallel * pipeline_parallel processes."""
 
     model: str = EMBEDDED_MODEL
     num_routers: int = 1
     num_detokenizers: int = 1
     num_workers: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
 
     def __post_init__(self) -> None:
         for flag, count in (
             ("--routers", self.num_routers),
             ("--detokenizers", self.num_detokenizers),
             ("--workers", self.num_workers),
+            ("--tensor-parallel", self.tensor_parallel),
+            ("--pipeline-parallel", self.pipeline_parallel),
         ):
             if not 1 <= count <= _MAX_REPLICAS:
                 raise ConfigError(f"{count} is not in 1..{_MAX_REPLICAS}", field=flag)
@@ -84,10 +89,7 @@ def plan_processes(
     ]
     cores = num_cores or len(os.sched_getaffinity(0))
     for index in range(topology.num_workers):
-        name, worker = f"worker-{index}", _Addresses(ports)
-        threads = ("--num-threads", str(max(1, cores // topology.num_workers)))
-        link = ("--scheduler", f"tcp://{HOST}:{zmq}", "--group-id", name)
-        specs.append(ProcessSpec(name, "gpu_worker", (*model, *link, *threads, *worker.http_flags()), worker.taken))
+        specs += _plan_worker(topology, f"worker-{index}", f"tcp://{HOST}:{zmq}", cores, ports)
     for index in range(topology.num_detokenizers):
         detokenizer = _Addresses(ports)
         port = detokenizer.add("grpc", DetokenizerConfig.port)
@@ -102,6 +104,34 @@ def plan_processes(
         specs.append(
             ProcessSpec(f"router-{index}", "router", (*model, "--port", str(port), *links, *http), router.taken)
         )
+    return specs
+
+
+def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, ports: _Ports) -> list[ProcessSpec]:
+    """The processes of one worker: rank 0 has the worker's name."""
+    stages = topology.pipeline_parallel
+    world_size = topology.tensor_parallel * stages
+    threads = max(1, cores // (topology.num_workers * world_size))
+    flags: tuple[str, ...] = (
+        "--model",
+        topology.model,
+        "--scheduler",
+        scheduler,
+        "--group-id",
+        name,
+        "--num-threads",
+        str(threads),
+    )
+    variables = {"WORLD_SIZE": str(world_size)}
+    if world_size > 1:
+        flags += ("--tensor-parallel", str(topology.tensor_parallel), "--pipeline-parallel", str(stages))
+        variables |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(ports.take(None))}
+    specs = []
+    for rank in range(world_size):
+        http = _Addresses(ports)
+        own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = f"{name}-rank-{rank}" if rank else name
+        specs.append(ProcessSpec(process, "gpu_worker", (*flags, *http.http_flags()), http.taken, own))
     return specs
 
 

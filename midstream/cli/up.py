@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument("--detokenizers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="Each with its share of the cores. [1]")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="Ranks that divide a layer. [1]")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="Stages of layers. [1]")
     parser.add_argument(
         "--model", default=EMBEDDED_MODEL, metavar="PATH", help="Model folder or .gguf file. [smollm2, embedded]"
     )
@@ -49,7 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    topology = Topology(arguments.model, arguments.routers, arguments.detokenizers, arguments.workers)
+    topology = Topology(
+        arguments.model,
+        arguments.routers,
+        arguments.detokenizers,
+        arguments.workers,
+        arguments.tensor_parallel,
+        arguments.pipeline_parallel,
+    )
     console = Console(highlight=False)
     if arguments.detach:
         return _run_detached(arguments, console)
@@ -112,8 +121,8 @@ def _run_detached(arguments: argparse.Namespace, console: Console) -> int:
     run_dir.acquire()  # refuses at once when something runs here
     run_dir.release()
     command = [sys.executable, "-m", "midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", arguments.model]
-    for part in ("routers", "detokenizers", "workers"):
-        command += [f"--{part}", str(getattr(arguments, part))]
+    for part in ("routers", "detokenizers", "workers", "tensor-parallel", "pipeline-parallel"):
+        command += [f"--{part}", str(getattr(arguments, part.replace("-", "_")))]
     prepare_model(arguments.model, console)
     log = run_dir.logs / "supervisor.log"
     with log.open("wb") as output:

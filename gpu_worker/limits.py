@@ -1,0 +1,73 @@
+"""How large steps, sequences and the KV pool may be: what settings, model and memory allow, on any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpu_worker.cuda_graphs import GraphDecoder, GraphRecorder
+from gpu_worker.kv_cache import block_bytes, choose_num_blocks
+from gpu_worker.loader import LoadedModel
+from midstream.config import WorkerConfig
+from midstream.errors import ConfigError
+from midstream.model_folder import ModelFolder
+
+# Large enough to use the machine, small enough that a step's decodes do not wait long for its prefills.
+_CPU_NUM_TOKENS, _GPU_NUM_TOKENS = 256, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a loaded model.
+
+    Attributes:
+        max_sequence_length: Prompt and output together, in tokens.
+        max_num_tokens: Tokens in one step.
+    """
+
+    max_sequence_length: int
+    max_num_tokens: int
+
+    @classmethod
+    def of(cls, config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> Limits:
+        """What settings, folder and device say.
+
+        Raises:
+            ConfigError: Sequences are to be longer than the model's.
+        """
+        length, longest = (
+            config.max_sequence_length or folder.max_sequence_length,
+            model.description.max_sequence_length,
+        )
+        if length > longest:
+            raise ConfigError(f"{length} is more than the model's {longest}", field="max_sequence_length")
+        default = _CPU_NUM_TOKENS if model.device.type == "cpu" else _GPU_NUM_TOKENS
+        return cls(length, config.max_num_tokens or default)
+
+
+def graph_decoder(config: WorkerConfig, model: LoadedModel, limits: Limits) -> GraphDecoder:
+    """The model's decoder behind one that copies inputs to the GPU and replays graphs."""
+    return GraphDecoder(
+        model.decoder,
+        model.device,
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=limits.max_num_tokens,
+        max_blocks=-(-limits.max_sequence_length // config.tokens_per_block),
+        recorder=GraphRecorder() if config.cuda_graphs and model.can_record else None,
+    )
+
+
+def local_num_blocks(config: WorkerConfig, limits: Limits, models: Sequence[LoadedModel]) -> int:
+    """How many KV blocks of all these models there is room for on this rank.
+
+    Raises:
+        ConfigError: Not even one.
+    """
+    return choose_num_blocks(
+        sum(block_bytes(model.part, config.tokens_per_block, model.kv_dtype) for model in models),
+        config.tokens_per_block,
+        free_memory_fraction=config.free_memory_fraction,
+        max_kv_tokens=config.max_kv_tokens,
+        max_useful_tokens=config.max_batch_size * limits.max_sequence_length,
+        device=models[0].device,
+    )

@@ -1,0 +1,141 @@
+"""A rank that does what rank 0 tells it.
+
+A command's way: the main thread wakes with a frame, decodes it, and carries it out with its own part of the model; in
+the operations between ranks it meets the others, which do the same. It keeps no rows and samples nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+import numpy as np
+import torch
+
+from gpu_worker.cuda_graphs import GraphDecoder
+from gpu_worker.kv_cache import KvCache
+from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
+from gpu_worker.loader import LoadedModel, load_model, num_threads
+from gpu_worker.lora.adapter import Adapter, LoraPair
+from gpu_worker.parallel.commands import decode_adapter_layer, decode_forward
+from gpu_worker.parallel.group import RankGroup
+from gpu_worker.parallel.lifelines import LOST_EXIT_CODE
+from gpu_worker.parallel.shard_adapters import adapter_part
+from midstream.config import WorkerConfig
+from midstream.health import Progress
+from midstream.model_folder import ModelFolder
+from midstream.telemetry import HttpServer, Metrics
+from protos import ranks_pb2
+
+logger = logging.getLogger(__name__)
+
+_STALL_S = 30.0
+
+
+class RankExecutor:
+    """One rank's part of the model, and the commands that change it."""
+
+    def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> None:
+        """Loads this rank's part.
+
+        Raises:
+            ConfigError: The model folder or a setting is wrong.
+            UnsupportedError: The model cannot be divided.
+        """
+        torch.set_num_threads(num_threads(config))
+        self._config, self._links = config, group.links
+        self.model: LoadedModel = load_model(config, folder, group.links)
+        self._limits = Limits.of(config, folder, self.model)
+        self._graphs: GraphDecoder | None = None
+        self._decoder = self.model.decoder
+        if self.model.device.type == "cuda":
+            self._graphs = self._decoder = graph_decoder(config, self.model, self._limits)
+        self._kv: KvCache | None = None
+        self._adapters: dict[int, object] = {}
+        self._arriving: list[dict[str, LoraPair]] = []
+
+    @torch.inference_mode()
+    def execute(self, command: ranks_pb2.RankCommand) -> None:
+        """Carries out one command other than the last."""
+        kind = command.WhichOneof("command")
+        if kind == "forward":
+            for number in command.forward.dropped_adapters:
+                del self._adapters[number]
+            inputs, probe = decode_forward(command.forward, self._adapters)
+            self._decoder.forward(inputs, probe)
+        elif kind == "join_logits":
+            self._join_logits(command.join_logits.num_rows)
+        elif kind == "copy_blocks":
+            assert self._kv is not None
+            sources, targets = command.copy_blocks.sources, command.copy_blocks.targets
+            self._kv.copy_blocks(np.array(sources, dtype=np.int32), np.array(targets, dtype=np.int32))
+        elif kind == "adapter_layer":
+            self._take_adapter_layer(command.adapter_layer)
+        elif kind == "choose_num_blocks":
+            self._links.least(local_num_blocks(self._config, self._limits, [self.model]))
+        elif kind == "use_cache":
+            num_blocks, block_size = command.use_cache.num_blocks, self._config.tokens_per_block
+            model = self.model
+            self._kv = KvCache(model.part, num_blocks, block_size, model.kv_dtype, model.device)
+            self._decoder.use_cache(self._kv)
+        elif kind == "record_graphs":
+            assert self._graphs is not None
+            self._graphs.capture()
+        else:
+            raise ValueError(f"rank 0 sent {kind!r}")
+
+    def _join_logits(self, num_rows: int) -> None:
+        if self._links.ranks.stage == 0:
+            description = self.model.description
+            rows = torch.empty(num_rows, description.hidden_size, dtype=self.model.dtype, device=self.model.device)
+            self._links.share(rows)
+            self._decoder.logits(rows)
+
+    def _take_adapter_layer(self, layer: ranks_pb2.AdapterLayer) -> None:
+        self._arriving.append(decode_adapter_layer(layer))
+        if layer.is_last:
+            whole = Adapter("", str(layer.adapter), tuple(self._arriving))
+            self._adapters[layer.adapter] = self._decoder.place_adapter(adapter_part(whole, self.model.shard))
+            self._arriving = []
+
+
+def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
+    """Runs a rank other than 0 until the group ends; returns the exit code.
+
+    Raises:
+        ConfigError: The model folder or a setting is wrong.
+        UnsupportedError: The model cannot be divided.
+    """
+    executor = RankExecutor(config, folder, group)
+    metrics, progress = Metrics(), Progress()
+    loop = progress.loop("compute", _STALL_S)
+    commands = metrics.counter("worker_rank_commands", "Commands of rank 0 carried out.")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: group.lifelines.ask_drain())
+    http = HttpServer(config.host, config.http_port, metrics, progress.problems)
+    http.start()
+    logger.info("ready", extra={"http_port": http.port})
+    while True:
+        loop.idle()
+        command = ranks_pb2.RankCommand.FromString(group.receive())
+        loop.touch()
+        if command.HasField("stop"):
+            break
+        executor.execute(command)
+        commands.inc()
+    http.stop()
+    group.close()
+    logger.info("stopped: rank 0 said so")
+    return int(command.stop.exit_code)
+
+
+def run_follower(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
+    """As `follow`; when it fails after it has begun, the process ends at once, and the group with it."""
+    try:
+        return follow(config, folder, group)
+    except OSError as error:
+        group.fail(str(error))
+    except RuntimeError as error:  # what torch raises where another rank has left an operation
+        logger.exception("a command failed")
+        group.fail(str(error))
+    return LOST_EXIT_CODE

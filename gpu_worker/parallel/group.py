@@ -1,0 +1,128 @@
+"""This process as one rank of its worker group: how it joins, and how it leaves.
+
+The order of joining: the group's store (at MASTER_ADDR:MASTER_PORT, or torchrun's), connections to rank 0, lifelines,
+then torch.distributed. From the lifelines on, the end of any rank is the end of this one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from datetime import timedelta
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from gpu_worker.parallel.frames import FrameReceiver, FrameSender
+from gpu_worker.parallel.leader import Leader
+from gpu_worker.parallel.lifelines import Lifelines, end_process
+from gpu_worker.parallel.links import RankLinks
+from gpu_worker.parallel.meeting import DIGEST_BYTES, await_followers, dial_leader
+from gpu_worker.parallel.ranks import Ranks
+from midstream.config import WorkerConfig
+from midstream.errors import ConfigError, UnavailableError
+from midstream.model_folder import ModelFolder
+
+logger = logging.getLogger(__name__)
+
+# Hosts of a group may be started minutes apart.
+_START_TIMEOUT_S = 600.0
+# What ranks must have in common.
+_SHARED_SETTINGS = (
+    "weights",
+    "kv",
+    "activations",
+    "kernels",
+    "implementation",
+    "tokens_per_block",
+    "max_batch_size",
+    "max_num_tokens",
+    "max_sequence_length",
+    "cuda_graphs",
+    "batch_invariant",
+    "rank_timeout_s",
+)
+
+
+class RankGroup:
+    """The group, seen from one rank.
+
+    Attributes:
+        ranks: This rank's place.
+        links: For tensors.
+        lifelines: To the other ranks.
+        leader: On rank 0, the way to the others.
+    """
+
+    def __init__(self, config: WorkerConfig, folder: ModelFolder, ranks: Ranks, device: torch.device) -> None:
+        """Waits for all ranks.
+
+        Raises:
+            ConfigError: A rank has another model or other settings.
+            UnavailableError: Not all came in time.
+        """
+        if config.rank_timeout_s <= 0:
+            raise ConfigError(f"{config.rank_timeout_s:g} is not more than 0", field="rank_timeout_s")
+        logger.info("rank %d waits for its group of %d", ranks.rank, ranks.world_size)
+        self.ranks = ranks
+        digest = _digest(config, folder, ranks)
+        try:
+            timeout = timedelta(seconds=_START_TIMEOUT_S)
+            store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout))
+            if ranks.rank == 0:
+                connections = await_followers(store, ranks, digest, _START_TIMEOUT_S)
+            else:
+                connections = dial_leader(store, ranks, digest)
+            self.lifelines = Lifelines(connections.lifelines, config.rank_timeout_s)
+            if ranks.rank == 0:
+                self._sender = FrameSender(list(connections.frames.values()))
+            else:
+                self._receiver = FrameReceiver(connections.frames[0])
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            self.links = RankLinks(ranks, device, PrefixStore("tensors", store), is_ordered=config.batch_invariant)
+        except (OSError, RuntimeError) as error:
+            raise UnavailableError(f"rank {ranks.rank} did not find its group: {error}") from error
+        self.leader = Leader(self._sender, self.links) if ranks.rank == 0 else None
+        logger.info("rank %d has its group of %d", ranks.rank, ranks.world_size)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether ranks may be at odds with each other."""
+        return self.leader is not None and self.leader.has_failed
+
+    def receive(self) -> bytes:
+        """A follower's next command.
+
+        Raises:
+            OSError: Rank 0 is gone.
+        """
+        return self._receiver.receive()
+
+    def stop(self, exit_code: int) -> None:
+        """Rank 0's end: has the others end with this exit code, and lets go of them."""
+        assert self.leader is not None
+        self.lifelines.expect_end()
+        self.leader.stop(exit_code)
+        self.lifelines.close()
+        self._sender.close()
+        self.links.close()
+
+    def close(self) -> None:
+        """A follower's end."""
+        self.lifelines.leave()
+        self._receiver.close()
+        self.links.close()
+
+    def fail(self, reason: str) -> None:
+        """Ends this process, and thereby the group."""
+        end_process(reason)
+
+
+def _digest(config: WorkerConfig, folder: ModelFolder, ranks: Ranks) -> bytes:
+    settings = {name: getattr(config, name) for name in _SHARED_SETTINGS}
+    settings |= {"fingerprint": folder.fingerprint, "grid": [ranks.tensor_size, ranks.pipeline_size]}
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,107 @@
+"""Tensors between ranks, through torch.distributed: NCCL between GPUs, gloo on CPUs.
+
+All ranks of a stage make the same calls in the same order; so do the two ends of a way between stages.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from gpu_worker.parallel.ranks import Ranks
+
+# Above any pause of a healthy rank within a step; what is silent is found earlier, by the lifelines.
+_TIMEOUT = timedelta(minutes=10)
+
+
+class RankLinks:
+    """This rank's links.
+
+    Attributes:
+        ranks: Its place in the group.
+        device: Where tensors are.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, store: Store, *, is_ordered: bool) -> None:
+        """Waits for all ranks.
+
+        Args:
+            ranks: This rank's place.
+            device: Where tensors are.
+            store: Where ranks find each other.
+            is_ordered: Whether sums of more than two ranks are made in the order of ranks, so that their bits do not
+                depend on how many rows there are; always so on a CPU.
+        """
+        self.ranks, self.device = ranks, device
+        self._is_ordered = ranks.tensor_size > 2 and (is_ordered or device.type == "cpu")
+        is_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=_TIMEOUT,
+            device_id=device if is_gpu else None,
+        )
+        # Every rank takes part in the making of all groups.
+        groups = [dist.new_group(self._of_stage(stage), timeout=_TIMEOUT) for stage in range(ranks.pipeline_size)]
+        self._stage_group = groups[ranks.stage]
+
+    def close(self) -> None:
+        """Leaves the group."""
+        dist.destroy_process_group()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the stage's x; with two ranks, or ordered, the same bits for a row whatever is beside it."""
+        if self.ranks.tensor_size == 1:
+            return x
+        x = x.contiguous()
+        if not self._is_ordered:
+            dist.all_reduce(x, group=self._stage_group)
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.ranks.tensor_size)]
+        dist.all_gather(parts, x, group=self._stage_group)
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def join(self, x: Tensor) -> Tensor:
+        """On the stage's first rank all x [N, K] side by side, [N, size * K]; on others [N, 0]."""
+        if self.ranks.tensor_size == 1:
+            return x
+        is_target = self.ranks.tensor_rank == 0
+        if not len(x):
+            return x.new_empty(0, x.shape[1] * self.ranks.tensor_size if is_target else 0)
+        parts = [torch.empty_like(x) for _ in range(self.ranks.tensor_size)] if is_target else None
+        dist.gather(x.contiguous(), parts, dst=self._of_stage(self.ranks.stage)[0], group=self._stage_group)
+        return torch.cat(parts, dim=1) if parts is not None else x.new_empty(len(x), 0)
+
+    def share(self, x: Tensor) -> None:
+        """Fills every x of the stage with its first rank's."""
+        dist.broadcast(x, src=self._of_stage(self.ranks.stage)[0], group=self._stage_group)
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers, stages included."""
+        value = torch.tensor([number], device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+        return int(value.item())
+
+    def send(self, x: Tensor, stage: int) -> None:
+        """Sends `x` to the rank of another stage that holds the same part of each layer."""
+        dist.send(x.contiguous(), self._peer(stage))
+
+    def receive(self, like: Tensor, stage: int) -> Tensor:
+        """A tensor like `like` from there."""
+        dist.recv(like, self._peer(stage))
+        return like
+
+    def _peer(self, stage: int) -> int:
+        return stage * self.ranks.tensor_size + self.ranks.tensor_rank
+
+    def _of_stage(self, stage: int) -> list[int]:
+        return list(range(stage * self.ranks.tensor_size, (stage + 1) * self.ranks.tensor_size))

@@ -1,0 +1,131 @@
+"""How ranks find each other: each follower gets two connections to rank 0, one for frames and one as a lifeline.
+
+Rank 0 listens, and puts its port and a secret into the group's store. Followers dial with the secret, their rank, and a
+digest of what must be the same on all ranks. Frames go over a Unix socket where rank 0's is in reach: its name is not
+in the file system but belongs to a network namespace, so what reaches it is on the same host. All else is TCP.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import selectors
+import socket
+import struct
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from torch.distributed.distributed_c10d import Store
+
+from gpu_worker.parallel.frames import read_exactly
+from gpu_worker.parallel.ranks import Ranks
+from midstream.errors import ConfigError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+DIGEST_BYTES = 32
+_SECRET_BYTES = 16
+_HELLO = struct.Struct(f"<{_SECRET_BYTES}sIB{DIGEST_BYTES}s")  # secret, rank, purpose, digest
+_LIFELINE, _FRAMES = 0, 1
+_KEY = "rank0"
+_HELLO_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class Connections:
+    """To other ranks, by rank."""
+
+    lifelines: dict[int, socket.socket] = field(default_factory=dict)
+    frames: dict[int, socket.socket] = field(default_factory=dict)
+
+
+def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float) -> Connections:
+    """Rank 0's side: the connections of all followers.
+
+    Raises:
+        ConfigError: A follower has another model or other settings.
+        UnavailableError: One did not come in time.
+    """
+    secret, connections = secrets.token_bytes(_SECRET_BYTES), Connections()
+    deadline = time.monotonic() + timeout_s
+    with ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        remote = stack.enter_context(_listen(ranks.master_addr))
+        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+        local.bind(_local_name(secret))
+        local.listen()
+        for listener in (remote, local):
+            selector.register(listener, selectors.EVENT_READ)
+        store.set(_KEY, f"{remote.getsockname()[1]} {secret.hex()}")
+        wanted = ranks.world_size - 1
+        while len(connections.lifelines) < wanted or len(connections.frames) < wanted:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = sorted({*range(1, ranks.world_size)} - {*connections.lifelines})
+                raise UnavailableError(f"ranks {missing} did not come within {timeout_s:g} s")
+            for key, _ in selector.select(left):
+                assert isinstance(key.fileobj, socket.socket)
+                _welcome(key.fileobj.accept()[0], secret, digest, connections)
+    return connections
+
+
+def dial_leader(store: Store, ranks: Ranks, digest: bytes) -> Connections:
+    """A follower's side.
+
+    Raises:
+        OSError: Rank 0 is not there.
+    """
+    port, secret = store.get(_KEY).decode().split()
+    token = bytes.fromhex(secret)
+    address = (ranks.master_addr, int(port))
+    lifeline = socket.create_connection(address, timeout=_HELLO_TIMEOUT_S)
+    lifeline.sendall(_HELLO.pack(token, ranks.rank, _LIFELINE, digest))
+    frames = socket.socket(socket.AF_UNIX)
+    try:
+        frames.connect(_local_name(token))
+    except OSError:
+        frames.close()
+        frames = socket.create_connection(address, timeout=_HELLO_TIMEOUT_S)
+        frames.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    frames.sendall(_HELLO.pack(token, ranks.rank, _FRAMES, digest))
+    frames.settimeout(None)
+    way = "shared memory" if frames.family == socket.AF_UNIX else "TCP"
+    logger.info("steps come over %s", way, extra={"transport": way})
+    return Connections({0: lifeline}, {0: frames})
+
+
+def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connections: Connections) -> None:
+    connection.settimeout(_HELLO_TIMEOUT_S)
+    try:
+        token, rank, purpose, theirs = _HELLO.unpack(read_exactly(connection, _HELLO.size))
+    except OSError:
+        connection.close()
+        return
+    if not secrets.compare_digest(token, secret):
+        logger.warning("a stranger dialled the group")
+        connection.close()
+        return
+    if theirs != digest:
+        raise ConfigError(f"rank {rank} has another model or other settings than rank 0", field="model")
+    connection.settimeout(None)
+    if purpose == _FRAMES and connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # One that was started anew meanwhile takes the place of the one before it.
+    known = connections.frames if purpose == _FRAMES else connections.lifelines
+    if rank in known:
+        known[rank].close()
+    known[rank] = connection
+
+
+def _listen(address: str) -> socket.socket:
+    """On rank 0's own address; on all addresses where that is not one of this host's."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((str(target[0]), 0), family=family)
+    except OSError:
+        return socket.create_server(("", 0))
+
+
+def _local_name(secret: bytes) -> str:
+    return f"\0midstream-ranks-{secret.hex()}"

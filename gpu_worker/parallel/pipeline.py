@@ -1,0 +1,119 @@
+"""A stage of a pipeline: some of the layers, between the stages before and behind it.
+
+A step's way: the first stage looks up embeddings, each stage runs its layers and sends what comes out to the next, and
+the last one sends the rows that are sampled back to the first, whose head makes logits of them. So the first stage
+alone holds the vocabulary, and what a request asks of logits or layers ends up where it is answered.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpu_worker.kv_cache import KvCache
+from gpu_worker.lora.adapter import Adapter
+from gpu_worker.models.decoder import Decoder, ForwardInputs, PartDecoder, Probe
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.shard import stage_layers
+
+
+class StageLinks(Protocol):
+    """The way to the ranks of other stages that hold the same part of each layer."""
+
+    def send(self, x: Tensor, stage: int) -> None:
+        """Sends `x`, which must not change before the step ends."""
+
+    def receive(self, like: Tensor, stage: int) -> Tensor:
+        """A tensor of the shape, type and device of `like`."""
+
+
+class GroupLinks(StageLinks, Protocol):
+    """The same, knowing where it starts."""
+
+    ranks: Ranks
+    device: torch.device
+
+
+def as_stage(part: PartDecoder, description: DecoderDescription, links: GroupLinks, dtype: torch.dtype) -> Decoder:
+    """A rank's part of the model as a decoder; itself where there is one stage."""
+    ranks = links.ranks
+    if ranks.pipeline_size == 1:
+        return part
+    hidden = torch.empty(0, description.hidden_size, dtype=dtype, device=links.device)
+    return PipelineDecoder(part, stage_layers(description, ranks.pipeline_size), ranks.stage, links, hidden)
+
+
+class PipelineDecoder:
+    """A decoder whose layers are divided among stages."""
+
+    def __init__(
+        self,
+        part: PartDecoder,
+        layers: list[range],
+        stage: int,
+        links: StageLinks,
+        hidden: Tensor,
+    ) -> None:
+        """Takes over a part.
+
+        Args:
+            part: This stage's layers.
+            layers: Of all stages.
+            stage: Which of them this is.
+            links: The way to the others.
+            hidden: An empty tensor [0, hidden_size], of the type and on the device of what passes between stages.
+        """
+        self._part, self._layers, self._stage, self._links = part, layers, stage, links
+        self._hidden = hidden
+        self._last_stage = len(layers) - 1
+
+    def place_adapter(self, adapter: Adapter) -> object:
+        """Makes of a LoRA adapter's part what `ForwardInputs.adapters` takes."""
+        return self._part.place_adapter(adapter)
+
+    def use_cache(self, kv: KvCache) -> None:
+        """Computes over this cache from now on."""
+        self._part.use_cache(kv)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Float32 logits [N, vocab_size] of outputs of the last layer; on the first stage only."""
+        return self._part.logits(last)
+
+    def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+        """Runs this stage's layers; on the first stage returns the logits [S, vocab_size], on others [S, 0]."""
+        if self._stage == 0:
+            hidden = self._part.embed(inputs)
+        else:
+            hidden = self._links.receive(self._rows(inputs.token_ids), self._stage - 1)
+        hidden = self._part.run_layers(hidden, inputs, probe)
+        if self._stage < self._last_stage:
+            self._links.send(hidden, self._stage + 1)
+        if self._stage == 0:
+            return self._finish(inputs, probe)
+        if probe is not None:
+            for layer in self._kept(probe, self._stage):
+                self._links.send(probe.states[layer], 0)
+        if self._stage == self._last_stage and (probe is not None or len(inputs.sampled)):
+            self._links.send(hidden if probe is not None else hidden[inputs.sampled.long()], 0)
+        return torch.empty(len(inputs.sampled), 0, device=hidden.device)
+
+    def _finish(self, inputs: ForwardInputs, probe: Probe | None) -> Tensor:
+        """Logits, of what the other stages send back."""
+        if probe is None:
+            rows = self._rows(inputs.sampled)
+            return self._part.logits(self._links.receive(rows, self._last_stage) if len(rows) else rows)
+        for stage in range(1, self._last_stage + 1):
+            for layer in self._kept(probe, stage):
+                probe.states[layer] = self._links.receive(self._rows(inputs.token_ids), stage)
+        probe.last = self._links.receive(self._rows(inputs.token_ids), self._last_stage)
+        return self._part.logits(probe.last[inputs.sampled.long()])
+
+    def _kept(self, probe: Probe, stage: int) -> list[int]:
+        layers = self._layers[stage]
+        return sorted(probe.layers & {*range(layers.start + 1, layers.stop + 1)})
+
+    def _rows(self, places: Tensor) -> Tensor:
+        return self._hidden.new_empty(len(places), self._hidden.shape[1])

@@ -1,0 +1,190 @@
+"""Groups of real processes over gloo: what they compute is what one rank computes, whatever is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_worker.model_runner import ModelRunner
+from gpu_worker.step import Fork, OutputParams, SamplingParams, StepOutput
+from protos import generation_pb2 as pb
+from tests.gpu_worker.adapters import ALL_MODULES, make_lora, ref_of
+from tests.gpu_worker.rank_pool import RankPool
+from tests.gpu_worker.test_models import Recorder, prompt
+from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_tiny_model
+from tests.gpu_worker.whole import Whole, outputs
+
+VOCAB = SHAPE["vocab_size"]
+# Logits are of the order of 10, where float32 is spaced 1e-6; sums of a layer's parts are rounded in another order.
+TOLERANCE = 1e-5
+# Each of what may not divide: heads, KV heads, features, vocabulary, layers.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one_kv_head": (
+        "Mistral",
+        {"sliding_window": 24, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16},
+    ),
+    "three_kv_heads": ("Qwen3", {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+}
+REPORTED = OutputParams(
+    prompt_log_probs=2,
+    context_logits=True,
+    generation_logits=True,
+    hidden_states=((0, True), (1, True), (2, False), (3, True)),
+    topk_logits=((4, True),),
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(3)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    family, settings = MODELS[request.param]
+    make_tiny_model(folder, family, **settings)
+    return folder
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    scale = max([1.0, *wanted.abs().flatten().tolist()])
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=TOLERANCE * scale)
+
+
+def logits_of(runner: ModelRunner) -> list[Tensor]:
+    """Whole and chunked prefills, decodes beside a prefill, and a shared prefix."""
+    with pytest.MonkeyPatch.context() as patch:
+        driver, recorder = Driver(runner), Recorder(runner, patch)
+        first, second = prompt(70, seed=1), prompt(45, seed=2)
+        driver.step([driver.sequence(0, first)], [(0, 0, 70)])
+        driver.step([driver.sequence(1, second)], [(1, 0, 19)])  # nobody samples
+        driver.step([], [(1, 19, 26)], generation=[0])
+        third = first[:48] + prompt(9, seed=3)
+        driver.step([driver.sequence(2, third, shared_blocks=driver.blocks[0][:3])], [(2, 48, 9)], generation=[0, 1])
+        driver.step(generation=[0, 1, 2])
+    return recorder.logits
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)], ids=["tensor", "pipeline", "both"])
+def test_logits_equal_one_ranks(pool: RankPool, folder: Path, grid: tuple[int, int]) -> None:
+    wanted = logits_of(make_runner(folder, kernels="torch"))
+    with pool.runner(folder, *grid, kernels="torch") as runner:
+        assert runner.model.part != runner.model.description
+        found = logits_of(runner)
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other)
+
+
+def test_stages_run_the_cpu_kernels_to_the_bit(pool: RankPool, tiny_folder: Path, tiny_runner: ModelRunner) -> None:
+    with pool.runner(tiny_folder, 1, 3) as runner:
+        assert runner.model.kv_dtype == torch.int16
+        assert all(map(torch.equal, logits_of(runner), logits_of(tiny_runner)))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapted")
+    model = make_tiny_model(folder / "model", "Mistral", num_attention_heads=6, num_key_value_heads=3, head_dim=16)
+    make_lora(model, folder / "lora", seed=1, r=4, lora_alpha=8, target_modules=ALL_MODULES)
+    make_lora(model, folder / "other", seed=2, r=3, lora_alpha=8, target_modules=["o_proj", "k_proj"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runners(pool: RankPool, adapted: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
+    """One rank, and four; both with a draft model and little room for adapters."""
+    settings = {"kernels": "torch", "draft_model": str(adapted / "model"), "lora_num_device_module_layer": 200}
+    with ExitStack() as stack:
+        yield (
+            make_runner(adapted / "model", **settings),
+            stack.enter_context(pool.runner(adapted / "model", 2, 2, **settings)),
+        )
+
+
+def reports_of(runner: ModelRunner, adapted: Path) -> list[StepOutput]:
+    """Adapters, virtual tokens, reports, drawn tokens, and a copied block, in one batch."""
+    driver = Driver(runner)
+    drawn = SamplingParams(temperature=0.9, seed=7, top_p=0.9, log_probs=3)
+    table = np.random.default_rng(5).normal(size=(3, SHAPE["hidden_size"])).astype(np.float32)
+    virtual = replace(driver.sequence(2, [VOCAB, VOCAB + 1, VOCAB + 2, 9, 8]), prompt_table=table)
+    new = [
+        replace(driver.sequence(0, prompt(40, seed=4), outputs=REPORTED), lora=ref_of(runner, adapted / "lora")),
+        replace(driver.sequence(1, prompt(20, seed=5), drawn), lora=ref_of(runner, adapted / "other")),
+        virtual,
+    ]
+    made = [driver.step(new[:1], [(0, 0, 25)]), driver.step(new[1:], [(0, 25, 15), (1, 0, 20), (2, 0, 5)])]
+    made.append(driver.step(generation=[0, 1, 2]))
+    driver.step(released_rows=ints([1]))
+    source, target = driver.blocks[0][0], driver.blocks[1][0]
+    copied = ints([target, *driver.blocks[0][1:]])
+    made.append(
+        driver.step(
+            forks=(Fork(0, 3, copied),),
+            copy_sources=ints([source]),
+            copy_targets=ints([target]),
+            generation=[0, 2],
+        )
+    )
+    # The adapter of row 1 is not used any more, and has to go before this one fits.
+    made.append(
+        driver.step([replace(driver.sequence(1, prompt(9)), lora=ref_of(runner, adapted / "lora"))], [(1, 0, 9)])
+    )
+    return made
+
+
+def test_adapters_virtual_tokens_and_reports_equal_one_ranks(
+    runners: tuple[ModelRunner, ModelRunner], adapted: Path
+) -> None:
+    wanted, found = (reports_of(runner, adapted) for runner in runners)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert not one.errors
+        assert [(tensor.row, tensor.name) for tensor in one.tensors] == [(t.row, t.name) for t in other.tensors]
+        for tensor, expected in zip(one.tensors, other.tensors, strict=True):
+            assert_close(torch.from_numpy(tensor.values), torch.from_numpy(expected.values))
+        for mine, theirs in zip(one.log_probs, other.log_probs, strict=True):
+            assert mine.top_token_ids == theirs.top_token_ids
+            assert mine.top_log_probs == pytest.approx(theirs.top_log_probs, abs=1e-4)
+        for mine_of_prompt, theirs_of_prompt in zip(one.prompt_log_probs, other.prompt_log_probs, strict=True):
+            assert mine_of_prompt.token_log_probs == pytest.approx(theirs_of_prompt.token_log_probs, abs=1e-4)
+
+
+def requests() -> list[pb.GenerateRequest]:
+    look_up = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP, num_draft_tokens=3)
+    drafted = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_DRAFT_MODEL, num_draft_tokens=3)
+    kinds: list[tuple[dict[str, Any], pb.SpeculativeConfig | None]] = [
+        ({"temperature": 0}, None),
+        ({"temperature": 0}, look_up),
+        ({"temperature": 0}, drafted),
+        ({"temperature": 1, "seed": 5, "num_return_sequences": 2}, None),
+        ({"temperature": 0, "repetition_penalty": 1.2, "embedding_bias": {20: 1.5}}, None),
+        ({"beam_width": 3, "num_return_sequences": 2}, None),
+    ]
+    return [
+        pb.GenerateRequest(
+            request_id=str(number),
+            token_ids=pb.TokenIds(values=prompt(30, seed=6) + [7, 8, 9] * 4),
+            sampling=pb.SamplingConfig(**sampling),
+            speculative=speculative,
+            max_tokens=12,
+        )
+        for number, (sampling, speculative) in enumerate(kinds)
+    ]
+
+
+def test_beams_and_drafts_and_draws_give_the_same_tokens(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    wanted, found = (Whole(runner, end_ids=(2,)).run(requests()) for runner in runners)
+    assert [outputs(request) for request in found] == [outputs(request) for request in wanted]
+    assert found[2].num_accepted_tokens > 0
