@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -120,7 +121,8 @@ async def test_a_standby_takes_over_while_the_old_scheduler_stands_still(databas
                 assert await asyncio.to_thread(old.processes["scheduler"].wait, 20) == 1
     assert received == list(range(1001, 1001 + NUM_TOKENS))
     assert feed.tokens[1] == received[: len(feed.tokens[1])]
-    assert "is over" in old.log("scheduler")
+    # Which of the two it meets first depends on where it stood: another's lease, or that its transaction was ended.
+    assert re.search("is over|closed the connection", old.log("scheduler"))
     assert "waiting for the journal's lease" in new.log("scheduler")
 
 
