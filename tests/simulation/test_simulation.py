@@ -8,8 +8,8 @@ import pytest
 from tests.simulation.__main__ import describe
 from tests.simulation.run import Outcome, run_seed
 
-SEEDS_PER_CHUNK = 252
-NUM_CHUNKS = 4
+SEEDS_PER_CHUNK = 126
+NUM_CHUNKS = 8
 # What has to come about among the seeds, so that none of them passes for want of a fault.
 FAULTS = (
     *("1", "2", "3", "4", "4 hang", "5", "5 long", "6", "7", "8", "9", "10", "11", "12", "13 queue", "13 decode"),
