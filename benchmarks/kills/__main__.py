@@ -1,8 +1,9 @@
-"""Kills parts of a service with SIGKILL and counts what arrives: `python -m benchmarks.kills [streams rows gaps]`.
+"""Kills parts of a service with SIGKILL and counts what arrives: `python -m benchmarks.kills [streams rows gaps soak]`.
 
 streams  64 streams; one process is killed every 2 s for a minute, kind by kind in turns.
 rows     8 clients with 100 requests each, for each kind of process; it is killed once in the middle.
 gaps     8 streams; the time without tokens after each kill, kind by kind, with everything whole again in between.
+soak     ten minutes at saturation with faults, clients that leave and deadlines that pass: memory, and KV blocks.
 
 Every output is compared with that of a run in which nothing was killed, byte for byte.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from benchmarks.kills.load import (
     stream_until,
 )
 from benchmarks.kills.service import KilledService, running_service
+from benchmarks.kills.soak import run_soak
 from midstream.client import AsyncClient
 
 KINDS = ("gpu_worker", "scheduler", "detokenizer", "router")
@@ -60,7 +63,7 @@ ROWS = (
 def main() -> int:
     """Runs the experiments; fails when a request did, or one output differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiments", nargs="*", choices=["streams", "rows", "gaps"], metavar="EXPERIMENT")
+    parser.add_argument("experiments", nargs="*", choices=["streams", "rows", "gaps", "soak"], metavar="EXPERIMENT")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seconds", type=float, default=60.0, help="streams: how long there are kills. [60]")
     parser.add_argument("--streams", type=int, default=64, help="streams: how many. [64]")
@@ -69,8 +72,12 @@ def main() -> int:
     parser.add_argument("--row-tokens", type=int, default=16, help="rows: output of a request. [16]")
     parser.add_argument("--kills", type=int, default=5, help="gaps: of each kind. [5]")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="gaps: what is killed. [all]")
+    parser.add_argument("--soak-seconds", type=float, default=600.0, help="soak: how long there is load. [600]")
+    parser.add_argument("--clients", type=int, default=64, help="soak: requests at once. [64]")
+    parser.add_argument("--fault-interval", type=float, default=20.0, help="soak: seconds between faults. [20]")
     parser.add_argument("--run-dir", type=Path, default=None, help="State and logs. [temporary]")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the service is stopped too
     console = Console(width=120)
     is_good = True
     for experiment in arguments.experiments or ("streams", "rows", "gaps"):
@@ -78,6 +85,9 @@ def main() -> int:
             is_good &= asyncio.run(run_streams(arguments, console))
         elif experiment == "rows":
             is_good &= run_rows(arguments, console)
+        elif experiment == "soak":
+            limits = (arguments.soak_seconds, arguments.clients, arguments.fault_interval)
+            is_good &= asyncio.run(run_soak(arguments.model, *limits, console))
         else:
             is_good &= asyncio.run(run_gaps(arguments, console))
     return 0 if is_good else 1

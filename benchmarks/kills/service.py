@@ -58,9 +58,9 @@ class KilledService:
 
 @contextlib.contextmanager
 def running_service(
-    model: str, routers: int, detokenizers: int, workers: int, *, folder: Path | None = None
+    model: str, routers: int, detokenizers: int, workers: int, *, folder: Path | None = None, **environment: str
 ) -> Iterator[KilledService]:
-    """Starts a service, and stops it in the end.
+    """Starts a service with more variables in its environment, and stops it in the end.
 
     Raises:
         RuntimeError: It did not start.
@@ -69,7 +69,9 @@ def running_service(
         run_dir = RunDir(folder or Path(temporary))
         command = [sys.executable, "-m", "midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", model]
         command += ["--routers", str(routers), "--detokenizers", str(detokenizers), "--workers", str(workers)]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as supervisor:
+        with subprocess.Popen(
+            command, env=os.environ | environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as supervisor:
             try:
                 _await_ready(run_dir, supervisor)
                 yield KilledService(run_dir)
