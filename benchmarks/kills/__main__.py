@@ -129,6 +129,7 @@ def run_rows(arguments: argparse.Namespace, console: Console) -> bool:
         is_good &= ledger.num_identical == 800
         cells = (str(ledger.num_complete), str(ledger.num_identical), f"{seconds:.0f}")
         table.add_row(ROWS[number].name, *cells, ROWS[number].theirs)
+        console.print(f"{ROWS[number].name}: {ledger.num_complete} of 800, {ledger.num_identical} identical")
         _print_failures(ledger, console)
     console.print(table)
     return is_good
