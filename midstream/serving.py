@@ -33,6 +33,9 @@ DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 MAX_METADATA_BYTES = 16 << 10
 RETRY_AFTER_KEY = "retry-after-ms"
 FIELD_KEY = "midstream-field"
+_MAX_FIELD_CHARACTERS = 256
+# A status's text is metadata too, percent-encoded; clients take 8 KiB of metadata by default.
+_MAX_DETAIL_CHARACTERS = 800
 
 # Both sides must agree, or the server answers GOAWAY too_many_pings; it allows pings twice as often as clients send.
 _KEEPALIVE_MS = 10_000
@@ -226,7 +229,7 @@ def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
     """What a call that fails with `error` sends after its status."""
     metadata: list[tuple[str, str]] = []
     if error.field:
-        metadata.append((FIELD_KEY, error.field))
+        metadata.append((FIELD_KEY, _printable(error.field)))
     if isinstance(error, OverloadedError):
         metadata.append((RETRY_AFTER_KEY, str(error.retry_after_ms)))
     return tuple(metadata)
@@ -292,13 +295,18 @@ def _map_generator(
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
+def _printable(field: str) -> str:
+    """What metadata can carry: some fields have names that a client chose."""
+    return "".join(character if " " <= character <= "~" else "?" for character in field[:_MAX_FIELD_CHARACTERS])
+
+
 async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     if isinstance(error, grpc.aio.AbortError | grpc.aio.UsageError):
         raise error
     if isinstance(error, grpc.RpcError):
         error = error_from_rpc(error)
     if isinstance(error, MidstreamError):
-        await context.abort(_STATUS_CODES[error.code], str(error), trailing_metadata(error))
+        await context.abort(_STATUS_CODES[error.code], str(error)[:_MAX_DETAIL_CHARACTERS], trailing_metadata(error))
     if context.done():
         # The caller has left: nobody to tell, and what failed is usually a write to it.
         logger.debug("error after the end of a call", exc_info=error)

@@ -95,6 +95,15 @@ async def test_a_midstream_error_becomes_its_status_and_comes_back_as_itself(
         assert getattr(back, "retry_after_ms", None) == getattr(error, "retry_after_ms", None)
 
 
+async def test_a_field_that_a_client_named_does_not_break_its_own_refusal() -> None:
+    server, stub = await serve(raising(errors.InvalidArgumentError("no such input", field="é\n" * 30_000)))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.Abort(loads_pb2.AbortRequest())
+    await server.stop()
+    assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert error_from_rpc(raised.value).field == "?" * 256
+
+
 async def test_an_unexpected_error_is_internal_and_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
     server, stub = await serve(raising(ValueError("secret path /etc/x")))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
