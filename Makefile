@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTO_BIN := .venv-protos/bin
 PROTO_OUT := .
 
-.PHONY: demo test check format protos bench bench-peers images check-manifests e2e-containers clean
+.PHONY: demo test check format protos bench bench-peers images check-manifests e2e-containers e2e-dashboard clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -49,6 +49,10 @@ check-manifests: .venv-manifests/bin/checkov
 
 e2e-containers: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/deploy/e2e/e2e_containers.py tests/deploy/e2e/e2e_metrics.py
+
+# The dashboard in a browser: needs Debian's chromium and chromium-driver. PICTURES=docs/images makes the docs' pictures.
+e2e-dashboard: $(VENV)/.ready
+	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py
 
 clean:
 	rm -rf $(VENV) .venv-protos .venv-manifests kernels/_build

@@ -222,7 +222,7 @@ class GroupStatus(google.protobuf.message.Message):
     num_blocks: builtins.int
     tokens_per_block: builtins.int
     num_held_blocks: builtins.int
-    """Held by sequences; those of them that several share; cached: held by none, and their contents can be reused."""
+    """Held by sequences; those of them that several share, counted with the map; cached: held by none, and reusable."""
     num_shared_blocks: builtins.int
     num_cached_blocks: builtins.int
     @property

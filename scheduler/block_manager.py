@@ -72,11 +72,6 @@ class BlockManager:
         """R5, from counters that are kept apart: free + cached + held blocks are all blocks."""
         return len(self._free) + self._num_cached + self.num_held == self.num_blocks
 
-    @property
-    def num_shared(self) -> int:
-        """Held blocks with several owners."""
-        return self.num_held - self._num_owners.count(1)
-
     def occupancy(self, blocks_per_cell: int) -> tuple[list[int], list[int], list[int]]:
         """For each run of so many blocks: how many one sequence holds, how many several do, how many are cached."""
         owners, size = self._num_owners, blocks_per_cell

@@ -89,7 +89,6 @@ class CellStatusReport:
             num_blocks=blocks.num_blocks,
             tokens_per_block=group.tokens_per_block,
             num_held_blocks=blocks.num_held,
-            num_shared_blocks=blocks.num_shared,
             num_cached_blocks=blocks.num_cached,
         )
         if group.in_flight:
@@ -97,6 +96,7 @@ class CellStatusReport:
             status.stalled_ms = max(0, now_ns - since_ns) // _NS_PER_MS
         if max_map_cells:
             status.block_map.CopyFrom(_block_map(blocks, max_map_cells))
+            status.num_shared_blocks = sum(status.block_map.shared)
         return status
 
 

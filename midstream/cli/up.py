@@ -84,7 +84,8 @@ def how_to_talk(state: RunState) -> str:
     return (
         f"[bold]Midstream serves {state.model}[/bold]: gRPC {grpc}, HTTP {http}\n"
         '  midstream generate "What is the capital of France?"\n'
-        "  midstream chat"
+        "  midstream chat\n"
+        f"  midstream top   (or http://{routers[0].addresses['http']}/dashboard)"
     )
 
 

@@ -57,7 +57,7 @@ class Browser:
 
     def number(self, selector: str) -> float:
         """The first number in an element's text; -1 where there is none."""
-        found = re.search(r"[\d,]+(\.\d+)?", self.text(selector))
+        found = re.search(r"\d[\d,]*(\.\d+)?", self.text(selector))
         return float(found.group().replace(",", "")) if found else -1.0
 
     def wait_for(self, script: str, *arguments: object, limit_s: float = 30) -> Any:

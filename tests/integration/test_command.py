@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import time
+import urllib.request
 from pathlib import Path
 
 from tests.integration.service import Service, midstream
@@ -54,6 +57,27 @@ def test_status_shows_every_process(service: Service) -> None:
     assert with_epoch == {"scheduler-0", "worker-0", "worker-1"}
     text = midstream("status", "--run-dir", str(service.run_dir)).stdout
     assert all(name in text for name in NAMES)
+
+
+def test_top_shows_every_part_through_a_router_alone(service: Service) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        result = midstream("top", "--once", "--run-dir", str(service.run_dir), COLUMNS="120")
+        assert result.returncode == 0, result.stderr
+        # On a busy machine a worker may have been silent for a moment.
+        missing = [name for name in NAMES if not re.search(rf"{name} +● serving", result.stdout)]
+        if not missing or time.monotonic() > deadline:
+            break
+    assert not missing, result.stdout
+    assert re.search(r"worker-1 +\d+ of \d+ sequences", result.stdout)
+
+
+def test_the_dashboard_has_a_state_to_show(service: Service) -> None:
+    address = service.processes("router")[0]["addresses"]["http"]
+    with urllib.request.urlopen(f"http://{address}/dashboard/feed", timeout=30) as feed:
+        state = json.loads(feed.readline().removeprefix(b"data: "))
+    assert sorted(part["name"] for part in state["parts"]) == NAMES
+    assert {len(group["blockMap"]["held"]) for group in state["groups"]} <= set(range(1, 513))
 
 
 def test_a_second_up_in_the_same_directory_is_refused(service: Service) -> None:

@@ -29,7 +29,7 @@ const charts = [
     ],
   }),
   new LineChart(byId("charts"), {
-    title: "Requests", format: (value) => rate(Math.round(10 * value) / 10).replace(".0", ""),
+    title: "Requests", format: rate,
     series: [
       { label: "running", kind: "a", value: (sample) => sample.numRunning },
       { label: "waiting", kind: "b", value: (sample) => sample.numWaiting },
@@ -72,7 +72,7 @@ function show() {
   showRequests(latest);
   showParts(latest.parts);
   showGroups(latest.groups);
-  byId("what").textContent = `${latest.model} · router ${latest.routerId}`;
+  byId("what").textContent = `${latest.model} · via ${latest.routerId}`;
   byId("foot").textContent =
     `Midstream ${latest.version} · latencies over the last ${latest.latencyWindowS} s · ${new Date(end).toLocaleTimeString()}`;
 }

@@ -4,12 +4,12 @@ export const count = (value) => Number(value).toLocaleString("en");
 
 export const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %` : "–");
 
-export function rate(value) {
-  return value >= 100 ? count(Math.round(value)) : value.toFixed(value >= 10 || value === 0 ? 0 : 1);
-}
+export const rate = (value) => (value >= 100 ? count(Math.round(value)) : short(value));
+
+/** One place behind the point, where that says anything. */
+const short = (value) => value.toFixed(value >= 10 ? 0 : 1).replace(/\.0$/, "");
 
 export function milliseconds(value) {
   if (value === undefined) return "–";
-  if (value >= 1000) return `${(value / 1000).toFixed(value >= 10000 ? 0 : 1)} s`;
-  return `${value.toFixed(value >= 10 || value === 0 ? 0 : 1)} ms`;
+  return value >= 1000 ? `${short(value / 1000)} s` : `${short(value)} ms`;
 }
