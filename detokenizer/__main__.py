@@ -11,6 +11,7 @@ import sys
 from detokenizer.feed import FeedPool
 from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
+from detokenizer.stream_traces import StreamTraces
 from midstream.config import DetokenizerConfig, load_config
 from midstream.errors import MidstreamError
 from midstream.health import Progress
@@ -18,6 +19,7 @@ from midstream.model_folder import open_model_folder
 from midstream.serving import Server
 from midstream.telemetry import HttpServer, Metrics, configure_logging
 from midstream.tokenizer import Tokenizer
+from midstream.tracing import Tracer
 from midstream.transport_security import Tls
 from protos import detokenizer_pb2_grpc
 
@@ -37,7 +39,16 @@ async def serve(config: DetokenizerConfig) -> None:
     num_tokens = metrics.counter("detokenized_tokens", "Tokens that came over the feeds.")
     detokenizer_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
     tls = Tls.from_config(config)
-    pool = FeedPool(config.schedulers, detokenizer_id, folder.end_ids, config.max_message_bytes, num_tokens.inc, tls)
+    tracer = Tracer.from_config(config, "detokenizer")
+    pool = FeedPool(
+        config.schedulers,
+        detokenizer_id,
+        folder.end_ids,
+        config.max_message_bytes,
+        num_tokens.inc,
+        tls,
+        StreamTraces(tracer).note if tracer is not None else lambda _: None,
+    )
     servicer = DetokenizerServicer(pool, decoders, config.max_pending_bytes)
     metrics.gauge("num_attached_streams", "Requests attached by routers.").set_function(lambda: servicer.num_attached)
     metrics.gauge("num_connected_schedulers", "Open token feeds.").set_function(
@@ -56,6 +67,8 @@ async def serve(config: DetokenizerConfig) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await feeding
         http.stop()
+        if tracer is not None:
+            tracer.close()
 
 
 def main() -> int:

@@ -76,6 +76,11 @@ class SchedulerFeed:
         if self._streams.pop(stream.feed_number, None) is not None and self.is_connected:
             self._send(pb.FeedCommand(detach=pb.FeedDetach(stream=stream.feed_number)))
 
+    def close(self) -> None:
+        """The scheduler is not there any more: what hangs on it is attached elsewhere by its routers."""
+        self.is_connected = False
+        self._give_up(list(self._streams))
+
     def has(self, stream: OutputStream) -> bool:
         """Whether it is attached, or will be once the feed is open."""
         return stream.feed_number in self._streams
@@ -204,7 +209,9 @@ class FeedPool:
         max_message_bytes: int,
         count_tokens: Callable[[int], None],
         tls: Tls | None = None,
+        on_detach: Callable[[OutputStream], None] = lambda _: None,
     ) -> None:
+        """`on_detach` is told of each stream whose router asks for no more."""
         self.max_message_bytes = max_message_bytes
         self.tls = tls
         self.count_tokens = count_tokens
@@ -213,6 +220,7 @@ class FeedPool:
         self._detokenizer_id = detokenizer_id
         self._end_ids = end_ids
         self._discovery = Discovery(targets, field="schedulers", on_change=self._set_targets)
+        self._on_detach = on_detach
         self._waiting: dict[int, OutputStream] = {}  # attached, not claimed yet
 
     async def run(self) -> None:
@@ -236,6 +244,7 @@ class FeedPool:
 
     def detach(self, stream: OutputStream) -> None:
         """Asks for no more of it."""
+        self._on_detach(stream)
         self._waiting.pop(stream.feed_number, None)
         for feed in self.feeds.values():
             feed.detach(stream)
@@ -257,7 +266,7 @@ class FeedPool:
 
     def _set_targets(self, targets: list[str]) -> None:
         for target in set(self.feeds) - set(targets):
-            del self.feeds[target]
+            self.feeds.pop(target).close()
             self._tasks.pop(target).cancel()
         for target in targets:
             if target not in self.feeds:
@@ -294,5 +303,10 @@ def _opened(opened: pb.FeedOpened, end_ids: tuple[int, ...]) -> Opened:
         prompt_ids=tuple(opened.prompt_token_ids),
     )
     return Opened(
-        opened.num_sequences, rules, opened.streaming, output.return_all_generated_tokens, output.return_perf_metrics
+        opened.num_sequences,
+        rules,
+        opened.streaming,
+        output.return_all_generated_tokens,
+        output.return_perf_metrics,
+        opened.trace_parent,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from typing import Any
 
 import grpc
@@ -15,6 +16,8 @@ from detokenizer.streams import OutputStream
 from midstream.errors import UnavailableError
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 # Of one message to a router, less those of the last request in it.
 _MAX_TENSOR_BYTES = 8 << 20
@@ -54,6 +57,7 @@ class RouterConnection:
                 item.response.SetInParent()
                 chunk.fill(item.response)
             if stream.error is not None and not stream.is_done:
+                logger.info("a stream failed: %s", stream.error, extra={"request_id": stream.request_id})
                 add(stream=number, error=stream.error.to_proto())
             if stream.is_done or stream.error is not None:
                 self.streams.pop(number, None)
@@ -132,6 +136,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
                 self._max_pending_bytes,
             )
             connection.streams[attach.stream] = stream
+            logger.debug("a router attached", extra={"request_id": attach.request_id, "from_token": attach.from_token})
             if self._is_draining:
                 stream.fail(UnavailableError("the detokenizer is draining"))
             else:

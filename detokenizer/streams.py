@@ -7,6 +7,7 @@ slow: there is no queue. Tokens that come again (the scheduler restarted, the fe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -31,6 +32,7 @@ class Opened:
     is_streaming: bool
     return_all: bool
     return_perf_metrics: bool = False
+    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class OutputStream:
         feed_number: The feeds' number for it.
         error: Why it ended without a final chunk; None so far.
         is_done: Everything was taken, or it failed.
+        attached_ns: When it was made. first_output_ns: When output was first taken, 0 so far; Unix nanoseconds.
     """
 
     def __init__(
@@ -103,6 +106,8 @@ class OutputStream:
         self.feed_number = feed_number
         self.error: MidstreamError | None = None
         self.is_done = False
+        self.attached_ns = time.time_ns()
+        self.first_output_ns = 0
         self._from_token = from_token
         self._from_token_by_sequence = from_token_by_sequence
         self._sink = sink
@@ -112,6 +117,16 @@ class OutputStream:
         self._num_prompt = 0  # tokens of the prompt, where the output begins with it
         self._sequences: list[_Sequence] = []
         self._has_ended = False
+
+    @property
+    def trace_parent(self) -> str:
+        """As in GenerateRequest; empty while no scheduler has said it."""
+        return self._opened.trace_parent if self._opened is not None else ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have come, of all sequences."""
+        return sum(sequence.text.num_tokens for sequence in self._sequences)
 
     @property
     def is_open(self) -> bool:
@@ -251,6 +266,8 @@ class OutputStream:
         # The final chunk goes last.
         chunks.sort(key=lambda chunk: chunk.is_final)
         self.is_done = bool(chunks) and chunks[-1].is_final
+        if chunks and not self.first_output_ns:
+            self.first_output_ns = time.time_ns()
         return chunks
 
     def _end_offset(self, sequence: _Sequence) -> int:

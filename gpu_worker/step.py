@@ -140,6 +140,7 @@ class NewSequence:
     prompt_table: NDArray[np.float32] | None = None
     prompt_table_key: str = ""
     num_virtual_tokens: int = 0
+    trace_parent: str = ""
     error: MidstreamError | None = None
 
 

@@ -112,6 +112,7 @@ def _sequence(message: worker_pb2.AddSequence) -> NewSequence:
         lora=_adapter(message.lora) if message.HasField("lora") else None,
         prompt=_adapter(message.prompt_tuning) if message.HasField("prompt_tuning") else None,
         prompt_table_key=message.prompt_table,
+        trace_parent=message.trace_parent,
         error=_unsupported(message),
     )
 

@@ -26,6 +26,8 @@ import torch
 from gpu_worker.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
 from gpu_worker.lora.sizes import usual_adapter_bytes
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.request_log import RequestLog
+from gpu_worker.step_traces import StepTraces
 from gpu_worker.wire import FEATURES, PROTOCOL_VERSION
 from midstream.config import WorkerConfig
 from midstream.curve import WorkerCredentials
@@ -33,6 +35,7 @@ from midstream.grammar.process import is_available
 from midstream.health import Progress
 from midstream.model_folder import ModelFolder
 from midstream.telemetry import HttpServer, Metrics
+from midstream.tracing import Tracer
 from protos import worker_pb2
 
 if TYPE_CHECKING:
@@ -54,6 +57,9 @@ class Worker:
             UnsupportedError: The model's architecture is not known here.
         """
         credentials = WorkerCredentials.from_config(config)
+        self._tracer = Tracer.from_config(config, "worker")
+        self._traces = StepTraces(self._tracer) if self._tracer is not None else None
+        self._requests = RequestLog()
         self._group = group
         self._runner = ModelRunner(config, folder, leader=None if group is None else group.leader)
         metrics, progress = Metrics(), Progress()
@@ -80,6 +86,8 @@ class Worker:
         self._runner.close()
         if self._group is not None:
             self._group.stop(stopped.exit_code)
+        if self._tracer is not None:
+            self._tracer.close()
         logger.log(logging.ERROR if stopped.exit_code else logging.INFO, "stopped: %s", stopped.reason)
         return stopped.exit_code
 
@@ -92,6 +100,9 @@ class Worker:
                 self._execute(work)
             elif isinstance(work, EpochStarted):
                 self._runner.clear()
+                self._requests.clear()
+                if self._traces is not None:
+                    self._traces.clear()
             else:
                 return work
 
@@ -100,11 +111,12 @@ class Worker:
         if step.epoch != self._link.epoch:
             return
         waiting_s = time.perf_counter() - work.received_at
+        self._requests.note(step)
         try:
             output = self._runner.run_step(step)
         except Exception:
             # On a GPU nothing works after an error of its own, so the process ends there; on a CPU a new epoch will do.
-            logger.exception("step %d failed", step.step_id)
+            logger.exception("step %d failed", step.step_id, extra={"request_ids": self._requests.involved(step)})
             if self._group is not None and self._group.has_failed:
                 self._group.fail("a step failed while all ranks worked on it")
             if self._runner.model.device.type != "cpu":
@@ -112,9 +124,12 @@ class Worker:
             self._link.abandon_epoch()
             return
         self._link.send_result(step, output, waiting_s)
+        self._requests.note_failures(output)
         self._steps.inc()
         self._tokens.inc(len(output.token_ids))
         self._step_seconds.observe(output.forward_s)
+        if self._traces is not None:
+            self._traces.note(step, output, waiting_s)
 
 
 def _registration(

@@ -12,7 +12,7 @@ from midstream.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _DNS = "dns:///"
-_INTERVAL_S = 2.0
+_INTERVAL_S = 1.0
 
 
 class Discovery:
@@ -23,7 +23,7 @@ class Discovery:
     """
 
     def __init__(self, targets: str, *, field: str, on_change: Callable[[list[str]], None]) -> None:
-        """Parses `targets`, comma-separated; names behind `dns:///` are resolved anew every two seconds.
+        """Parses `targets`, comma-separated; names behind `dns:///` are resolved anew every second.
 
         Args:
             targets: The setting.

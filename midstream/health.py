@@ -64,7 +64,11 @@ class Progress:
 
     def problems(self) -> list[str]:
         """Stalled loops and standing reasons; empty while the process serves."""
-        return sorted(self._reasons) + [loop.name for loop in self._loops if loop.is_stalled]
+        return sorted(self._reasons) + self.stalled()
+
+    def stalled(self) -> list[str]:
+        """Stalled loops; empty while the process is alive, whether it serves or not."""
+        return [loop.name for loop in self._loops if loop.is_stalled]
 
 
 def add_health(server: grpc.aio.Server, progress: Progress, service: str) -> None:

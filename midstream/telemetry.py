@@ -142,15 +142,24 @@ Page = Callable[[], tuple[int, str, bytes]]
 
 
 class HttpServer:
-    """`/metrics` and `/health` on a port of their own, served from a thread.
+    """`/metrics`, `/health` and `/live` on a port of their own, served from a thread.
 
-    `/health` answers 200 while `health()` names no stalled loop, else 503.
+    `/health` answers 200 while `health()` names nothing, else 503; so does `/live` by `stalled()`: a process that waits
+    its turn is alive, and one whose loop hangs is not.
     """
 
-    def __init__(self, host: str, port: int, metrics: Metrics, health: Callable[[], list[str]]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        metrics: Metrics,
+        health: Callable[[], list[str]],
+        stalled: Callable[[], list[str]] = list,
+    ) -> None:
         pages: Mapping[str, Page] = {
             "/metrics": lambda: (200, CONTENT_TYPE_LATEST, metrics.render()),
             "/health": lambda: _health_page(health()),
+            "/live": lambda: _health_page(stalled()),
         }
         self._server = ThreadingHTTPServer((host, port), _handler_of(pages))
         self._server.daemon_threads = True

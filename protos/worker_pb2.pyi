@@ -351,22 +351,6 @@ class StepBatch(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @typing.final
-    class TraceParentsEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.int
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.int = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     EPOCH_FIELD_NUMBER: builtins.int
     STEP_ID_FIELD_NUMBER: builtins.int
     RELEASED_ROWS_FIELD_NUMBER: builtins.int
@@ -385,7 +369,6 @@ class StepBatch(google.protobuf.message.Message):
     COPY_SOURCE_BLOCKS_FIELD_NUMBER: builtins.int
     COPY_TARGET_BLOCKS_FIELD_NUMBER: builtins.int
     FORKS_FIELD_NUMBER: builtins.int
-    TRACE_PARENTS_FIELD_NUMBER: builtins.int
     BEAM_ROWS_FIELD_NUMBER: builtins.int
     BEAM_TOKEN_IDS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
@@ -442,10 +425,6 @@ class StepBatch(google.protobuf.message.Message):
         """Beam search: a row becomes a copy of another one, with a table of its own. No row is both in one step."""
 
     @property
-    def trace_parents(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
-        """W3C traceparent of requests that are traced, by row."""
-
-    @property
     def beam_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The token that the scheduler chose for each row of a beam search, appended to the row: parallel arrays."""
 
@@ -472,11 +451,10 @@ class StepBatch(google.protobuf.message.Message):
         copy_source_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         copy_target_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         forks: collections.abc.Iterable[global___ForkRow] | None = ...,
-        trace_parents: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
         beam_rows: collections.abc.Iterable[builtins.int] | None = ...,
         beam_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "context_without_sample", b"context_without_sample", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id", "trace_parents", b"trace_parents"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "context_without_sample", b"context_without_sample", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id"]) -> None: ...
 
 global___StepBatch = StepBatch
 
@@ -503,6 +481,7 @@ class AddSequence(google.protobuf.message.Message):
     LOGITS_POST_PROCESSOR_NAME_FIELD_NUMBER: builtins.int
     CLIENT_ID_FIELD_NUMBER: builtins.int
     PROMPT_TABLE_FIELD_NUMBER: builtins.int
+    TRACE_PARENT_FIELD_NUMBER: builtins.int
     row: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
@@ -511,6 +490,8 @@ class AddSequence(google.protobuf.message.Message):
     client_id: builtins.str
     prompt_table: builtins.str
     """Key of the table that token ids from vocab_size on index; empty: there are none, or prompt_tuning names an adapter."""
+    trace_parent: builtins.str
+    """As in GenerateRequest."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -555,9 +536,10 @@ class AddSequence(google.protobuf.message.Message):
         logits_post_processor_name: builtins.str = ...,
         client_id: builtins.str = ...,
         prompt_table: builtins.str = ...,
+        trace_parent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["guided_decoding", b"guided_decoding", "lora", b"lora", "output", b"output", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_words", b"bad_words", "block_ids", b"block_ids", "client_id", b"client_id", "end_ids", b"end_ids", "guided_decoding", b"guided_decoding", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "prompt_table", b"prompt_table", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "sequence_index", b"sequence_index", "speculative", b"speculative", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad_words", b"bad_words", "block_ids", b"block_ids", "client_id", b"client_id", "end_ids", b"end_ids", "guided_decoding", b"guided_decoding", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "prompt_table", b"prompt_table", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "sequence_index", b"sequence_index", "speculative", b"speculative", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
 
 global___AddSequence = AddSequence
 

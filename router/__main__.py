@@ -14,6 +14,7 @@ from midstream.health import Progress
 from midstream.model_folder import open_model_folder
 from midstream.serving import Server
 from midstream.telemetry import Metrics, configure_logging
+from midstream.tracing import Tracer
 from midstream.transport_security import Tls
 from protos import status_pb2
 from router.adapters import ADAPTED_SERVICES, SERVICE, add_servicers
@@ -26,6 +27,7 @@ from router.generation import Runner
 from router.http_server import HttpPort
 from router.output import FrontDoor, RouterMetrics
 from router.prompt import PromptBuilder
+from router.request_traces import RequestTraces, TracedApp, remember_client
 from router.status import StatusFeed
 from router.stream_limits import StreamLimits
 
@@ -41,6 +43,7 @@ async def serve(config: RouterConfig) -> None:
     folder = open_model_folder(config.model)
     prompts = PromptBuilder(folder, config.num_tokenizer_threads)
     progress, metrics = Progress(), Metrics()
+    tracer = Tracer.from_config(config, "router")
     cells = Cells(config.schedulers, config.max_message_bytes, tls)
     pool = DetokenizerPool(config.detokenizers, config.max_message_bytes, tls)
     runner = Runner(
@@ -62,13 +65,14 @@ async def serve(config: RouterConfig) -> None:
         # Beyond the router's own limit, which refuses: here a client's calls would wait in silence.
         max_concurrent_streams=2 * config.max_concurrent_streams,
         tls=tls,
-        admit=authenticator.admit,
+        admit=remember_client(authenticator.admit) if tracer is not None else authenticator.admit,
         more_services=ADAPTED_SERVICES,
     )
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
     limits = StreamLimits(config.max_concurrent_streams, config.max_streams_per_client)
     metrics.gauge("num_open_streams", "Streams of clients that are open.").set_function(lambda: limits.num_open)
-    front = FrontDoor(runner, RouterMetrics(metrics), server.draining, limits)
+    traces = RequestTraces(tracer, config.trace_ratio) if tracer is not None else None
+    front = FrontDoor(runner, RouterMetrics(metrics), server.draining, limits, traces)
 
     def router_status() -> status_pb2.RouterStatus:
         return status_pb2.RouterStatus(
@@ -86,7 +90,7 @@ async def serve(config: RouterConfig) -> None:
     pages = api.app()
     pages.router.routes.extend(dashboard_routes(status))
     app = AuthenticatedApp(pages, authenticator, refuse)
-    http = HttpPort(app, config.host, config.http_port, tls)
+    http = HttpPort(TracedApp(app) if tracer is not None else app, config.host, config.http_port, tls)
     parts = {"cells": cells.run(), "detokenizers": pool.run(), "status": status.run()}
     tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
     await server.start()
@@ -101,6 +105,8 @@ async def serve(config: RouterConfig) -> None:
                 await task
         prompts.close()
         runner.close()
+        if tracer is not None:
+            tracer.close()
 
 
 def main() -> int:

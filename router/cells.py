@@ -39,6 +39,7 @@ class Cell:
         load: Requests it has or will have, by its last word and what was submitted since.
         features: What its workers can do; None while that is not known.
         is_up: Whether it answered last.
+        is_gone: It is no longer found, and takes nothing more.
     """
 
     def __init__(self, name: str, max_message_bytes: int, tls: Tls | None = None, server_name: str = "") -> None:
@@ -48,6 +49,7 @@ class Cell:
         self.load = 0
         self.features: frozenset[str] | None = None
         self.is_up = False
+        self.is_gone = False
 
     async def poll(self) -> None:
         """Asks for its load and features."""
@@ -90,6 +92,8 @@ class Cell:
                     raise error_from_rpc(error) from None
                 if loop.time() + delay > give_up_at:
                     raise UnavailableError(f"the scheduler does not take requests: {error.details()}") from None
+                if self.is_gone:
+                    raise UnavailableError(f"the scheduler at {self.name} is gone") from None
                 logger.info("submit to %s: %s; trying again", self.name, error.details(), extra={"attempt": attempt})
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
@@ -164,13 +168,20 @@ class Cells:
 
     def _set_targets(self, targets: list[str]) -> None:
         for target in set(self.cells) - set(targets):
-            task = asyncio.create_task(self.cells.pop(target).close())
+            task = asyncio.create_task(_leave(self.cells.pop(target)))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         for target in targets:
             if target not in self.cells:
                 name = self._discovery.name_of(target)
                 self.cells[target] = Cell(target, self._max_message_bytes, self._tls, name)
+
+
+async def _leave(cell: Cell) -> None:
+    """Closes a cell once no try of a call to it can be under way; it would be cancelled, as if its client had left."""
+    cell.is_gone = True
+    await asyncio.sleep(2 * _TRY_TIMEOUT_S)
+    await cell.close()
 
 
 def _affinity(name: str, prefix: Sequence[int], cache_salt: str) -> bytes:

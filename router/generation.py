@@ -114,7 +114,7 @@ class Generation:
             await asyncio.sleep(min(_REATTACH_S * 2 ** min(self._num_failures, 10), 1.0))
         self._num_failures += 1
         if is_forgotten and self._request is not None and self._cell is not None:
-            await self._runner.submit(self._cell, self._request, self._deadline)
+            self._cell = await self._runner.submit(self._cell, self._request, self._deadline)
         await self._attach(avoid=lost)
 
     def close(self, *, abort: bool) -> None:
@@ -177,7 +177,7 @@ class Runner:
         if request.HasField("guided_decoding"):
             await self._grammars.check(request.guided_decoding)
         try:
-            await self.submit(cell, request, deadline)
+            cell = await self.submit(cell, request, deadline)
         except asyncio.CancelledError:
             # The client has left, and the scheduler may have the request all the same.
             if not request.detached:
@@ -216,9 +216,18 @@ class Runner:
         """Ends what runs beside."""
         self._grammars.close()
 
-    async def submit(self, cell: Cell, request: pb.GenerateRequest, deadline: float | None) -> None:
-        """Hands the request to its scheduler."""
-        await cell.submit(request, self.give_up_at(deadline), deadline)
+    async def submit(self, cell: Cell, request: pb.GenerateRequest, deadline: float | None) -> Cell:
+        """Hands the request to its scheduler, or to another where that one is gone; returns which has it."""
+        give_up_at = self.give_up_at(deadline)
+        while True:
+            try:
+                await cell.submit(request, give_up_at, deadline)
+            except UnavailableError:
+                if not cell.is_gone or asyncio.get_running_loop().time() >= give_up_at:
+                    raise
+                cell = self.cells.choose(request.token_ids.values, request.cache_salt)
+            else:
+                return cell
 
     def give_up_at(self, deadline: float | None) -> float:
         """Loop time until which a part that is away now is waited for."""

@@ -12,6 +12,7 @@ output is cancelled, to get out of a write that the client does not take.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -25,7 +26,10 @@ from midstream.telemetry import Metrics, current_request_id
 from protos import generation_pb2 as pb
 from router.authentication import current_caller
 from router.generation import Generation, Runner
+from router.request_traces import RequestSpan, RequestTraces
 from router.stream_limits import StreamLimits
+
+logger = logging.getLogger(__name__)
 
 
 class RouterMetrics:
@@ -57,6 +61,7 @@ class Output:
         draining: asyncio.Event,
         release: Callable[[], None],
         arrival: float | None = None,
+        span: RequestSpan | None = None,
     ) -> None:
         """`release` is called when the output is left."""
         self.request_id = request_id
@@ -68,6 +73,7 @@ class Output:
         self._arrival = time.monotonic() if arrival is None else arrival
         self._last: float | None = None
         self._end: Chunk | None = None
+        self._span = span
 
     async def take(self) -> list[Chunk]:
         """The next output, at least one chunk; the final one comes last.
@@ -99,6 +105,8 @@ class Output:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._release()
+        if self._span is not None:
+            self._span.end(self._end, error)
         cancelled = isinstance(error, asyncio.CancelledError)
         self._generation.close(abort=cancelled and not self._draining.is_set())
         if cancelled and self._generation.stream.overflowed:
@@ -106,6 +114,8 @@ class Output:
             if task is not None:
                 task.uncancel()
             raise OverloadedError("the client reads too slowly") from None
+        reason = self._end.finish_reason if self._end is not None else f"left: {error!r}"
+        logger.debug("a request ended: %s", reason)
         if error is None and self._end is not None:
             self._metrics.request.observe(time.monotonic() - self._arrival)
             self._metrics.success.labels(self._end.finish_reason or "").inc()
@@ -114,6 +124,8 @@ class Output:
         num_tokens = len(chunk.token_ids)
         if self._last is None:
             self._metrics.first_token.observe(now - self._arrival)
+            if self._span is not None:
+                self._span.note("first output")
         elif num_tokens:
             self._metrics.inter_token.observe((now - self._last) / num_tokens)
         self._metrics.tokens.inc(num_tokens)
@@ -129,12 +141,18 @@ class FrontDoor:
     """
 
     def __init__(
-        self, runner: Runner, metrics: RouterMetrics, draining: asyncio.Event, limits: StreamLimits | None = None
+        self,
+        runner: Runner,
+        metrics: RouterMetrics,
+        draining: asyncio.Event,
+        limits: StreamLimits | None = None,
+        traces: RequestTraces | None = None,
     ) -> None:
         self.runner = runner
         self.draining = draining
         self._metrics = metrics
         self._limits = limits or StreamLimits()
+        self._traces = traces
 
     async def start(self, request: pb.GenerateRequest, timeout_s: float | None) -> Output:
         """Runs a request, of which nobody else holds a reference.
@@ -149,12 +167,18 @@ class FrontDoor:
         if caller.is_authenticated:
             request.client_id = caller.name
         release = self._limits.take(caller.name)
+        span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
+        request.trace_parent = str(span.span) if span is not None else ""
         try:
             generation = await self.runner.start(request, timeout_s, _canceller())
-        except BaseException:
+        except BaseException as error:
             release()
+            if span is not None:
+                span.end(None, error)
             raise
-        return Output(request_id, generation, self._metrics, self.draining, release, arrival)
+        if span is not None:
+            span.note("submitted")
+        return Output(request_id, generation, self._metrics, self.draining, release, arrival, span)
 
     def resume(
         self, request_id: str, from_token: int, from_token_by_sequence: Sequence[int], timeout_s: float | None
@@ -168,7 +192,8 @@ class FrontDoor:
         current_request_id.set(request_id)
         generation = self.runner.resume(request_id, from_token, from_token_by_sequence, timeout_s, _canceller())
         release = self._limits.take(current_caller.get().name)
-        return Output(request_id, generation, self._metrics, self.draining, release)
+        span = self._traces.begin("router.resume", request_id) if self._traces is not None else None
+        return Output(request_id, generation, self._metrics, self.draining, release, span=span)
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request of the caller; whether it was running."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from midstream.errors import OverloadedError, from_status
 from scheduler.broadcast import Broadcast
@@ -32,6 +32,8 @@ from scheduler.request import RequestSpec
 from scheduler.stats import IterationStats
 from scheduler.wire import WorkerEvent
 
+Observer = Callable[[Event, list[Effect]], None]
+
 _MAX_ITERATIONS = 1_000
 _MAX_KV_EVENTS = 10_000
 
@@ -53,15 +55,16 @@ class Engine:
         *,
         journal: Journal,
         dispatcher: Dispatcher,
-        record: Callable[[Event, list[Effect]], None] | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
+        """`observers` see each event with what followed."""
         self.core = core
         self.hub = FeedHub(core.config.scheduler_epoch, self._on_attach, self._on_detach)
         self.iterations: Broadcast[IterationStats] = Broadcast(_MAX_ITERATIONS)
         self.kv_events: Broadcast[tuple[str, KvChange]] = Broadcast(_MAX_KV_EVENTS)
         self._journal = journal
         self._dispatcher = dispatcher
-        self._record = record
+        self._observers = observers
         self._loop = asyncio.get_running_loop()
         self._is_turn_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -79,8 +82,8 @@ class Engine:
         try:
             effects = self.core.handle(event)
         finally:  # an event that the core fails at is what a recording is read for
-            if self._record is not None:
-                self._record(event, effects)
+            for observe in self._observers:
+                observe(event, effects)
         entries: list[JournalEntry] = []
         for effect in effects:
             if is_entry(effect):

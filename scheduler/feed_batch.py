@@ -80,6 +80,7 @@ class FeedBatchBuilder:
             output=contents.output,
             min_tokens=request.spec.min_tokens,
             streaming=contents.streaming if contents.HasField("streaming") else True,
+            trace_parent=contents.trace_parent,
         )
         output = contents.output
         if output.HasField("exclude_input_from_output") and not output.exclude_input_from_output:

@@ -124,12 +124,13 @@ def _retention_range(item: pb.KvRetentionConfig.TokenRange) -> RetentionRange:
 
 
 def _digest(request: pb.GenerateRequest) -> bytes:
-    """Of what was asked for: a second submit differs in its arrival, in the time that it has left, and in what the
-    names of its adapters stand for by then."""
+    """Of what was asked for: a second submit differs in its arrival, in the time that it has left, in its span, and in
+    what the names of its adapters stand for by then."""
     contents = pb.GenerateRequest()
     contents.CopyFrom(request)
     contents.ClearField("arrival_time_unix_ns")
     contents.ClearField("timeout_ms")
+    contents.ClearField("trace_parent")
     if contents.lora.HasField("resolved"):
         contents.lora.ClearField("resolved")
     if contents.prompt_tuning.HasField("resolved"):

@@ -15,13 +15,14 @@ from midstream.health import Progress
 from midstream.model_folder import ModelFolder, midstream_home, open_model_folder
 from midstream.serving import Server
 from midstream.telemetry import HttpServer, Metrics
+from midstream.tracing import Tracer
 from midstream.transport_security import Tls
 from protos import recording_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.adapters import Adapters
 from scheduler.core import SchedulerCore
 from scheduler.core_config import CoreConfig
 from scheduler.dispatch import Dispatcher
-from scheduler.engine import Engine
+from scheduler.engine import Engine, Observer
 from scheduler.events import DrainStarted
 from scheduler.journal import Journal, JournalError
 from scheduler.journal.off import NoJournal
@@ -33,7 +34,9 @@ from scheduler.plugins import load_scheduler
 from scheduler.recording import Recorder
 from scheduler.recording_codec import encode_config
 from scheduler.request_codec import ModelLimits
+from scheduler.request_log import log_requests
 from scheduler.servicer import SchedulerServicer
+from scheduler.traces import RequestTraces
 from scheduler.worker_keys import WorkerKeys
 
 logger = logging.getLogger(__name__)
@@ -86,10 +89,12 @@ class SchedulerService:
         self.journal = make_journal(config, self.model, self.limits, self.port)
         self._journal_failed = asyncio.Event()
         self._journal_failure: JournalError | None = None
-        self._http = HttpServer(config.host, config.http_port, self.metrics, self.progress.problems)
+        progress = self.progress
+        self._http = HttpServer(config.host, config.http_port, self.metrics, progress.problems, progress.stalled)
         self.http_port = self._http.port
         self._tasks: list[asyncio.Task[None]] = []
         self._recorder: Recorder | None = None
+        self._tracer = Tracer.from_config(config, "scheduler")
 
     async def start(self) -> None:
         """Takes the journal over, when its lease is free, and begins to serve."""
@@ -106,7 +111,7 @@ class SchedulerService:
             core,
             journal=self.journal,
             dispatcher=self.dispatcher,
-            record=self._recorder.note if self._recorder is not None else None,
+            observers=self._observers(),
         )
         adapters = Adapters(
             contents.adapters,
@@ -137,6 +142,14 @@ class SchedulerService:
             "serving",
             extra={"port": self.port, "worker_port": self.worker_port, "scheduler_epoch": contents.scheduler_epoch},
         )
+
+    def _observers(self) -> list[Observer]:
+        observers: list[Observer] = [log_requests]
+        if self._recorder is not None:
+            observers.append(self._recorder.note)
+        if self._tracer is not None:
+            observers.append(RequestTraces(self._tracer).note)
+        return observers
 
     def _open_recorder(self, config: CoreConfig) -> Recorder | None:
         if not self.config.record:
@@ -200,6 +213,8 @@ class SchedulerService:
         self.engine.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         await self.journal.close()
         self.dispatcher.close()
         self._http.stop()

@@ -154,3 +154,4 @@ def _encode_added(added: AddedSequence, limits: ModelLimits, message: worker_pb2
     message.prompt_table = sequence.request.spec.prompt_key if request.prompt_tuning.HasField("table") else ""
     message.logits_post_processor_name = request.logits_post_processor_name
     message.client_id = request.client_id
+    message.trace_parent = request.trace_parent

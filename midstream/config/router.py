@@ -33,4 +33,5 @@ class RouterConfig(GrpcServiceConfig):
     unavailable_timeout_s: float = setting(
         30.0, "Seconds that a request without a deadline waits for a part that is away."
     )
+    trace_ratio: float = setting(1.0, "Share, 0 to 1, of requests traced where the client's traceparent does not say.")
     num_tokenizer_threads: int = setting(2, "Threads that tokenize and render templates.")

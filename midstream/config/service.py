@@ -21,6 +21,9 @@ class ServiceConfig:
     http_port: int = setting(0, "Port of /metrics and /health; 0 picks a free one.")
     log_level: str = setting("info", "Least level that is logged.", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("json", "How log lines look.", choices=("json", "text"))
+    otlp_endpoint: str = setting(
+        "", "OTLP/gRPC collector that spans of requests go to, http://HOST:4317; empty: nothing is traced."
+    )
     drain_timeout_s: float = setting(30.0, "Seconds that streams in progress get after SIGTERM.")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parents[2]
-OVERLAYS = ("cpu", "gpu", "ha", "multinode", "keda")
+OVERLAYS = ("cpu", "gpu", "ha", "multinode", "keda", "secure")
 Manifest = dict[str, Any]
 
 

@@ -37,8 +37,8 @@ def test_an_image_runs_its_part_without_rights(part: str) -> None:
 def test_an_image_holds_its_own_packages_alone(part: str) -> None:
     copied = set(re.findall(r"^COPY (\w+) \1$", containerfile(part), re.MULTILINE))
     assert copied == {"protos", "midstream", part} | ({"kernels"} if part == "gpu_worker" else set())
-    extra = "worker" if part == "gpu_worker" else part
-    assert f"'.[{extra}]'" in containerfile(part)
+    extras = {"gpu_worker": "worker", "scheduler": "scheduler,postgres"}.get(part, part)
+    assert f"'.[{extras},tracing]'" in containerfile(part)
 
 
 @pytest.mark.parametrize("name", [*EXPOSED, "model"])

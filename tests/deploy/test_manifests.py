@@ -9,7 +9,13 @@ import pytest
 from tests.deploy.rendering import ROOT, Manifest, Rendered, container_of, labels_match, render
 
 # What the platform provides: see docs/operations.md.
-OUTSIDE = {("PersistentVolumeClaim", "models"), ("Secret", "journal")}
+OUTSIDE = {("PersistentVolumeClaim", "models"), ("Secret", "journal")} | {
+    ("Secret", name)
+    for name in (
+        *("tls-router", "tls-scheduler", "tls-detokenizer", "router-tokens"),
+        *("curve-scheduler", "curve-workers", "curve-worker"),
+    )
+}
 
 
 def references(pod: Manifest) -> set[tuple[str, str]]:
@@ -19,6 +25,8 @@ def references(pod: Manifest) -> set[tuple[str, str]]:
     for volume in spec["volumes"]:
         if "persistentVolumeClaim" in volume:
             found.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+        if "secret" in volume:
+            found.add(("Secret", volume["secret"]["secretName"]))
     for source in container_of(pod)["envFrom"]:
         kind, reference = ("ConfigMap", "configMapRef") if "configMapRef" in source else ("Secret", "secretRef")
         if not source[reference].get("optional"):
@@ -79,7 +87,8 @@ def test_deployments_select_their_own_pods(rendered: Rendered) -> None:
 def test_each_part_may_lose_one_pod_at_a_time(rendered: Rendered) -> None:
     assert rendered.names("PodDisruptionBudget") == set(rendered.pods())
     for budget in rendered.all("PodDisruptionBudget"):
-        assert budget["spec"]["maxUnavailable"] == 1
+        stands_by = rendered.overlay == "ha" and budget["metadata"]["name"] == "scheduler"
+        assert budget["spec"]["maxUnavailable"] == (2 if stands_by else 1)
         for part, pod in rendered.pods().items():
             chosen = labels_match(budget["spec"]["selector"], pod["metadata"]["labels"])
             assert chosen == (part == budget["metadata"]["name"])
@@ -91,7 +100,12 @@ def test_rolling_updates_keep_what_must_stay(rendered: Rendered) -> None:
         assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     scheduler = rendered.get("Deployment", "scheduler")["spec"]["strategy"]
     # Two at once only where the journal fences the older.
-    assert (scheduler == {"type": "Recreate"}) == (rendered.overlay != "ha")
+    if rendered.overlay != "ha":
+        assert scheduler == {"type": "Recreate"}
+    else:
+        # A pod that stands by is not ready before the one that serves has gone.
+        replicas = rendered.get("Deployment", "scheduler")["spec"]["replicas"]
+        assert scheduler["rollingUpdate"] == {"maxSurge": replicas, "maxUnavailable": replicas}
 
 
 @pytest.mark.parametrize("overlay", ["cpu", "gpu", "ha", "multinode"])

@@ -88,6 +88,13 @@ def test_ranks_of_a_worker_group_reach_each_other(rendered: Rendered) -> None:
     assert may_reach(rendered.all("NetworkPolicy"), worker, worker, 29500) == (rendered.overlay == "multinode")
 
 
+def test_spans_go_to_the_collector(rendered: Rendered) -> None:
+    policies, everyone = rendered.all("NetworkPolicy"), peers(rendered)
+    for part in rendered.pods():
+        assert may_reach(policies, everyone[part], everyone["monitoring"], 4317)
+        assert not may_reach(policies, everyone[part], everyone["stranger"], 4317)
+
+
 def test_names_are_resolved_by_the_cluster_alone(rendered: Rendered) -> None:
     system = {"kubernetes.io/metadata.name": "kube-system"}
     dns, other = Peer("dns", {"k8s-app": "kube-dns"}, system), Peer("other", {"k8s-app": "other"}, system)

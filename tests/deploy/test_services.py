@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig, WorkerConfig, parse_config
-from midstream.config.service import ServiceConfig
+from midstream.config.service import GrpcServiceConfig, ServiceConfig
 from tests.deploy.rendering import Manifest, Rendered, container_of, ports_of, render
 
 CONFIGS: dict[str, type[ServiceConfig]] = {
@@ -95,15 +95,24 @@ def test_services_are_headless_and_reach_their_pods(rendered: Rendered) -> None:
         assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports_of(pod)
 
 
+def action_of(probe: Manifest) -> Manifest:
+    return {kind: probe[kind] for kind in ("grpc", "httpGet", "exec", "tcpSocket") if kind in probe}
+
+
 def test_probes_ask_what_is_served(rendered: Rendered) -> None:
     for part, pod in rendered.pods().items():
         container = container_of(pod)
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container[name]
-            if part == "worker":  # its loop is no gRPC server
-                assert probe["httpGet"] == {"path": "/health", "port": "http"}
+            if part == "scheduler" and rendered.overlay in ("ha", "secure") and name != "readinessProbe":
+                # One that stands by does not serve, and is alive.
+                assert action_of(probe) == {"httpGet": {"path": "/live", "port": "http"}}
+            elif part == "router" and rendered.overlay == "secure":
+                assert action_of(probe) == {"httpGet": {"path": "/health", "port": "http", "scheme": "HTTPS"}}
+            elif part == "worker" or rendered.overlay == "secure":  # gRPC probes speak no TLS
+                assert action_of(probe) == {"httpGet": {"path": "/health", "port": "http"}}
             else:
-                assert probe["grpc"] == {"port": ports_of(pod)["grpc"]}
+                assert action_of(probe) == {"grpc": {"port": ports_of(pod)["grpc"]}}
         startup = container["startupProbe"]
         assert startup["periodSeconds"] * startup["failureThreshold"] >= (1200 if part == "worker" else 120)
 
@@ -129,3 +138,28 @@ def test_what_the_overlays_are_for() -> None:
     assert ha.journal == "postgres"
     assert render("ha").get("Deployment", "scheduler")["spec"]["replicas"] == 2
     assert render("cpu").get("Deployment", "scheduler")["spec"]["replicas"] == 1
+
+
+def test_every_link_is_secured() -> None:
+    rendered = render("secure")
+    for part in ("router", "scheduler", "detokenizer"):
+        config = config_of(rendered, part)
+        assert isinstance(config, GrpcServiceConfig)
+        assert config.tls
+        files = {config.tls_cert, config.tls_key, config.tls_ca}
+        assert files == {f"/etc/midstream/tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
+        # Services take only those of the same authorities; a router's clients show tokens.
+        assert config.tls_require_client_cert == (part != "router")
+    router, scheduler = config_of(rendered, "router"), config_of(rendered, "scheduler")
+    worker = config_of(rendered, "worker")
+    assert isinstance(router, RouterConfig)
+    assert isinstance(scheduler, SchedulerConfig)
+    assert isinstance(worker, WorkerConfig)
+    assert (router.auth, scheduler.curve, worker.curve) == ("token", True, True)
+    named = [router.auth_tokens, scheduler.curve_secret_key, worker.curve_secret_key, worker.curve_server_key]
+    for part, pod in rendered.pods().items():
+        mounts = [item["mountPath"] for item in container_of(pod)["volumeMounts"]]
+        for path in environment(rendered, part).values():
+            if path.startswith("/etc/midstream"):
+                assert any(path == mount or path.startswith(mount + "/") for mount in mounts)
+    assert all(path.startswith("/etc/midstream/") for path in named)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.example_package import install
+from tests.integration.collector import Collector
 from tests.integration.service import Service, stub_of
 
 if TYPE_CHECKING:
@@ -17,12 +18,22 @@ EXAMPLE_POST_PROCESSOR = Path(__file__).parents[1] / "gpu_worker" / "example_pos
 
 
 @pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.stop()
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Service]:
     """Two routers, three detokenizers, two workers: what every test here shares."""
     flags = ("--routers", "2", "--detokenizers", "3", "--workers", "2")
     site = install(EXAMPLE_POST_PROCESSOR, tmp_path_factory.mktemp("package"))
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    service = Service.start(tmp_path_factory.mktemp("service"), *flags, PYTHONPATH=path)
+    # Traced is what clients ask to be traced.
+    tracing = {"MIDSTREAM_OTLP_ENDPOINT": collector.endpoint, "MIDSTREAM_TRACE_RATIO": "0"}
+    logging = {"MIDSTREAM_LOG_LEVEL": "debug"}
+    service = Service.start(tmp_path_factory.mktemp("service"), *flags, PYTHONPATH=path, **tracing, **logging)
     yield service
     service.stop()
 

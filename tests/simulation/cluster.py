@@ -157,7 +157,7 @@ class Cluster:
 
     def make_engine(self, core: SchedulerCore, **parts: Any) -> Engine:
         """For the scheduler that is starting: all that its core does is checked."""
-        return Engine(core, **{**parts, "record": self._watch(core)})
+        return Engine(core, **{**parts, "observers": [self._watch(core)]})
 
     async def _scheduler(self) -> None:
         settings: dict[str, Any] = {

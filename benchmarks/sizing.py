@@ -1,0 +1,112 @@
+"""`python -m benchmarks.sizing`: how many of each part a load needs, as a table of Markdown.
+
+Workers, KV blocks and latencies come from the simulator: the real scheduler core, Poisson arrivals, and the lengths of
+the chat workload. The other parts cost processor time per token, as `python -m benchmarks.control_plane` measures it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+
+from scheduler.cost_model import CostModel
+from scheduler.measures import Measures, quantile
+from scheduler.simulation import Simulation
+from scheduler.simulator import Fleet, Load, events_of
+
+_MAX_WORKERS = 64
+_HEADER = (
+    "| requests/s | output tokens/s | streams at once | workers | KV blocks in use, most | first token, p95 "
+    "| between tokens, p95 | schedulers (cells) | routers | detokenizers |"
+)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is promised to clients, in seconds."""
+
+    first_token_s: float
+    between_tokens_s: float
+
+    def is_met(self, measures: Measures) -> bool:
+        first, between = latencies(measures)
+        return first <= self.first_token_s and between <= self.between_tokens_s
+
+
+@dataclass(frozen=True)
+class TokenCosts:
+    """Processor time of a token in each part, in microseconds, and the share of a core to fill with it."""
+
+    router_us: float
+    scheduler_us: float
+    detokenizer_us: float
+    core_share: float
+
+    def count(self, tokens_per_s: float, cost_us: float, least: int) -> int:
+        return max(least, math.ceil(tokens_per_s * cost_us / 1e6 / self.core_share))
+
+
+def latencies(measures: Measures) -> tuple[float, float]:
+    """95th percentiles of the time to the first token and between tokens, in seconds."""
+    return quantile(measures.first_token_ns, 0.95) / 1e9, quantile(measures.tokens_ns, 0.95) / 1e9
+
+
+def simulate(num_workers: int, load: Load, num_blocks: int, cost: CostModel) -> Measures:
+    fleet = Fleet(num_workers, num_blocks)
+    core = fleet.core("guaranteed_no_evict", "inflight_fused", max_queue_size=1 << 20)
+    simulation = Simulation(core, events_of(fleet, load), cost=cost)
+    simulation.run()
+    return simulation.measures
+
+
+def row(rate: float, duration_s: float, num_blocks: int, cost: CostModel, goal: Goal, costs: TokenCosts) -> str:
+    """The least number of workers that meets the goal, and what goes with them."""
+    load = Load(rate, duration_s)
+    num_workers = 1
+    while not goal.is_met(measures := simulate(num_workers, load, num_blocks, cost)) and num_workers < _MAX_WORKERS:
+        num_workers += 1
+    first, between = latencies(measures)
+    tokens_per_s = measures.num_output_tokens / measures.duration_s
+    cells = [
+        f"{rate:g}",
+        f"{tokens_per_s:,.0f}",
+        f"{sum(measures.end_to_end_ns) / 1e9 / measures.duration_s:.0f}",
+        str(num_workers),
+        f"{measures.max_kv_use * num_blocks * num_workers:,.0f} of {num_blocks * num_workers:,}",
+        f"{1e3 * first:.0f} ms",
+        f"{1e3 * between:.0f} ms",
+        str(costs.count(tokens_per_s, costs.scheduler_us, 1)),
+        str(costs.count(tokens_per_s, costs.router_us, 2)),
+        str(costs.count(tokens_per_s, costs.detokenizer_us, 2)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sizing", description=__doc__.splitlines()[0])
+    add, model = parser.add_argument, CostModel()
+    add("--request-rate", type=float, nargs="+", default=[5, 20, 40, 80, 160], help="Requests per second.")
+    add("--duration", type=float, default=30.0, help="Simulated seconds of each.")
+    add("--num-blocks", type=int, default=8192, help="KV blocks of a worker, of 16 tokens.")
+    add("--step-us", type=float, default=model.step_us, help="Fixed cost of a step.")
+    add("--context-token-us", type=float, default=model.context_token_us, help="Cost of a context token.")
+    add("--generation-row-us", type=float, default=model.generation_row_us, help="Cost of a generating row.")
+    add("--first-token-ms", type=float, default=500.0, help="Goal of the 95th percentile.")
+    add("--between-tokens-ms", type=float, default=50.0, help="Goal of the 95th percentile.")
+    add("--router-us", type=float, default=46.0, help="Processor time of a token in the routers.")
+    add("--scheduler-us", type=float, default=20.0, help="And in the scheduler.")
+    add("--detokenizer-us", type=float, default=11.0, help="And in the detokenizers.")
+    add("--core-share", type=float, default=0.5, help="Share of a core that a process of these shall fill.")
+    arguments = parser.parse_args()
+    cost = CostModel(arguments.step_us, arguments.context_token_us, arguments.generation_row_us)
+    goal = Goal(arguments.first_token_ms / 1e3, arguments.between_tokens_ms / 1e3)
+    costs = TokenCosts(arguments.router_us, arguments.scheduler_us, arguments.detokenizer_us, arguments.core_share)
+    print(_HEADER)
+    print("| --- " * 10 + "|")
+    for rate in arguments.request_rate:
+        print(row(rate, arguments.duration, arguments.num_blocks, cost, goal, costs), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What the detokenizer tells of traced requests: a span for each stream of their output to a router."""
+
+from __future__ import annotations
+
+import time
+
+from detokenizer.streams import OutputStream
+from midstream.tracing import TraceParent, Tracer
+
+
+class StreamTraces:
+    """Looks at streams that are over."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def note(self, stream: OutputStream) -> None:
+        """Takes in a stream that nobody reads any more."""
+        parent = TraceParent.sampled(stream.trace_parent)
+        if parent is None:
+            return
+        attributes: dict[str, str | int] = {
+            "midstream.request_id": stream.request_id,
+            "midstream.tokens": stream.num_tokens,
+        }
+        error = stream.error.message if stream.error is not None else ""
+        events = [("first output", stream.first_output_ns)] if stream.first_output_ns else []
+        self._tracer.record(
+            "detokenizer.stream", parent, stream.attached_ns, time.time_ns(), attributes, error=error, events=events
+        )

@@ -1,0 +1,190 @@
+"""Traces of requests: spans that each part makes of what it does for one, sent to an OpenTelemetry collector.
+
+One request's trace:
+
+1. A client sends W3C's `traceparent`, or none. The router's span is its child, or the root of a new trace, and goes
+   with the request as `GenerateRequest.trace_parent`: to the scheduler, its journal, the worker and the detokenizer.
+2. The scheduler's span is the router's child. Its id follows from the router's, so whoever has `trace_parent` knows it,
+   also a scheduler that took over. Under it are the time in the queue, prefill and decoding.
+3. The worker adds a span for each step to the scheduler's span, the detokenizer one for each stream to the router's.
+
+A span is made once, when what it tells of is over: nothing of it is kept open, so nothing that was told is lost.
+Without a collector's address no part makes a Tracer, and nothing of OpenTelemetry is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import midstream
+from midstream.config.service import ServiceConfig
+from midstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
+
+TRACE_PARENT_KEY = "traceparent"
+_TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_SAMPLED = 1
+# Several seconds of a worker's steps. What is more than that is dropped, with a line in the log.
+_MAX_QUEUED_SPANS, _MAX_BATCH, _SEND_INTERVAL_MS, _SEND_TIMEOUT_S = 65_536, 2_048, 500, 3.0
+_CLOSE_TIMEOUT_S = 5.0
+
+Attributes = Mapping[str, str | int | float | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceParent:
+    """A span that others are children of.
+
+    Attributes:
+        trace_id: 128 bits, not 0.
+        span_id: 64 bits, not 0.
+        is_sampled: Whether the trace's spans are wanted.
+    """
+
+    trace_id: int
+    span_id: int
+    is_sampled: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> TraceParent | None:
+        """What a `traceparent` says; None where it is empty or not as W3C has it."""
+        match = _TRACE_PARENT.fullmatch(text)
+        if match is None or (text.startswith("00") and len(text) > 55):
+            return None
+        trace_id, span_id, flags = (int(part, 16) for part in match.groups())
+        return cls(trace_id, span_id, bool(flags & _SAMPLED)) if trace_id and span_id else None
+
+    @classmethod
+    def sampled(cls, text: str) -> TraceParent | None:
+        """The same where its spans are wanted, else None."""
+        parent = cls.parse(text) if text else None
+        return parent if parent is not None and parent.is_sampled else None
+
+    def __str__(self) -> str:
+        """As `traceparent` has it."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
+
+    def new_child(self) -> TraceParent:
+        """A span of the same trace."""
+        return TraceParent(self.trace_id, _random_id(64), self.is_sampled)
+
+    def scheduler_span(self) -> TraceParent:
+        """The scheduler's span of the request that this, the router's span, is of."""
+        digest = hashlib.blake2b(str(self).encode(), digest_size=8, person=b"scheduler").digest()
+        return TraceParent(self.trace_id, int.from_bytes(digest, "big") or 1, self.is_sampled)
+
+
+def new_trace(*, is_sampled: bool) -> TraceParent:
+    """The first span of a trace."""
+    return TraceParent(_random_id(128), _random_id(64), is_sampled)
+
+
+class Tracer:
+    """Sends one process's spans to a collector, from a thread of its own. A lost collector costs spans, no more."""
+
+    def __init__(self, endpoint: str, service: str, instance: str) -> None:
+        """Prepares the connection; `endpoint` is an OTLP/gRPC collector's, such as http://collector:4317.
+
+        Raises:
+            ConfigError: OpenTelemetry is not installed.
+        """
+        try:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import Event, ReadableSpan
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+            from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+            from opentelemetry.trace.status import Status, StatusCode
+        except ImportError as error:
+            reason = f"it needs `pip install midstream[tracing]` ({error})"
+            raise ConfigError(reason, field="otlp_endpoint") from None
+        exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=_SEND_TIMEOUT_S)
+        self._processor = BatchSpanProcessor(exporter, _MAX_QUEUED_SPANS, _SEND_INTERVAL_MS, _MAX_BATCH)
+        self._resource = Resource.create(
+            {"service.name": f"midstream-{service}", "service.instance.id": instance or service}
+        )
+        self._scope = InstrumentationScope("midstream", midstream.__version__)
+        self._span, self._event, self._context = ReadableSpan, Event, SpanContext
+        self._flags = TraceFlags(TraceFlags.SAMPLED)
+        self._kinds = {False: SpanKind.INTERNAL, True: SpanKind.SERVER}
+        self._status, self._codes = Status, StatusCode
+
+    @classmethod
+    def from_config(cls, config: ServiceConfig, service: str) -> Tracer | None:
+        """What the configuration asks for; None is no tracing.
+
+        Raises:
+            ConfigError: OpenTelemetry is not installed, or the address is not one.
+        """
+        if not config.otlp_endpoint:
+            return None
+        if not config.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError("is not http://HOST:PORT or https://HOST:PORT", field="otlp_endpoint")
+        return cls(config.otlp_endpoint, service, config.name)
+
+    def record(
+        self,
+        name: str,
+        parent: TraceParent | None,
+        start_ns: int,
+        end_ns: int,
+        attributes: Attributes,
+        *,
+        span: TraceParent | None = None,
+        error: str = "",
+        events: Sequence[tuple[str, int]] = (),
+        is_server: bool = False,
+    ) -> None:
+        """Takes in what happened; it is sent later. Safe to call in any thread.
+
+        Args:
+            name: Of the span.
+            parent: What it is a part of; None makes it a root, and needs `span`.
+            start_ns: When it began, Unix nanoseconds. end_ns: When it was over.
+            attributes: What else is to be said.
+            span: Its ids, where others know them; else they are made.
+            error: Why it failed; empty: it did not.
+            events: (name, Unix nanoseconds) within it.
+            is_server: Whether it answers a call from outside.
+        """
+        if span is None:
+            assert parent is not None
+            span = parent.new_child()
+        self._processor.on_end(
+            self._span(
+                name,
+                self._context_of(span, is_remote=False),
+                self._context_of(parent, is_remote=True) if parent is not None else None,
+                self._resource,
+                attributes,
+                [self._event(event, timestamp=at_ns) for event, at_ns in events],
+                kind=self._kinds[is_server],
+                status=self._status(self._codes.ERROR, error) if error else self._status(self._codes.UNSET),
+                start_time=start_ns,
+                end_time=end_ns,
+                instrumentation_scope=self._scope,
+            )
+        )
+
+    def _context_of(self, span: TraceParent, *, is_remote: bool) -> SpanContext:
+        return self._context(span.trace_id, span.span_id, is_remote, self._flags)
+
+    def close(self) -> None:
+        """Sends what is left, for a few seconds at most."""
+        # The processor itself waits half a minute for a collector that is away.
+        closing = threading.Thread(target=self._processor.shutdown, name="tracer-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_TIMEOUT_S)
+
+
+def _random_id(num_bits: int) -> int:
+    return secrets.randbits(num_bits) or 1

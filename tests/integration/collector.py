@@ -1,0 +1,86 @@
+"""A collector of OpenTelemetry traces, over OTLP/gRPC, in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span as it came; times are Unix nanoseconds, ids are in hexadecimal."""
+
+    service: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, str | int]
+    error: str
+
+
+class Collector(pb_grpc.TraceServiceServicer):
+    """Keeps every span that it gets."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._has_news = threading.Condition()
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        pb_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def Export(  # noqa: N802
+        self, request: pb.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> pb.ExportTraceServiceResponse:
+        with self._has_news:
+            for resource in request.resource_spans:
+                names = {item.key: item.value.string_value for item in resource.resource.attributes}
+                for scope in resource.scope_spans:
+                    self._spans.extend(_span(names["service.name"], item) for item in scope.spans)
+            self._has_news.notify_all()
+        return pb.ExportTraceServiceResponse()
+
+    def spans(self, trace_id: str) -> list[Span]:
+        """The trace so far, by time."""
+        with self._has_news:
+            found = [span for span in self._spans if span.trace_id == trace_id]
+        return sorted(found, key=lambda span: span.start_ns)
+
+    def await_spans(
+        self, trace_id: str, is_whole: Callable[[Sequence[Span]], bool], timeout_s: float = 30
+    ) -> list[Span]:
+        """The trace as soon as it is whole, or at the limit."""
+        deadline = time.monotonic() + timeout_s
+        while not is_whole(found := self.spans(trace_id)) and time.monotonic() < deadline:
+            with self._has_news:
+                self._has_news.wait(0.1)
+        return found
+
+    def stop(self) -> None:
+        self._server.stop(0).wait()
+
+
+def _span(service: str, item: trace_pb2.Span) -> Span:
+    values = {entry.key: entry.value.string_value or entry.value.int_value for entry in item.attributes}
+    return Span(
+        service,
+        item.name,
+        item.trace_id.hex(),
+        item.span_id.hex(),
+        item.parent_span_id.hex(),
+        item.start_time_unix_nano,
+        item.end_time_unix_nano,
+        values,
+        item.status.message,
+    )

@@ -1,0 +1,183 @@
+"""Routers and detokenizers find what comes and goes behind a name, on real processes, without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import grpc.aio
+import pytest
+
+from midstream.model_folder import open_model_folder
+from midstream.serving import open_channel
+from protos import loads_pb2, scheduler_pb2_grpc, service_pb2_grpc
+from tests.fakes.resolver import publish
+from tests.integration.parts import ROOT, START_TIMEOUT_S, free_ports
+from tests.integration.service import collect, eventually, tokens
+
+if TYPE_CHECKING:
+    from protos.scheduler_pb2_grpc import SchedulerAsyncStub
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
+
+# Each stands for a host; a part has the same port on all of them, as pods have.
+FIRST, SECOND = "127.0.0.1", "127.0.0.2"
+LIMIT_S = 5.0
+
+
+class Cluster:
+    """A router, and on each of two hosts a scheduler with a worker and a detokenizer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hosts = folder / "hosts"
+        self._folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._scheduler, self._worker, self._detokenizer, self.router, self.router_http = free_ports(5)
+        self._model = open_model_folder("smollm2")
+
+    def start(self, name: str, *command: str) -> None:
+        with (self._folder / f"{name}.log").open("ab") as log:
+            argv = [sys.executable, "-m", *command]
+            self._processes[name] = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log)
+
+    def start_scheduler(self, host: str) -> None:
+        journal = self._folder / f"{host}.sqlite"
+        ports = ("--port", str(self._scheduler), "--worker-port", str(self._worker))
+        self.start(f"scheduler-{host}", "scheduler", "--host", host, *ports, "--journal-path", str(journal))
+        limits = ("--model-fingerprint", self._model.fingerprint, "--vocab-size", str(self._model.vocab_size))
+        address = f"tcp://{host}:{self._worker}"
+        self.start(f"worker-{host}", "tests.fakes.worker", "--scheduler", address, "--step-ms", "10", *limits)
+
+    def scheduler_address(self, host: str) -> str:
+        return f"{host}:{self._scheduler}"
+
+    def start_resolved(self, name: str, *command: str) -> None:
+        schedulers = f"dns:///scheduler:{self._scheduler}"
+        self.start(name, "tests.fakes.resolver", str(self.hosts), *command, "--schedulers", schedulers)
+
+    def start_detokenizer(self, host: str) -> None:
+        self.start_resolved(f"detokenizer-{host}", "detokenizer", "--host", host, "--port", str(self._detokenizer))
+
+    def start_router(self) -> None:
+        ports = ("--port", str(self.router), "--http-port", str(self.router_http))
+        self.start_resolved("router", "router", *ports, "--detokenizers", f"dns:///detokenizer:{self._detokenizer}")
+
+    def kill(self, name: str) -> None:
+        self._processes[name].kill()
+        self._processes[name].wait()
+
+    def kill_all(self) -> None:
+        for name in self._processes:
+            self.kill(name)
+
+    def num_live_detokenizers(self) -> int:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.router_http}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        (value,) = (line.split()[1] for line in lines if line.startswith("midstream:num_live_detokenizers "))
+        return int(float(value))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    publish(cluster.hosts, scheduler=[FIRST], detokenizer=[FIRST])
+    try:
+        for host in (FIRST, SECOND):
+            cluster.start_scheduler(host)
+            cluster.start_detokenizer(host)
+        cluster.start_router()
+        yield cluster
+    finally:
+        cluster.kill_all()
+
+
+@pytest.fixture
+async def stub(cluster: Cluster) -> AsyncIterator[Stub]:
+    """The router, once both detokenizers are at the first scheduler and both schedulers have their workers."""
+    async with open_channel(f"127.0.0.1:{cluster.router}") as channel:
+        stub = cast("Stub", service_pb2_grpc.MidstreamStub(channel))
+        info = await eventually(lambda: server_info(stub), lambda info: len(info.detokenizers) == 2, START_TIMEOUT_S)
+        assert len(info.detokenizers) == 2
+        yield stub
+
+
+async def server_info(stub: Stub) -> loads_pb2.ServerInfo:
+    try:
+        return await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=5)
+    except grpc.aio.AioRpcError:
+        return loads_pb2.ServerInfo()
+
+
+async def cells(stub: Stub) -> set[str]:
+    """Hosts of the schedulers that have workers, as the router sees them."""
+    try:
+        answer = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=5)
+    except grpc.aio.AioRpcError:
+        return set()
+    return {load.cell.rpartition(":")[0] for load in answer.cells if load.num_blocks}
+
+
+async def lag_until(holds: Callable[[], Awaitable[bool]]) -> float:
+    """Seconds until it holds, and no more than the limit."""
+    started = time.monotonic()
+    assert await eventually(holds, bool, LIMIT_S)
+    return time.monotonic() - started
+
+
+async def test_a_router_finds_detokenizers_that_come_and_go(cluster: Cluster, stub: Stub) -> None:
+    async def has_live(number: int) -> bool:
+        return await asyncio.to_thread(cluster.num_live_detokenizers) == number
+
+    await lag_until(lambda: has_live(1))
+    publish(cluster.hosts, scheduler=[FIRST], detokenizer=[FIRST, SECOND])
+    came_s = await lag_until(lambda: has_live(2))
+    # What hangs on the one that leaves goes on at the other.
+    request = tokens([5, 6, 7], max_tokens=300)
+    reading = [asyncio.create_task(collect(stub, request)) for _ in range(4)]
+    await eventually(lambda: num_running(stub), lambda number: number == 4, START_TIMEOUT_S)
+    publish(cluster.hosts, scheduler=[FIRST], detokenizer=[SECOND])
+    left_s = await lag_until(lambda: has_live(1))
+    answers = await asyncio.gather(*reading)
+    assert [len(answer.token_ids) for answer in answers] == [300] * 4
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+    print(f"a detokenizer came after {came_s:.1f} s, left after {left_s:.1f} s")
+
+
+async def test_routers_and_detokenizers_find_schedulers_that_come_and_go(cluster: Cluster, stub: Stub) -> None:
+    async def has(hosts: set[str]) -> bool:
+        return await cells(stub) == hosts
+
+    # Its worker must have joined before the clock starts: a router asks it as soon as it is found.
+    await eventually(lambda: worker_of(cluster, SECOND), bool, START_TIMEOUT_S)
+    publish(cluster.hosts, scheduler=[FIRST, SECOND], detokenizer=[SECOND])
+    came_s = await lag_until(lambda: has({FIRST, SECOND}))
+    publish(cluster.hosts, scheduler=[SECOND], detokenizer=[SECOND])
+    left_s = await lag_until(lambda: has({SECOND}))
+    expected = await collect(stub, tokens([8, 9], max_tokens=20))
+    # A request for a scheduler that has died goes to the one that takes its place under another address.
+    cluster.kill(f"scheduler-{SECOND}")
+    waiting = asyncio.create_task(collect(stub, tokens([8, 9], max_tokens=20)))
+    await asyncio.sleep(0.2)  # it is being tried, or will be; either way it must arrive
+    publish(cluster.hosts, scheduler=[FIRST], detokenizer=[SECOND])
+    assert (await waiting).token_ids == expected.token_ids
+    print(f"a scheduler came after {came_s:.1f} s, left after {left_s:.1f} s")
+
+
+async def num_running(stub: Stub) -> int:
+    answer = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=10)
+    return sum(load.num_running_requests for load in answer.cells)
+
+
+async def worker_of(cluster: Cluster, host: str) -> bool:
+    async with open_channel(cluster.scheduler_address(host)) as channel:
+        scheduler = cast("SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
+        try:
+            answer = await scheduler.GetLoads(loads_pb2.GetLoadsRequest(), timeout=5)
+        except grpc.aio.AioRpcError:
+            return False
+    return answer.cells[0].num_blocks > 0
