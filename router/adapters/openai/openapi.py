@@ -21,7 +21,7 @@ _ANY_TEXTS: Part = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
 def document(model: ModelFolder) -> Part:
     """The document for a router that serves `model`."""
     token = _integer(0, model.vocab_size - 1)
-    names = {"type": "string", "description": f"{model.name}, or an adapter that is loaded on it."}
+    names = {"anyOf": [{"const": model.name}, {"type": "string", "description": "An adapter that is loaded on it."}]}
     common = _common_fields(model, token, names)
     tokens = {"type": "array", "items": token, "minItems": 1}
     text = {"type": "string", "minLength": 1}

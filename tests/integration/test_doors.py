@@ -1,0 +1,209 @@
+"""Every front door of the real service: official clients, the native call's tokens, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Literal
+
+import openai
+import pydantic
+import pytest
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
+
+from protos import generation_pb2 as pb
+from protos import openengine_pb2 as oe
+from tests.integration.doors import Case, Doors, infer_request
+from tests.integration.service import Service, chat, collect, eventually, latest_stats, tokens
+from tests.router.adapters.sse import post_stream
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
+
+NUM_CASES = 12
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
+WEATHER: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"type": "integer", "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Paris", "Oslo"]
+    is_capital: bool
+
+
+@pytest.fixture(scope="module")
+def addresses(service: Service) -> dict[str, str]:
+    addresses: dict[str, str] = service.processes("router")[0]["addresses"]
+    return addresses
+
+
+@pytest.fixture
+async def doors(addresses: dict[str, str]) -> AsyncIterator[Doors]:
+    doors = Doors(addresses["grpc"], addresses["http"])
+    yield doors
+    await doors.close()
+
+
+async def test_every_door_gives_the_native_calls_tokens(doors: Doors) -> None:
+    rng = random.Random(9)
+    cases = [Case.draw(rng) for _ in range(NUM_CASES)]
+    expected = await asyncio.gather(*map(doors.ask_native, cases))
+    ways = (
+        doors.ask_openai, doors.ask_openai_stream, doors.ask_kserve, doors.ask_kserve_stream, doors.ask_openengine,
+    )  # fmt: skip
+    assert {sequence.reason for sequences in expected for sequence in sequences} == {"stop", "length"}
+    assert len({tuple(sequence.token_ids) for sequences in expected for sequence in sequences}) > NUM_CASES
+    for way in ways:
+        for case, answer, right in zip(cases, await asyncio.gather(*map(way, cases)), expected, strict=True):
+            assert [sequence.text for sequence in answer] == [sequence.text for sequence in right], (way, case)
+            for sequence, native in zip(answer, right, strict=True):
+                assert sequence.log_probs[: len(native.log_probs)] == native.log_probs, (way, case)
+                if way not in (doors.ask_kserve, doors.ask_kserve_stream):
+                    assert (sequence.token_ids, sequence.reason) == (native.token_ids, native.reason), (way, case)
+
+
+async def test_a_conversation_gives_the_native_calls_tokens(doors: Doors) -> None:
+    native = await collect(doors.native, chat(str(QUESTION[0].get("content")), max_tokens=12))
+    extra = {"return_token_ids": True}
+    whole = await doors.openai.chat.completions.create(
+        model="smollm2", messages=QUESTION, temperature=0, max_completion_tokens=12, extra_body=extra
+    )
+    assert whole.choices[0].message.content == native.text
+    assert (whole.choices[0].model_extra or {})["token_ids"] == native.token_ids
+    stream = await doors.openai.chat.completions.create(
+        model="smollm2", messages=QUESTION, temperature=0, max_tokens=12, stream=True,
+        stream_options={"include_usage": True}, logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    events = [event async for event in stream]
+    choices = [choice for event in events for choice in event.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == native.text
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content or ()]
+    assert len(entries) == len(native.token_ids)
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries)
+    assert events[-1].usage is not None
+    assert events[-1].usage.completion_tokens == len(native.token_ids)
+
+
+async def test_the_official_client_asks_for_tools_and_schemas(doors: Doors) -> None:
+    named = await doors.openai.chat.completions.create(
+        model="smollm2", messages=QUESTION, tools=[WEATHER], max_tokens=64, temperature=0,
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    )  # fmt: skip
+    calls = named.choices[0].message.tool_calls
+    assert calls is not None
+    (call,) = calls
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    assert set(json.loads(call.function.arguments)) == {"city", "days"}
+    stream = await doors.openai.chat.completions.create(
+        model="smollm2", messages=QUESTION, tools=[WEATHER], max_tokens=64, temperature=0, tool_choice="required",
+        parallel_tool_calls=False, stream=True,
+    )  # fmt: skip
+    choices = [event.choices[0] async for event in stream]
+    (part,) = [part for choice in choices for part in choice.delta.tool_calls or ()]
+    assert part.function is not None
+    assert part.function.name == "weather"
+    assert json.loads(part.function.arguments or "")["city"] in ("Paris", "Oslo")
+    assert choices[-1].finish_reason == "tool_calls"
+    parsed = await doors.openai.chat.completions.parse(
+        model="smollm2", messages=QUESTION, response_format=City, max_tokens=64, temperature=0
+    )
+    assert isinstance(parsed.choices[0].message.parsed, City)
+    extra = {"guided_regex": r"\d{3}-\d{2}"}
+    guided = await doors.openai.completions.create(model="smollm2", prompt="Call", max_tokens=16, extra_body=extra)
+    assert [len(part) for part in guided.choices[0].text.split("-")] == [3, 2]
+
+
+async def test_the_official_synchronous_client(doors: Doors) -> None:
+    def ask() -> tuple[list[str], str]:
+        url = f"http://127.0.0.1:{doors.http_port}/v1"
+        with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
+            assert next(iter(client.models.list())).id == "smollm2"
+            whole = client.completions.create(
+                model="smollm2", prompt=["One", "Two"], n=2, best_of=3, seed=4, max_tokens=6, echo=True
+            )
+            with client.completions.create(model="smollm2", prompt="One", max_tokens=6, stream=True) as stream:
+                streamed = "".join(event.choices[0].text for event in stream)
+            return [choice.text for choice in whole.choices], streamed
+
+    texts, streamed = await asyncio.to_thread(ask)
+    assert [text[:3] for text in texts] == ["One", "One", "Two", "Two"]
+    assert streamed
+
+
+LONG = Case("Once upon a time", 4000, 1, 5, 0, 4000, 1.0, 1.0, 1.0, 0.0, 0.0, ())
+Leave = Callable[[Doors], Awaitable[None]]
+
+
+async def leave_native(doors: Doors) -> None:
+    call = doors.native.Generate(tokens([5, 6], max_tokens=4000), timeout=60)
+    assert isinstance(await call.read(), pb.GenerateResponse)
+    call.cancel()
+
+
+async def leave_openai_stream(doors: Doors) -> None:
+    body: dict[str, object] = {"prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    async with post_stream(doors.http_port, "/v1/completions", body) as stream:
+        await anext(stream.events())
+
+
+async def leave_openai(doors: Doors) -> None:
+    body: dict[str, object] = {"prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True}
+    async with post_stream(doors.http_port, "/v1/completions", body):
+        await until_active(doors)
+
+
+async def leave_kserve(doors: Doors) -> None:
+    call = doors.kserve.ModelInfer(infer_request(LONG), timeout=60)
+    await until_active(doors)
+    call.cancel()
+
+
+async def leave_kserve_stream(doors: Doors) -> None:
+    call = doors.kserve.ModelStreamInfer(iter([infer_request(LONG, stream=True)]), timeout=60)
+    await call.read()
+    call.cancel()
+
+
+async def leave_openengine(doors: Doors) -> None:
+    stopping = oe.StoppingOptions(max_tokens=4000, ignore_eos=True)
+    call = doors.openengine.Generate(oe.GenerateRequest(prompt="Once", stopping=stopping), timeout=60)
+    assert isinstance(await call.read(), oe.GenerateResponse)
+    call.cancel()
+
+
+async def until_active(doors: Doors) -> None:
+    active = await eventually(lambda: latest_stats(doors.native), lambda stats: stats.num_active_requests > 0, 20)
+    assert active.num_active_requests
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [leave_native, leave_openai, leave_openai_stream, leave_kserve, leave_kserve_stream, leave_openengine],
+)
+async def test_a_client_that_leaves_frees_its_blocks_within_a_second(doors: Doors, leave: Leave) -> None:
+    """The best of three, for the machine may be busy with something else."""
+    took = []
+    for _ in range(3):
+        await leave(doors)
+        left_at = time.monotonic()
+        stats = await eventually(
+            lambda: latest_stats(doors.native), lambda stats: not stats.kv_cache_stats.used_num_blocks, 20
+        )
+        took.append(time.monotonic() - left_at)
+        assert (stats.kv_cache_stats.used_num_blocks, stats.num_active_requests) == (0, 0)
+        if took[-1] < 1:
+            return
+    raise AssertionError(f"blocks were free after {took} s")
