@@ -4,6 +4,9 @@ A step arrives as CPU tensors. If every sequence in it has one token and is samp
 buffer as the graph of the next larger batch size expects them, copied to where that graph reads, and the graph is
 replayed; padding rows have no key to attend to and no slot to write. Any other step is copied over and run eagerly. No
 call here waits for the device, except for a pinned buffer whose last copy is still under way.
+
+A step may be started before the host knows the tokens of the step before. These stay on the device (`feed`), and
+negative token ids refer to them.
 """
 
 from __future__ import annotations
@@ -11,23 +14,20 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.kv_cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
+from gpu_worker.staging import PinnedBuffers
 
 logger = logging.getLogger(__name__)
 
-# Steps in flight, each with a pinned buffer of its own.
-_NUM_BUFFERS = 2
 _NO_SLOT = -1
 _WARM_UP_RUNS = 2
 
@@ -61,29 +61,16 @@ class GraphRecorder:
         return graph.replay
 
 
-class _PinnedBuffers:
-    """Host memory that the device copies from, used in turn."""
+def recorder_for(device: torch.device) -> Recorder:
+    """What records on `device`; on a CPU, a replay runs what was recorded again."""
+    return GraphRecorder() if device.type == "cuda" else _run_again
 
-    def __init__(self, device: torch.device, size: int) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._tensors = [torch.empty(size, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(_NUM_BUFFERS)]
-        self._copied: list[torch.cuda.Event] = []
-        if self._is_cuda:
-            self._copied = [torch.cuda.Event() for _ in range(_NUM_BUFFERS)]  # type: ignore[no-untyped-call]
-        self._next = 0
 
-    def next(self) -> Tensor:
-        """The buffer whose copy lies furthest back, once that copy is done."""
-        self._next = (self._next + 1) % _NUM_BUFFERS
-        if self._is_cuda:
-            self._copied[self._next].synchronize()
-        return self._tensors[self._next]
+def _run_again(run: Callable[[], object]) -> Callable[[], None]:
+    def replay() -> None:
+        run()
 
-    def send(self, source: Tensor, target: Tensor) -> None:
-        """Starts copying a part of the buffer that `next` gave."""
-        target.copy_(source, non_blocking=True)
-        if self._is_cuda:
-            self._copied[self._next].record()
+    return replay
 
 
 class GraphDecoder:
@@ -117,8 +104,10 @@ class GraphDecoder:
         self._arena = torch.zeros(max_batch_size * (4 + max_blocks), dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
         self._counts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
+        # Where tokens of the step before wait, whom the host may not know yet.
+        self._fed = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         most_eager = 3 * max_num_tokens + max_batch_size * (3 + max_blocks) + 1
-        self._pinned = _PinnedBuffers(device, max(most_eager, self._arena.numel()))
+        self._pinned = PinnedBuffers(device, max(most_eager, self._arena.numel()))
 
     def place_adapter(self, adapter: Adapter) -> object:
         """Brings a LoRA adapter to the device."""
@@ -128,6 +117,10 @@ class GraphDecoder:
         """Computes over this cache from now on; graphs over another are dropped."""
         self._graphs.clear()
         self._decoder.use_cache(kv)
+
+    def feed(self, tokens: Tensor) -> None:
+        """Takes the int32 tokens that a step sampled; in the next one, id -1 - i stands for tokens[i]."""
+        torch.clamp(tokens, min=0, out=self._fed[: len(tokens)])
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -165,7 +158,11 @@ class GraphDecoder:
 
     def _run(self, inputs: ForwardInputs, size: int) -> None:
         # All graphs leave their logits in one place, for these can be larger than all else that they hold.
-        self._logits[:size] = self._decoder.forward(inputs)
+        self._logits[:size] = self._decoder.forward(replace(inputs, token_ids=self._known(inputs.token_ids)))
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Token ids with those in place that were fed."""
+        return torch.where(token_ids < 0, self._fed[(-1 - token_ids).clamp(min=0).long()], token_ids)
 
     def _static_inputs(self, size: int) -> ForwardInputs:
         token_ids, positions, slots, lens = self._arena[: 4 * size].view(4, size).unbind()
@@ -195,13 +192,6 @@ class GraphDecoder:
 
     def _send_all(self, inputs: ForwardInputs) -> ForwardInputs:
         names = [field.name for field in fields(ForwardInputs) if field.name not in ("adapters", "virtual")]
-        arrays: Sequence[NDArray[np.int32]] = [getattr(inputs, name).numpy() for name in names]
-        ends = np.cumsum([array.size for array in arrays])
-        buffer = self._pinned.next()[: ends[-1]]
-        np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy())
-        target = torch.empty(len(buffer), dtype=torch.int32, device=self._device)
-        self._pinned.send(buffer, target)
-        parts = [
-            target[end - array.size : end].view(array.shape) for end, array in zip(ends.tolist(), arrays, strict=True)
-        ]
-        return replace(inputs, **dict(zip(names, parts, strict=True)))  # type: ignore[arg-type]
+        parts = self._pinned.send_arrays([getattr(inputs, name).numpy() for name in names])
+        sent = replace(inputs, **dict(zip(names, parts, strict=True)))  # type: ignore[arg-type]
+        return replace(sent, token_ids=self._known(sent.token_ids)) if bool((inputs.token_ids < 0).any()) else sent

@@ -1,17 +1,23 @@
-"""Runs steps on a model: rows and tensors in, tokens out. Knows neither sockets nor protobuf."""
+"""Runs steps on a model: rows and tensors in, tokens out. Knows neither sockets nor protobuf.
+
+A step is launched, then finished. On a GPU the next one may be launched in between: sampled tokens stay on the device
+and are the next step's input there, while rows hold a place for them, and the host learns of them when the step is
+finished. Steps with rows that need more than a choice of tokens are done when their launch returns.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from gpu_worker.beams import Candidates
-from gpu_worker.cuda_graphs import GraphDecoder, GraphRecorder
+from gpu_worker.cuda_graphs import GraphDecoder, Recorder, recorder_for
 from gpu_worker.draft_model import DraftModel, load_draft_model
 from gpu_worker.drafts import Drafter
 from gpu_worker.guided import UNCONSTRAINED, Guides
@@ -25,9 +31,10 @@ from gpu_worker.lora.rows import RowAdapters
 from gpu_worker.lora.sizes import device_cache_bytes, host_cache_bytes
 from gpu_worker.outputs import Reporter, Reports
 from gpu_worker.post_processors import load_post_processors
-from gpu_worker.rows import Feature, Rows
-from gpu_worker.sampler import Sampler
-from gpu_worker.step import GREEDY, IntArray, NewSequence, RowLogProbs, Step, StepOutput
+from gpu_worker.rows import Feature, PendingTokens, Rows
+from gpu_worker.sampler import NOT_FINITE, Sampler
+from gpu_worker.staging import Copy, Readback
+from gpu_worker.step import EMPTY, GREEDY, IntArray, NewSequence, RowLogProbs, Step, StepOutput
 from gpu_worker.verification import settle
 from midstream.config import WorkerConfig
 from midstream.errors import InvalidArgumentError, MidstreamError
@@ -42,6 +49,27 @@ logger = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 16
 
 
+@dataclass(slots=True, eq=False)
+class Launched:
+    """A step that was started.
+
+    Attributes:
+        rows: That sample in it.
+        output: Once it is there.
+    """
+
+    started: float
+    rows: IntArray = field(default_factory=lambda: EMPTY)
+    pending: PendingTokens | None = None
+    copy: Copy | None = None
+    output: StepOutput | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its output can be had without waiting for the device."""
+        return self.output is not None or (self.copy is not None and self.copy.is_done)
+
+
 class ModelRunner:
     """A loaded model with its KV pool and the rows of the sequences on it.
 
@@ -50,6 +78,7 @@ class ModelRunner:
         kv: Its KV pool.
         max_sequence_length: Prompt and output together, in tokens.
         max_num_tokens: Tokens in one step.
+        runs_ahead: Whether a step may be launched before the one before is finished.
         adapters: LoRA and prompt adapters.
     """
 
@@ -59,6 +88,8 @@ class ModelRunner:
         folder: ModelFolder,
         model: LoadedModel | None = None,
         leader: Leader | None = None,
+        *,
+        runs_ahead: bool | None = None,
     ) -> None:
         """Loads the model unless it is given, warms it up, and takes memory for the KV pool.
 
@@ -67,6 +98,7 @@ class ModelRunner:
             folder: The model.
             model: It, loaded.
             leader: Of the ranks that hold its other parts; None: all of it is here.
+            runs_ahead: Whether a step may be launched before the one before is finished; None: on a GPU.
 
         Raises:
             ConfigError: The folder or a setting is wrong.
@@ -83,15 +115,21 @@ class ModelRunner:
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
         self.post_processors = load_post_processors()
         self.adapters = self._adapter_cache()
-        graphs = self._with_graphs() if self.model.device.type == "cuda" else None
+        is_gpu = self.model.device.type == "cuda"
+        # Not with other ranks: they learn the tokens of a step from this one.
+        self.runs_ahead = leader is None and (is_gpu if runs_ahead is None else runs_ahead)
+        self._in_flight: deque[Launched] = deque()
+        self._last_end = 0.0
+        self._front = self._with_graphs() if is_gpu or self.runs_ahead else None
+        self._readback = Readback(self.model.device, config.max_batch_size)
         if leader is not None:
             self.model = replace(self.model, decoder=leader.lead(self.model.decoder, self.model.shard))
         self._warm_up()
         self._take_blocks(self._choose_num_blocks())
         description, element_bytes = self.model.description, self.model.dtype.itemsize
         self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
-        if graphs is not None:
-            self._record(graphs)
+        if self._front is not None:
+            self._record(self._front)
 
     def close(self) -> None:
         """Ends what runs beside."""
@@ -99,16 +137,27 @@ class ModelRunner:
 
     def clear(self) -> None:
         """Forgets all sequences; the pool's contents stay as they are, and nothing refers to them."""
+        self._in_flight.clear()
         self._batch.clear()
 
-    @torch.inference_mode()
     def run_step(self, step: Step) -> StepOutput:
         """Executes one step.
 
         Raises:
             ExecutionError: The step contradicts what came before it; call `clear` before the next.
         """
-        started = time.perf_counter()
+        return self.finish(self.launch(step))
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        """Starts a step, and waits at most for the one before the last.
+
+        Raises:
+            ExecutionError: The step contradicts what came before it; call `clear` before the next.
+        """
+        launched = Launched(time.perf_counter())
+        # Tokens of the last step alone are on the device for this one.
+        self._settle_all_but(0 if step.forks or len(step.beam_rows) or len(step.draft_rows) else 1)
         for new in step.new_sequences:
             if new.post_processor and new.post_processor not in self.post_processors:
                 step = self._without_unknown(step)
@@ -116,6 +165,54 @@ class ModelRunner:
         prepared = self._batch.prepare(step)
         if len(step.copy_sources):
             self._copy_blocks(step.copy_sources, step.copy_targets)
+        if self._front is not None and prepared.inputs is not None and self._is_plain(prepared):
+            rows = launched.rows = prepared.sampled_rows
+            chosen = self._sampler.choose(self._front.forward(prepared.inputs), rows)
+            self._front.feed(chosen)
+            launched.copy, launched.pending = self._readback.start(chosen), self._rows.append_pending(rows)
+            self._in_flight.append(launched)
+        else:
+            launched.output = self._complete(prepared, launched.started)
+        return launched
+
+    def finish(self, launched: Launched) -> StepOutput:
+        """What a step gave, once the device has done it. Steps are finished in the order they were launched in."""
+        if launched.output is None:
+            self._settle_all_but(len(self._in_flight) - 1 - self._in_flight.index(launched))
+        assert launched.output is not None
+        return launched.output
+
+    def _is_plain(self, prepared: PreparedStep) -> bool:
+        """Whether all that is wanted of the step is a token of each sampled row."""
+        rows = prepared.sampled_rows
+        return (
+            self.runs_ahead
+            and len(rows) <= self._config.max_batch_size
+            and not prepared.drafts.tokens
+            and bool(prepared.is_run.all())
+            and self._sampler.is_plain(rows)
+            and not any(self._rows.features[chunk.row] for chunk in prepared.contexts)
+        )
+
+    def _settle_all_but(self, count: int) -> None:
+        """Waits for steps in flight, but the last `count`, and puts their tokens where they belong."""
+        while len(self._in_flight) > count:
+            launched = self._in_flight.popleft()
+            assert launched.copy is not None
+            assert launched.pending is not None
+            chosen = launched.copy.wait()
+            token_ids = np.maximum(chosen, 0)
+            self._rows.fill(launched.pending, token_ids)
+            errors = tuple((int(row), NOT_FINITE) for row in launched.rows[chosen < 0])
+            # What it waited for the step before it is not its own time.
+            now = time.perf_counter()
+            launched.output = StepOutput(token_ids, (), errors, now - max(launched.started, self._last_end))
+            self._last_end = now
+
+    def _complete(self, prepared: PreparedStep, started: float) -> StepOutput:
+        """Runs a step to its end."""
+        if prepared.inputs is not None:
+            self._settle_all_but(0)
         rows, is_run = prepared.sampled_rows, prepared.is_run
         token_ids = np.zeros(len(rows), dtype=np.int32)
         errors: list[tuple[int, MidstreamError]] = []
@@ -214,17 +311,23 @@ class ModelRunner:
         )
 
     def _with_graphs(self) -> GraphDecoder:
-        """Puts the decoder behind one that copies inputs to the GPU and replays graphs."""
-        graphs = GraphDecoder(
-            self.model.decoder,
-            self.model.device,
+        """Puts decoders behind ones that copy inputs to the GPU, and the model's replays graphs."""
+        is_recorded = self._config.cuda_graphs and self.model.can_record
+        front = self._front_of(self.model, recorder_for(self.model.device) if is_recorded else None)
+        self.model = replace(self.model, decoder=front)
+        if self._draft is not None:
+            self._draft = replace(self._draft, decoder=self._front_of(self._draft, None))
+        return front
+
+    def _front_of(self, model: LoadedModel, recorder: Recorder | None) -> GraphDecoder:
+        return GraphDecoder(
+            model.decoder,
+            model.device,
             max_batch_size=self._config.max_batch_size,
             max_num_tokens=self.max_num_tokens,
             max_blocks=-(-self.max_sequence_length // self._config.tokens_per_block),
-            recorder=GraphRecorder() if self._config.cuda_graphs and self.model.can_record else None,
+            recorder=recorder,
         )
-        self.model = replace(self.model, decoder=graphs)
-        return graphs
 
     def _record(self, graphs: GraphDecoder) -> None:
         if self._leader is None:

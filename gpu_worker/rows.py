@@ -6,6 +6,7 @@ All of it is a pure function of what the scheduler sent and of the tokens since:
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ _VECTORS = (
     "seeds",
     "features",
     "is_active",
+    "occupancies",
 )
 
 
@@ -46,6 +48,15 @@ class Feature(enum.IntFlag):
     BEAMS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """Where in `Rows.tokens` go tokens that are not known yet, unless a row has another sequence by then."""
+
+    rows: IntArray
+    places: IntArray
+    occupancies: IntArray
+
+
 class Rows:
     """Row i holds one sequence, or nothing.
 
@@ -60,6 +71,7 @@ class Rows:
         post_processors: (name, client id) of rows that are post-processed.
         temperature, top_k, top_p, min_p, seeds: The same as vectors.
         sequence_indices: int32 [num_rows].
+        occupancies: int32 [num_rows]; grows whenever the row gets another sequence.
         features: uint16 [num_rows]; the `Feature` bits that the row's parameters use.
         failed: Rows that cannot run, and why.
     """
@@ -79,7 +91,7 @@ class Rows:
         self.tokens = np.zeros((0, max_sequence_length), dtype=np.int32)
         self.block_tables = np.zeros((0, -(-max_sequence_length // tokens_per_block)), dtype=np.int32)
         self.lengths, self.prompt_lengths, self.num_blocks = _ints(), _ints(), _ints()
-        self.sequence_indices, self.top_k = _ints(), _ints()
+        self.sequence_indices, self.top_k, self.occupancies = _ints(), _ints(), _ints()
         self.temperature, self.top_p, self.min_p = _floats(), _floats(), _floats()
         self.seeds = np.zeros(0, dtype=np.uint64)
         self.features = np.zeros(0, dtype=np.uint16)
@@ -97,6 +109,7 @@ class Rows:
             self._grow(new.row)
         row = new.row
         self.is_active[row] = True
+        self.occupancies[row] += 1
         self.lengths[row], self.num_blocks[row], self.features[row] = len(new.token_ids), 0, 0
         self.failed.pop(row, None)
         error = new.error or self._fault(new)
@@ -142,9 +155,10 @@ class Rows:
     def copy(self, source: int, target: int) -> None:
         """Gives a row the tokens and parameters of another; its block table, and whether it is active, stay."""
         length = self.lengths[source]
+        self.occupancies[target] += 1
         self.tokens[target, :length] = self.tokens[source, :length]
         for name in _VECTORS:
-            if name not in ("num_blocks", "is_active"):
+            if name not in ("num_blocks", "is_active", "occupancies"):
                 vector = getattr(self, name)
                 vector[target] = vector[source]
         self.sampling[target], self.outputs[target] = self.sampling[source], self.outputs[source]
@@ -180,6 +194,17 @@ class Rows:
         self.tokens[rows, places] = token_ids
         self.lengths[rows] = np.minimum(lengths + 1, self.max_sequence_length)
 
+    def append_pending(self, rows: IntArray) -> PendingTokens:
+        """Appends to rows[i], no row twice, the id -1 - i, which stands for a token that is not known yet."""
+        places = np.minimum(self.lengths[rows], self.max_sequence_length - 1)
+        self.append_tokens(rows, -1 - np.arange(len(rows), dtype=np.int32))
+        return PendingTokens(rows, places, self.occupancies[rows])
+
+    def fill(self, pending: PendingTokens, token_ids: IntArray) -> None:
+        """Puts tokens where they were pending."""
+        is_same = self.occupancies[pending.rows] == pending.occupancies
+        self.tokens[pending.rows[is_same], pending.places[is_same]] = token_ids[is_same]
+
     def append_run(self, row: int, token_ids: list[int]) -> None:
         """Appends several tokens to a row, as far as there is room."""
         start = min(int(self.lengths[row]), self.max_sequence_length - 1)
@@ -198,6 +223,7 @@ class Rows:
     def clear(self) -> None:
         """Empties all rows."""
         self.is_active[:] = False
+        self.occupancies += 1
         self.failed.clear()
 
     def _fault(self, new: NewSequence) -> MidstreamError | None:

@@ -21,6 +21,7 @@ from gpu_worker.distribution import invert, top_threshold
 from gpu_worker.guided import UNCONSTRAINED, Constraints
 from gpu_worker.post_processors import PostProcessor, post_process
 from gpu_worker.rows import Feature, Rows
+from gpu_worker.staging import PinnedBuffers
 from gpu_worker.steering import STEERING, allow, decayed_top_p, steer
 from gpu_worker.step import IntArray, RowLogProbs
 from gpu_worker.uniforms import uniforms
@@ -28,7 +29,9 @@ from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamErro
 
 # Below it the likeliest token is as good as certain, and logits divided by it might overflow.
 _MIN_TEMPERATURE = 1e-6
-_NOT_FINITE = ExecutionError("the model gave logits that are not finite")
+# 4-byte words that a row's drawing takes.
+_WORDS = 8
+NOT_FINITE = ExecutionError("the model gave logits that are not finite")
 _NOTHING_LEFT = InvalidArgumentError("no token is left that the request allows", field="sampling")
 
 
@@ -55,6 +58,7 @@ class Sampler:
     def __init__(self, rows: Rows, post_processors: Mapping[str, PostProcessor] | None = None) -> None:
         self._rows = rows
         self._post_processors = post_processors or {}
+        self._pinned: PinnedBuffers | None = None
 
     def sample(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Sampled:
         """Chooses from float32 `logits` [len(rows), vocab_size], which it leaves as they are."""
@@ -68,7 +72,7 @@ class Sampler:
         if is_broken.any():
             is_special &= ~is_broken
             token_ids[is_broken] = 0
-            errors = dict.fromkeys(np.flatnonzero(is_broken).tolist(), _NOT_FINITE)
+            errors = dict.fromkeys(np.flatnonzero(is_broken).tolist(), NOT_FINITE)
         for row, error in constraints.errors.items():
             place = int(np.flatnonzero(rows == row)[0])
             errors[place], is_special[place], token_ids[place] = error, False, 0
@@ -87,6 +91,22 @@ class Sampler:
             errors[place], token_ids[place] = error, 0
         log_probs = self._log_probs(raw, special, token_ids[places])
         return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
+
+    def is_plain(self, rows: IntArray) -> bool:
+        """Whether `choose` will do for these rows."""
+        return not self._rows.features[rows].any()
+
+    def choose(self, logits: Tensor, rows: IntArray) -> Tensor:
+        """Chooses for plain rows without waiting for the device: int32 [len(rows)] there; -1: logits are broken."""
+        best = _argmax(logits)
+        highest = logits.gather(1, best[:, None]).squeeze(1)
+        chosen, drawn = best.int(), np.flatnonzero(self._rows.temperature[rows] > 0)
+        if len(drawn) and kernels.can_sample(logits):
+            chosen = self._draw_on_gpu(logits, rows)
+        elif len(drawn):
+            places = torch.from_numpy(drawn)
+            chosen[places] = torch.from_numpy(self._draw(logits[places], rows[drawn]))
+        return torch.where(torch.isfinite(highest), chosen, -1)
 
     def _choose(
         self,
@@ -128,7 +148,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: IntArray) -> IntArray:
         if kernels.can_sample(logits):
-            return self._draw_on_gpu(logits, rows)
+            return self._draw_on_gpu(logits, rows).cpu().numpy()
         state, device = self._rows, logits.device
         temperature = np.maximum(state.temperature[rows], _MIN_TEMPERATURE)
         if (temperature != 1.0).any():
@@ -154,19 +174,22 @@ class Sampler:
             return decayed_top_p(self._rows, rows)
         return self._rows.top_p[rows]
 
-    def _draw_on_gpu(self, logits: Tensor, rows: IntArray) -> IntArray:
-        state = self._rows
+    def _draw_on_gpu(self, logits: Tensor, rows: IntArray) -> Tensor:
+        """The likeliest token of rows without a temperature, what is drawn of others: int32, on the device."""
+        state, wanted = self._rows, self._rows.temperature[rows]
         vectors = (
-            np.maximum(state.temperature[rows], _MIN_TEMPERATURE).astype(np.float32),
+            state.seeds[rows].view(np.int64),
+            np.where(wanted > 0, np.maximum(wanted, _MIN_TEMPERATURE), 0).astype(np.float32),
             state.top_k[rows].astype(np.int32),
             self._top_p(rows).astype(np.float32),
             state.min_p[rows].astype(np.float32),
-            state.seeds[rows].view(np.int64),
             state.sequence_indices[rows].astype(np.int32),
             state.lengths[rows].astype(np.int32),
         )
-        drawn = kernels.sample(logits, *(torch.from_numpy(vector).to(logits.device) for vector in vectors))
-        return drawn.cpu().numpy()
+        if self._pinned is None or self._pinned.size < _WORDS * len(rows):
+            self._pinned = PinnedBuffers(logits.device, _WORDS * max(len(rows), state.num_rows))
+        seeds, temperature, top_k, top_p, min_p, indices, lengths = self._pinned.send_arrays(vectors)
+        return kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, indices, lengths)
 
     def _log_probs(self, raw: Tensor, rows: IntArray, token_ids: IntArray) -> tuple[RowLogProbs, ...]:
         """Of the model's own distribution: before bias, penalties and temperature."""

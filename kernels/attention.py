@@ -34,7 +34,9 @@ def paged_attention(
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     for i, length in enumerate(lengths):
         begin, end = starts[i], starts[i + 1]
-        if begin < end:
+        if not length:
+            out[begin:end] = 0  # padding
+        elif begin < end:
             keys = _gather(k_cache, block_tables[i], length)
             values = _gather(v_cache, block_tables[i], length)
             out[begin:end] = _attend(q[begin:end], keys, values, length, scale, window, softcap)

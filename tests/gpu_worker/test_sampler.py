@@ -15,6 +15,8 @@ from gpu_worker.rows import Rows
 from gpu_worker.sampler import Sampler
 from gpu_worker.step import GREEDY, NewSequence, SamplingParams
 from gpu_worker.uniforms import uniforms
+from kernels import dispatch
+from kernels import triton as operations
 from midstream.errors import InvalidArgumentError
 from tests.gpu_worker.tiny_models import ints
 
@@ -193,6 +195,22 @@ def test_a_choice_does_not_depend_on_the_rest_of_the_batch() -> None:
         some = generator.permutation(61)[: generator.integers(1, 62)].astype(np.int32)
         batch = Sampler(rows).sample(logits[torch.from_numpy(some).long()], some)
         assert batch.token_ids.tolist() == [alone[i] for i in some]
+
+
+@pytest.mark.parametrize("has_triton", [False, True])
+def test_what_is_chosen_on_the_device_is_what_is_sampled(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_triton:
+        monkeypatch.setattr(dispatch, "triton", operations, raising=False)
+        monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
+    rows = make_rows(GREEDY, SamplingParams(seed=3, top_k=9), SamplingParams(seed=4, temperature=0.5), GREEDY)
+    logits, places = random_logits(4), ints(range(4))
+    logits[3, 1] = torch.inf
+    sampler = Sampler(rows)
+    assert sampler.is_plain(places)
+    chosen = sampler.choose(logits, places).tolist()
+    assert chosen[:3] == sampler.sample(logits, places).token_ids.tolist()[:3]
+    assert chosen[3] == -1
+    assert not Sampler(make_rows(SamplingParams(log_probs=1))).is_plain(ints([0]))
 
 
 def test_draws_depend_on_seed_sequence_and_position() -> None:

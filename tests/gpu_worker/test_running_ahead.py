@@ -1,0 +1,290 @@
+"""Launching a step before the last one's tokens are known: order and results, on the path that a GPU takes."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpu_worker.model_runner import Launched, ModelRunner
+from gpu_worker.models.decoder import ForwardInputs, Probe
+from gpu_worker.staging import PinnedBuffers, Readback
+from gpu_worker.step import EMPTY, Fork, NewSequence, SamplingParams, Step, StepOutput
+from gpu_worker.steps_in_flight import StepsInFlight
+from midstream.config import WorkerConfig
+from midstream.model_folder import open_model_folder
+from tests.gpu_worker.tiny_models import ints
+
+NUM_ROWS, BLOCKS_EACH = 5, 4
+CPU = torch.device("cpu")
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=5, top_k=20),
+    SamplingParams(temperature=0.0, log_probs=2),
+    SamplingParams(seed=6, presence_penalty=0.5),
+]
+
+
+def make(folder: Path, *, runs_ahead: bool) -> ModelRunner:
+    config = WorkerConfig(device="cpu", max_kv_tokens=512, max_batch_size=8, num_threads=1, kernels="torch")
+    return ModelRunner(config, open_model_folder(str(folder)), runs_ahead=runs_ahead)
+
+
+@pytest.fixture(scope="module")
+def runners(tiny_folder: Path) -> tuple[ModelRunner, ModelRunner]:
+    """One that does step after step, and one that runs ahead over recorded steps."""
+    return make(tiny_folder, runs_ahead=False), make(tiny_folder, runs_ahead=True)
+
+
+def sequence(row: int, tokens: list[int], sampling: SamplingParams = SAMPLINGS[0]) -> NewSequence:
+    blocks = np.arange(BLOCKS_EACH, dtype=np.int32) + row * BLOCKS_EACH
+    return NewSequence(
+        row=row, token_ids=ints(tokens), num_prompt_tokens=len(tokens), block_ids=blocks, sampling=sampling
+    )
+
+
+def run_ahead(runner: ModelRunner, steps: list[Step]) -> list[StepOutput]:
+    """Finishes each step after the next was launched."""
+    runner.clear()
+    waiting: deque[Launched] = deque()
+    outputs = []
+    for step in steps:
+        waiting.append(runner.launch(step))
+        if len(waiting) > 1:
+            outputs.append(runner.finish(waiting.popleft()))
+    return outputs + [runner.finish(launched) for launched in waiting]
+
+
+def run_in_turn(runner: ModelRunner, steps: list[Step]) -> list[StepOutput]:
+    runner.clear()
+    return [runner.run_step(step) for step in steps]
+
+
+def plan(choices: list[int], kinds: int) -> list[Step]:
+    """Steps of a scheduler that need no token: sequences come, are prefilled in chunks, decode, pause, go and fork."""
+    steps, lengths, computed = [], dict[int, int](), dict[int, int]()
+    idle: set[int] = set()
+    for number, choice in enumerate(choices):
+        released, new, forks, contexts = [], [], [], []
+        decoding = [row for row in lengths if computed[row] >= lengths[row] and row not in idle]
+        full = [row for row in decoding if computed[row] >= BLOCKS_EACH * 16 - 2]
+        if full or (choice == 1 and decoding):
+            gone = (full or decoding)[0]
+            released.append(gone)
+            decoding.remove(gone)
+            del lengths[gone], computed[gone]
+        free = [row for row in range(NUM_ROWS) if row not in lengths]
+        if choice == 2 and free and decoding:
+            blocks = np.arange(BLOCKS_EACH, dtype=np.int32) + free[0] * BLOCKS_EACH
+            forks.append(Fork(decoding[0], free[0], blocks))
+            lengths[free[0]], computed[free[0]] = lengths[decoding[0]], computed[decoding[0]]
+            decoding.append(free[0])
+        elif choice in (0, 3) and free:
+            lengths[free[0]], computed[free[0]] = 9 + number, 0
+            tokens = [(7 * number + i) % 300 for i in range(9 + number)]
+            new.append(sequence(free[0], tokens, SAMPLINGS[number % kinds]))
+        for row, length in lengths.items():
+            if computed[row] < length:
+                count = min(6, length - computed[row])
+                contexts.append((row, computed[row], count))
+                computed[row] += count
+        idle = {decoding[-1]} if choice == 4 and len(decoding) > 1 else set()
+        decoding = sorted(set(decoding) - idle)
+        for row in decoding:
+            computed[row] += 1
+        copies = [
+            (block + fork.from_row * BLOCKS_EACH, block + fork.to_row * BLOCKS_EACH)
+            for fork in forks
+            for block in range(BLOCKS_EACH)
+        ]
+        rows, starts, counts = zip(*contexts, strict=True) if contexts else ((), (), ())
+        steps.append(
+            Step(
+                released_rows=ints(released),
+                new_sequences=tuple(new),
+                forks=tuple(forks),
+                copy_sources=ints([source for source, _ in copies]),
+                copy_targets=ints([target for _, target in copies]),
+                context_rows=ints(rows),
+                context_starts=ints(starts),
+                context_lengths=ints(counts),
+                generation_rows=ints(decoding) if decoding else EMPTY,
+            )
+        )
+    return steps
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(choices=st.lists(st.integers(0, 5), min_size=4, max_size=24), kinds=st.sampled_from([2, 4]))
+def test_tokens_are_those_of_steps_in_turn(
+    runners: tuple[ModelRunner, ModelRunner], choices: list[int], kinds: int
+) -> None:
+    steps = plan(choices, kinds)
+    in_turn, ahead = run_in_turn(runners[0], steps), run_ahead(runners[1], steps)
+    for one, other in zip(in_turn, ahead, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.log_probs == other.log_probs
+        assert one.errors == other.errors
+
+
+class Journal:
+    """Notes when token ids reach the model, and when the host reads what was sampled."""
+
+    def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, Any]] = []
+        forward, start = runner.model.decoder.forward, Readback.start
+
+        def note_forward(inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+            self.events.append(("forward", inputs.token_ids.tolist()))
+            return forward(inputs, probe)
+
+        def note_start(readback: Readback, values: Tensor) -> Any:
+            copy = start(readback, values)
+            number = len([kind for kind, _ in self.events if kind == "forward"])
+            wait = copy.wait
+
+            def note_wait() -> Any:
+                self.events.append(("read", number))
+                return wait()
+
+            monkeypatch.setattr(copy, "wait", note_wait)
+            return copy
+
+        monkeypatch.setattr(runner.model.decoder, "forward", note_forward)
+        monkeypatch.setattr(Readback, "start", note_start)
+
+
+def test_a_step_starts_before_the_last_ones_tokens_are_read(
+    runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runners[1]
+    journal = Journal(runner, monkeypatch)
+    prompts = [sequence(0, [5, 6, 7]), sequence(1, [8, 9], SAMPLINGS[1])]
+    first = Step(
+        new_sequences=tuple(prompts),
+        context_rows=ints([0, 1]),
+        context_starts=ints([0, 0]),
+        context_lengths=ints([3, 2]),
+    )
+    run_ahead(runner, [first, Step(generation_rows=ints([0, 1])), Step(repeat_generation=True)])
+    assert journal.events == [
+        ("forward", [5, 6, 7, 8, 9]),
+        ("forward", [-1, -2]),  # the first and the second token of the step before
+        ("read", 1),
+        ("forward", [-1, -2]),
+        ("read", 2),
+        ("read", 3),
+    ]
+
+
+def test_a_fork_waits_for_the_tokens_that_it_copies(
+    runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(runners[1], monkeypatch)
+    first = Step(
+        new_sequences=(sequence(0, [5, 6]),),
+        context_rows=ints([0]),
+        context_starts=ints([0]),
+        context_lengths=ints([2]),
+    )
+    fork = Step(
+        forks=(Fork(0, 1, ints(range(4, 8))),),
+        copy_sources=ints([0]),
+        copy_targets=ints([4]),
+        generation_rows=ints([0, 1]),
+    )
+    outputs = run_ahead(runners[1], [first, fork])
+    token = int(outputs[0].token_ids[0])
+    assert [kind for kind, _ in journal.events] == ["forward", "read", "forward", "read"]
+    assert journal.events[2] == ("forward", [token, token])
+
+
+def test_broken_logits_fail_their_row_alone(
+    runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runners[1]
+    forward = runner.model.decoder.forward
+
+    def broken(inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+        logits = forward(inputs, probe).clone()
+        logits[0, 3] = torch.nan
+        return logits
+
+    monkeypatch.setattr(runner.model.decoder, "forward", broken)
+    both = Step(
+        new_sequences=(sequence(0, [5]), sequence(1, [6])),
+        context_rows=ints([0, 1]),
+        context_starts=ints([0, 0]),
+        context_lengths=ints([1, 1]),
+    )
+    for output in run_ahead(runner, [both, Step(generation_rows=ints([0, 1]))]):
+        assert [row for row, _ in output.errors] == [0]
+        assert output.token_ids[0] == 0
+        assert output.token_ids[1] > 0
+
+
+def test_arrays_cross_in_one_copy() -> None:
+    buffers = PinnedBuffers(CPU, 16)
+    arrays = [np.array([2**40, -1]), np.array([0.5, 2.0], dtype=np.float32), np.array([[1, 2], [3, 4]], dtype=np.int32)]
+    sent = buffers.send_arrays(arrays)
+    buffers.send_arrays([np.zeros(16, dtype=np.int32)])
+    for array, tensor in zip(arrays, sent, strict=True):
+        assert tensor.tolist() == array.tolist()
+        assert tensor.numpy().dtype == array.dtype
+
+
+@dataclass
+class FakeLaunched:
+    number: int
+    is_done: bool = False
+
+
+@dataclass
+class FakeRunner:
+    """Its steps are done when `inbox` runs dry."""
+
+    events: list[str] = field(default_factory=list)
+    launched: list[FakeLaunched] = field(default_factory=list)
+
+    def launch(self, step: Step) -> FakeLaunched:
+        self.events.append(f"launch {step.step_id}")
+        self.launched.append(FakeLaunched(step.step_id))
+        return self.launched[-1]
+
+    def finish(self, launched: FakeLaunched) -> StepOutput:
+        self.events.append(f"finish {launched.number}")
+        return StepOutput(EMPTY, (), (), 0.0)
+
+
+def test_the_loop_launches_what_is_there_before_it_waits_for_a_result() -> None:
+    inbox: queue.SimpleQueue[int] = queue.SimpleQueue()
+    runner = FakeRunner()
+    steps = StepsInFlight[int, FakeLaunched](runner, inbox)
+    for number in (1, 2, 3):
+        inbox.put(number)
+    for _ in range(2):
+        step_id = steps.next()
+        assert step_id is not None
+        steps.launch(Step(step_id=step_id), 0.0)
+    assert steps.next() is None  # two are enough
+    assert steps.finish()[0].step_id == 1
+    assert steps.next() == 3
+    steps.launch(Step(step_id=3), 0.5)
+    runner.launched[1].is_done = True
+    inbox.put(4)
+    assert steps.next() is None  # a result that is there goes first
+    steps.finish()
+    assert steps.next() == 4
+    assert runner.events == ["launch 1", "launch 2", "finish 1", "launch 3", "finish 2"]
+    steps.clear()
+    inbox.put(5)
+    assert steps.next() == 5
