@@ -93,13 +93,16 @@ class _Screen:
             self.is_paused = not self.is_paused
 
     def of(self, board: Board, console: Console) -> Callable[[], RenderableType]:
-        last: RenderableType = ""
+        still: RenderableType | None = None
 
         def show() -> RenderableType:
-            nonlocal last
-            if not self.is_paused or not last:
-                last = frame(board, console.width, is_paused=self.is_paused)
-            return last
+            nonlocal still
+            if not self.is_paused:
+                still = None
+                return frame(board, console.width)
+            # The frame that says so is the last one until the key is pressed again.
+            still = still or frame(board, console.width, is_paused=True)
+            return still
 
         return show
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import pty
 import re
+import sys
+import termios
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -182,3 +187,44 @@ async def test_a_router_that_drains_sends_its_watchers_away(part: Part, open_cli
 
     with pytest.raises(UnavailableError, match="draining"):
         await asyncio.wait_for(watch(), 60)
+
+
+async def test_a_draining_router_ends_the_feed_of_the_page(part: Part, cluster: Cluster) -> None:
+    reading = asyncio.create_task(get(part, "/dashboard/feed"))
+    await until(lambda: any(request.max_map_cells for request in cluster.scheduler.status_requests))
+    part.server.draining.set()
+    status, _, _ = await asyncio.wait_for(reading, 60)
+    assert status in (200, 503)  # before the first event it is refused
+
+
+async def test_top_shows_itself_on_a_terminal_and_q_quits(part: Part) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 100))
+    settings = termios.tcgetattr(theirs)
+    command = (sys.executable, "-m", "midstream.cli", "top", "--address", part.address)
+    environment = os.environ | {"TERM": "xterm-256color"}
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    written = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            written.extend(os.read(ours, 65536))
+
+    asyncio.get_running_loop().add_reader(ours, read)
+    try:
+        await until(lambda: "scheduler" in written.decode(errors="ignore"))
+        assert termios.tcgetattr(theirs)[3] & termios.ECHO == 0
+        os.write(ours, b"p")
+        await until(lambda: "paused  q quit" in written.decode(errors="ignore"))
+        os.write(ours, b"q")
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+        assert termios.tcgetattr(theirs) == settings
+    finally:
+        asyncio.get_running_loop().remove_reader(ours)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        os.close(ours)
+        os.close(theirs)
