@@ -3,8 +3,8 @@
 One step's journey: the link's thread receives a StepBatch, checks epoch and order, turns it into a `Step` and puts it
 into the inbox, while the compute loop below still runs the step before it. The loop takes it from there; the runner
 applies it to the rows, runs the model and samples; the output goes to the link, which encodes and sends it while the
-loop is already at the next step. The tokens of a step are in the rows before the next begins, so the scheduler need not
-have seen them to send it.
+loop is already at the next step. The tokens of a step are where the next finds them (in the rows, or on a GPU on the
+device, see `steps_in_flight`) before that begins, so the scheduler need not have seen them to send it.
 
 Compute stays on the main thread, so that its native threads are one team; everything that waits for a network is on
 the other.
@@ -28,6 +28,7 @@ from gpu_worker.lora.sizes import usual_adapter_bytes
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.request_log import RequestLog
 from gpu_worker.step_traces import StepTraces
+from gpu_worker.steps_in_flight import StepsInFlight
 from gpu_worker.wire import FEATURES, PROTOCOL_VERSION
 from midstream.config import WorkerConfig
 from midstream.curve import WorkerCredentials
@@ -66,6 +67,7 @@ class Worker:
         self._loop = progress.loop("compute", _STALL_S)
         registration = _registration(config, folder, self._runner, 1 if group is None else group.ranks.world_size)
         self._link = SchedulerLink(config.scheduler, registration, metrics, _memory, self._runner.adapters, credentials)
+        self._in_flight = StepsInFlight(self._runner, self._link.inbox)
         self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
         self._steps = metrics.counter("worker_steps", "Steps executed.")
         self._tokens = metrics.counter("worker_tokens", "Tokens sampled.")
@@ -93,12 +95,16 @@ class Worker:
 
     def _serve(self) -> Stopped:
         while True:
-            self._loop.idle()
-            work = self._link.inbox.get()
+            if not self._in_flight:
+                self._loop.idle()
+            work = self._in_flight.next()
             self._loop.touch()
-            if isinstance(work, WaitingStep):
+            if work is None:
+                self._deliver()
+            elif isinstance(work, WaitingStep):
                 self._execute(work)
             elif isinstance(work, EpochStarted):
+                self._in_flight.clear()
                 self._runner.clear()
                 self._requests.clear()
                 if self._traces is not None:
@@ -113,7 +119,7 @@ class Worker:
         waiting_s = time.perf_counter() - work.received_at
         self._requests.note(step)
         try:
-            output = self._runner.run_step(step)
+            self._in_flight.launch(step, waiting_s)
         except Exception:
             # On a GPU nothing works after an error of its own, so the process ends there; on a CPU a new epoch will do.
             logger.exception("step %d failed", step.step_id, extra={"request_ids": self._requests.involved(step)})
@@ -122,7 +128,10 @@ class Worker:
             if self._runner.model.device.type != "cpu":
                 raise
             self._link.abandon_epoch()
-            return
+
+    def _deliver(self) -> None:
+        """Finishes the oldest step in flight, and gives its result to the scheduler."""
+        step, output, waiting_s = self._in_flight.finish()
         self._link.send_result(step, output, waiting_s)
         self._requests.note_failures(output)
         self._steps.inc()
