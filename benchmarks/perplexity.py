@@ -1,14 +1,17 @@
 """What a way of computing costs in quality: perplexity of a text, and how far logits move, against the exact path.
 
-`python -m benchmarks.perplexity --text FILE ...` reads the text in windows, each from an empty context, and compares
-every choice with the first one, which is exact: dequantized weights, float32 activations and cache.
+`python -m benchmarks.perplexity` reads a text in windows, each from an empty context, and compares every choice with
+the first, which is exact: dequantized weights, float32 activations and cache. Without `--text` it takes what any Python
+brings along: the topics of `help()`, of which it prints a digest, for they differ from version to version.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from rich.console import Console
@@ -23,12 +26,15 @@ from midstream.config import WorkerConfig
 from midstream.model_folder import ModelFolder, open_model_folder
 
 WINDOW, BLOCK = 512, 16
+MAX_WINDOWS = 40  # 20,480 tokens
 CHOICES: dict[str, dict[str, str]] = {
     "exact: f32 activations and cache": {"activations": "f32", "kv": "f32"},
     "int16 activations": {"activations": "int16", "kv": "f32"},
     "int8 activations": {"activations": "int8", "kv": "f32"},
     "bf16 cache": {"activations": "f32", "kv": "bf16"},
-    "int8 activations, bf16 cache": {"activations": "int8", "kv": "bf16"},
+    "int16 cache": {"activations": "f32", "kv": "int16"},
+    "int8 cache": {"activations": "f32", "kv": "int8"},
+    "default: int16 activations and cache": {},
     "bf16 weights": {"weights": "bf16", "activations": "f32", "kv": "f32"},
     "int8 weights": {"weights": "int8", "activations": "f32", "kv": "f32"},
 }
@@ -50,24 +56,29 @@ def logits_of(decoder: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
     return decoder.forward(ForwardInputs(token_ids, positions, positions, starts, lengths, table, positions))
 
 
-def windows(folder: ModelFolder, paths: list[Path]) -> Iterator[torch.Tensor]:
+def windows(folder: ModelFolder, texts: list[str]) -> Iterator[torch.Tensor]:
     """Whole windows of the texts' tokens."""
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
-    for path in paths:
-        ids = torch.tensor(tokenizer.encode(path.read_text(encoding="utf-8")).ids, dtype=torch.int32)
+    for text in texts:
+        ids = torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32)
         yield from (piece for piece in torch.split(ids, WINDOW) if len(piece) == WINDOW)
 
 
 def main() -> None:
     """Prints one row for each choice."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--text", type=Path, nargs="+", required=True)
+    parser.add_argument("--text", type=Path, nargs="+", help="Files. [the topics of Python's help()]")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--max-windows", type=int, default=10_000)
+    parser.add_argument("--max-windows", type=int, default=MAX_WINDOWS, help=f"[{MAX_WINDOWS}]")
     parser.add_argument("--choice", nargs="+", choices=list(CHOICES), default=list(CHOICES))
     arguments = parser.parse_args()
     folder = open_model_folder(arguments.model)
-    pieces = list(windows(folder, arguments.text))[: arguments.max_windows]
+    paths: list[Path] = arguments.text or []
+    texts = [path.read_text(encoding="utf-8") for path in paths] or [
+        "\n\n".join(topics[name] for name in sorted(topics))
+    ]
+    pieces = list(windows(folder, texts))[: arguments.max_windows]
+    digest = hashlib.sha256(b"".join(piece.numpy().tobytes() for piece in pieces)).hexdigest()[:16]
     exact, *others = CHOICES
     decoders = {name: open_decoder(folder, CHOICES[name]) for name in [exact, *others] if name in arguments.choice}
     loss, moved, same = dict.fromkeys(decoders, 0.0), dict.fromkeys(decoders, 0.0), dict.fromkeys(decoders, 0)
@@ -83,7 +94,9 @@ def main() -> None:
             top = reference.topk(64, dim=1).indices
             largest[name] = max(largest[name], moves.gather(1, top).abs().max().item())
             same[name] += int((logits.argmax(1) == reference.argmax(1)).sum())
-    table = Table(title=f"{len(pieces) * WINDOW:,} tokens of text in windows of {WINDOW}", title_justify="left")
+    table = Table(
+        title=f"{len(pieces) * WINDOW:,} tokens of text ({digest}) in windows of {WINDOW}", title_justify="left"
+    )
     for column in (
         "computed with",
         "perplexity",

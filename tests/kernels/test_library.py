@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kernels.build import ISA_NEEDS, build
-from kernels.cpu import library, load_library
+from kernels.cpu import Library, library, load_library
+from kernels.cpu.self_check import find_difference
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,24 @@ def test_a_build_that_crashes_is_passed_over_with_a_warning(avx512_path: Path) -
         chosen = load_library()
     assert chosen is not None
     assert chosen.isa == "avx2"
+
+
+def test_a_build_that_computes_something_else_is_passed_over(
+    avx512_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "find_crash", lambda path, isa: "its Q4_1 linear layer differs from the reference")
+    with pytest.warns(UserWarning, match="running the avx2 kernels .avx512: its Q4_1 linear layer differs"):
+        chosen = load_library()
+    assert chosen is not None
+    assert chosen.isa == "avx2"
+
+
+@pytest.mark.parametrize(("name", "found"), [("pack", "linear layer"), ("decoder_forward", "decoder")])
+def test_the_check_notices_work_that_is_not_done(name: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = Library(build("avx2"), "avx2")
+    assert find_difference(lazy) is None
+    monkeypatch.setattr(lazy, name, lambda *_: None)
+    assert found in str(find_difference(lazy))
 
 
 def test_a_check_that_passed_is_not_run_again(avx512_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
