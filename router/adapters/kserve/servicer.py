@@ -20,13 +20,14 @@ import grpc
 import grpc.aio
 
 from midstream import __version__
-from midstream.chunk import Chunk, FinishReason
+from midstream.chunk import FinishReason
 from midstream.client.result import Result
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from protos import kserve_pb2 as pb
 from protos import kserve_pb2_grpc
 from router.adapters.kserve.ensemble import INPUTS, OUTPUTS, check_outputs, native_request, num_rows
-from router.adapters.kserve.tensors import InputTensor, OutputTensor, fill_outputs, parse_inputs
+from router.adapters.kserve.outputs import piece_outputs, whole_outputs
+from router.adapters.kserve.tensors import InputTensor, fill_outputs, parse_inputs
 from router.output import FrontDoor
 from router.prompt import PromptBuilder
 
@@ -134,7 +135,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             raise
         self._count(started, failed=False)
         response = self._response(request)
-        fill_outputs(response, [t for t in _whole([task.result() for task in tasks]) if t.name in wanted])
+        fill_outputs(response, [t for t in whole_outputs([task.result() for task in tasks]) if t.name in wanted])
         return response
 
     async def ModelStreamInfer(  # noqa: N802
@@ -144,17 +145,25 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """Runs requests as they come; each tells of its own failure, and the others go on."""
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_WAITING)
+        is_broken = False
 
         async def read() -> None:
-            async with asyncio.TaskGroup() as group:
-                async for request in request_iterator:
-                    group.create_task(self._stream(request, responses, context.time_remaining()))
+            nonlocal is_broken
+            try:
+                async with asyncio.TaskGroup() as group:
+                    async for request in request_iterator:
+                        group.create_task(self._stream(request, responses, context.time_remaining()))
+            except* Exception:  # of gRPC: each request's own are told in the stream
+                logger.debug("a stream of requests broke", exc_info=True)
+                is_broken = True
             await responses.put(None)
 
         reading = asyncio.create_task(read())
         try:
             while (response := await responses.get()) is not None:
                 yield response
+            if is_broken:
+                raise InvalidArgumentError("what came is no ModelInferRequest")
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -205,7 +214,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                     if chunk.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
                         continue  # the error follows
                     response = self._response(request)
-                    fill_outputs(response, [tensor for tensor in _piece(chunk, index) if tensor.name in wanted])
+                    fill_outputs(response, [tensor for tensor in piece_outputs(chunk, index) if tensor.name in wanted])
                     response.parameters[_FINAL].bool_param = last_is_marked and chunk.is_final
                     await responses.put(pb.ModelStreamInferResponse(infer_response=response))
         output.raise_failure()
@@ -248,54 +257,6 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             self._num_failures, self._failure_ns = self._num_failures + 1, self._failure_ns + took
         else:
             self._num_success, self._success_ns = self._num_success + 1, self._success_ns + took
-
-
-def _whole(results: list[Result]) -> list[OutputTensor]:
-    """All sequences of all rows, one after another."""
-    numbered = [(row, index, item) for row, result in enumerate(results) for index, item in enumerate(result.sequences)]
-    sequences = [item for _, _, item in numbered]
-    tensors = [
-        OutputTensor.of_texts("text_output", [item.text for item in sequences]),
-        OutputTensor.of_ints("batch_index", [row for row, _, _ in numbered]),
-        OutputTensor.of_ints("sequence_index", [index for _, index, _ in numbered]),
-    ]
-    if any(item.cumulative_log_prob is not None for item in sequences):
-        sums = [item.cumulative_log_prob or 0.0 for item in sequences]
-        tensors.append(OutputTensor.of_floats("cum_log_probs", [len(sums)], sums))
-    rows = [
-        item.extras.log_probs.token_log_probs if item.extras and item.extras.log_probs else () for item in sequences
-    ]
-    longest = max(map(len, rows))
-    if longest:
-        flat = [value for row in rows for value in (*row, *[0.0] * (longest - len(row)))]
-        tensors.append(OutputTensor.of_floats("output_log_probs", [len(rows), longest], flat))
-    for name in ("context_logits", "generation_logits"):
-        parts = [item.tensors[name] for item in sequences if name in item.tensors]
-        if len(parts) == 1:
-            tensors.append(OutputTensor(name, "FP32", parts[0].shape, parts[0].data))
-        elif parts:
-            longest = max(part.shape[0] for part in parts)
-            size = 4 * parts[0].shape[1]
-            data = b"".join(part.data + bytes(size * (longest - part.shape[0])) for part in parts)
-            tensors.append(OutputTensor(name, "FP32", (len(parts), longest, parts[0].shape[1]), data))
-    return tensors
-
-
-def _piece(chunk: Chunk, batch_index: int) -> list[OutputTensor]:
-    """What one chunk brings."""
-    tensors = [
-        OutputTensor.of_texts("text_output", [chunk.text]),
-        OutputTensor.of_ints("batch_index", [batch_index]),
-        OutputTensor.of_ints("sequence_index", [chunk.sequence_index]),
-    ]
-    if chunk.cumulative_log_prob is not None:
-        tensors.append(OutputTensor.of_floats("cum_log_probs", [1], [chunk.cumulative_log_prob]))
-    if chunk.extras is not None:
-        if chunk.extras.log_probs is not None:
-            values = chunk.extras.log_probs.token_log_probs
-            tensors.append(OutputTensor.of_floats("output_log_probs", [1, len(values)], values))
-        tensors += [OutputTensor(item.name, "FP32", item.shape, item.data) for item in chunk.extras.tensors]
-    return tensors
 
 
 def _request_id(request: pb.ModelInferRequest, index: int, rows: int) -> str:
