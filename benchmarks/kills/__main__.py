@@ -168,13 +168,14 @@ async def run_gaps(arguments: argparse.Namespace, console: Console) -> bool:
             ledger, is_over = Ledger(), asyncio.Event()
             asking = asyncio.create_task(stream_until(client, questions, expected, is_over.is_set, ledger))
             await asyncio.sleep(3)
-            steady = _gaps(ledger, questions, [(time.monotonic() - 2, time.monotonic())])
-            table.add_row("nothing", "", *_quantiles(steady))
+            windows = {"nothing": [(time.monotonic() - 2, time.monotonic())]}
             for kind in arguments.kinds:
-                windows = [await _kill_once(service, kind) for _ in range(arguments.kills)]
-                table.add_row(kind, str(len(windows)), *_quantiles(_gaps(ledger, questions, windows)))
+                windows[kind] = [await _kill_once(service, kind) for _ in range(arguments.kills)]
             is_over.set()
             await asking
+    # Only now is it known when the first token after a kill came, where that was after its window.
+    for kind, times in windows.items():
+        table.add_row(kind, str(len(times)), *_quantiles(_gaps(ledger, questions, times)))
     console.print(table)
     console.print(f"{ledger.num_complete} of {ledger.num_started} requests complete, {ledger.num_identical} identical")
     _print_failures(ledger, console)
