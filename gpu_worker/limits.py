@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpu_worker.cuda_graphs import GraphDecoder, GraphRecorder
+from gpu_worker.cuda_graphs import GraphDecoder, recorder_for
 from gpu_worker.kv_cache import block_bytes, choose_num_blocks
 from gpu_worker.loader import LoadedModel
 from midstream.config import WorkerConfig
@@ -45,15 +45,18 @@ class Limits:
         return cls(length, config.max_num_tokens or default)
 
 
-def graph_decoder(config: WorkerConfig, model: LoadedModel, limits: Limits) -> GraphDecoder:
-    """The model's decoder behind one that copies inputs to the GPU and replays graphs."""
+def graph_decoder(
+    config: WorkerConfig, model: LoadedModel, limits: Limits, *, is_recorded: bool = True
+) -> GraphDecoder:
+    """The model's decoder behind one that copies inputs to the GPU and, where it may, replays graphs."""
+    is_recorded = is_recorded and config.cuda_graphs and model.can_record
     return GraphDecoder(
         model.decoder,
         model.device,
         max_batch_size=config.max_batch_size,
         max_num_tokens=limits.max_num_tokens,
         max_blocks=-(-limits.max_sequence_length // config.tokens_per_block),
-        recorder=GraphRecorder() if config.cuda_graphs and model.can_record else None,
+        recorder=recorder_for(model.device) if is_recorded else None,
     )
 
 

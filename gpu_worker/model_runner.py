@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from gpu_worker.beams import Candidates
-from gpu_worker.cuda_graphs import GraphDecoder, Recorder, recorder_for
+from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.draft_model import DraftModel, load_draft_model
 from gpu_worker.drafts import Drafter
 from gpu_worker.guided import UNCONSTRAINED, Guides
 from gpu_worker.input_batch import InputBatch, PreparedStep
 from gpu_worker.kv_cache import KvCache
-from gpu_worker.limits import Limits, local_num_blocks
+from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
 from gpu_worker.loader import LoadedModel, load_model, num_threads
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.lora.peft_folder import read_adapter
@@ -312,22 +312,12 @@ class ModelRunner:
 
     def _with_graphs(self) -> GraphDecoder:
         """Puts decoders behind ones that copy inputs to the GPU, and the model's replays graphs."""
-        is_recorded = self._config.cuda_graphs and self.model.can_record
-        front = self._front_of(self.model, recorder_for(self.model.device) if is_recorded else None)
+        front = graph_decoder(self._config, self.model, self._limits)
         self.model = replace(self.model, decoder=front)
         if self._draft is not None:
-            self._draft = replace(self._draft, decoder=self._front_of(self._draft, None))
+            draft = graph_decoder(self._config, self._draft, self._limits, is_recorded=False)
+            self._draft = replace(self._draft, decoder=draft)
         return front
-
-    def _front_of(self, model: LoadedModel, recorder: Recorder | None) -> GraphDecoder:
-        return GraphDecoder(
-            model.decoder,
-            model.device,
-            max_batch_size=self._config.max_batch_size,
-            max_num_tokens=self.max_num_tokens,
-            max_blocks=-(-self.max_sequence_length // self._config.tokens_per_block),
-            recorder=recorder,
-        )
 
     def _record(self, graphs: GraphDecoder) -> None:
         if self._leader is None:

@@ -39,6 +39,11 @@ class Connections:
     lifelines: dict[int, socket.socket] = field(default_factory=dict)
     frames: dict[int, socket.socket] = field(default_factory=dict)
 
+    def close(self) -> None:
+        """Closes them."""
+        for connection in (*self.lifelines.values(), *self.frames.values()):
+            connection.close()
+
 
 def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float) -> Connections:
     """Rank 0's side: the connections of all followers.
@@ -49,7 +54,8 @@ def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float)
     """
     secret, connections = secrets.token_bytes(_SECRET_BYTES), Connections()
     deadline = time.monotonic() + timeout_s
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as failing:
+        failing.callback(connections.close)
         selector = stack.enter_context(selectors.DefaultSelector())
         remote = stack.enter_context(_listen(ranks.master_addr))
         local = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -67,6 +73,7 @@ def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float)
             for key, _ in selector.select(left):
                 assert isinstance(key.fileobj, socket.socket)
                 _welcome(key.fileobj.accept()[0], secret, digest, connections)
+        failing.pop_all()
     return connections
 
 
@@ -79,20 +86,30 @@ def dial_leader(store: Store, ranks: Ranks, digest: bytes) -> Connections:
     port, secret = store.get(_KEY).decode().split()
     token = bytes.fromhex(secret)
     address = (ranks.master_addr, int(port))
-    lifeline = socket.create_connection(address, timeout=_HELLO_TIMEOUT_S)
-    lifeline.sendall(_HELLO.pack(token, ranks.rank, _LIFELINE, digest))
+    connections = Connections()
+    try:
+        connections.lifelines[0] = lifeline = socket.create_connection(address, timeout=_HELLO_TIMEOUT_S)
+        lifeline.sendall(_HELLO.pack(token, ranks.rank, _LIFELINE, digest))
+        connections.frames[0] = frames = _dial_frames(address, token)
+        frames.sendall(_HELLO.pack(token, ranks.rank, _FRAMES, digest))
+    except BaseException:
+        connections.close()
+        raise
+    frames.settimeout(None)
+    way = "shared memory" if frames.family == socket.AF_UNIX else "TCP"
+    logger.info("steps come over %s", way, extra={"transport": way})
+    return connections
+
+
+def _dial_frames(address: tuple[str, int], secret: bytes) -> socket.socket:
     frames = socket.socket(socket.AF_UNIX)
     try:
-        frames.connect(_local_name(token))
+        frames.connect(_local_name(secret))
     except OSError:
         frames.close()
         frames = socket.create_connection(address, timeout=_HELLO_TIMEOUT_S)
         frames.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    frames.sendall(_HELLO.pack(token, ranks.rank, _FRAMES, digest))
-    frames.settimeout(None)
-    way = "shared memory" if frames.family == socket.AF_UNIX else "TCP"
-    logger.info("steps come over %s", way, extra={"transport": way})
-    return Connections({0: lifeline}, {0: frames})
+    return frames
 
 
 def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connections: Connections) -> None:
@@ -107,6 +124,7 @@ def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connection
         connection.close()
         return
     if theirs != digest:
+        connection.close()
         raise ConfigError(f"rank {rank} has another model or other settings than rank 0", field="model")
     connection.settimeout(None)
     if purpose == _FRAMES and connection.family != socket.AF_UNIX:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import zmq
@@ -20,11 +21,11 @@ TIMEOUT_MS = 150_000
 class ScriptedScheduler:
     """A ROUTER socket; keeps the identity of the worker that spoke last."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        self._socket.bind(f"tcp://{host}:{port or '*'}")
         address = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(address, bytes)
         self.address = address.decode().rstrip("\0")
@@ -71,16 +72,27 @@ class ScriptedScheduler:
         self._context.destroy(linger=0)
 
 
+def rank_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
+    """Variables that make a process one of a group."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
 @contextmanager
-def worker_process(scheduler: str, folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A worker that dials `scheduler`; it is killed when the block ends."""
+def worker_process(
+    scheduler: str,
+    folder: Path,
+    *flags: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    on: Sequence[str] = (),
+) -> Iterator[subprocess.Popen[str]]:
+    """A worker that dials `scheduler`, started by the command `on`; it is killed when the block ends."""
     command = [sys.executable, "-m", "gpu_worker", "--scheduler", scheduler, "--model", str(folder), "--device", "cpu"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
     process = subprocess.Popen(
-        [*command, "--max-kv-tokens", "4096", "--max-batch-size", "8", *flags],
+        [*on, *command, "--max-kv-tokens", "4096", "--max-batch-size", "8", *flags],
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=environment | dict(variables),
     )
     try:
         yield process

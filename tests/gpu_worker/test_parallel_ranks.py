@@ -93,6 +93,22 @@ def test_stages_run_the_cpu_kernels_to_the_bit(pool: RankPool, tiny_folder: Path
         assert all(map(torch.equal, logits_of(runner), logits_of(tiny_runner)))
 
 
+def test_three_ranks_give_the_same_bits_whatever_the_batch(
+    pool: RankPool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them hold the same KV head."""
+    tokens = prompt(40, seed=1)
+    wanted = logits_of(make_runner(tiny_folder, kernels="torch"))
+    with pool.runner(tiny_folder, 3, 1, kernels="torch") as runner:
+        for one, other in zip(logits_of(runner), wanted, strict=True):
+            assert_close(one, other)
+        driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+        driver.step([driver.sequence(0, tokens)], [(0, 0, 40)])
+        driver.step([driver.sequence(1, tokens), driver.sequence(2, prompt(33))], [(2, 0, 33), (1, 0, 17)], [0])
+        driver.step([], [(1, 17, 23)], [0, 2])
+    assert torch.equal(recorder.logits[2][0], recorder.logits[0][0])
+
+
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapted")

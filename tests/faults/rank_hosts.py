@@ -1,0 +1,51 @@
+"""Two ranks of a worker on two hosts, whose link is cut: python -m tests.faults.rank_hosts FOLDER [--namespaces].
+
+A program of its own, since it has to run in a network namespace where these may be made. Where not, both ranks are on
+this host, and one is killed.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.faults.hosts import Namespaces
+from tests.gpu_worker.rank_pool import free_port
+from tests.gpu_worker.scripted_scheduler import ScriptedScheduler, rank_environment, worker_process
+from tests.gpu_worker.test_worker_process import run_prompt
+
+NUM_TOKENS = 6
+LIMIT_S = 100
+LOST = 4
+
+
+def main() -> None:
+    """Runs a prompt and prints its tokens; fails where something is not as it should be."""
+    folder, hosts = Path(sys.argv[1]), Namespaces(["one", "two"]) if "--namespaces" in sys.argv else None
+    first, outer = ("10.77.0.1", "10.77.0.254") if hosts else ("127.0.0.1", "127.0.0.1")
+    scheduler, port = ScriptedScheduler(host=outer), free_port()
+    flags = ("--kernels", "torch", "--num-threads", "1", "--rank-timeout-s", "3")
+    with ExitStack() as stack:
+        stack.callback(scheduler.close)
+        ranks = []
+        for rank, host in enumerate(("one", "two")):
+            variables = rank_environment(rank, 2, first, port) | ({"GLOO_SOCKET_IFNAME": "eth0"} if hosts else {})
+            on = hosts.command(host) if hosts else []
+            process = worker_process(scheduler.address, folder, *flags, variables=variables, on=on)
+            ranks.append(stack.enter_context(process))
+        assert scheduler.register(epoch=1).world_size == 2
+        print(*run_prompt(scheduler, NUM_TOKENS))
+        if hosts:
+            hosts.cut("one", "two")
+        else:
+            ranks[1].kill()
+        logs = [process.communicate(timeout=LIMIT_S)[1] for process in ranks]
+    assert f"steps come over {'TCP' if hosts else 'shared memory'}" in logs[1], logs[1]
+    assert ranks[0].returncode == LOST, logs[0]
+    assert not hosts or ranks[1].returncode == LOST, logs[1]
+    assert ("has been silent for 3 s" if hosts else "rank 1 is gone") in logs[0], logs[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Which rank holds what: every part once, and each query beside the keys that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_worker.models.description import DecoderDescription, describe
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.shard import shard_of, whole_shard
+from midstream.config import WorkerConfig
+from midstream.errors import ConfigError
+from midstream.model_folder import open_model_folder
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+
+
+def grid(tensor: int, stages: int) -> list[Ranks]:
+    size = tensor * stages
+    return [Ranks(rank, size, tensor_size=tensor, pipeline_size=stages) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> DecoderDescription:
+    """30 layers, 9 heads, 3 KV heads."""
+    return describe(open_model_folder("smollm2").config)
+
+
+def test_torchruns_variables_give_the_place_in_the_grid() -> None:
+    ranks = Ranks.from_environment(WorkerConfig(pipeline_parallel=2), TORCHRUN)
+    assert (ranks.tensor_size, ranks.tensor_rank, ranks.stage, ranks.local_rank) == (4, 1, 1, 1)
+    assert Ranks.from_environment(WorkerConfig(), {}).is_alone
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "field"),
+    [
+        ({"tensor_parallel": 3}, {}, "tensor_parallel"),
+        ({"tensor_parallel": 2}, {"WORLD_SIZE": "1"}, "tensor_parallel"),
+        ({"pipeline_parallel": 0}, {}, "pipeline_parallel"),
+        ({}, {"RANK": "8"}, "RANK"),
+        ({}, {"RANK": ""}, "RANK"),
+        ({}, {"RANK": "-1"}, "RANK"),
+        ({}, {"MASTER_ADDR": ""}, "MASTER_ADDR"),
+        ({}, {"WORLD_SIZE": "two"}, "WORLD_SIZE"),
+    ],
+)
+def test_a_contradiction_is_named(settings: dict[str, int], variables: dict[str, str], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Ranks.from_environment(WorkerConfig(**settings), TORCHRUN | variables)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_the_embedded_models_kv_heads_are_divided_or_shared(embedded: DecoderDescription) -> None:
+    two = [shard_of(embedded, ranks) for ranks in grid(2, 1)]
+    assert [(list(s.kv_heads), list(s.heads)) for s in two] == [([0], [0, 1, 2]), ([1, 2], [3, 4, 5, 6, 7, 8])]
+    four = [shard_of(embedded, ranks) for ranks in grid(4, 1)]
+    assert [(list(s.kv_heads), list(s.heads)) for s in four] == [
+        ([0], [0]),
+        ([0], [1, 2]),
+        ([1], [3, 4, 5]),
+        ([2], [6, 7, 8]),
+    ]
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.data())
+def test_every_part_is_held(kv_heads: int, queries: int, tensor: int, stages: int, data: st.DataObject) -> None:
+    heads = kv_heads * queries
+    description = replace(
+        _DESCRIPTION,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        num_layers=data.draw(st.integers(stages, 9)),
+        intermediate_size=data.draw(st.integers(8, 400)),
+        vocab_size=data.draw(st.integers(8, 100)),
+    )
+    description = replace(description, windows=tuple(range(1, description.num_layers + 1)))
+    if tensor > heads or (tensor > kv_heads and -(-tensor // kv_heads) > queries):
+        with pytest.raises(ConfigError):
+            list(map(partial(shard_of, description), grid(tensor, stages)))
+        return
+    shards = [shard_of(description, ranks) for ranks in grid(tensor, stages)]
+    stage = shards[:tensor]
+    assert [head for shard in stage for head in shard.heads] == list(range(heads))
+    assert [feature for shard in stage for feature in shard.features] == list(range(description.intermediate_size))
+    assert [layer for shard in shards[::tensor] for layer in shard.layers] == list(range(description.num_layers))
+    tokens = [token for shard in stage for token in shard.tokens]
+    assert tokens[: description.vocab_size] == list(range(description.vocab_size))
+    assert len({len(shard.tokens) for shard in stage}) == 1
+    for shard in shards:
+        assert shard.part.num_heads % shard.part.num_kv_heads == 0
+        per_kv_head = shard.part.num_heads // shard.part.num_kv_heads
+        for place, head in enumerate(shard.heads):
+            assert shard.kv_heads[place // per_kv_head] == head // queries
+        assert shard.part.windows == tuple(layer + 1 for layer in shard.layers)
+    assert whole_shard(description).part == description
+
+
+_DESCRIPTION = DecoderDescription(
+    architecture="llama",
+    vocab_size=1,
+    hidden_size=8,
+    intermediate_size=1,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope={},
+    windows=(None,),
+    ties_embeddings=False,
+    normalizes_qk=False,
+    has_mlp_bias=False,
+    max_sequence_length=16,
+)

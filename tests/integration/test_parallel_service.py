@@ -1,0 +1,78 @@
+"""A worker of two ranks behind the whole service, on the embedded model; one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from midstream.model_folder import open_model_folder
+from tests.gpu_worker.tiny_models import Driver, make_runner
+from tests.integration.service import Service, collect, eventually, stub_of, tokens
+
+NUM_TOKENS = 24
+RANKS = ("worker-0", "worker-0-rank-1")
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    path = open_model_folder("smollm2").path / "tokenizer.json"
+    return list(Tokenizer.from_file(str(path)).encode("The three longest rivers of the world are").ids)
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    settings = {"MIDSTREAM_MAX_KV_TOKENS": "2048", "MIDSTREAM_MAX_SEQUENCE_LENGTH": "512"}
+    service = Service.start(tmp_path_factory.mktemp("parallel"), "--tensor-parallel", "2", **settings)
+    yield service
+    service.stop()
+    for rank, reason in zip(RANKS, ("drained", "rank 0 said so"), strict=True):
+        assert f"stopped: {reason}" in (service.run_dir / "logs" / f"{rank}.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def expected(prompt: list[int]) -> list[int]:
+    """What one rank gives."""
+    runner = make_runner("smollm2", kernels="torch", max_kv_tokens=512, max_sequence_length=512)
+    return Driver(runner).run_alone(prompt, NUM_TOKENS)
+
+
+def ranks_of(service: Service) -> list[dict[str, Any]]:
+    return sorted(service.processes("gpu_worker"), key=lambda process: str(process["name"]))
+
+
+async def test_two_ranks_give_one_ranks_text(parallel: Service, prompt: list[int], expected: list[int]) -> None:
+    assert tuple(process["name"] for process in ranks_of(parallel)) == RANKS
+    async with stub_of(parallel.routers()[0]) as stub:
+        answer = await collect(stub, tokens(prompt, max_tokens=NUM_TOKENS))
+    assert answer.token_ids == expected
+    tokenizer = Tokenizer.from_file(str(open_model_folder("smollm2").path / "tokenizer.json"))
+    assert answer.text == tokenizer.decode(expected)
+
+
+async def test_a_killed_rank_ends_the_group_and_no_stream(
+    parallel: Service, prompt: list[int], expected: list[int]
+) -> None:
+    second = ranks_of(parallel)[1]["pid"]
+    received: list[int] = []
+    async with stub_of(parallel.routers()[0]) as stub:
+        async for response in stub.Generate(tokens(prompt, max_tokens=NUM_TOKENS), timeout=150):
+            if len(received) < 3 <= len(received) + len(response.token_ids):
+                os.kill(second, signal.SIGKILL)
+            assert response.token_offset == len(received)
+            received += response.token_ids
+    assert received == expected
+    ranks = await eventually(
+        lambda: asyncio.to_thread(ranks_of, parallel),
+        lambda ranks: all(rank["health"] == "serving" and rank["num_restarts"] for rank in ranks),
+        100,
+    )
+    assert [(rank["health"], rank["num_restarts"] > 0) for rank in ranks] == [("serving", True)] * 2
+    log = await asyncio.to_thread(Path(ranks[0]["log"]).read_text)
+    assert "the group ends: rank 1 is gone" in log
