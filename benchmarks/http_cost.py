@@ -1,8 +1,8 @@
 """What HTTP costs against native gRPC: `python -m benchmarks.http_cost [--fake] [--streams 64] [--rounds 4]`.
 
 Starts one service, and sends it requests over native gRPC and as OpenAI completions (SSE) in turn, each way first every
-other time. Prints output tokens per second of each way, and the processor time that the router and the
-client spent on a token. With `--fake` the worker has no model, so that nothing but the control plane is measured.
+other time. Prints output tokens per second of each way, and the processor time that router and client spent on a token.
+With `--fake` the worker has no model, so that nothing but the control plane is measured.
 
 Both clients are in this process and parse what they get: protobuf by gRPC, JSON by the standard library.
 """
@@ -63,6 +63,7 @@ def main() -> int:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fake", action="store_true", help="A worker without a model.")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="Time of a fake step. [0]")
     parser.add_argument("--streams", type=int, default=64, help="Requests at once. [64]")
     parser.add_argument("--tokens", type=int, default=32, help="Output tokens of each. [32]")
     parser.add_argument("--rounds", type=int, default=4, help="Runs of each way. [4]")
@@ -79,6 +80,7 @@ def start_service(folder: Path, arguments: argparse.Namespace) -> Iterator[Targe
     scheduler, worker, detokenizer, grpc_port, http_port = free_ports(5)
     model = open_model_folder("smollm2")
     fake = f"--model-fingerprint {model.fingerprint} --vocab-size {model.vocab_size} --num-blocks 65536"
+    fake += f" --step-ms {arguments.step_ms}"
     commands = {
         "scheduler": f"-m scheduler --port {scheduler} --worker-port {worker} --journal-path {folder}/journal.sqlite "
         "--log-level warning",
