@@ -49,6 +49,7 @@ class Lifelines:
         """
         self._peers, self._timeout_s, self._on_lost = dict(peers), timeout_s, on_lost
         self._on_drain: Callable[[], None] | None = None
+        self._is_stuck: Callable[[], bool] = lambda: False
         self._is_closing = self._wants_drain = False
         self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
         for connection in self._peers.values():
@@ -60,6 +61,10 @@ class Lifelines:
         self._on_drain = call
         if self._wants_drain:
             call()
+
+    def watch(self, is_stuck: Callable[[], bool]) -> None:
+        """Counts this process as lost when it does not get on: another rank may live and yet not answer."""
+        self._is_stuck = is_stuck
 
     def ask_drain(self) -> None:
         """Asks rank 0 to finish what is at hand and to end the group."""
@@ -106,6 +111,9 @@ class Lifelines:
                         if not self._is_closing:
                             self._on_lost(f"rank {key.data} is gone")
                             return
+                if self._is_stuck() and not self._is_closing:
+                    self._on_lost("a step does not end")
+                    return
                 silent = [rank for rank, since in heard.items() if time.monotonic() - since > self._timeout_s]
                 if silent and not self._is_closing:
                     self._on_lost(f"rank {silent[0]} has been silent for {self._timeout_s:g} s")

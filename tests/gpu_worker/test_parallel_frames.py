@@ -120,6 +120,12 @@ def test_a_rank_that_asks_for_the_end_is_heard(
     assert lost.empty()
 
 
+def test_a_process_that_does_not_get_on_is_lost(lifelines: Lines) -> None:
+    one, _, _, lost = lifelines
+    one.watch(lambda: True)
+    assert lost.get(timeout=LIMIT_S) == "a step does not end"
+
+
 def test_a_silent_rank_is_lost() -> None:
     near, far = tcp_pair()
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()

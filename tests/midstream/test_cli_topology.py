@@ -46,6 +46,20 @@ def test_workers_share_the_cores(num_cores: int, num_workers: int, num_threads: 
     assert [flag(spec.flags, "--num-threads") for spec in workers] == [str(num_threads)] * num_workers
 
 
+def test_each_worker_is_a_group_of_its_own() -> None:
+    topology = Topology(num_workers=2, tensor_parallel=2, pipeline_parallel=2)
+    workers = [spec for spec in plan_processes(topology, num_cores=16) if spec.kind == "gpu_worker"]
+    assert [spec.name for spec in workers[:4]] == ["worker-0", "worker-0-rank-1", "worker-0-rank-2", "worker-0-rank-3"]
+    assert [spec.environment["RANK"] for spec in workers] == ["0", "1", "2", "3"] * 2
+    assert {spec.environment["WORLD_SIZE"] for spec in workers} == {"4"}
+    first, second = (spec.environment["MASTER_PORT"] for spec in workers[::4])
+    assert [spec.environment["MASTER_PORT"] for spec in workers] == [first] * 4 + [second] * 4
+    assert first != second
+    for spec in workers:
+        assert flag(spec.flags, "--tensor-parallel") == flag(spec.flags, "--pipeline-parallel") == "2"
+        assert flag(spec.flags, "--num-threads") == "2"
+
+
 def test_default_ports_are_taken_where_they_are_free() -> None:
     specs = {spec.name: spec for spec in plan_processes(Topology(num_routers=2), is_free=lambda port: port != 50052)}
     assert specs["router-0"].addresses == {"grpc": "127.0.0.1:50051", "http": "127.0.0.1:8000"}
