@@ -68,8 +68,10 @@ class StatusFeed:
                 except Exception:
                     # A defect here or there; the feed must not stand still for it.
                     logger.exception("the state could not be made out")
+                # Python 3.11's wait_for loses a cancellation that comes as its time is up.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wanted.wait(), self._interval_s)
+                    async with asyncio.timeout(self._interval_s):
+                        await self._wanted.wait()
         finally:
             sending_away.cancel()
 

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from midstream.health import Progress
+from midstream.telemetry import HttpServer, Metrics
+
+
+@pytest.fixture
+def progress() -> Progress:
+    return Progress()
+
+
+@pytest.fixture
+def address(progress: Progress) -> Iterator[str]:
+    server = HttpServer("127.0.0.1", 0, Metrics(), progress.problems, progress.stalled)
+    server.start()
+    yield f"http://127.0.0.1:{server.port}"
+    server.stop()
+
+
+def status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_one_that_waits_its_turn_is_alive_and_not_healthy(progress: Progress, address: str) -> None:
+    progress.set_reason("standby", stands=True)
+    assert (status(address + "/health"), status(address + "/live")) == (503, 200)
+    progress.set_reason("standby", stands=False)
+    assert (status(address + "/health"), status(address + "/live")) == (200, 200)
+
+
+def test_one_whose_loop_hangs_is_neither(progress: Progress, address: str) -> None:
+    loop = progress.loop("loop", timeout_s=-1)  # whatever it has in hand is late
+    loop.touch()
+    assert (status(address + "/health"), status(address + "/live")) == (503, 503)
+    loop.idle()
+    assert (status(address + "/health"), status(address + "/live")) == (200, 200)
