@@ -25,6 +25,8 @@ from tests.faults.processes import until
 from tests.router.test_grammar_check import BAD
 
 NUM_TOKENS = 400
+# Five processes that begin at once, one of which imports torch.
+START_S = 120
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.9, seed=4)
 
 
@@ -36,7 +38,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 @pytest.fixture
 async def guarded(shared: Guarded) -> Guarded:
-    await until(shared.is_whole)
+    await until(shared.is_whole, START_S)
     return shared
 
 
