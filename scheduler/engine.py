@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from midstream.errors import OverloadedError, from_status
+from scheduler.beam_outputs import report_beams
 from scheduler.broadcast import Broadcast
 from scheduler.core import SchedulerCore
 from scheduler.dispatch import Dispatcher
 from scheduler.effects import (
     Accepted,
+    BeamsAdvanced,
     Effect,
     EpochEnded,
     GroupJoined,
@@ -86,6 +88,8 @@ class Engine:
                 observe(event, effects)
         entries: list[JournalEntry] = []
         for effect in effects:
+            if isinstance(effect, BeamsAdvanced):
+                report_beams(effect.request)
             if is_entry(effect):
                 entries.append(effect)  # type: ignore[arg-type]
             else:

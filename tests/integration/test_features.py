@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import random
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import jsonschema
@@ -167,6 +166,22 @@ async def test_sequences_share_one_report_of_the_prompt(client: AsyncClient) -> 
     assert first.token_ids != second.token_ids
 
 
+async def test_beams_report_what_they_are_scored_by(client: AsyncClient) -> None:
+    wanted = SamplingParams(beam_width=3, num_return_sequences=3, max_tokens=6, log_probs=0, length_penalty=0.0)
+    stream = client.generate("The capital of France is", sampling=wanted)
+    result = await stream.result()
+    scores = [sequence.cumulative_log_prob or 0.0 for sequence in result.sequences]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] < 0
+    for sequence, score in zip(result.sequences, scores, strict=True):
+        log_probs = sequence.extras.log_probs if sequence.extras else None
+        assert log_probs is not None
+        assert len(log_probs.token_log_probs) == len(sequence.token_ids)
+        assert sum(log_probs.token_log_probs) == pytest.approx(score, abs=1e-5)
+    rest = await client.resume(stream.request_id, 2).result()
+    assert extras_of(rest).log_probs == extras_of(result).log_probs.without(2)  # type: ignore[union-attr]
+
+
 async def test_all_so_far_and_the_prompt_first(client: AsyncClient, tokenizer: Tokenizer) -> None:
     prompt = "The capital of France is"
     ids = tokenizer.encode(prompt)
@@ -183,12 +198,13 @@ async def test_all_so_far_and_the_prompt_first(client: AsyncClient, tokenizer: T
 
 async def test_json_follows_its_schema_in_100_of_100(client: AsyncClient) -> None:
     requests = [guided("JSON_SCHEMA", json.dumps(SCHEMA), temperature=1.0, seed=seed) for seed in range(100)]
+    for request in requests:
+        request.max_tokens = 160  # longer than anything that the schema lets through
     results = await asyncio.gather(*(client.stream(request).result() for request in requests))
-    ended = [result for result in results if result.finish_reason == "stop"]
-    assert len(ended) >= 95
-    for result in ended:
+    for result in results:
+        assert result.finish_reason == "stop"
         jsonschema.validate(json.loads(result.text), SCHEMA)
-    assert len({result.text for result in ended}) > 50
+    assert len({result.text for result in results}) > 50
 
 
 async def test_expressions_grammars_and_json(client: AsyncClient) -> None:
@@ -239,62 +255,3 @@ async def test_tensors_that_are_too_large_are_refused(client: AsyncClient) -> No
     with pytest.raises(InvalidArgumentError) as raised:
         await client.generate("hi", sampling=greedy(max_tokens=8000, return_generation_logits=True)).result()
     assert raised.value.field == "output"
-
-
-def drawn(rng: random.Random, number: int) -> pb.GenerateRequest:
-    """A request with features drawn at random."""
-    request = pb.GenerateRequest(max_tokens=rng.randint(4, 12))
-    request.prompt = rng.choice(["A river is", "Once upon a time there was a fox.", "Numbers: 1, 2, 3, 1, 2, 3, 1,"])
-    sampling, stopping, output = request.sampling, request.stopping, request.output
-    sampling.seed, sampling.temperature = number, rng.choice([0.0, 0.7, 1.3])
-    choices: dict[str, Callable[[], object]] = {
-        "penalties": lambda: sampling.MergeFrom(pb.SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.3)),
-        "bias": lambda: sampling.embedding_bias.update({100 + number: 4.0}),
-        "ngrams": lambda: sampling.MergeFrom(pb.SamplingConfig(no_repeat_ngram_size=2)),
-        "decay": lambda: sampling.MergeFrom(pb.SamplingConfig(top_p=0.95, top_p_decay=0.8, top_p_min=0.3)),
-        "cut": lambda: sampling.MergeFrom(pb.SamplingConfig(top_k=40, min_p=0.02)),
-        "min_tokens": lambda: sampling.MergeFrom(pb.SamplingConfig(min_tokens=6)),
-        "bad_words": lambda: stopping.bad_words.extend(["the", "a"]),
-        "several": lambda: sampling.MergeFrom(pb.SamplingConfig(num_return_sequences=2)),
-        "log_probs": lambda: output.MergeFrom(pb.OutputConfig(log_probs=3, prompt_log_probs=1)),
-        "logits": lambda: output.MergeFrom(pb.OutputConfig(return_generation_logits=True)),
-        "hidden": lambda: output.additional_outputs.add(name="hidden_states.12", gather_context=True),
-        "guide": lambda: request.guided_decoding.MergeFrom(
-            pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="[a-z]{2,8}( [a-z]{1,7}){3}")
-        ),
-        "processor": lambda: request.MergeFrom(
-            pb.GenerateRequest(logits_post_processor_name="count_up_together", client_id="ann")
-        ),
-    }
-    for name in rng.sample(sorted(choices), 4):
-        choices[name]()
-    return request
-
-
-def contents(result: Result) -> list[object]:
-    return [
-        (item.token_ids, item.text, item.finish_reason, item.cumulative_log_prob, item.tensors, _rows(item.extras))
-        for item in result.sequences
-    ]
-
-
-def _rows(extras: Extras | None) -> object:
-    return extras and (extras.log_probs, extras.prompt_log_probs)
-
-
-async def test_any_mixture_gives_each_the_bits_that_it_gives_alone(client: AsyncClient) -> None:
-    rng = random.Random(5)
-    requests = [drawn(rng, number) for number in range(30)]
-
-    async def run(index: int) -> list[object]:
-        request = pb.GenerateRequest()
-        request.CopyFrom(requests[index])
-        return contents(await client.stream(request).result())
-
-    order = list(range(30))
-    first = await asyncio.gather(*map(run, order))
-    rng.shuffle(order)
-    second = dict(zip(order, await asyncio.gather(*map(run, order)), strict=True))
-    assert [second[index] for index in range(30)] == first
-    for index in range(0, 30, 5):
-        assert await run(index) == first[index]

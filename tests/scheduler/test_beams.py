@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from protos import generation_pb2 as pb
+from protos import worker_pb2
+from scheduler.beam_outputs import report_beams
 from scheduler.beams import BeamSearch
 from scheduler.effects import BeamsAdvanced, Fork, StepPlan
 from scheduler.events import AbortRequested, Recovered
@@ -58,6 +62,24 @@ def test_beams_fork_share_full_blocks_and_copy_the_last() -> None:
     assert ends(harness) == [([11, 12, 13, 14], -10 / 8), ([11, 12, 13, 15], -14 / 8)]
     assert harness.ended == {"b": FinishReason.LENGTH}
     harness.check_is_empty()
+
+
+def test_outputs_report_the_log_probs_that_the_search_summed_up_once_it_is_over() -> None:
+    harness = Harness()
+    harness.add_group(num_blocks=16)
+    harness.submit("b", PROMPT, 4, beam_width=2, num_sequences=2)
+    harness.submit("other", PROMPT, 4, beam_width=2, num_sequences=2)
+    request, other = (harness.core.lifecycle.requests[name] for name in ("b", "other"))
+    wanted = pb.GenerateRequest(output=pb.OutputConfig(log_probs=0)).SerializeToString()
+    request.spec = replace(request.spec, payload=request.spec.payload + wanted)
+    report_beams(request)
+    assert request.sequences[0].outputs == []
+    harness.run()
+    report_beams(request)
+    report_beams(other)
+    rows = [worker_pb2.RowOutputs.FromString(s.outputs[0].data).log_probs.token_log_probs for s in request.sequences]
+    assert rows == [[-1 / 8, -2 / 8, -3 / 8, -4 / 8], [-1 / 8, -2 / 8, -3 / 8, -8 / 8]]
+    assert [len(sequence.outputs) for sequence in (*request.sequences, *other.sequences)] == [1, 1, 0, 0]
 
 
 def test_beams_run_beside_sampling_which_is_planned_ahead() -> None:
