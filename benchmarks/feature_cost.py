@@ -1,0 +1,122 @@
+"""What the code of features costs a batch that uses none of them: `python -m benchmarks.feature_cost`.
+
+Greedy decode steps of one engine run by turns as they are and with everything bypassed that features have added:
+adapters, drafts, grammars, post-processors, steering, reports, beams, failed rows. Processor time outside of the
+forward pass tells the difference where the noise of whole steps hides it; both are printed as ratios to a whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from gpu_worker.input_batch import InputBatch
+from gpu_worker.model_runner import ModelRunner
+from gpu_worker.models.decoder import ForwardInputs
+from gpu_worker.step import EMPTY, GREEDY, NewSequence, Step
+from midstream.config import WorkerConfig
+from midstream.model_folder import open_model_folder
+
+PROMPT_TOKENS, NUM_PAIRS = 32, 100
+REPEAT = Step(repeat_generation=True)
+
+
+class Timed:
+    """A decoder's forward pass, whose time on this thread is counted."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.seconds = 0.0
+        self._forward = runner.model.decoder.forward
+        runner.model.decoder.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, inputs: ForwardInputs, probe: object = None) -> torch.Tensor:
+        started = time.thread_time()
+        logits = self._forward(inputs, probe)  # type: ignore[arg-type]
+        self.seconds += time.thread_time() - started
+        return logits
+
+
+@torch.inference_mode()
+def bare_step(runner: ModelRunner, batch: InputBatch) -> None:
+    """A decode step of the same rows that looks at no feature."""
+    rows = batch._next_generation(REPEAT)
+    last = batch.rows.lengths[rows] - 1
+    starts = np.arange(len(rows) + 1, dtype=np.int32)
+    slots = batch.rows.block_tables[rows, last // 16] * 16 + last % 16
+    most_blocks = -(-int(last.max() + 1) // 16)
+    inputs = ForwardInputs(
+        token_ids=torch.from_numpy(batch.rows.tokens[rows, last]),
+        positions=torch.from_numpy(last),
+        slot_mapping=torch.from_numpy(slots),
+        query_starts=torch.from_numpy(starts),
+        context_lens=torch.from_numpy(last + 1),
+        block_tables=torch.from_numpy(batch.rows.block_tables[rows, :most_blocks]),
+        sampled=torch.from_numpy(starts[:-1]),
+    )
+    logits = runner.model.decoder.forward(inputs)
+    token_ids = logits.numpy().argmax(axis=1).astype(np.int32)
+    batch.rows.append_tokens(rows, token_ids)
+
+
+def start(runner: ModelRunner, batch_size: int) -> None:
+    """Prefills that many prompts."""
+    runner.clear()
+    length = PROMPT_TOKENS + 2 * NUM_PAIRS + 4
+    num_blocks = -(-length // 16)
+    generator = np.random.default_rng(batch_size)
+    for row in range(batch_size):
+        sequence = NewSequence(
+            row=row,
+            token_ids=generator.integers(300, 40_000, PROMPT_TOKENS).astype(np.int32),
+            num_prompt_tokens=PROMPT_TOKENS,
+            block_ids=np.arange(num_blocks, dtype=np.int32) + row * num_blocks,
+            sampling=GREEDY,
+        )
+        place, none, count = (np.array([value], dtype=np.int32) for value in (row, 0, PROMPT_TOKENS))
+        runner.run_step(Step(new_sequences=(sequence,), context_rows=place, context_starts=none, context_lengths=count))
+    runner.run_step(Step(generation_rows=np.arange(batch_size, dtype=np.int32), released_rows=EMPTY))
+
+
+def measure(runner: ModelRunner, timed: Timed, batch_size: int) -> tuple[float, float, float]:
+    """Milliseconds of a whole step; the ratio of whole steps; and that of processor time outside the forward pass."""
+    start(runner, batch_size)
+    batch = runner._batch
+    kinds: dict[bool, Callable[[], object]] = {
+        True: lambda: runner.run_step(REPEAT),
+        False: lambda: bare_step(runner, batch),
+    }
+    walls: dict[bool, list[float]] = {True: [], False: []}
+    outside: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * NUM_PAIRS):
+        is_whole = number % 4 in (0, 3)  # neither kind always comes first
+        before, started, cpu_started = timed.seconds, time.perf_counter(), time.thread_time()
+        kinds[is_whole]()
+        walls[is_whole].append(time.perf_counter() - started)
+        outside[is_whole].append(time.thread_time() - cpu_started - (timed.seconds - before))
+    step = statistics.median(walls[False])
+    added = statistics.median(outside[True]) - statistics.median(outside[False])
+    return 1000 * step, statistics.median(walls[True]) / step, 1 + added / step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--num-threads", type=int, default=0)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64])
+    arguments = parser.parse_args()
+    config = WorkerConfig(model=arguments.model, max_kv_tokens=32_768, num_threads=arguments.num_threads)
+    runner = ModelRunner(config, open_model_folder(config.model))
+    timed = Timed(runner)
+    print(f"{'rows':>5}{'ms a step':>11}{'of whole steps':>16}{'by processor time':>19}")
+    for batch_size in arguments.batch_sizes:
+        step, by_wall, by_processor = measure(runner, timed, batch_size)
+        print(f"{batch_size:5}{step:11.2f}{by_wall:16.3f}{by_processor:19.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Chat: turns are rendered with the model's own template, and the answer becomes the next turn."""
+
+from __future__ import annotations
+
+import sys
+
+from midstream.client import Client, SamplingParams
+
+
+def main(address: str = "127.0.0.1:50051") -> None:
+    turns = [{"role": "system", "content": "You answer in one short sentence."}]
+    with Client(address) as client:
+        for question in ("What is the capital of France?", "And of Italy?"):
+            turns.append({"role": "user", "content": question})
+            answer = client.generate(messages=turns, sampling=SamplingParams(temperature=0, max_tokens=32)).text()
+            turns.append({"role": "assistant", "content": answer})
+            print(f"user: {question}\nassistant: {answer}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

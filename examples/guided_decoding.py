@@ -1,0 +1,37 @@
+"""Guided decoding: output that follows a JSON schema, any JSON, an expression, or a grammar."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from midstream.executor import GenerationExecutor, GuidedDecodingParams, SamplingParams
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+GUIDES = {
+    "schema": GuidedDecodingParams(json=SCHEMA),
+    "json": GuidedDecodingParams(json_object=True),
+    "expression": GuidedDecodingParams(regex="(red|green|blue) fox(es)?"),
+    "grammar": GuidedDecodingParams(grammar='root ::= number (" + " number)+ " = " number\nnumber ::= [0-9]{1,2}'),
+}
+
+
+def main(address: str = "127.0.0.1:50051") -> None:
+    params = [SamplingParams(seed=3, max_tokens=48, guided_decoding=guide) for guide in GUIDES.values()]
+    with GenerationExecutor.create(address=address) as executor:
+        results = executor.generate(["Here is what you asked for: "] * len(params), params)
+    for name, result in zip(GUIDES, results, strict=True):
+        print(f"{name}: {result.outputs[0].text}")
+    print("parsed:", json.loads(results[0].outputs[0].text))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

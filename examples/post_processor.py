@@ -1,0 +1,27 @@
+"""A logits post-processor: code of one's own, chosen by its name, which sees the tokens so far and the client's id.
+
+`count_up` is in the package tests/gpu_worker/example_post_processor; install it where the workers run. It makes each
+token the one before it plus the length of the client's id.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from midstream.errors import InvalidArgumentError
+from midstream.executor import GenerationExecutor, SamplingParams
+
+
+def main(address: str = "127.0.0.1:50051") -> None:
+    params = SamplingParams(max_tokens=5, ignore_eos=True, logits_processor="count_up")
+    with GenerationExecutor.create(address=address) as executor:
+        for client_id in ("ann", "robert"):
+            print(client_id, executor.generate([400, 500], params, client_id=client_id).outputs[0].token_ids)
+        try:
+            executor.generate([400, 500], SamplingParams(logits_processor="unheard_of"))
+        except InvalidArgumentError as error:
+            print(error)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

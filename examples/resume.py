@@ -1,0 +1,26 @@
+"""Resume: a client leaves in the middle of a detached request; another takes it up at the offset that was reached."""
+
+from __future__ import annotations
+
+import sys
+
+from midstream.client import Client, SamplingParams
+
+
+def main(address: str = "127.0.0.1:50051") -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    with Client(address) as client:
+        stream = client.generate("Once upon a time", sampling=sampling, detached=True)
+        first = next(iter(stream))
+        stream.cancel()
+    print(f"the first has {first.text!r} and leaves")
+
+    with Client(address) as client:
+        rest = client.resume(stream.request_id, from_token=first.token_offset + len(first.token_ids)).result()
+        print(f"the second has {rest.text!r}")
+        whole = client.generate("Once upon a time", sampling=sampling).result()
+    print("together they are the whole:", list(first.token_ids) + rest.token_ids == whole.token_ids)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

@@ -1,0 +1,39 @@
+"""What the scheduler is told: priority, deadline, whose request it is, who shares prefixes, which blocks to keep."""
+
+from __future__ import annotations
+
+import sys
+
+from midstream.errors import DeadlineError
+from midstream.executor import GenerationExecutor, KvCacheRetentionConfig, SamplingParams, TokenRangeRetentionConfig
+
+SYSTEM = "You are a careful assistant who answers in full sentences and never guesses. " * 4
+
+
+def main(address: str = "127.0.0.1:50051") -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    keep = KvCacheRetentionConfig(
+        token_range_retention_configs=[TokenRangeRetentionConfig(0, 64, priority=90, duration_ms=60_000)],
+        decode_retention_priority=10,
+    )
+    with GenerationExecutor.create(address=address) as executor:
+        for salt in ("tenant-1", "tenant-1", "tenant-2"):
+            result = executor.generate(
+                f"{SYSTEM}Say hello.",
+                params,
+                priority=50,
+                client_id=salt,
+                cache_salt=salt,
+                kv_cache_retention_config=keep,
+            )
+            assert result.usage is not None
+            print(f"{salt}: {result.usage.cached_tokens} of {result.usage.prompt_tokens} prompt tokens were cached")
+        endless = SamplingParams(max_tokens=4000, ignore_eos=True)
+        try:
+            executor.generate("On and on", endless, timeout_s=0.5)
+        except DeadlineError as error:
+            print("a deadline:", error)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

@@ -1,0 +1,92 @@
+"""Requests with features drawn at random, through the whole service, where a worker is killed under them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from midstream.client import AsyncClient, Result
+from midstream.extras import Extras
+from midstream.model_folder import open_model_folder
+from midstream.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from tests.adapter_folders import write_lora, write_prompt
+from tests.gpu_worker.mixture import PROMPTS, draw
+from tests.integration.service import Service, eventually, eventually_idle
+
+if TYPE_CHECKING:
+    from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(service.routers()) as client:
+        yield client
+
+
+def drawn(number: int, adapters: dict[str, Path], tokenizer: Tokenizer) -> pb.GenerateRequest:
+    """A request with features drawn at random, and text that is looked for."""
+    resolved = {name: pb.ResolvedAdapter(num_virtual_tokens=int(name == "soft")) for name in adapters}
+    request = draw(number, [tokenizer.encode(text) for text in PROMPTS], resolved)
+    for config in (request.lora, request.prompt_tuning):
+        if config.name:
+            config.ClearField("resolved")
+            config.path = str(adapters[config.name])
+    if number % 3 == 0:
+        request.stopping.stop_words.extend(["\n", "and", "3"])
+        request.stopping.bad_words.append("fox")
+    request.request_id = ""
+    return request
+
+
+def contents(result: Result) -> list[object]:
+    return [
+        (item.token_ids, item.text, item.finish_reason, item.cumulative_log_prob, item.tensors, _rows(item.extras))
+        for item in result.sequences
+    ]
+
+
+def _rows(extras: Extras | None) -> object:
+    return extras and (extras.log_probs, extras.prompt_log_probs)
+
+
+async def test_any_mixture_gives_each_the_bits_that_it_gives_alone_also_when_a_worker_is_killed(
+    service: Service, client: AsyncClient, stub: Stub, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer(open_model_folder("smollm2").path)
+    adapters = {"m-lora": write_lora(tmp_path / "lora", 6, 4), "soft": write_prompt(tmp_path / "soft", 4, 5)}
+    requests = [drawn(number, adapters, tokenizer) for number in range(30)]
+
+    async def run(index: int) -> list[object]:
+        request = pb.GenerateRequest()
+        request.CopyFrom(requests[index])
+        return contents(await client.stream(request).result())
+
+    order = list(range(30))
+    first = await asyncio.gather(*map(run, order))
+    random.Random(5).shuffle(order)
+    victim = service.processes("gpu_worker")[0]["pid"]
+    before = {group.group_id for group in (await client.server_info()).worker_groups}
+    again = [asyncio.create_task(run(index)) for index in order]
+    done, _ = await asyncio.wait(again, return_when=asyncio.FIRST_COMPLETED)
+    os.kill(victim, signal.SIGKILL)
+    assert len(done) < 30
+    second = dict(zip(order, await asyncio.gather(*again), strict=True))
+    assert [second[index] for index in range(30)] == first
+    for index in range(0, 30, 5):
+        assert await run(index) == first[index]
+    for name in adapters:
+        await client.unload_lora(name)
+
+    async def groups() -> set[str]:
+        return {group.group_id for group in (await client.server_info()).worker_groups}
+
+    assert len(await eventually(groups, lambda found: len(found) == len(before), 60)) == len(before)
+    await eventually_idle(stub)
