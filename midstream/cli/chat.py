@@ -72,7 +72,8 @@ class Conversation:
 
     async def _answer(self, turns: list[dict[str, str]], pieces: list[str], pace: Pace) -> None:
         async with open_client(self._arguments) as client:
-            async for chunk in client.generate(messages=turns, sampling=sampling_of(self._arguments)):
+            sampling, lora = sampling_of(self._arguments), self._arguments.lora
+            async for chunk in client.generate(messages=turns, sampling=sampling, lora=lora):
                 pace.note(chunk)
                 pieces.append(chunk.text)
                 self._console.out(chunk.text, end="")

@@ -35,8 +35,14 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, 
     parser.add_argument("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0: all. [0]")
     parser.add_argument("--min-p", type=float, metavar="P", help="Keep tokens this likely against the likeliest. [0]")
     parser.add_argument("--repetition-penalty", type=float, metavar="R", help="Above 1 against repeating. [1]")
+    parser.add_argument("--presence-penalty", type=float, metavar="P", help="Taken from tokens that have come. [0]")
+    parser.add_argument("--frequency-penalty", type=float, metavar="P", help="The same for each time. [0]")
+    parser.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="No N tokens come twice; 0: any. [0]")
+    parser.add_argument("--min-tokens", type=int, metavar="N", help="No end before this many. [0]")
     parser.add_argument("--seed", type=int, metavar="N", help="The same seed gives the same answer. [drawn]")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="End before this text; may repeat.")
+    parser.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="Never this; may repeat.")
+    parser.add_argument("--lora", default="", metavar="NAME", help="An adapter that was loaded (see `midstream lora`).")
     parser.add_argument("--system", default="", metavar="TEXT", help="System message, for models with a chat template.")
 
 
@@ -49,8 +55,13 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
         top_k=arguments.top_k,
         min_p=arguments.min_p,
         repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        no_repeat_ngram_size=arguments.no_repeat_ngram_size,
+        min_tokens=arguments.min_tokens,
         seed=arguments.seed,
         stop=tuple(arguments.stop),
+        bad_words=tuple(arguments.bad_word),
     )
 
 

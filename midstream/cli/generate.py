@@ -45,6 +45,7 @@ async def _generate(arguments: argparse.Namespace) -> Pace:
             messages=[*system, {"role": "user", "content": prompt}] if is_chat else None,
             sampling=sampling_of(arguments),
             timeout_s=arguments.timeout,
+            lora=arguments.lora,
         ):
             pace.note(chunk)
             print(chunk.text, end="", flush=True)

@@ -40,6 +40,19 @@ def test_generate_raw_continues_the_text(service: Service) -> None:
     assert result.stdout.strip().startswith("five")
 
 
+def test_generate_steers_as_its_flags_say(service: Service) -> None:
+    flags = ("--raw", "--max-tokens", "8", "--temperature", "0", "--run-dir", str(service.run_dir))
+    steered = midstream(
+        "generate", "One, two, three, four,", *flags, "--bad-word", "five", "--no-repeat-ngram-size", "3"
+    )
+    assert steered.returncode == 0, steered.stderr
+    assert steered.stdout.strip()
+    assert "five" not in steered.stdout
+    missing = midstream("generate", "hi", *flags, "--lora", "unheard-of")
+    assert missing.returncode == 1
+    assert "unheard-of" in missing.stderr
+
+
 def test_generate_names_the_bad_field(service: Service) -> None:
     result = midstream("generate", "hi", "--temperature", "nan", "--run-dir", str(service.run_dir))
     assert result.returncode == 1
