@@ -22,6 +22,7 @@ from gpu_worker.parallel.links import RankLinks
 from gpu_worker.parallel.shard import Shard
 from gpu_worker.parallel.shard_adapters import adapter_part
 from gpu_worker.step import IntArray
+from midstream.errors import InvalidArgumentError
 from protos import ranks_pb2
 
 
@@ -118,7 +119,13 @@ class LeadingDecoder:
             return self._part.logits(rows)
 
     def place_adapter(self, adapter: Adapter) -> GroupAdapter:
-        """Gives every rank its part of a LoRA adapter. The others drop theirs some time after nobody has this one."""
+        """Gives every rank its part of a LoRA adapter. The others drop theirs some time after nobody has this one.
+
+        Raises:
+            InvalidArgumentError: It changes no layer.
+        """
+        if not adapter.layers:
+            raise InvalidArgumentError("is no LoRA adapter", field="lora.name")
         number = self._next_adapter
         self._next_adapter += 1
         placed = GroupAdapter(number, self._part.place_adapter(adapter_part(adapter, self._shard)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from gpu_worker.model_runner import ModelRunner
 from gpu_worker.parallel.follower import follow
 from gpu_worker.parallel.group import RankGroup
 from gpu_worker.parallel.ranks import Ranks
+from midstream.cli.topology import is_free_port
 from midstream.config import WorkerConfig
 from midstream.model_folder import open_model_folder
 
@@ -74,10 +75,8 @@ class RankPool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, below those that the kernel gives to outgoing connections."""
+    return next(port for port in random.sample(range(20_000, 32_000), 200) if is_free_port(port))
 
 
 def main() -> None:
