@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import kernels
+from benchmarks.gpu.against_transformers import Request, drive, mixed_workload
+from benchmarks.gpu.model import TINY, random_decoder, random_runner
 from benchmarks.gpu.report import Report
 from kernels import KvScales
 from kernels import triton as operations
@@ -78,6 +81,7 @@ def run_checks(report: Report, device: torch.device) -> None:
     if device.type == "cuda":
         _check_invariance(report, sizes)
     _check_sampling(report, sizes)
+    _check_runner(report, device)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -103,11 +107,12 @@ def _check_attention(report: Report, sizes: Sizes, heads: tuple[int, int, int], 
     k, v = _cache(batch, heads, dtype)
     q = torch.randn(int(batch.query_starts[-1]), heads[0], heads[2]).to(dtype)
     scale = heads[2] ** -0.5
-    for window in (None, 100):
-        name = f"attention {heads[0]}/{heads[1]} heads of {heads[2]}, {_name(dtype)}{', window' if window else ''}"
-        expected = exact.attention(q, k, v, batch, scale, window)
+    for window, softcap in ((None, 0.0), (100, 0.0), (None, 2.0)):
+        name = f"attention {heads[0]}/{heads[1]} heads of {heads[2]}, {_name(dtype)}"
+        name += ", window" if window else ", soft cap" if softcap else ""
+        expected = exact.attention(q, k, v, batch, scale, window, softcap)
         tables = _tables(batch, sizes.device)
-        args = (q.to(sizes.device), k.to(sizes.device), v.to(sizes.device), *tables, scale, window)
+        args = (q.to(sizes.device), k.to(sizes.device), v.to(sizes.device), *tables, scale, window, softcap)
         report.error(name, exact.error(operations.paged_attention(*args).cpu(), expected), LIMITS[dtype])
         split = operations.paged_attention(*args, num_splits=4)
         report.error(f"{name}, 4 splits", exact.error(split.cpu(), expected), LIMITS[dtype])
@@ -238,6 +243,19 @@ def _check_sampling(report: Report, sizes: Sizes) -> None:
     expected = [_draw(logits[i], *values) for i, values in enumerate(params)]
     num_different = sum(a != b for a, b in zip(drawn.tolist(), expected, strict=True))
     report.error("sampling, differing tokens of 8", num_different, 0)
+
+
+def _check_runner(report: Report, device: torch.device) -> None:
+    """The worker's runner, launching ahead over recorded steps in a batch, against step after step, one alone."""
+    requests = [Request(request.prompt, 12) for request in mixed_workload(6, TINY["vocab_size"], longest_prompt=60)]
+    decoder = random_decoder(TINY, device, torch.float32)
+    settings: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 32, "max_kv_tokens": 1024, "num_threads": 1}
+    ahead = random_runner(TINY, decoder, device, dtype=torch.float32, runs_ahead=True, **settings)
+    tokens = drive(ahead, requests, 4, 32)
+    in_turn = random_runner(TINY, decoder, device, dtype=torch.float32, runs_ahead=False, cuda_graphs=False, **settings)
+    expected = [drive(in_turn, [request], 4, 32)[0] for request in requests]
+    num_different = sum(a != b for a, b in zip(tokens, expected, strict=True))
+    report.error("launching ahead over recorded steps, differing sequences of 6", num_different, 0)
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, number: float) -> int:

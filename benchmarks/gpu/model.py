@@ -31,6 +31,16 @@ CONFIG_8B: dict[str, Any] = {
     "rope_theta": 500000.0,
     "max_position_embeddings": 8192,
 }
+TINY = CONFIG_8B | {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
 TOKENS_PER_BLOCK = 16
 _STANDARD_DEVIATION = 0.02
 
@@ -146,14 +156,21 @@ def step_inputs(batch_size: int, num_queries: int, context: int, vocab_size: int
     )
 
 
-def random_runner(config: dict[str, Any], decoder: TorchDecoder, device: torch.device, **settings: Any) -> ModelRunner:
-    """The worker's runner around a decoder that is there already."""
+def random_runner(
+    config: dict[str, Any],
+    decoder: TorchDecoder,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    runs_ahead: bool | None = None,
+    **settings: Any,
+) -> ModelRunner:
+    """The worker's runner around a decoder that is there already, of `dtype`: by default bfloat16 on a GPU."""
     from gpu_worker.loader import LoadedModel
     from gpu_worker.model_runner import ModelRunner
     from midstream.config import WorkerConfig
     from midstream.model_folder import ModelFolder
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     folder = ModelFolder(
         path=Path("random"),
         name="random",
@@ -174,4 +191,4 @@ def random_runner(config: dict[str, Any], decoder: TorchDecoder, device: torch.d
     )
     model = LoadedModel(describe(config), decoder, device, dtype, dtype)
     worker_config = WorkerConfig(tokens_per_block=TOKENS_PER_BLOCK, device=str(device), **settings)
-    return ModelRunner(worker_config, folder, model)
+    return ModelRunner(worker_config, folder, model, runs_ahead=runs_ahead)

@@ -5,35 +5,35 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu.against_transformers import Request, drive, mixed_workload
-from benchmarks.gpu.model import CONFIG_8B, kv_bytes, prefill_operations, random_decoder, random_runner, weight_bytes
+from benchmarks.gpu.model import (
+    CONFIG_8B,
+    TINY,
+    kv_bytes,
+    prefill_operations,
+    random_decoder,
+    random_runner,
+    weight_bytes,
+)
 from benchmarks.gpu.report import Report
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.description import describe
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-TINY = CONFIG_8B | {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
 
 
-@pytest.fixture
-def runner() -> ModelRunner:
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
     torch.manual_seed(0)
     decoder = random_decoder(TINY, CPU, torch.float32)
-    return random_runner(TINY, decoder, CPU, max_batch_size=4, max_num_tokens=16, max_kv_tokens=1024)
+    settings: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 16, "max_kv_tokens": 1024, "num_threads": 1}
+    return random_runner(TINY, decoder, CPU, runs_ahead=request.param, **settings)
 
 
 def test_requests_together_give_what_each_gives_alone(runner: ModelRunner) -> None:
@@ -42,7 +42,7 @@ def test_requests_together_give_what_each_gives_alone(runner: ModelRunner) -> No
     assert [len(tokens) for tokens in together] == [request.num_tokens for request in requests]
     for request, tokens in zip(requests, together, strict=True):
         runner.clear()
-        assert drive(runner, [request], max_batch=4, max_tokens=64) == [tokens]
+        assert drive(runner, [request], max_batch=4, max_tokens=16) == [tokens]
 
 
 def test_a_request_of_one_token(runner: ModelRunner) -> None:
