@@ -17,8 +17,11 @@ from gpu_worker.models.native import CpuDecoder
 from gpu_worker.models.transformers_model import TransformersDecoder
 from gpu_worker.step import OutputParams, SamplingParams
 from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from midstream.model_folder import prepare_model_folder
+from protos import generation_pb2 as pb
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
+from tests.gpu_worker.whole import Whole, outputs
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 32}),
@@ -83,6 +86,29 @@ def test_output_does_not_depend_on_batch_or_chunks(gemma2: tuple[torch.nn.Module
     for _ in range(11):
         driver.step(generation=[0, 1])
     assert driver.output(0) == alone
+
+
+def test_a_prepared_folder_generates_what_transformers_does(gemma2: tuple[Any, Path], tmp_path: Path) -> None:
+    """Through the scheduler's core and the wire, in one batch."""
+    model, folder = gemma2
+    prepared = prepare_model_folder(str(folder), tmp_path / "prepared")
+    assert prepared.architecture == "gemma2"
+    prompts = [prompt(40, seed=1), prompt(7, seed=2), prompt(40, seed=1)[:32] + prompt(5, seed=3)]
+    requests = [
+        pb.GenerateRequest(
+            request_id=f"r{i}",
+            token_ids=pb.TokenIds(values=tokens),
+            max_tokens=12,
+            sampling=pb.SamplingConfig(temperature=0),
+        )
+        for i, tokens in enumerate(prompts)
+    ]
+    answers = Whole(make_runner(prepared.path), ()).run(requests)
+    for tokens, answer in zip(prompts, answers, strict=True):
+        expected = model.generate(
+            torch.tensor([tokens]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert outputs(answer) == [expected[0, len(tokens) :].tolist()]
 
 
 def test_native_models_run_so_if_that_is_wanted(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
