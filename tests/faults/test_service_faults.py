@@ -33,7 +33,7 @@ async def test_a_scheduler_killed_in_the_middle_costs_no_token(processes: Proces
 async def test_a_journal_with_a_torn_tail_and_a_damaged_record_costs_no_token(
     processes: Processes, client: AsyncClient
 ) -> None:
-    streams = Streams(client, FIRSTS, 200)
+    streams = Streams(client, FIRSTS, 400)
     await streams.reach(60)
     await processes.kill("scheduler")
     wal = processes.journal_path.with_name(processes.journal_path.name + "-wal")
@@ -91,21 +91,21 @@ async def test_a_detokenizer_killed_in_the_middle_of_a_character_leaves_the_text
     processes.worker_flags = ("--circle", ",".join(map(str, circle)), "--step-ms", "30")
     processes.start("worker-0")
     sampling = SamplingParams(max_tokens=160, ignore_eos=True, temperature=0.0)
-    stream = client.generate(token_ids=circle[-1:], sampling=sampling, timeout_s=100)
-    result, kills = Result(""), 0
-    async for chunk in stream:
-        assert chunk.token_offset == len(result.token_ids)
-        result.add(chunk)
-        num_tokens = len(result.token_ids)
-        if num_tokens > 10 + 30 * kills and num_tokens % 8 in is_inside and kills < 4:
-            assert result.text == ("🫠日語" * 20)[: len(result.text)]
-            name = f"detokenizer-{kills % 2}"
-            await processes.kill(name)
-            processes.start(name)
-            kills += 1
-    assert kills == 4
-    assert result.token_ids == circle * 20
-    assert result.text == "🫠日語" * 20
+    num_kills = 0
+    while num_kills < 4:  # on a busy machine a request may end before parts are back that can be killed
+        result, next_kill = Result(""), 10
+        async for chunk in client.generate(token_ids=circle[-1:], sampling=sampling, timeout_s=150):
+            assert chunk.token_offset == len(result.token_ids)
+            result.add(chunk)
+            num_tokens = len(result.token_ids)
+            if num_tokens > next_kill and num_tokens % 8 in is_inside and num_kills < 4:
+                assert result.text == ("🫠日語" * 20)[: len(result.text)]
+                name = f"detokenizer-{num_kills % 2}"
+                await processes.kill(name)
+                processes.start(name)
+                num_kills, next_kill = num_kills + 1, num_tokens + 30
+        assert result.token_ids == circle * 20
+        assert result.text == "🫠日語" * 20
     processes.worker_flags = ()
     await processes.kill("worker-0")
 
