@@ -26,8 +26,11 @@ from midstream.top.command import follow
 from protos import status_pb2
 from router.adapters.openai.app import refuse
 from router.authentication import AuthenticatedApp, Authenticator, TokenFile
+from router.cells import Cells
 from router.http_server import HttpPort
-from tests.router.conftest import Cluster, Part
+from router.status import StatusFeed
+from tests.detokenizer.scripted_scheduler import scripted_scheduler
+from tests.router.conftest import MAX_MESSAGE, Cluster, Part
 
 STATIC = Path(router.dashboard.__file__).with_name("static")
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -165,6 +168,36 @@ async def test_when_the_scheduler_goes_it_is_lost_and_when_it_is_back_it_serves(
                 await cluster.scheduler.stop()
             else:
                 await cluster.scheduler.start(port)
+
+
+async def test_cells_are_added_up_and_their_groups_told_apart() -> None:
+    schedulers = {name: scripted_scheduler() for name in ("one", "two")}
+    for name, scheduler in schedulers.items():
+        group = status_pb2.GroupStatus(group_id="w", num_blocks=4, num_held_blocks=1)
+        scheduler.status.CopyFrom(status_pb2.CellStatus(cell=name, groups=[group]))
+        scheduler.status.requests.num_queued = 5
+        scheduler.status.counts.num_finished_by_reason["stop"] = 2
+    addresses = [await scheduler.start() for scheduler in schedulers.values()]
+    cells = Cells(",".join(addresses), MAX_MESSAGE)
+    feed = StatusFeed(cells, "model", lambda: status_pb2.RouterStatus(router_id="r"), asyncio.Event(), 0.05)
+    tasks = [asyncio.create_task(cells.run()), asyncio.create_task(feed.run())]
+    names = list[list[str]]()
+    async with asyncio.timeout(60), contextlib.aclosing(feed.watch()) as states:
+        async for state in states:
+            names.append([group.group_id for group in state.groups])
+            if names[-1] == ["one/w", "two/w"] and len(schedulers) == 2:
+                assert (state.requests.num_queued, state.counts.num_finished_by_reason["stop"]) == (10, 4)
+                assert state.samples[-1].kv_usage == 0.25
+                await schedulers.pop("two").stop()
+            elif names[-1] == ["one/w"] and len(schedulers) == 1:
+                break
+    lost = {part.name: part.state for part in state.parts}
+    assert lost["one"] == lost["one/w"] == status_pb2.PartStatus.SERVING
+    assert (lost["two"], lost["two/w"]) == (status_pb2.PartStatus.LOST, status_pb2.PartStatus.UNKNOWN)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await schedulers["one"].stop()
 
 
 async def test_a_router_that_goes_is_told_and_another_in_its_place_is_followed(
