@@ -18,7 +18,8 @@ from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from gpu_worker import worker as worker_module
 from gpu_worker.link import SchedulerLink, Stopped
-from gpu_worker.step import Step, StepOutput
+from gpu_worker.model_runner import Launched
+from gpu_worker.step import Step
 from midstream.client.result import Result
 from midstream.client.stream import AsyncStream
 from midstream.config import SchedulerConfig, WorkerConfig
@@ -66,8 +67,10 @@ class Gate:
             while (self._num_tokens < num_tokens or not self.serving) and not is_over():
                 self._changed.wait(0.05)
 
-    def run(self, name: str, step: Step, is_dead: Callable[[], bool], run: Callable[[Step], StepOutput]) -> StepOutput:
-        """Runs a worker's step, when it may be run."""
+    def launch(
+        self, name: str, step: Step, is_dead: Callable[[], bool], launch: Callable[[Step], Launched]
+    ) -> Launched:
+        """Launches a worker's step, when it may be run."""
         known = [len(new.token_ids) - new.num_prompt_tokens for new in step.new_sequences]
         with self._changed:
             self.serving = name
@@ -75,12 +78,13 @@ class Gate:
                 self._num_tokens = min(known)
             while self._num_tokens >= self._limit and not is_dead():
                 self._changed.wait(0.02)
-        output = run(step)
+        launched = launch(step)
+        assert launched.output is not None, "on a CPU a step is done when it was launched"
         with self._changed:
-            if len(output.token_ids) and not is_dead():
+            if len(launched.output.token_ids) and not is_dead():
                 self._num_tokens += 1
                 self._changed.notify_all()
-        return output
+        return launched
 
 
 class MortalLink(SchedulerLink):
@@ -107,21 +111,21 @@ class RigWorker:
         self._config = WorkerConfig(scheduler=address, group_id=name, device="cpu")
         self._folder = folder
         self.runner = make_runner(folder.path)
-        self._run_step = self.runner.run_step
+        self._launch = self.runner.launch
         self._gate = gate
         self.start()
 
     def start(self) -> None:
         """Begins another life."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_module, "ModelRunner", lambda *_: self.runner)
+            patch.setattr(worker_module, "ModelRunner", lambda *_, **__: self.runner)
             patch.setattr(worker_module, "SchedulerLink", MortalLink)
             worker = worker_module.Worker(self._config, self._folder)
         link = cast("MortalLink", worker._link)
         name = self._config.group_id
-        run = self._run_step
-        self.runner.run_step = lambda step: self._gate.run(  # type: ignore[method-assign]
-            name, step, lambda: link.is_dead, run
+        launch = self._launch
+        self.runner.launch = lambda step: self._gate.launch(  # type: ignore[method-assign]
+            name, step, lambda: link.is_dead, launch
         )
         self._link, self._http = link, worker._http
         self._http.start()
