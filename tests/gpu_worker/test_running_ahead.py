@@ -208,6 +208,23 @@ def test_a_fork_waits_for_the_tokens_that_it_copies(
     assert journal.events[2] == ("forward", [token, token])
 
 
+def test_a_row_that_has_another_sequence_by_then_keeps_its_tokens(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    zero, two = ints([0]), ints([2])
+    steps = [
+        Step(new_sequences=(sequence(0, [5, 6]),), context_rows=zero, context_starts=zero, context_lengths=two),
+        Step(
+            released_rows=zero,
+            new_sequences=(sequence(0, [7, 8, 9]),),
+            context_rows=zero,
+            context_starts=zero,
+            context_lengths=two,
+        ),
+        Step(context_rows=zero, context_starts=two, context_lengths=ints([1])),
+    ]
+    run_ahead(runners[1], steps)
+    assert runners[1]._rows.tokens[0, :3].tolist() == [7, 8, 9]
+
+
 def test_broken_logits_fail_their_row_alone(
     runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
