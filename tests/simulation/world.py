@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from starlette.applications import Starlette
+
 import detokenizer.__main__
 import router.__main__
 import scheduler.service
@@ -62,8 +64,8 @@ class _NoServer:
     def stop(self, *_: object) -> Any:
         return _nothing()
 
-    def app(self) -> None:
-        pass
+    def app(self) -> Starlette:
+        return Starlette()
 
 
 class _nothing:  # noqa: N801
