@@ -134,6 +134,7 @@ def simulated(
         ),
         mock.patch("secrets.randbits", network.dice.getrandbits),
         mock.patch("gc.collect", return_value=0),
+        mock.patch("midstream.serving._next_collection", 0.0),
         mock.patch("grpc.aio.insecure_channel", lambda target, **_: grpc_transport.Channel(network, target)),
         mock.patch("grpc.aio.server", lambda **options: grpc_transport.Server(network, **options)),
         mock.patch("zmq.asyncio.Context", partial(zmq_transport.Context, network)),
