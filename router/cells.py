@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from midstream.discovery import Discovery
-from midstream.errors import MidstreamError, UnavailableError
+from midstream.errors import DeadlineError, MidstreamError, UnavailableError
 from midstream.serving import error_from_rpc, open_channel
 from midstream.transport_security import Tls
 from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -75,7 +75,7 @@ class Cell:
             deadline: Loop time of the request's deadline, from which its timeout is filled at each try.
 
         Raises:
-            MidstreamError: What the scheduler says; UnavailableError where it cannot be reached.
+            MidstreamError: What the scheduler says; UnavailableError where it cannot be reached; DeadlineError.
         """
         loop = asyncio.get_running_loop()
         attempt, delay = 0, _FIRST_RETRY_S
@@ -90,6 +90,9 @@ class Cell:
             except grpc.aio.AioRpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise error_from_rpc(error) from None
+                is_late = deadline is not None and loop.time() >= deadline
+                if is_late and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise DeadlineError("the request's deadline passed while it was handed over") from None
                 if loop.time() + delay > give_up_at:
                     raise UnavailableError(f"the scheduler does not take requests: {error.details()}") from None
                 if self.is_gone:

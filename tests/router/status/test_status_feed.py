@@ -235,7 +235,9 @@ async def test_top_shows_itself_on_a_terminal_and_q_quits(part: Part) -> None:
     termios.tcsetwinsize(theirs, (40, 100))
     settings = termios.tcgetattr(theirs)
     command = (sys.executable, "-m", "midstream.cli", "top", "--address", part.address)
-    environment = os.environ | {"TERM": "xterm-256color"}
+    # A size in the environment would come before the terminal's.
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    environment["TERM"] = "xterm-256color"
     process = await asyncio.create_subprocess_exec(
         *command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     )
