@@ -111,9 +111,10 @@ async def test_a_request_that_kills_workers_is_ended_and_its_neighbours_finish(
 ) -> None:
     for name in ("worker-0", "worker-1"):
         await processes.kill(name)
+    await no_workers_are_left(processes)
     processes.worker_flags = ("--die-token", "777")
     processes.start("worker-0", "worker-1")
-    neighbours = Streams(client, FIRSTS, 100, timeout_s=100)
+    neighbours = Streams(client, FIRSTS, 100, timeout_s=150)
     await neighbours.reach(10)
     poison = asyncio.create_task(client.generate(token_ids=[777], timeout_s=100).result())
     while not poison.done():
