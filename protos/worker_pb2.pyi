@@ -584,7 +584,6 @@ class StepResult(google.protobuf.message.Message):
     ERRORS_FIELD_NUMBER: builtins.int
     FORWARD_US_FIELD_NUMBER: builtins.int
     WAITING_US_FIELD_NUMBER: builtins.int
-    MEMORY_FIELD_NUMBER: builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     CANDIDATE_LOG_PROBS_FIELD_NUMBER: builtins.int
@@ -610,8 +609,6 @@ class StepResult(google.protobuf.message.Message):
     @property
     def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RowError]: ...
     @property
-    def memory(self) -> global___MemoryUsage: ...
-    @property
     def candidate_log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Of the candidates of all rows of beam searches, in order."""
 
@@ -630,14 +627,12 @@ class StepResult(google.protobuf.message.Message):
         errors: collections.abc.Iterable[global___RowError] | None = ...,
         forward_us: builtins.int = ...,
         waiting_us: builtins.int = ...,
-        memory: global___MemoryUsage | None = ...,
         num_draft_tokens: builtins.int = ...,
         num_accepted_tokens: builtins.int = ...,
         candidate_log_probs: collections.abc.Iterable[builtins.float] | None = ...,
         num_drafts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "memory", b"memory", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
 
 global___StepResult = StepResult
 

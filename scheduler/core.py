@@ -190,7 +190,6 @@ class SchedulerCore:
             return False
         group.last_progress_ns = event.time_ns
         group.num_beats_ahead = 0
-        group.memory = event.memory
         step = group.in_flight.popleft()
         group.pace.note_result(step, event.time_ns)
         self._results.commit(group, step, event)

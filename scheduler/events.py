@@ -155,7 +155,6 @@ class StepDone:
     outputs: tuple[tuple[int, bytes], ...] = ()
     forward_us: int = 0
     waiting_us: int = 0
-    memory: tuple[int, int, int] = (0, 0, 0)
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     candidate_log_probs: list[float] = field(default_factory=list)

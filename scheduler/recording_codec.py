@@ -203,10 +203,10 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
         for row, failure in event.failures:
             error = result.errors.add(row=row).error
             error.code, error.message, error.field = failure.code, failure.message, failure.field
-        _encode_memory(event.memory, result.memory)
     elif isinstance(event, WorkerBeat):
         message.heartbeat.epoch, message.heartbeat.last_step_id = event.epoch, event.last_step_id
-        _encode_memory(event.memory, message.heartbeat.memory)
+        memory = message.heartbeat.memory
+        memory.cpu_bytes, memory.gpu_bytes, memory.pinned_bytes = event.memory
     elif isinstance(event, WorkerLeft):
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
     else:
@@ -215,10 +215,6 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
                 setattr(message.register, item.name, getattr(event, item.name))
         message.register.features.extend(getattr(event, "features", ()))
     return message.SerializeToString()
-
-
-def _encode_memory(memory: tuple[int, int, int], message: worker_pb2.MemoryUsage) -> None:
-    message.cpu_bytes, message.gpu_bytes, message.pinned_bytes = memory
 
 
 def _encode_plan(plan: StepPlan, message: pb.RecordedPlan) -> None:

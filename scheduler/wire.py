@@ -36,7 +36,8 @@ def decode_worker_message(
         return _step_done(message.step_result, connection, time_ns)
     if kind == "heartbeat":
         beat = message.heartbeat
-        return WorkerBeat(time_ns, connection, beat.epoch, beat.last_step_id, _memory(beat.memory))
+        memory = (beat.memory.cpu_bytes, beat.memory.gpu_bytes, beat.memory.pinned_bytes)
+        return WorkerBeat(time_ns, connection, beat.epoch, beat.last_step_id, memory)
     if kind == "register":
         return _registered(message.register, connection, time_ns)
     if kind == "leave":
@@ -46,10 +47,6 @@ def decode_worker_message(
     if kind == "step_outputs":
         return message.step_outputs
     raise ValueError("the message is empty")
-
-
-def _memory(usage: worker_pb2.MemoryUsage) -> tuple[int, int, int]:
-    return usage.cpu_bytes, usage.gpu_bytes, usage.pinned_bytes
 
 
 def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -> WorkerRegistered:
@@ -87,7 +84,6 @@ def _step_done(result: worker_pb2.StepResult, connection: bytes, time_ns: int) -
         outputs=tuple((item.row, item.SerializeToString()) for item in result.outputs),
         forward_us=result.forward_us,
         waiting_us=result.waiting_us,
-        memory=_memory(result.memory),
         num_draft_tokens=result.num_draft_tokens,
         num_accepted_tokens=result.num_accepted_tokens,
         candidate_log_probs=list(result.candidate_log_probs),

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -66,6 +67,13 @@ class Parts:
     def log(self, name: str) -> str:
         """All that a part has logged."""
         return (self.folder / f"{name}.log").read_text(encoding="utf-8")
+
+    def wait_for_log(self, name: str, text: str) -> None:
+        """Returns when a part has logged `text`."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while text not in self.log(name):
+            assert time.monotonic() < deadline, self.log(name)
+            time.sleep(0.02)
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[Stub]:

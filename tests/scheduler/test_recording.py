@@ -73,7 +73,7 @@ EVENTS: list[Event] = [
     WorkerBeat(8, b"w", 70, 3, (1, 2, 3)),
     WorkerLeft(9, b"w", 70, "done"),
     WorkerLost(9, b"w"),
-    StepDone(10, b"w", 70, 4, [5, 6], [1, 1], ((0, Failure(3, "bad", "field")),), (), 8, 9, (1, 2, 3), 4, 2),
+    StepDone(10, b"w", 70, 4, [5, 6], [1, 1], ((0, Failure(3, "bad", "field")),), (), 8, 9, 4, 2),
     Turn(11),
     DrainStarted(12),
 ]

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from protos import stats_pb2
 from scheduler.effects import IterationDone
+from scheduler.events import WorkerBeat
 from scheduler.feed_batch import perf_metrics_of
 from scheduler.stats_proto import iteration_stats_proto
 from tests.scheduler.harness import MS, Harness
@@ -39,7 +39,9 @@ def iterations(**settings: Any) -> tuple[Harness, list[dict[str, Any]]]:
     group = harness.groups["g"]
     while group.plans:
         harness.now_ns += 2 * MS
-        harness.handle(replace(group.run(harness.now_ns), memory=(1, 2, 3)))
+        beat = WorkerBeat(harness.now_ns, group.registration.connection, group.epoch, 0, (1, 2, 3))
+        harness.handle(beat)
+        harness.handle(group.run(harness.now_ns))
         harness.turn()
     stats = [iteration_stats_proto(effect.stats) for effect in harness.effects if isinstance(effect, IterationDone)]
     return harness, [MessageToDict(item, always_print_fields_with_no_presence=True) for item in stats]
@@ -63,7 +65,8 @@ def test_one_iteration_by_hand() -> None:
     harness.submit("a", 6, 3)
     harness.advance(3)
     harness.now_ns += 2 * MS
-    harness.handle(replace(group.run(harness.now_ns), memory=(10, 20, 30)))
+    harness.handle(WorkerBeat(harness.now_ns, group.registration.connection, group.epoch, 0, (10, 20, 30)))
+    harness.handle(group.run(harness.now_ns))
     harness.submit("b", 5, 3)
     harness.turn()
     harness.now_ns += 4 * MS
