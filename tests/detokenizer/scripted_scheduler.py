@@ -181,8 +181,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             feed.attached.pop(command.detach.stream, None)
         elif command.HasField("stop"):
             stop = command.stop
-            request_id = feed.attached[stop.stream]
-            self.stops.append((request_id, stop.sequence_index, stop.num_tokens, stop.stop_word))
+            request_id = feed.attached.get(stop.stream)
+            if request_id is not None:  # else it has ended meanwhile
+                self.stops.append((request_id, stop.sequence_index, stop.num_tokens, stop.stop_word))
         self.changed.set()
 
     async def _write(self, feed: Feed, context: Any) -> None:
