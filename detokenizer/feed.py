@@ -49,13 +49,11 @@ class SchedulerFeed:
     Attributes:
         target: Its address.
         is_connected: Whether the stream is open.
-        num_reconnects: Times it was opened again.
     """
 
     def __init__(self, pool: FeedPool, target: str, detokenizer_id: str, end_ids: tuple[int, ...]) -> None:
         self.target = target
         self.is_connected = False
-        self.num_reconnects = -1
         self._pool = pool
         self._detokenizer_id = detokenizer_id
         self._end_ids = end_ids
@@ -118,7 +116,6 @@ class SchedulerFeed:
         await call.write(pb.FeedCommand(hello=pb.FeedHello(detokenizer_id=self._detokenizer_id)))
         self._commands.extend(_attach(stream) for stream in self._streams.values())
         self.is_connected = True
-        self.num_reconnects += 1
         self._wake.set()
         try:
             async with asyncio.TaskGroup() as group:

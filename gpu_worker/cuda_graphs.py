@@ -97,7 +97,7 @@ class GraphDecoder:
             recorder: Makes graphs; None: all steps run eagerly.
         """
         self._decoder, self._device, self._recorder = decoder, device, recorder
-        self._max_batch_size, self._max_blocks = max_batch_size, max_blocks
+        self._max_batch_size = max_batch_size
         self._graphs: dict[int, Callable[[], None]] = {}
         self._logits = torch.empty(0, device=device)
         # Four numbers for each row, then as much of the block tables as a step uses: filled by one copy.

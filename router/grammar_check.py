@@ -32,11 +32,9 @@ class GrammarChecker:
 
     Attributes:
         num_checked: Guides whose outcome is kept.
-        num_killed: Times that the process was ended over a guide.
     """
 
     def __init__(self, folder: ModelFolder, *, limit_s: float = LIMIT_S) -> None:
-        self.num_killed = 0
         self._folder = folder
         self._limit_s = limit_s
         self._process: GrammarProcess | None = None
@@ -89,7 +87,6 @@ class GrammarChecker:
             return self._process.check(guide)
         except OSError:
             self._drop()
-            self.num_killed += 1
             return f"takes more than {self._limit_s:g} s or too much memory to compile"
 
     def _drop(self) -> None:

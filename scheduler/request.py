@@ -227,10 +227,6 @@ class Sequence:
         """Known tokens that are still to be computed before generation; at least 1 while in its context phase."""
         return len(self.request.spec.prompt) + len(self.output) - self.num_computed
 
-    def known_tokens(self) -> array[int]:
-        """Prompt and output so far."""
-        return self.request.spec.prompt + self.output
-
     def tokens_between(self, start: int, end: int) -> array[int]:
         """Known tokens [start, end)."""
         prompt = self.request.spec.prompt

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gpu_worker.models.description import DecoderDescription
 
-MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 _LEAST_RANK = 8
 
 
