@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -73,12 +72,10 @@ class Progress:
 
 def add_health(server: grpc.aio.Server, progress: Progress, service: str) -> None:
     """Answers grpc.health.v1 on `server`, for the whole process (empty name) and for `service`."""
-    health_pb2_grpc.add_HealthServicer_to_server(_AsyncHealth(progress, ("", service)), server)
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(progress, ("", service)), server)
 
 
-def bind(
-    server: grpc.Server | grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
-) -> int:
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
     """Adds a listening port, with TLS where there are credentials; 0 takes a free one.
 
     Returns:
@@ -101,7 +98,7 @@ def _status(progress: Progress) -> int:
     return int(health_pb2.HealthCheckResponse.NOT_SERVING if progress.problems() else serving)
 
 
-class _AsyncHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1, computed at each call."""
 
     def __init__(self, progress: Progress, names: Sequence[str]) -> None:
@@ -122,31 +119,3 @@ class _AsyncHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 yield health_pb2.HealthCheckResponse(status=status)
                 last = status
             await asyncio.sleep(_WATCH_INTERVAL_S)
-
-
-class _ThreadHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def Check(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        return health_pb2.HealthCheckResponse(status=_status(self._progress))
-
-
-class HealthServer:
-    """grpc.health.v1 alone, from a thread: for a process whose own loop is neither asyncio nor gRPC."""
-
-    def __init__(self, host: str, port: int, progress: Progress) -> None:
-        """Binds the port; 0 takes a free one, in `self.port`."""
-        threads = ThreadPoolExecutor(2, thread_name_prefix="health")
-        # Without so_reuseport=0 a second process would share the port in silence.
-        self._server = grpc.server(threads, options=[("grpc.so_reuseport", 0)])
-        health_pb2_grpc.add_HealthServicer_to_server(_ThreadHealth(progress), self._server)
-        self.port = bind(self._server, host, port)
-
-    def start(self) -> None:
-        """Begins to answer."""
-        self._server.start()
-
-    def stop(self) -> None:
-        """Closes the port."""
-        self._server.stop(None).wait()

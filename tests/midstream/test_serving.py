@@ -19,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream import errors
-from midstream.health import HealthServer, Progress
+from midstream.health import Progress
 from midstream.serving import FIELD_KEY, Server, error_from_rpc, open_channel
 from midstream.telemetry import HttpServer, JsonFormatter, Metrics, current_request_id
 from protos import loads_pb2, service_pb2_grpc
@@ -163,16 +163,6 @@ async def test_health_watch_reports_each_change() -> None:
         progress.set_reason("draining", stands=True)
         assert (await call.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
     await server.stop()
-
-
-async def test_health_from_a_thread() -> None:
-    progress = Progress()
-    server = HealthServer("127.0.0.1", 0, progress)
-    server.start()
-    assert await check(server.port) == health_pb2.HealthCheckResponse.SERVING
-    progress.set_reason("no model", stands=True)
-    assert await check(server.port) == health_pb2.HealthCheckResponse.NOT_SERVING
-    server.stop()
 
 
 async def test_sigterm_lets_a_stream_finish_and_takes_nothing_new() -> None:
