@@ -149,10 +149,9 @@ class IterationDone:
 
 @dataclass(frozen=True, slots=True)
 class KvChanged:
-    """What became findable or not in a group's prefix cache; numbered from `first_sequence_number` on."""
+    """What became findable or not in a group's prefix cache."""
 
     group_id: str
-    first_sequence_number: int
     changes: list[KvChange]
 
 

@@ -29,7 +29,6 @@ class Membership:
 
     Attributes:
         groups: By epoch.
-        num_kv_events: Sequence number of the last KV event.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class Membership:
         effects: list[Effect],
     ) -> None:
         self.groups: dict[int, WorkerGroup] = {}
-        self.num_kv_events = 0
         self._config = config
         self._lifecycle = lifecycle
         self._queue = queue
@@ -247,9 +245,7 @@ class Membership:
             self._note_kv_changes(group, group.prefix_cache.take_changes())
 
     def _note_kv_changes(self, group: WorkerGroup, changes: list[KvChange]) -> None:
-        first = self.num_kv_events + 1
-        self.num_kv_events += len(changes)
-        self._effects.append(KvChanged(group.group_id, first, changes))
+        self._effects.append(KvChanged(group.group_id, changes))
 
 
 def _running(group: WorkerGroup) -> set[Request]:

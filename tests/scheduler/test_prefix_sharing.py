@@ -112,11 +112,6 @@ def test_kv_events_tell_what_is_stored_and_removed() -> None:
     removed = [change for change in changes(harness)[2:] if isinstance(change, BlocksRemoved)]
     # The end of the chain goes first.
     assert [change.block_hashes for change in removed] == [stored.block_hashes[1:], stored.block_hashes[:1]]
-    numbered = [effect for effect in harness.effects if isinstance(effect, KvChanged)]
-    first = 1
-    for effect in numbered:
-        assert effect.first_sequence_number == first
-        first += len(effect.changes)
 
 
 def test_retention_keeps_a_system_prompt() -> None:
