@@ -137,14 +137,6 @@ class BlockManager:
         else:
             self._retention[block] = retention
 
-    def forget(self, block: int) -> None:
-        """Makes the block unfindable, held or cached."""
-        if self._num_owners[block]:
-            self.prefix_cache.withdraw(block)
-        elif block in self._cached_priority:
-            self._take_cached(block)
-            self._discard(block)
-
     def _discard(self, block: int) -> None:
         self.prefix_cache.withdraw(block)
         self._retention.pop(block, None)

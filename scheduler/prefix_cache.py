@@ -103,16 +103,15 @@ class PrefixCache:
         self._hash_of[block] = value
         return True
 
-    def withdraw(self, block: int) -> bool:
-        """Makes a block unfindable, before its contents change; False when it was not findable."""
+    def withdraw(self, block: int) -> None:
+        """Makes a block unfindable, before its contents change."""
         was_pending = self.pending.pop(block, self) is not self
         value = self._hash_of.pop(block, None)
         if value is None:
-            return False
+            return
         del self._block_of[value]
         if not was_pending:
             self.changes.append(BlocksRemoved((value,)))
-        return True
 
     def contains(self, block: int) -> bool:
         """Whether the block can be found."""

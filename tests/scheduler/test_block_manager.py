@@ -144,15 +144,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if block not in self.held() and block in self.values:
                 self.cached.append(block)
 
-    @precondition(lambda self: self.values)
-    @rule(pick=st.integers(0, 99))
-    def forget(self, pick: int) -> None:
-        block = sorted(self.values)[pick % len(self.values)]
-        self.blocks.forget(block)
-        del self.values[block]
-        if block in self.cached:
-            self.cached.remove(block)
-
     @invariant()
     def agrees_with_the_model(self) -> None:
         assert self.blocks.check(self.tables) == []
