@@ -5,8 +5,10 @@ The HTTP server runs in a thread of its own, so `/health` and `/metrics` answer 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import socket
 import sys
 import threading
 import time
@@ -163,8 +165,11 @@ class HttpServer:
         }
         self._server = ThreadingHTTPServer((host, port), _handler_of(pages))
         self._server.daemon_threads = True
+        self._host = host
+        self._server.timeout = 0.5  # seconds after which the thread looks whether to stop, should nothing wake it
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="telemetry-http", daemon=True)
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._serve, name="telemetry-http", daemon=True)
 
     def start(self) -> None:
         """Begins to answer."""
@@ -172,9 +177,16 @@ class HttpServer:
 
     def stop(self) -> None:
         """Closes the port; at most half a second."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._is_stopping = True
+        # Wakes the thread.
+        with contextlib.suppress(OSError):
+            socket.create_connection((self._host, self.port), timeout=1).close()
         self._thread.join()
+        self._server.server_close()
+
+    def _serve(self) -> None:
+        while not self._is_stopping:
+            self._server.handle_request()
 
 
 def _health_page(stalled: list[str]) -> tuple[int, str, bytes]:
