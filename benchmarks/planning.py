@@ -16,9 +16,9 @@ from scheduler.core_config import CoreConfig
 from scheduler.effects import StepPlan
 from scheduler.events import StepDone, Submitted, Turn, WorkerRegistered
 from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
-from scheduler.request import RequestSpec
 from scheduler.request_codec import ModelLimits
 from scheduler.request_scheduler import SimpleScheduler
+from scheduler.request_spec import RequestSpec
 from scheduler.wire import encode_step
 
 LIMITS = ModelLimits(max_sequence_length=8192, end_ids=(2,))

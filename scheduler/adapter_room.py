@@ -6,7 +6,7 @@ still use take no more room.
 
 from __future__ import annotations
 
-from scheduler.request import RequestSpec
+from scheduler.request_spec import RequestSpec
 
 
 class AdapterRoom:

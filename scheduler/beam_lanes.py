@@ -13,7 +13,8 @@ from array import array
 from collections.abc import Sequence as TypingSequence
 
 from scheduler.beams import BeamSearch, BeamStep, Candidate
-from scheduler.request import FinishReason, Request, RequestSpec, Sequence, SequenceEnd
+from scheduler.request import FinishReason, Request, Sequence, SequenceEnd
+from scheduler.request_spec import RequestSpec
 
 
 class BeamLanes:

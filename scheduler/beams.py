@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scheduler.request import RequestSpec
+    from scheduler.request_spec import RequestSpec
 
 STOP_WHEN_FULL = 1  # early_stopping: as soon as `width` beams have ended
 STOP_BY_PRESENT_LENGTH = 0  # when the best one that goes on scores no better, at its length, than the worst ended one

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.prefix_cache import PrefixCache
-from scheduler.request import DEFAULT_RETENTION_PRIORITY
+from scheduler.request_spec import DEFAULT_RETENTION_PRIORITY
 
 
 @dataclass(slots=True)

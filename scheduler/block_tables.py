@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from scheduler.block_manager import BlockManager, Retention
 from scheduler.core_config import CoreConfig
 from scheduler.prefix_cache import extend_hashes
-from scheduler.request import DEFAULT_RETENTION_PRIORITY, NO_RESULTS, RequestSpec, Sequence
+from scheduler.request import NO_RESULTS, Sequence
+from scheduler.request_spec import DEFAULT_RETENTION_PRIORITY, RequestSpec
 from scheduler.timers import Clock
 
 

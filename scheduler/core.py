@@ -38,11 +38,12 @@ from scheduler.events import (
     WorkerLost,
     WorkerRegistered,
 )
+from scheduler.failure import INVALID_ARGUMENT, Failure
 from scheduler.groups import WorkerGroup
 from scheduler.lifecycle import Lifecycle
 from scheduler.membership import Membership
 from scheduler.queue import RequestQueue
-from scheduler.request import INVALID_ARGUMENT, Failure, FinishReason, Request
+from scheduler.request import FinishReason, Request
 from scheduler.request_scheduler import RequestScheduler
 from scheduler.results import Results
 from scheduler.sharing import Clients

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from scheduler.failure import Failure
 from scheduler.prefix_cache import KvChange
-from scheduler.request import Failure, Request, Sequence
+from scheduler.request import Request, Sequence
 from scheduler.stats import IterationStats
 
 

@@ -30,7 +30,7 @@ from scheduler.events import Attached, Detached, Event, Recovered, Submitted, Tu
 from scheduler.feed import FeedHub
 from scheduler.journal import Journal, JournalEntry, is_entry
 from scheduler.prefix_cache import KvChange
-from scheduler.request import RequestSpec
+from scheduler.request_spec import RequestSpec
 from scheduler.stats import IterationStats
 from scheduler.wire import WorkerEvent
 

@@ -6,7 +6,9 @@ from array import array
 from dataclasses import dataclass, field
 
 from scheduler.beams import BeamStep
-from scheduler.request import ExtraOutput, Failure, Finish, RequestSpec, SequenceEnd
+from scheduler.failure import Failure
+from scheduler.request import ExtraOutput, Finish, SequenceEnd
+from scheduler.request_spec import RequestSpec
 
 
 @dataclass(frozen=True, slots=True)

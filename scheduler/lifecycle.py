@@ -17,22 +17,17 @@ from scheduler.effects import (
     SequenceEnded,
 )
 from scheduler.events import AbortRequested, Attached, Detached, Recovered, StopWordFound, Submitted
-from scheduler.queue import RequestQueue
-from scheduler.request import (
+from scheduler.failure import (
     ALREADY_EXISTS,
     DEADLINE_EXCEEDED,
     INVALID_ARGUMENT,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
     Failure,
-    Finish,
-    FinishReason,
-    Request,
-    RequestSpec,
-    RequestState,
-    Sequence,
-    SequenceEnd,
 )
+from scheduler.queue import RequestQueue
+from scheduler.request import Finish, FinishReason, Request, RequestState, Sequence, SequenceEnd
+from scheduler.request_spec import RequestSpec
 from scheduler.stats import Totals
 from scheduler.timers import Clock, Timers
 

@@ -8,11 +8,12 @@ from functools import partial
 from scheduler.core_config import PROTOCOL_VERSION, CoreConfig
 from scheduler.effects import Effect, EpochEnded, GroupJoined, GroupRefused, KvChanged
 from scheduler.events import StepDone, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.failure import INTERNAL, UNAVAILABLE, Failure
 from scheduler.groups import WorkerGroup
 from scheduler.lifecycle import Lifecycle
 from scheduler.prefix_cache import CacheCleared, KvChange
 from scheduler.queue import RequestQueue
-from scheduler.request import INTERNAL, UNAVAILABLE, Failure, FinishReason, Request, RequestState
+from scheduler.request import FinishReason, Request, RequestState
 from scheduler.sharing import Clients
 from scheduler.stats import Totals
 from scheduler.timers import Clock, Timers

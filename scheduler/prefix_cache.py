@@ -15,7 +15,8 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
-from scheduler.request import RequestSpec, Sequence
+from scheduler.request import Sequence
+from scheduler.request_spec import RequestSpec
 
 
 @dataclass(frozen=True, slots=True)

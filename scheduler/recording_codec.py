@@ -27,7 +27,8 @@ from scheduler.events import (
     WorkerLost,
     WorkerRegistered,
 )
-from scheduler.request import Finish, FinishReason, RequestSpec, RequestTimes, RetentionRange, SequenceEnd
+from scheduler.request import Finish, FinishReason, RequestTimes, SequenceEnd
+from scheduler.request_spec import RequestSpec, RetentionRange
 from scheduler.wire import decode_worker_message
 
 _SPEC_FIELDS = tuple(

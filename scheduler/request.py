@@ -2,8 +2,7 @@
 
 A request has one or more sequences; each gives one output. A sequence's tokens are its request's prompt and its own
 output so far, and everything else here can be rebuilt from these: a sequence that is paused, or whose worker died,
-starts again as
-if its output were a part of its prompt.
+starts again as if its output were a part of its prompt.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from scheduler.failure import Failure
+from scheduler.request_spec import RequestSpec
+
 if TYPE_CHECKING:
     from scheduler.beam_lanes import BeamLanes
     from scheduler.groups import WorkerGroup
 
-DEFAULT_RETENTION_PRIORITY = 35
 # First step ordinal of a sequence that takes no results: it is not on a worker, or has ended.
 NO_RESULTS = 1 << 62
 
@@ -39,98 +40,6 @@ class RequestState(enum.Enum):
     QUEUED = "queued"
     ACTIVE = "active"
     FINISHED = "finished"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why something was refused or ended in error. `code` is a gRPC status code."""
-
-    code: int
-    message: str
-    field: str = ""
-
-
-INVALID_ARGUMENT = 3
-DEADLINE_EXCEEDED = 4
-ALREADY_EXISTS = 6
-RESOURCE_EXHAUSTED = 8
-INTERNAL = 13
-UNAVAILABLE = 14
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionRange:
-    """Blocks of the prompt tokens [start, end) are kept with `priority`, for `duration_ns` after their last use."""
-
-    start: int
-    end: int | None
-    priority: int
-    duration_ns: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSpec:
-    """What was asked for; never changes.
-
-    Attributes:
-        prompt: Token ids, array type 'I'.
-        max_tokens: Output tokens per sequence; prompt and output fit into the model's length.
-        num_sequences: Outputs asked for.
-        stop_token_ids: Tokens that end a sequence, the end ids among them.
-        min_tokens: A stop token before this many output tokens does not end the sequence.
-        beam_width: Above 1 it is a beam search, whose best `num_sequences` beams are the outputs.
-        beam_diversity_rate, length_penalty, early_stopping: See protos/generation.proto.
-        num_draft_tokens: Drafts that may be verified in one step; 0 is no speculation.
-        deadline_ns: Unix nanoseconds; None is no deadline.
-        lora_key: Identifies what the adapter holds; empty for none. lora_bytes: What it takes on a worker's device.
-        prompt_key: Identifies what stands behind virtual tokens; empty where there are none.
-        num_virtual_tokens: Ids from vocab_size on that the prompt may have.
-        is_cacheable: Cached blocks may stand in for prompt tokens, and others may use this request's.
-        tensor_bytes: Of the tensors that it asks for. Where there are any, the journal keeps what was asked for alone,
-            and a scheduler that comes after computes the request again.
-        digest: Of the contents; tells a repeated Submit from another request under the same id.
-        payload: The normalized GenerateRequest, serialized; opaque to the core.
-    """
-
-    request_id: str
-    prompt: array[int]
-    max_tokens: int
-    num_sequences: int = 1
-    stop_token_ids: frozenset[int] = frozenset()
-    min_tokens: int = 0
-    beam_width: int = 1
-    beam_diversity_rate: float = 0.0
-    length_penalty: float = 0.0
-    early_stopping: int = 1
-    num_draft_tokens: int = 0
-    client_id: str = ""
-    priority: int = 0
-    cache_salt: str = ""
-    lora_name: str = ""
-    lora_key: str = ""
-    lora_bytes: int = 0
-    prompt_key: str = ""
-    num_virtual_tokens: int = 0
-    is_detached: bool = False
-    is_cacheable: bool = True
-    tensor_bytes: int = 0
-    arrival_ns: int = 0
-    deadline_ns: int | None = None
-    retention: tuple[RetentionRange, ...] = ()
-    decode_priority: int = DEFAULT_RETENTION_PRIORITY
-    decode_duration_ns: int | None = None
-    digest: bytes = b""
-    payload: bytes = b""
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Tokens of one sequence whose keys and values are ever computed: the last output token's are not."""
-        return len(self.prompt) + self.max_tokens - 1
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that the request takes at a worker."""
-        return self.beam_width if self.beam_width > 1 else self.num_sequences
 
 
 @dataclass(slots=True)

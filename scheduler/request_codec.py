@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from midstream.extras import tensor_bytes
 from protos import generation_pb2 as pb
-from scheduler.request import DEFAULT_RETENTION_PRIORITY, RequestSpec, RetentionRange
+from scheduler.request_spec import DEFAULT_RETENTION_PRIORITY, RequestSpec, RetentionRange
 
 DEFAULT_MAX_TOKENS = 16_384
 _NS_PER_MS = 1_000_000

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from scheduler.effects import Effect, Emitted, IterationDone
 from scheduler.events import StepDone
+from scheduler.failure import UNAVAILABLE, Failure
 from scheduler.groups import WorkerGroup
 from scheduler.in_flight import InFlightStep
 from scheduler.lifecycle import Lifecycle
 from scheduler.queue import RequestQueue
-from scheduler.request import UNAVAILABLE, ExtraOutput, Failure, FinishReason, Request, Sequence, SequenceEnd
+from scheduler.request import ExtraOutput, FinishReason, Request, Sequence, SequenceEnd
 from scheduler.runs import End, Taken, runs_problem, take_runs
 from scheduler.stats import IterationStats, KvStats, RequestCounts, StepStats, Totals
 from scheduler.timers import Clock

@@ -13,9 +13,10 @@ from typing import Protocol
 
 from scheduler.effects import BeamsAdvanced, Effect
 from scheduler.events import StepDone
+from scheduler.failure import Failure
 from scheduler.groups import WorkerGroup
 from scheduler.in_flight import InFlightStep
-from scheduler.request import Failure, Request, Sequence, SequenceEnd
+from scheduler.request import Request, Sequence, SequenceEnd
 
 End = tuple[Sequence, SequenceEnd]
 

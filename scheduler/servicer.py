@@ -19,8 +19,8 @@ from scheduler.events import AbortRequested, StopWordFound
 from scheduler.feed import DetokenizerFeed
 from scheduler.journal import LoadedAdapter
 from scheduler.prefix_cache import CacheCleared
-from scheduler.request import RequestSpec
 from scheduler.request_codec import ModelLimits, spec_from_proto
+from scheduler.request_spec import RequestSpec
 from scheduler.stats_proto import iteration_stats_proto, kv_event_proto
 from scheduler.status import CellStatusReport, detokenizer_infos
 

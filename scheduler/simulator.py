@@ -27,7 +27,7 @@ from scheduler.measures import table
 from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.plugins import load_scheduler
 from scheduler.replay import replay
-from scheduler.request import RequestSpec
+from scheduler.request_spec import RequestSpec
 from scheduler.simulation import Simulation
 
 # A cell has one scheduler; beyond this there are several cells.

@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError
 from protos import generation_pb2, worker_pb2
 from scheduler.effects import AddedSequence, StepPlan
 from scheduler.events import StepDone, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
-from scheduler.request import Failure
+from scheduler.failure import Failure
 from scheduler.request_codec import ModelLimits, stop_ids
 
 WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | StepDone

@@ -12,8 +12,9 @@ from protos import generation_pb2
 from protos import journal_pb2 as pb
 from scheduler.beams import BeamStep
 from scheduler.events import Recovered
+from scheduler.failure import Failure
 from scheduler.journal.store import StoredJournal, unseal
-from scheduler.request import ExtraOutput, Failure, Finish, FinishReason, Request, RequestTimes, SequenceEnd
+from scheduler.request import ExtraOutput, Finish, FinishReason, Request, RequestTimes, SequenceEnd
 from scheduler.request_codec import ModelLimits, spec_from_proto
 
 

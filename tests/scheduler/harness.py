@@ -24,9 +24,10 @@ from scheduler.effects import (
 from scheduler.events import Event, StepDone, Submitted, Turn, WorkerLeft, WorkerLost, WorkerRegistered
 from scheduler.groups import WorkerGroup
 from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
-from scheduler.request import FinishReason, Request, RequestSpec, Sequence
+from scheduler.request import FinishReason, Request, Sequence
 from scheduler.request_codec import ModelLimits
 from scheduler.request_scheduler import RequestScheduler, SimpleScheduler
+from scheduler.request_spec import RequestSpec
 from scheduler.wire import decode_worker_message, encode_step
 from tests.fakes.model import FakeModel
 from tests.scheduler.beam_reference import best_beams

@@ -28,8 +28,8 @@ from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.threaded import ThreadedJournal
 from scheduler.metrics import lora_requests
 from scheduler.prefix_cache import chain_seed
-from scheduler.request import RequestSpec
 from scheduler.request_codec import spec_from_proto
+from scheduler.request_spec import RequestSpec
 from tests.scheduler.harness import LIMITS, Harness
 
 PATH = "/adapters/a"

@@ -14,7 +14,8 @@ from scheduler.beam_outputs import report_beams
 from scheduler.beams import BeamSearch
 from scheduler.effects import BeamsAdvanced, Fork, StepPlan
 from scheduler.events import AbortRequested, Recovered
-from scheduler.request import FinishReason, RequestSpec
+from scheduler.request import FinishReason
+from scheduler.request_spec import RequestSpec
 from tests.fakes.model import candidates
 from tests.scheduler.beam_reference import best_beams
 from tests.scheduler.harness import VOCAB, Harness

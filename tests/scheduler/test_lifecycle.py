@@ -4,7 +4,8 @@ from array import array
 
 from scheduler.effects import Accepted, SequenceEnded
 from scheduler.events import AbortRequested, Attached, Detached, DrainStarted, Recovered, StopWordFound
-from scheduler.request import FinishReason, RequestSpec
+from scheduler.request import FinishReason
+from scheduler.request_spec import RequestSpec
 from tests.scheduler.harness import MS, Harness
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from scheduler.effects import EpochEnded, GroupRefused
 from scheduler.events import WorkerBeat
-from scheduler.request import Failure, FinishReason
+from scheduler.failure import Failure
+from scheduler.request import FinishReason
 from tests.scheduler.harness import MS, Harness
 
 

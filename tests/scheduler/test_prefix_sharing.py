@@ -3,7 +3,7 @@ from __future__ import annotations
 from scheduler.effects import KvChanged
 from scheduler.events import AbortRequested
 from scheduler.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange
-from scheduler.request import RetentionRange
+from scheduler.request_spec import RetentionRange
 from tests.scheduler.harness import Harness
 
 PREFIX = list(range(100, 116))  # 4 blocks

@@ -4,7 +4,8 @@ from array import array
 from typing import Any
 
 from scheduler.queue import RequestQueue
-from scheduler.request import Request, RequestSpec
+from scheduler.request import Request
+from scheduler.request_spec import RequestSpec
 
 _ordinals = iter(range(1_000_000))
 

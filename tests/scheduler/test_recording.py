@@ -29,11 +29,13 @@ from scheduler.events import (
     WorkerLost,
     WorkerRegistered,
 )
+from scheduler.failure import Failure
 from scheduler.recording import Recorder, frame, read_recording
 from scheduler.recording_codec import decode_config, decode_event, encode_config, encode_event
 from scheduler.replay import Changes, replay, simulate
 from scheduler.replay import main as run_replay
-from scheduler.request import Failure, Finish, FinishReason, RequestSpec, RequestTimes, RetentionRange, SequenceEnd
+from scheduler.request import Finish, FinishReason, RequestTimes, SequenceEnd
+from scheduler.request_spec import RequestSpec, RetentionRange
 from tests.scheduler.harness import MS, Harness
 
 SPEC = RequestSpec(

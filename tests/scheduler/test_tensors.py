@@ -13,20 +13,14 @@ from protos import generation_pb2, scheduler_pb2, worker_pb2
 from scheduler.dispatch import Dispatcher
 from scheduler.effects import Refused
 from scheduler.events import StepDone
+from scheduler.failure import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE, Failure
 from scheduler.feed import DetokenizerFeed, FeedHub
 from scheduler.journal.records import replay
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.writer import RowWriter
-from scheduler.request import (
-    INVALID_ARGUMENT,
-    RESOURCE_EXHAUSTED,
-    UNAVAILABLE,
-    ExtraOutput,
-    Failure,
-    Request,
-    RequestSpec,
-)
+from scheduler.request import ExtraOutput, Request
 from scheduler.request_codec import ModelLimits, spec_from_proto
+from scheduler.request_spec import RequestSpec
 from tests.scheduler.harness import LIMITS, Harness
 
 MIB = 1 << 20

@@ -1,0 +1,21 @@
+"""Why the core refuses or fails something: gRPC's status numbers, for the core imports nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+INVALID_ARGUMENT = 3
+DEADLINE_EXCEEDED = 4
+ALREADY_EXISTS = 6
+RESOURCE_EXHAUSTED = 8
+INTERNAL = 13
+UNAVAILABLE = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why something was refused or ended in error. `code` is a gRPC status code."""
+
+    code: int
+    message: str
+    field: str = ""

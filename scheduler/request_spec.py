@@ -1,0 +1,83 @@
+"""What a request asks for, as the core sees it."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+DEFAULT_RETENTION_PRIORITY = 35
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """Blocks of the prompt tokens [start, end) are kept with `priority`, for `duration_ns` after their last use."""
+
+    start: int
+    end: int | None
+    priority: int
+    duration_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """What was asked for; never changes.
+
+    Attributes:
+        prompt: Token ids, array type 'I'.
+        max_tokens: Output tokens per sequence; prompt and output fit into the model's length.
+        num_sequences: Outputs asked for.
+        stop_token_ids: Tokens that end a sequence, the end ids among them.
+        min_tokens: A stop token before this many output tokens does not end the sequence.
+        beam_width: Above 1 it is a beam search, whose best `num_sequences` beams are the outputs.
+        beam_diversity_rate, length_penalty, early_stopping: See protos/generation.proto.
+        num_draft_tokens: Drafts that may be verified in one step; 0 is no speculation.
+        deadline_ns: Unix nanoseconds; None is no deadline.
+        lora_key: Identifies what the adapter holds; empty for none. lora_bytes: What it takes on a worker's device.
+        prompt_key: Identifies what stands behind virtual tokens; empty where there are none.
+        num_virtual_tokens: Ids from vocab_size on that the prompt may have.
+        is_cacheable: Cached blocks may stand in for prompt tokens, and others may use this request's.
+        tensor_bytes: Of the tensors that it asks for. Where there are any, the journal keeps what was asked for alone,
+            and a scheduler that comes after computes the request again.
+        digest: Of the contents; tells a repeated Submit from another request under the same id.
+        payload: The normalized GenerateRequest, serialized; opaque to the core.
+    """
+
+    request_id: str
+    prompt: array[int]
+    max_tokens: int
+    num_sequences: int = 1
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    beam_width: int = 1
+    beam_diversity_rate: float = 0.0
+    length_penalty: float = 0.0
+    early_stopping: int = 1
+    num_draft_tokens: int = 0
+    client_id: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+    lora_name: str = ""
+    lora_key: str = ""
+    lora_bytes: int = 0
+    prompt_key: str = ""
+    num_virtual_tokens: int = 0
+    is_detached: bool = False
+    is_cacheable: bool = True
+    tensor_bytes: int = 0
+    arrival_ns: int = 0
+    deadline_ns: int | None = None
+    retention: tuple[RetentionRange, ...] = ()
+    decode_priority: int = DEFAULT_RETENTION_PRIORITY
+    decode_duration_ns: int | None = None
+    digest: bytes = b""
+    payload: bytes = b""
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of one sequence whose keys and values are ever computed: the last output token's are not."""
+        return len(self.prompt) + self.max_tokens - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the request takes at a worker."""
+        return self.beam_width if self.beam_width > 1 else self.num_sequences
