@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from functools import partial
 
+from scheduler.admission import impossible
 from scheduler.beam_lanes import BeamLanes
 from scheduler.core_config import CoreConfig
 from scheduler.effects import (
@@ -20,11 +20,11 @@ from scheduler.events import AbortRequested, Attached, Detached, Recovered, Stop
 from scheduler.failure import (
     ALREADY_EXISTS,
     DEADLINE_EXCEEDED,
-    INVALID_ARGUMENT,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
     Failure,
 )
+from scheduler.finished import FinishedRequests
 from scheduler.queue import RequestQueue
 from scheduler.request import Finish, FinishReason, Request, RequestState, Sequence, SequenceEnd
 from scheduler.request_spec import RequestSpec
@@ -61,8 +61,7 @@ class Lifecycle:
         self._totals = totals
         self._clock = clock
         self._effects = effects
-        self._finished: OrderedDict[str, Request] = OrderedDict()
-        self._num_finished_tokens = 0
+        self._finished = FinishedRequests(config, timers, self._forget)
         self._num_tensor_bytes = 0
         self._num_seen = 0
 
@@ -91,7 +90,7 @@ class Lifecycle:
         if self._queue.is_full:
             self._refuse(spec, RESOURCE_EXHAUSTED, f"{len(self._queue)} requests wait already")
             return None
-        failure = self._check(spec)
+        failure = impossible(spec, self._config)
         if failure is not None:
             self._effects.append(Refused(spec.request_id, failure))
             return None
@@ -113,7 +112,7 @@ class Lifecycle:
         for index, end in event.ends:
             request.sequences[index].end = end
         if event.finish is not None:
-            self._keep_finished(request)
+            self._finished.keep(request)
             return request
         request.num_recoveries = 1
         if request.beams is not None and request.live_sequences:
@@ -137,36 +136,6 @@ class Lifecycle:
         request.num_accepted_tokens = finish.num_accepted_tokens
         self.requests[request.request_id] = request
         return request
-
-    def _keep_finished(self, request: Request) -> None:
-        """Keeps a request for those who resume it, in place of older ones where these take too much."""
-        config = self._config
-        self._finished[request.request_id] = request
-        self._num_finished_tokens += _num_tokens(request)
-        while len(self._finished) > config.max_num_finished or self._num_finished_tokens > config.max_finished_tokens:
-            self._forget(next(iter(self._finished.values())))
-        self._timers.at(request.times.finished_ns + config.finished_ttl_ns, self._forget_expired)
-
-    def _check(self, spec: RequestSpec) -> Failure | None:
-        if not spec.prompt:
-            return Failure(INVALID_ARGUMENT, "the prompt is empty", "token_ids")
-        num_ids = self._config.vocab_size + spec.num_virtual_tokens
-        if max(spec.prompt) >= num_ids:
-            return Failure(INVALID_ARGUMENT, f"token ids are below {num_ids}", "token_ids")
-        if spec.max_tokens < 1:
-            return Failure(INVALID_ARGUMENT, "at least 1 is needed", "max_tokens")
-        if len(spec.prompt) + spec.max_tokens > self._config.max_sequence_length:
-            most = self._config.max_sequence_length
-            return Failure(
-                INVALID_ARGUMENT, f"prompt and output take more than the model's {most} tokens", "max_tokens"
-            )
-        if spec.tensor_bytes > self._config.max_tensor_bytes:
-            most = self._config.max_tensor_bytes
-            return Failure(INVALID_ARGUMENT, f"asks for {spec.tensor_bytes} bytes of tensors; at most {most}", "output")
-        if not self._config.enable_chunked_context and len(spec.prompt) > self._config.max_num_tokens:
-            most = self._config.max_num_tokens
-            return Failure(INVALID_ARGUMENT, f"without chunked context a prompt has at most {most} tokens", "token_ids")
-        return None
 
     def _refuse(self, spec: RequestSpec, code: int, message: str, field: str = "") -> None:
         retry_ms = 0
@@ -258,7 +227,7 @@ class Lifecycle:
         self._queue.refund(request, unused)
         self._count_finished(request)
         self._effects.append(RequestEnded(request))
-        self._keep_finished(request)
+        self._finished.keep(request)
 
     def _count_finished(self, request: Request) -> None:
         totals, end = self._totals, request.sequences[0].end
@@ -272,25 +241,15 @@ class Lifecycle:
         """Room for a request's tensors, in place of ended requests that nobody reads; False where there is none."""
         limit = self._config.max_tensor_bytes - num_bytes
         if self._num_tensor_bytes > limit:
-            for request in list(self._finished.values()):
+            for request in list(self._finished):
                 if request.spec.tensor_bytes and not request.num_attached and self._num_tensor_bytes > limit:
-                    self._forget(request)
+                    self._finished.forget(request)
         return self._num_tensor_bytes <= limit
 
     def _forget(self, request: Request) -> None:
-        """Forgets a request that has ended."""
-        del self._finished[request.request_id]
         del self.requests[request.request_id]
         self._num_tensor_bytes -= request.spec.tensor_bytes
-        self._num_finished_tokens -= _num_tokens(request)
         self._effects.append(RequestForgotten(request))
-
-    def _forget_expired(self, now_ns: int) -> None:
-        while self._finished:
-            oldest = next(iter(self._finished.values()))
-            if oldest.times.finished_ns + self._config.finished_ttl_ns > now_ns:
-                return
-            self._forget(oldest)
 
     def _on_deadline(self, request_id: str, ordinal: int, _: int) -> None:
         request = self.requests.get(request_id)
@@ -307,11 +266,6 @@ class Lifecycle:
             return
         if now_ns - request.orphaned_ns >= self._config.orphan_grace_ns:
             self.end(request, FinishReason.ABORT)
-
-
-def _num_tokens(request: Request) -> int:
-    """What keeping a request takes; it does not change once the request has ended."""
-    return len(request.spec.prompt) + sum(len(sequence.output) for sequence in request.sequences)
 
 
 def _is_overtaken(known: SequenceEnd, found: SequenceEnd) -> bool:
