@@ -4,13 +4,12 @@ One request's journey:
 
 1. `Submitted` puts it into the queue (lifecycle, queue), or refuses it.
 2. A `Turn` starts it on the worker group that has most of its prefix and least to do, once the capacity policy lets it
-   (`_place`); it gets rows and blocks there (groups).
+   (placement); it gets rows and blocks there (groups).
 3. The same turn plans steps for every group with room in its pipeline (`_plan`): the micro-batch policy fills a step
    (step_builder), and the StepPlan goes out. Two steps are in flight, so the next one waits at the worker when one
    ends.
 4. `StepDone` brings tokens: they are appended, and sequences that reached their end are ended (results). What they held
-   is
-   free at once, because steps run strictly in order.
+   is free at once, because steps run strictly in order.
 5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and starts again at 2.
 6. It ends once, is kept a while for those who resume, and is forgotten (lifecycle).
 """
@@ -38,21 +37,18 @@ from scheduler.events import (
     WorkerLost,
     WorkerRegistered,
 )
-from scheduler.failure import INVALID_ARGUMENT, Failure
 from scheduler.groups import WorkerGroup
 from scheduler.lifecycle import Lifecycle
 from scheduler.membership import Membership
+from scheduler.placement import Placement
 from scheduler.queue import RequestQueue
-from scheduler.request import FinishReason, Request
+from scheduler.request import Request
 from scheduler.request_scheduler import RequestScheduler
 from scheduler.results import Results
 from scheduler.sharing import Clients
 from scheduler.stats import IterationStats, Totals
 from scheduler.step_builder import StepBuilder
 from scheduler.timers import Clock, Timers
-
-# A generating sequence weighs as much as this many context tokens when groups are compared.
-_TOKENS_PER_ACTIVE_SEQUENCE = 16
 
 
 class SchedulerCore:
@@ -99,6 +95,15 @@ class SchedulerCore:
             clock=self._clock,
             effects=self._effects,
             try_again=lambda group, request: self._pause(group, [request]),
+        )
+        self._placement = Placement(
+            config,
+            scheduler,
+            membership=self.membership,
+            lifecycle=self.lifecycle,
+            queue=self.queue,
+            totals=self.totals,
+            clock=self._clock,
         )
         self._num_steps = 0
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
@@ -198,9 +203,9 @@ class SchedulerCore:
 
     def _turn(self, event: Turn) -> None:
         self._timers.run_due(self._clock.now_ns)
-        self._place()
+        self._placement.start_queued(self._num_steps)
         while self._plan_round():
-            self._place()
+            self._placement.start_queued(self._num_steps)
         for group in self.membership.groups.values():
             self.membership.flush_kv_changes(group)
         num_rows = sum(group.max_batch_size for group in self.membership.groups.values())
@@ -221,53 +226,6 @@ class SchedulerCore:
         if due_ns > self._clock.now_ns:
             self._timers.at(due_ns, _take_a_turn)
             return False
-        return True
-
-    def _place(self) -> None:
-        """Starts queued requests in order, until one has to wait."""
-        while (request := self.queue.head()) is not None:
-            group = self._choose_group(request)
-            if group is None:
-                if not self._refuse_impossible(request):
-                    return
-                continue
-            self.queue.pop(request)
-            group.start(request, self._num_steps)
-            if request.times.first_scheduled_ns == 0:
-                request.num_cached_tokens = request.running_sequences[0].num_hit_blocks * group.tokens_per_block
-                self.totals.prefix_cache_queries += len(request.spec.prompt)
-                self.totals.prefix_cache_hits += request.num_cached_tokens
-                self.lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
-
-    def _choose_group(self, request: Request) -> WorkerGroup | None:
-        """The group that can take the request and has the least to do until it is computed."""
-        groups = [group for group in self.membership.groups.values() if self._can_start(request, group)]
-        if len(groups) < 2:
-            return groups[0] if groups else None
-
-        def work(group: WorkerGroup) -> int:
-            cost = group.start_cost(request)
-            others = group.num_context_tokens + _TOKENS_PER_ACTIVE_SEQUENCE * len(group.active)
-            return cost.num_tokens - cost.num_cached_tokens + others
-
-        return min(groups, key=work)
-
-    def _can_start(self, request: Request, group: WorkerGroup) -> bool:
-        if self.membership.is_suspect(request) and any(self.membership.is_suspect(other) for other in group.active):
-            return False
-        if not group.adapters.fits(request.spec):
-            return False
-        return group.is_large_enough(request) and self.scheduler.can_start(request, group)
-
-    def _refuse_impossible(self, request: Request) -> bool:
-        """Ends a request that no group here could run even if it were empty."""
-        groups = self.membership.groups.values()
-        if not groups:
-            return False
-        if any(group.is_large_enough(request) for group in groups):
-            return False
-        failure = _too_large(request, list(groups), self.config.tokens_per_block)
-        self.lifecycle.end(request, FinishReason.ERROR, failure)
         return True
 
     def _plan(self, group: WorkerGroup) -> bool:
@@ -300,19 +258,3 @@ class SchedulerCore:
 
 def _take_a_turn(_: int) -> None:
     """What is due is seen by the turn that runs this."""
-
-
-def _too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int) -> Failure:
-    spec = request.spec
-    most = max(group.max_batch_size for group in groups)
-    if spec.num_sequences > most:
-        return Failure(INVALID_ARGUMENT, f"the workers run at most {most} at once", "sampling.num_return_sequences")
-    most = max(group.registration.max_sequence_length for group in groups)
-    if spec.max_num_tokens >= most:
-        return Failure(INVALID_ARGUMENT, f"prompt and output take more than the workers' {most} tokens", "max_tokens")
-    if not any(group.adapters.fits_alone(spec) for group in groups):
-        return Failure(INVALID_ARGUMENT, f"{spec.lora_name!r} takes more than the workers' adapter cache", "lora.name")
-    needed = min(group.blocks_alone(request) for group in groups) * tokens_per_block
-    most = max(group.blocks.num_blocks for group in groups) * tokens_per_block
-    message = f"prompt and output may take {needed} tokens of KV cache, the workers have {most}"
-    return Failure(INVALID_ARGUMENT, message, "max_tokens")
