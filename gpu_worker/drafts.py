@@ -7,7 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from gpu_worker.rows import Feature, Rows
+from gpu_worker.features import Feature
+from gpu_worker.rows import Rows
 from gpu_worker.step import EMPTY, IntArray, Step
 
 # All that these do is a function of a row's tokens, so it can be done for a shadow of the row as well.

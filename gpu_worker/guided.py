@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_worker.rows import Feature, Rows
+from gpu_worker.features import Feature
+from gpu_worker.rows import Rows
 from gpu_worker.step import IntArray
 from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
 from midstream.grammar.messages import OVERRUN, READY, WAITING

@@ -20,6 +20,7 @@ from gpu_worker.beams import Candidates
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.draft_model import DraftModel, load_draft_model
 from gpu_worker.drafts import Drafter
+from gpu_worker.features import Feature
 from gpu_worker.guided import UNCONSTRAINED, Guides
 from gpu_worker.input_batch import InputBatch, PreparedStep
 from gpu_worker.kv_cache import KvCache
@@ -31,7 +32,7 @@ from gpu_worker.lora.rows import RowAdapters
 from gpu_worker.lora.sizes import device_cache_bytes, host_cache_bytes
 from gpu_worker.outputs import Reporter, Reports
 from gpu_worker.post_processors import load_post_processors
-from gpu_worker.rows import Feature, PendingTokens, Rows
+from gpu_worker.rows import PendingTokens, Rows
 from gpu_worker.sampler import NOT_FINITE, Sampler
 from gpu_worker.staging import Copy, Readback
 from gpu_worker.step import EMPTY, GREEDY, IntArray, NewSequence, RowLogProbs, Step, StepOutput

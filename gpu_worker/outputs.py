@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_worker.features import Feature
 from gpu_worker.input_batch import ContextChunk, PreparedStep
 from gpu_worker.models.decoder import Decoder, Probe
-from gpu_worker.rows import Feature, Rows
+from gpu_worker.rows import Rows
 from gpu_worker.step import OutputParams, PromptLogProbs, RowTensor
 
 # Positions whose logits are computed at once: it bounds the memory that a long prompt takes.

@@ -5,12 +5,12 @@ All of it is a pure function of what the scheduler sent and of the tokens since:
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.features import features_of
 from gpu_worker.step import GREEDY, NOTHING, Fork, GuideState, IntArray, NewSequence, OutputParams, SamplingParams
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
@@ -29,23 +29,6 @@ _VECTORS = (
     "is_active",
     "occupancies",
 )
-
-
-class Feature(enum.IntFlag):
-    """What is done to a row's logits beside choosing from them; each costs only the rows that use it."""
-
-    PENALTIES = 1
-    BIAS = 2
-    MIN_TOKENS = 4
-    LOG_PROBS = 8
-    BAD_WORDS = 16
-    NGRAMS = 32
-    TOP_P_DECAY = 64
-    REPORTS = 128
-    PROMPT_REPORTS = 256
-    GUIDED = 512
-    POST_PROCESSED = 1024
-    BEAMS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +112,9 @@ class Rows:
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.outputs[row] = new.outputs
         self.guides[row] = GuideState(new.guide) if new.guide is not None else None
-        self.features[row] = _features(sampling) | _reports(new)
-        if new.guide is not None:
-            self.features[row] |= Feature.GUIDED
+        self.features[row] = features_of(new)
         if new.post_processor:
             self.post_processors[row] = (new.post_processor, new.client_id)
-            self.features[row] |= Feature.POST_PROCESSED
 
     def release(self, rows: IntArray) -> None:
         """Empties rows."""
@@ -262,35 +242,6 @@ class Rows:
         self.sampling += [GREEDY] * (num_rows - old)
         self.outputs += [NOTHING] * (num_rows - old)
         self.guides += [None] * (num_rows - old)
-
-
-def _features(sampling: SamplingParams) -> Feature:
-    features = Feature(0)
-    if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
-        features |= Feature.PENALTIES
-    if sampling.embedding_bias:
-        features |= Feature.BIAS
-    if sampling.min_tokens and sampling.end_ids:
-        features |= Feature.MIN_TOKENS
-    if sampling.beam_width > 1:
-        features |= Feature.BEAMS
-    elif sampling.log_probs is not None:
-        features |= Feature.LOG_PROBS
-    if sampling.bad_words:
-        features |= Feature.BAD_WORDS
-    if sampling.no_repeat_ngram_size:
-        features |= Feature.NGRAMS
-    if sampling.top_p_decay != 1.0:
-        features |= Feature.TOP_P_DECAY
-    return features
-
-
-def _reports(new: NewSequence) -> Feature:
-    if new.outputs is NOTHING:
-        return Feature(0)
-    # Sequences of one request share the prompt: the first reports it, unless it has done so.
-    is_first = new.sequence_index == 0 and len(new.token_ids) == new.num_prompt_tokens
-    return Feature.REPORTS | (Feature.PROMPT_REPORTS if is_first and new.outputs.of_prompt else 0)
 
 
 def _ints() -> NDArray[np.int32]:

@@ -18,9 +18,10 @@ from torch import Tensor
 import kernels
 from gpu_worker.beams import Candidates, find_candidates
 from gpu_worker.distribution import invert, top_threshold
+from gpu_worker.features import Feature
 from gpu_worker.guided import UNCONSTRAINED, Constraints
 from gpu_worker.post_processors import PostProcessor, post_process
-from gpu_worker.rows import Feature, Rows
+from gpu_worker.rows import Rows
 from gpu_worker.staging import PinnedBuffers
 from gpu_worker.steering import STEERING, allow, decayed_top_p, steer
 from gpu_worker.step import IntArray, RowLogProbs

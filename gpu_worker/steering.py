@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_worker.rows import Feature, Rows
+from gpu_worker.features import Feature
+from gpu_worker.rows import Rows
 from gpu_worker.step import IntArray
 
 STEERING = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.NGRAMS

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gpu_worker.beams import Candidates
-from gpu_worker.rows import Feature, Rows
+from gpu_worker.features import Feature
+from gpu_worker.rows import Rows
 from gpu_worker.step import EMPTY, IntArray, RowLogProbs
 from midstream.errors import MidstreamError
 
