@@ -26,19 +26,19 @@ from gpu_worker.input_batch import InputBatch, PreparedStep
 from gpu_worker.kv_cache import KvCache
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
 from gpu_worker.loader import LoadedModel, load_model, num_threads
-from gpu_worker.lora.cache import AdapterCache
-from gpu_worker.lora.peft_folder import read_adapter
+from gpu_worker.lora.cache import adapter_cache
 from gpu_worker.lora.rows import RowAdapters
-from gpu_worker.lora.sizes import device_cache_bytes, host_cache_bytes
+from gpu_worker.lora.sizes import device_cache_bytes
 from gpu_worker.outputs import Reporter, Reports
-from gpu_worker.post_processors import load_post_processors
+from gpu_worker.post_processors import load_post_processors, refuse_unknown
 from gpu_worker.rows import PendingTokens, Rows
 from gpu_worker.sampler import NOT_FINITE, Sampler
 from gpu_worker.staging import Copy, Readback
-from gpu_worker.step import EMPTY, GREEDY, IntArray, NewSequence, RowLogProbs, Step, StepOutput
-from gpu_worker.verification import settle
+from gpu_worker.step import EMPTY, IntArray, RowLogProbs, Step, StepOutput
+from gpu_worker.verification import Answer, settle
+from gpu_worker.warm_up import CPU_NUM_TOKENS, warm_up_steps
 from midstream.config import WorkerConfig
-from midstream.errors import InvalidArgumentError, MidstreamError
+from midstream.errors import MidstreamError
 from midstream.grammar.process import GrammarProcess
 from midstream.model_folder import ModelFolder
 
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from gpu_worker.parallel.leader import Leader
 
 logger = logging.getLogger(__name__)
-
-_WARM_UP_TOKENS = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +113,12 @@ class ModelRunner:
         self._folder = folder
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
         self.post_processors = load_post_processors()
-        self.adapters = self._adapter_cache()
+        self.adapters = adapter_cache(
+            config,
+            self.model.description,
+            self.model.dtype.itemsize,
+            lambda adapter: self.model.decoder.place_adapter(adapter),  # noqa: PLW0108 (the decoder comes later)
+        )
         is_gpu = self.model.device.type == "cuda"
         # Not with other ranks: they learn the tokens of a step from this one.
         self.runs_ahead = leader is None and (is_gpu if runs_ahead is None else runs_ahead)
@@ -159,11 +162,7 @@ class ModelRunner:
         launched = Launched(time.perf_counter())
         # Tokens of the last step alone are on the device for this one.
         self._settle_all_but(0 if step.forks or len(step.beam_rows) or len(step.draft_rows) else 1)
-        for new in step.new_sequences:
-            if new.post_processor and new.post_processor not in self.post_processors:
-                step = self._without_unknown(step)
-                break
-        prepared = self._batch.prepare(step)
+        prepared = self._batch.prepare(refuse_unknown(step, self.post_processors))
         if len(step.copy_sources):
             self._copy_blocks(step.copy_sources, step.copy_targets)
         if self._front is not None and prepared.inputs is not None and self._is_plain(prepared):
@@ -236,80 +235,27 @@ class ModelRunner:
         if not is_run.all():
             errors += [(row, self._rows.failed[row]) for row in rows[~is_run].tolist()]
         if prepared.drafts.tokens or (self._rows.features[rows] & Feature.BEAMS).any():
-            return self._settle(prepared, token_ids, candidates, errors, log_probs, reports, started)
-        if len(rows):
-            self._rows.append_tokens(rows, token_ids)
+            answer = settle(self._rows, prepared, token_ids, candidates, errors, log_probs)
+        else:
+            answer = Answer(token_ids, log_probs, tuple(errors))
+            if len(rows):
+                self._rows.append_tokens(rows, token_ids)
         return StepOutput(
-            token_ids,
-            log_probs,
-            tuple(errors),
+            answer.token_ids,
+            answer.log_probs,
+            answer.errors,
             time.perf_counter() - started,
             reports.prompt_log_probs,
             reports.tensors,
+            answer.num_tokens,
+            answer.candidate_log_probs,
+            answer.num_drafts,
         )
 
     def _copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         if self._leader is not None:
             self._leader.copy_blocks(sources, targets)
         self.kv.copy_blocks(sources, targets)
-
-    def _without_unknown(self, step: Step) -> Step:
-        """Lets sequences fail whose post-processor is not installed here."""
-        error = InvalidArgumentError("this worker has none of that name", field="logits_post_processor_name")
-        known = {"", *self.post_processors}
-        return replace(
-            step,
-            new_sequences=tuple(
-                new if new.post_processor in known else replace(new, error=error) for new in step.new_sequences
-            ),
-        )
-
-    def _settle(
-        self,
-        prepared: PreparedStep,
-        token_ids: IntArray,
-        candidates: dict[int, Candidates],
-        errors: list[tuple[int, MidstreamError]],
-        log_probs: tuple[RowLogProbs, ...],
-        reports: Reports,
-        started: float,
-    ) -> StepOutput:
-        """Ends a step with rows that do not give one token each."""
-        rows, drafts, failed = prepared.sampled_rows, prepared.drafts, dict(errors)
-        if not prepared.is_run.all():
-            places = np.flatnonzero(prepared.is_run).tolist()
-            candidates = {places[place]: found for place, found in candidates.items()}
-        broken = {place: failed[row] for place, row in enumerate(rows.tolist()) if row in failed}
-        answer = settle(self._rows, rows, drafts, token_ids, candidates, broken, log_probs)
-        return StepOutput(
-            np.array(answer.token_ids, dtype=np.int32),
-            answer.log_probs,
-            tuple((row, error) for row, error in errors if row not in drafts.shadows),
-            time.perf_counter() - started,
-            reports.prompt_log_probs,
-            reports.tensors,
-            tuple(answer.num_tokens),
-            tuple(answer.candidate_log_probs),
-            tuple(answer.num_drafts) if drafts.tokens else (),
-        )
-
-    def _adapter_cache(self) -> AdapterCache[object]:
-        """A cache with no room on the device until its size is set."""
-        config, description = self._config, self.model.description
-        host_bytes = host_cache_bytes(config, description)
-        return AdapterCache(
-            lambda path: read_adapter(
-                path,
-                description,
-                max_rank=config.lora_max_adapter_size,
-                max_bytes=host_bytes,
-                root=config.adapter_root,
-            ),
-            lambda adapter: self.model.decoder.place_adapter(adapter),  # noqa: PLW0108 (the decoder comes later)
-            host_bytes=host_bytes,
-            device_bytes=0,
-            element_bytes=self.model.dtype.itemsize,
-        )
 
     def _with_graphs(self) -> GraphDecoder:
         """Puts decoders behind ones that copy inputs to the GPU, and the model's replays graphs."""
@@ -329,21 +275,12 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Runs the largest step on a GPU, so that what is free afterwards stays free; a small one on a CPU."""
         is_gpu = self.model.device.type == "cuda"
-        num_tokens = self.max_num_tokens if is_gpu else _WARM_UP_TOKENS
+        num_tokens = self.max_num_tokens if is_gpu else CPU_NUM_TOKENS
         num_tokens = min(num_tokens, self.max_sequence_length - 1)
         self._take_blocks(-(-(num_tokens + 1) // self._config.tokens_per_block))
-        tokens = np.zeros(num_tokens, dtype=np.int32)
-        sequence = NewSequence(
-            row=0,
-            token_ids=tokens,
-            num_prompt_tokens=num_tokens,
-            block_ids=np.arange(self.kv.num_blocks, dtype=np.int32),
-            sampling=GREEDY,
-        )
-        one, zero = np.array([num_tokens], dtype=np.int32), np.zeros(1, dtype=np.int32)
         started = time.perf_counter()
-        self.run_step(Step(new_sequences=(sequence,), context_rows=zero, context_starts=zero, context_lengths=one))
-        self.run_step(Step(generation_rows=zero))
+        for step in warm_up_steps(num_tokens, self.kv.num_blocks):
+            self.run_step(step)
         logger.info("warmed up in %.1f s", time.perf_counter() - started)
 
     def _choose_num_blocks(self) -> int:

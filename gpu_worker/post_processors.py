@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 import numpy as np
@@ -21,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.rows import Rows
-from gpu_worker.step import IntArray
-from midstream.errors import ConfigError, ExecutionError, MidstreamError
+from gpu_worker.step import IntArray, Step
+from midstream.errors import ConfigError, ExecutionError, InvalidArgumentError, MidstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,18 @@ class BatchedLogitsPostProcessor(ABC):
 
 
 PostProcessor = LogitsPostProcessor | BatchedLogitsPostProcessor
+
+
+def refuse_unknown(step: Step, known: Collection[str]) -> Step:
+    """Lets sequences fail whose post-processor is not installed here."""
+    if all(not new.post_processor or new.post_processor in known for new in step.new_sequences):
+        return step
+    error = InvalidArgumentError("this worker has none of that name", field="logits_post_processor_name")
+    news = (
+        new if not new.post_processor or new.post_processor in known else replace(new, error=error)
+        for new in step.new_sequences
+    )
+    return replace(step, new_sequences=tuple(news))
 
 
 def load_post_processors() -> dict[str, PostProcessor]:

@@ -9,8 +9,9 @@ first choice that differs from its draft.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from gpu_worker.features import Feature
 from gpu_worker.rows import Rows
 from gpu_worker.step import EMPTY, IntArray, RowLogProbs
 from midstream.errors import MidstreamError
+
+if TYPE_CHECKING:
+    from gpu_worker.input_batch import PreparedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +41,16 @@ class Drafts:
 NO_DRAFTS = Drafts()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What the sampled rows of a step gave; fields are those of StepOutput."""
 
-    token_ids: list[int] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    candidate_log_probs: list[float] = field(default_factory=list)
-    num_drafts: list[int] = field(default_factory=list)
-    log_probs: tuple[RowLogProbs, ...] = ()
+    token_ids: IntArray
+    log_probs: tuple[RowLogProbs, ...]
+    errors: tuple[tuple[int, MidstreamError], ...]
+    num_tokens: tuple[int, ...] = ()
+    candidate_log_probs: tuple[float, ...] = ()
+    num_drafts: tuple[int, ...] = ()
 
 
 def with_shadows(state: Rows, generation: IntArray, drafts: Drafts) -> IntArray:
@@ -67,48 +72,57 @@ def with_shadows(state: Rows, generation: IntArray, drafts: Drafts) -> IntArray:
 
 def settle(
     state: Rows,
-    sampled_rows: IntArray,
-    drafts: Drafts,
-    token_ids: IntArray,
+    prepared: PreparedStep,
+    choices: IntArray,
     candidates: Mapping[int, Candidates],
-    errors: Mapping[int, MidstreamError],
+    errors: Sequence[tuple[int, MidstreamError]],
     log_probs: tuple[RowLogProbs, ...],
 ) -> Answer:
     """Appends to rows what they gave: a token each, or the run of those with drafts; to beams nothing.
 
     Args:
         state: The rows.
-        sampled_rows: As `with_shadows` made them, after the rows of contexts.
-        drafts: What they verify.
-        token_ids: The choice of each.
-        candidates: Of the places that are beams.
-        errors: Of the places that failed.
+        prepared: The step, whose sampled rows are as `with_shadows` made them, after the rows of contexts.
+        choices: A token of each sampled row.
+        candidates: Of the places among the rows that ran that are beams.
+        errors: (row, error) of those that failed.
         log_probs: Of rows and shadows.
     """
-    answer, lengths = Answer(), dict[int, int]()
-    rows = sampled_rows.tolist()
+    drafts, failed = prepared.drafts, dict(errors)
+    places_run = np.flatnonzero(prepared.is_run).tolist()
+    found = {places_run[place]: item for place, item in candidates.items()}
+    token_ids: list[int] = []
+    num_tokens, num_drafts = list[int](), list[int]()
+    candidate_log_probs: list[float] = []
+    lengths: dict[int, int] = {}
+    rows = prepared.sampled_rows.tolist()
     for place, row in enumerate(rows):
         if row in drafts.shadows:
             continue
         tokens = drafts.tokens.get(row, EMPTY)
         if state.features[row] & Feature.BEAMS:
-            found = candidates.get(place)
-            run = list(found.token_ids) if found is not None else []
-            answer.candidate_log_probs += found.log_probs if found is not None else ()
+            run = list(found[place].token_ids) if place in found else []
+            candidate_log_probs += found[place].log_probs if place in found else ()
         else:
             count = 1
-            while count <= len(tokens) and token_ids[place + count - 1] == tokens[count - 1]:
-                if place + count in errors:
+            while count <= len(tokens) and choices[place + count - 1] == tokens[count - 1]:
+                if rows[place + count] in failed:
                     break
                 count += 1
-            run = token_ids[place : place + count].tolist()
+            run = choices[place : place + count].tolist()
             lengths[row] = count
             state.append_run(row, run)
-        answer.token_ids += run
-        answer.num_tokens.append(len(run))
-        answer.num_drafts.append(len(tokens))
-    answer.log_probs = tuple(_of_runs(log_probs, drafts, lengths))
-    return answer
+        token_ids += run
+        num_tokens.append(len(run))
+        num_drafts.append(len(tokens))
+    return Answer(
+        np.array(token_ids, dtype=np.int32),
+        tuple(_of_runs(log_probs, drafts, lengths)),
+        tuple((row, error) for row, error in errors if row not in drafts.shadows),
+        tuple(num_tokens),
+        tuple(candidate_log_probs),
+        tuple(num_drafts) if drafts.tokens else (),
+    )
 
 
 def _of_runs(log_probs: tuple[RowLogProbs, ...], drafts: Drafts, lengths: Mapping[int, int]) -> list[RowLogProbs]:

@@ -19,7 +19,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.peft_folder import read_adapter
+from gpu_worker.lora.sizes import host_cache_bytes
+from gpu_worker.models.description import DecoderDescription
 from gpu_worker.step import AdapterRef
+from midstream.config import WorkerConfig
 from midstream.errors import InvalidArgumentError, NotFoundError, OverloadedError
 
 P = TypeVar("P")
@@ -174,3 +178,23 @@ class AdapterCache(Generic[P]):
                 self._unloaded.discard(fingerprint)
         if self.num_device_bytes + num_bytes > self.device_bytes:
             raise OverloadedError("the adapters in use leave no room for another", field="lora.name")
+
+
+def adapter_cache(
+    config: WorkerConfig, description: DecoderDescription, element_bytes: int, place: Callable[[Adapter], P]
+) -> AdapterCache[P]:
+    """A cache of PEFT's folders, with no room on the device until its size is set.
+
+    Raises:
+        ConfigError: A size is negative.
+    """
+    host_bytes = host_cache_bytes(config, description)
+    return AdapterCache(
+        lambda path: read_adapter(
+            path, description, max_rank=config.lora_max_adapter_size, max_bytes=host_bytes, root=config.adapter_root
+        ),
+        place,
+        host_bytes=host_bytes,
+        device_bytes=0,
+        element_bytes=element_bytes,
+    )
