@@ -19,15 +19,9 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from detokenizer.sequence import TextRules
-from detokenizer.streams import Opened, OutputStream, SequenceEnd
-from midstream.chunk import (
-    FinishReason,
-    finish_reason_from_proto,
-    matched_stop_from_proto,
-    perf_metrics_from_proto,
-    usage_from_proto,
-)
+from detokenizer.feed_codec import opened_from_proto, sequence_end_from_proto
+from detokenizer.streams import OutputStream
+from midstream.chunk import perf_metrics_from_proto, usage_from_proto
 from midstream.discovery import Discovery
 from midstream.errors import NotFoundError, UnavailableError, from_proto
 from midstream.extras import extras_from_proto
@@ -159,7 +153,7 @@ class SchedulerFeed:
         for end in batch.sequence_ends:
             stream = self._streams.get(end.stream)
             if stream is not None:
-                stream.end_sequence(_sequence_end(end))
+                stream.end_sequence(sequence_end_from_proto(end))
         for ended in batch.ended:
             stream = self._streams.pop(ended.stream, None)
             if stream is not None:
@@ -188,7 +182,7 @@ class SchedulerFeed:
         if stream is None:
             return
         if opened.HasField("num_prompt_tokens"):
-            stream.open(_opened(opened, self._end_ids))
+            stream.open(opened_from_proto(opened, self._end_ids))
             self._pool.claim(stream, self)
         else:
             del self._streams[opened.stream]
@@ -275,35 +269,3 @@ class FeedPool:
 
 def _attach(stream: OutputStream) -> pb.FeedCommand:
     return pb.FeedCommand(attach=pb.FeedAttach(stream=stream.feed_number, request_id=stream.request_id))
-
-
-def _sequence_end(end: pb.FeedSequenceEnd) -> SequenceEnd:
-    return SequenceEnd(
-        end.sequence_index,
-        finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR,
-        end.num_tokens,
-        matched_stop_from_proto(end),
-        end.cumulative_log_prob if end.HasField("cumulative_log_prob") else None,
-    )
-
-
-def _opened(opened: pb.FeedOpened, end_ids: tuple[int, ...]) -> Opened:
-    stopping, output = opened.stopping, opened.output
-    ends = (stopping.end_id,) if stopping.HasField("end_id") else end_ids
-    rules = TextRules(
-        stop_words=TextRules.words(stopping.stop_words),
-        stop_ids=frozenset(stopping.stop_token_ids).union(() if stopping.ignore_eos else ends),
-        min_tokens=opened.min_tokens,
-        include_stop=stopping.include_stop_in_output,
-        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
-        detokenize=output.detokenize if output.HasField("detokenize") else True,
-        prompt_ids=tuple(opened.prompt_token_ids),
-    )
-    return Opened(
-        opened.num_sequences,
-        rules,
-        opened.streaming,
-        output.return_all_generated_tokens,
-        output.return_perf_metrics,
-        opened.trace_parent,
-    )
