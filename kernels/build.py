@@ -1,5 +1,6 @@
 """Building the CPU kernels: `python -m kernels.build` compiles csrc/ once for each instruction set."""
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -60,9 +61,18 @@ def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or clang++) is installed")
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Of several processes that want it one compiles, and the others wait.
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(compiler, isa, extra_flags, target)
+    return target
+
+
+def _compile(compiler: str, isa: str, extra_flags: tuple[str, ...], target: Path) -> None:
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        # Several processes may build at once: each moves a whole file into place.
+        # Who finds the library finds all of it.
         made = Path(scratch) / target.name
         command = [*compiler.split(), *FLAGS, *ISA_FLAGS[isa], *extra_flags, *sources, "-o", str(made)]
         try:
@@ -72,7 +82,6 @@ def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
         if result.returncode != 0:
             raise BuildError(f"{compiler} failed for {isa}: {result.stderr.strip()[-2000:]}")
         made.replace(target)
-    return target
 
 
 def _build_dir() -> Path:
