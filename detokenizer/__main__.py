@@ -52,7 +52,7 @@ async def serve(config: DetokenizerConfig) -> None:
     servicer = DetokenizerServicer(pool, decoders, config.max_pending_bytes)
     metrics.gauge("num_attached_streams", "Requests attached by routers.").set_function(lambda: servicer.num_attached)
     metrics.gauge("num_connected_schedulers", "Open token feeds.").set_function(
-        lambda: sum(feed.is_connected for feed in pool.feeds.values())
+        lambda: sum(feed.is_open for feed in pool.feeds.values())
     )
     server = Server(SERVICE, config.host, config.port, progress, max_message_bytes=config.max_message_bytes, tls=tls)
     detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)

@@ -12,65 +12,52 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
 from collections.abc import Callable
 
-import grpc
 import grpc.aio
 
 from detokenizer.feed_codec import opened_from_proto, sequence_end_from_proto
 from detokenizer.streams import OutputStream
 from midstream.chunk import perf_metrics_from_proto, usage_from_proto
+from midstream.command_stream import CommandStream
 from midstream.discovery import Discovery
 from midstream.errors import NotFoundError, UnavailableError, from_proto
 from midstream.extras import extras_from_proto
-from midstream.serving import open_channel
 from midstream.transport_security import Tls
 from protos import scheduler_pb2 as pb
 from protos import scheduler_pb2_grpc
 
-logger = logging.getLogger(__name__)
-
-_RECONNECT_S = 0.1
 # How long streams wait for a lost scheduler before their routers are told.
 _LOST_GRACE_S = 2.0
+_Call = grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]
 
 
-class SchedulerFeed:
-    """The stream to one scheduler.
-
-    Attributes:
-        target: Its address.
-        is_connected: Whether the stream is open.
-    """
+class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
+    """The stream to one scheduler."""
 
     def __init__(self, pool: FeedPool, target: str, detokenizer_id: str, end_ids: tuple[int, ...]) -> None:
-        self.target = target
-        self.is_connected = False
+        super().__init__("scheduler", target, pool.max_message_bytes, pool.tls, pool.server_name(target))
         self._pool = pool
         self._detokenizer_id = detokenizer_id
         self._end_ids = end_ids
         self._streams: dict[int, OutputStream] = {}
-        self._commands: deque[pb.FeedCommand] = deque()
-        self._wake = asyncio.Event()
 
     def attach(self, stream: OutputStream) -> None:
         """Asks for a request's tokens, now or once the feed is open."""
         self._streams[stream.feed_number] = stream
-        if self.is_connected:
+        if self.is_open:
             self._send(_attach(stream))
         else:
             self._give_up_later([stream.feed_number])
 
     def detach(self, stream: OutputStream) -> None:
         """Asks for no more; nothing happens if it was not attached."""
-        if self._streams.pop(stream.feed_number, None) is not None and self.is_connected:
+        if self._streams.pop(stream.feed_number, None) is not None and self.is_open:
             self._send(pb.FeedCommand(detach=pb.FeedDetach(stream=stream.feed_number)))
 
     def close(self) -> None:
         """The scheduler is not there any more: what hangs on it is attached elsewhere by its routers."""
-        self.is_connected = False
+        self.is_open = False
         self._give_up(list(self._streams))
 
     def has(self, stream: OutputStream) -> bool:
@@ -84,64 +71,28 @@ class SchedulerFeed:
         )
         self._send(pb.FeedCommand(stop=stop))
 
-    async def run(self) -> None:
-        """Keeps the feed open until cancelled."""
-        name = self._pool.server_name(self.target)
-        async with open_channel(
-            self.target, max_message_bytes=self._pool.max_message_bytes, tls=self._pool.tls, server_name=name
-        ) as channel:
-            while True:
-                try:
-                    await self._run_once(channel)
-                except* grpc.aio.AioRpcError:
-                    level = logging.INFO if self.is_connected else logging.DEBUG
-                    logger.log(level, "no feed from scheduler %s", self.target, extra={"scheduler": self.target})
-                except* Exception:
-                    # A defect here or there; the feed must not stand still for it.
-                    logger.exception("feed of %s failed", self.target)
-                self.is_connected = False
-                self._give_up_later(list(self._streams))
-                await asyncio.sleep(_RECONNECT_S)
-
-    async def _run_once(self, channel: grpc.aio.Channel) -> None:
+    def _call(self, channel: grpc.aio.Channel) -> _Call:
         stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[assignment]
-        call = stub.TokenFeed(wait_for_ready=True)
-        self._commands.clear()
+        return stub.TokenFeed(wait_for_ready=True)
+
+    async def _begin(self, call: _Call) -> None:
         await call.write(pb.FeedCommand(hello=pb.FeedHello(detokenizer_id=self._detokenizer_id)))
         self._commands.extend(_attach(stream) for stream in self._streams.values())
-        self.is_connected = True
-        self._wake.set()
-        try:
-            async with asyncio.TaskGroup() as group:
-                writer = group.create_task(self._write(call))
-                while isinstance(batch := await call.read(), pb.FeedBatch):
-                    self._dispatch(batch)
-                writer.cancel()
-        finally:
-            call.cancel()
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]) -> None:
-        while True:
-            while self._commands:
-                await call.write(self._commands.popleft())
-            self._wake.clear()
-            await self._wake.wait()
-
-    def _send(self, command: pb.FeedCommand) -> None:
-        self._commands.append(command)
-        self._wake.set()
+    def _lose(self) -> None:
+        self._give_up_later(list(self._streams))
 
     def _give_up_later(self, lost: list[int]) -> None:
         asyncio.get_running_loop().call_later(_LOST_GRACE_S, self._give_up, lost)
 
     def _give_up(self, lost: list[int]) -> None:
         """Fails what hung on a feed that has not come back."""
-        for number in () if self.is_connected else lost:
+        for number in () if self.is_open else lost:
             stream = self._streams.get(number)
             if stream is not None:
                 stream.fail(UnavailableError(f"the scheduler at {self.target} cannot be reached"))
 
-    def _dispatch(self, batch: pb.FeedBatch) -> None:
+    def _take(self, batch: pb.FeedBatch) -> None:
         for opened in batch.opened:
             self._open(opened)
         self._push_tokens(batch)

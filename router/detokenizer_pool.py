@@ -8,33 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections import deque
 
 import grpc.aio
 
 from midstream.chunk import Chunk
+from midstream.command_stream import CommandStream
 from midstream.discovery import Discovery
 from midstream.errors import UnavailableError, from_proto
-from midstream.serving import open_channel
 from midstream.transport_security import Tls
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
 from router.streams import ClientStream
 
-logger = logging.getLogger(__name__)
-
-_RECONNECT_S = 0.1
 _CONNECT_TIMEOUT_S = 2.0
 _REFUSAL_S = 0.5
+_Call = grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]
 
 
-class DetokenizerLink:
-    """The stream to one detokenizer.
+class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
+    """The stream to one detokenizer; while it is open, requests can be attached.
 
     Attributes:
-        target: Its address.
-        is_live: Whether requests can be attached.
         streams: What is attached, by number.
         refuses_until: Loop time until which it is the last choice.
     """
@@ -47,16 +41,10 @@ class DetokenizerLink:
         tls: Tls | None = None,
         server_name: str = "",
     ) -> None:
-        self.target = target
-        self.is_live = False
+        super().__init__("detokenizer", target, max_message_bytes, tls, server_name)
         self.streams: dict[int, ClientStream] = {}
         self.refuses_until = 0.0
-        self._max_message_bytes = max_message_bytes
         self._on_live = on_live
-        self._tls = tls
-        self._server_name = server_name
-        self._commands: deque[pb.StreamCommand] = deque()
-        self._wake = asyncio.Event()
         self._numbers = itertools.count(1)
 
     def attach(self, stream: ClientStream) -> int:
@@ -74,44 +62,19 @@ class DetokenizerLink:
 
     def detach(self, number: int) -> None:
         """Asks for no more."""
-        if self.streams.pop(number, None) is not None and self.is_live:
+        if self.streams.pop(number, None) is not None and self.is_open:
             self._send(pb.StreamCommand(detach=pb.StreamDetach(stream=number)))
 
-    async def run(self) -> None:
-        """Keeps the stream open until cancelled."""
-        async with open_channel(
-            self.target, max_message_bytes=self._max_message_bytes, tls=self._tls, server_name=self._server_name
-        ) as channel:
-            while True:
-                try:
-                    await self._run_once(channel)
-                except* (grpc.aio.AioRpcError, TimeoutError):
-                    level = logging.INFO if self.is_live else logging.DEBUG
-                    logger.log(level, "no link to detokenizer %s", self.target, extra={"detokenizer": self.target})
-                except* Exception:
-                    # A defect here or there; the link must not stand still for it.
-                    logger.exception("the link to detokenizer %s failed", self.target)
-                finally:
-                    self._lose()
-                await asyncio.sleep(_RECONNECT_S)
-
-    async def _run_once(self, channel: grpc.aio.Channel) -> None:
+    def _call(self, channel: grpc.aio.Channel) -> _Call:
         stub: detokenizer_pb2_grpc.DetokenizerAsyncStub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[assignment]
-        call = stub.Stream()
-        try:
-            # The detokenizer answers with its headers as soon as the stream is open.
-            await asyncio.wait_for(call.wait_for_connection(), _CONNECT_TIMEOUT_S)
-            self.is_live = True
-            self._on_live.set()
-            async with asyncio.TaskGroup() as group:
-                writer = group.create_task(self._write(call))
-                while isinstance(batch := await call.read(), pb.StreamBatch):
-                    self._dispatch(batch)
-                writer.cancel()
-        finally:
-            call.cancel()
+        return stub.Stream()
 
-    def _dispatch(self, batch: pb.StreamBatch) -> None:
+    async def _begin(self, call: _Call) -> None:
+        # The detokenizer answers with its headers as soon as the stream is open.
+        await asyncio.wait_for(call.wait_for_connection(), _CONNECT_TIMEOUT_S)
+        self._on_live.set()
+
+    def _take(self, batch: pb.StreamBatch) -> None:
         streams = self.streams
         for item in batch.chunks:
             stream = streams.get(item.stream)
@@ -130,20 +93,7 @@ class DetokenizerLink:
                     self.refuses_until = asyncio.get_running_loop().time() + _REFUSAL_S
                 stream.fail(error)
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]) -> None:
-        while True:
-            while self._commands:
-                await call.write(self._commands.popleft())
-            self._wake.clear()
-            await self._wake.wait()
-
-    def _send(self, command: pb.StreamCommand) -> None:
-        self._commands.append(command)
-        self._wake.set()
-
     def _lose(self) -> None:
-        self.is_live = False
-        self._commands.clear()
         lost, self.streams = self.streams, {}
         for stream in lost.values():
             stream.fail(UnavailableError(f"the detokenizer at {self.target} was lost"))
@@ -178,7 +128,7 @@ class DetokenizerPool:
     @property
     def num_live(self) -> int:
         """Detokenizers that can be used now."""
-        return sum(link.is_live for link in self.links.values())
+        return sum(link.is_open for link in self.links.values())
 
     async def run(self) -> None:
         """Keeps the links until cancelled."""
@@ -198,7 +148,7 @@ class DetokenizerPool:
             avoid: A detokenizer to take only where there is no other.
         """
         while True:
-            live = [link for link in self.links.values() if link.is_live]
+            live = [link for link in self.links.values() if link.is_open]
             now = asyncio.get_running_loop().time()
             live = [link for link in live if link is not avoid and link.refuses_until <= now] or live
             if live:
