@@ -41,7 +41,7 @@ def main() -> int:
     for line in outcome.trace:
         print(line)
     print(f"seed {outcome.seed}: {outcome.name}, {outcome.num_messages} messages in {outcome.virtual_s:.3f} s")
-    print(f"faults: {dict(outcome.happened)}; events: {outcome.digest}")
+    print(f"faults: {dict(outcome.happened)}")
     if outcome.problems:
         print(describe(outcome))
     return 1 if outcome.problems else 0

@@ -32,13 +32,19 @@ SCHEDULER_PORT, WORKER_PORT, DETOKENIZER_PORT, ROUTER_PORT = 50052, 50053, 50054
 
 @dataclass
 class Shape:
-    """How many parts there are, and their settings."""
+    """How many parts there are, and their settings.
+
+    Attributes:
+        step_s: Mean time of a worker's step.
+        window: Messages of a call that may be on their way or unread.
+    """
 
     num_workers: int = 2
-    num_detokenizers: int = 2
-    num_routers: int = 2
+    num_detokenizers: int = 1
+    num_routers: int = 1
     num_blocks: int = 64
     step_s: float = 0.01
+    window: int = 16
     scheduler: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)
 
@@ -62,6 +68,7 @@ class Cluster:
         watch: Callable[[SchedulerCore], Callable[[Event, list[Effect]], None]],
     ) -> None:
         self.loop, self.network, self.shape = loop, network, shape
+        network.window = shape.window
         self.disk = disk
         self.processes: dict[str, Process] = {}
         self.workers: dict[str, SimulatedWorker] = {}

@@ -37,7 +37,7 @@ def mixture(dice: random.Random) -> Scenario:  # noqa: C901 (one throw of the di
         network.weather = weather
         making: list[asyncio.Task[None]] = []
         for fault in faults:
-            if not await stage.at(stage.messages(5, 150)):
+            if not await stage.at(stage.messages(5, 90)):
                 break
             making.append(asyncio.ensure_future(fault(stage, dice)))
             stage.happened[f"0 {fault.__name__.strip('_')}"] += 1

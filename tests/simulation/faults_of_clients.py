@@ -20,7 +20,7 @@ def client_leaves(dice: random.Random) -> Scenario:
     for number in range(3):
         job = Job(long_request(dice, number, dice.choice((4, 60)), 200), start_s=dice.uniform(0, 0.1))
         if dice.random() < 0.5:
-            job.leaves_after = dice.randint(1, 20)
+            job.leaves_after = dice.randint(1, 12)
         else:
             job.leaves_at_s = 0.5 + job.start_s + dice.uniform(0.003, 0.3)
         leaving.append(job)
@@ -79,9 +79,6 @@ def slow_reader(dice: random.Random) -> Scenario:
     """A client that reads too slowly is cut; the others do not notice."""
     slow = Job(long_request(dice, 0, 5, 60), pause_s=dice.uniform(0.3, 0.6), must_complete=False)
 
-    async def inject(stage: Stage) -> None:
-        stage.cluster.network.window = 1
-
     def judge(stage: Stage) -> None:
         stage.happened["14"] += isinstance(slow.error, OverloadedError)
         if slow.error is not None and not isinstance(slow.error, OverloadedError):
@@ -90,10 +87,8 @@ def slow_reader(dice: random.Random) -> Scenario:
         if quick > 3.0:
             stage.problems.append(f"the others took until {quick} s")
 
-    shape = Shape(router={"max_pending_bytes": dice.choice((400, 500))})
-    return Scenario(
-        shape=shape, jobs=[slow, *[Job(long_request(dice, 1 + i, 6, 12)) for i in range(3)]], inject=inject, judge=judge
-    )
+    shape = Shape(window=1, router={"max_pending_bytes": dice.choice((400, 500))})
+    return Scenario(shape=shape, jobs=[slow, *[Job(long_request(dice, 1 + i, 6, 12)) for i in range(3)]], judge=judge)
 
 
 @scenario(15)

@@ -180,6 +180,6 @@ class SimulatedJournal(ThreadedJournal):
                 on_failure(error)
                 return
             self.num_commits += 1
-            self._network.arrive(f"{self._process!r} committed {len(transaction.commit)}")
+            self._network.arrive(self._process, "committed", len(transaction.commit))
             for _, then in group:
                 then()

@@ -11,9 +11,10 @@ import asyncio
 import asyncio.base_events
 import contextvars
 import heapq
+import itertools
 import signal
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 # Unix time at which every simulation begins.
@@ -38,7 +39,7 @@ class Process:
         self.number = number
         self.is_dead = False
         self.exit_code: int | None = None
-        self.held: deque[asyncio.Handle] | None = None
+        self.held: deque[Callback] | None = None
         self.signals: dict[int, Callable[[], object]] = {}
         self.on_death: list[Callable[[], None]] = []
         self.context = contextvars.Context()
@@ -110,12 +111,38 @@ class StandstillError(AssertionError):
     """Nothing is ready and no timer runs, but the simulation has not ended."""
 
 
+class Callback(asyncio.TimerHandle):
+    """Without what asyncio's own has for debugging, for half of a simulation goes into callbacks and timers."""
+
+    __slots__ = ()
+    _callback: Callable[..., object] | None
+    _context: contextvars.Context
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        arguments: Sequence[Any],
+        context: contextvars.Context | None,
+    ) -> None:
+        self._when = when
+        self._callback = callback
+        self._args = arguments
+        self._context = contextvars.copy_context() if context is None else context
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """It is not called any more."""
+        self._cancelled = True
+        self._callback = None
+        self._args = ()
+
+
 class VirtualLoop(asyncio.base_events.BaseEventLoop):
     """Time in seconds since the start of the simulation."""
 
-    _ready: deque[asyncio.Handle]
-    _scheduled: list[asyncio.TimerHandle]
-    _timer_cancelled_count: int
+    _ready: deque[Callback]
+    _stopping: bool
 
     def __init__(self, resolve: Callable[[str], list[str]]) -> None:
         """Names behind `dns:///` are resolved by `resolve`."""
@@ -123,6 +150,9 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         self.now = 0.0
         self.failures: list[str] = []
         self._resolve = resolve
+        # By time; those of one time in the order in which they were asked for.
+        self._timers: list[tuple[float, int, Callback]] = []
+        self._count = itertools.count()
         self.set_exception_handler(self._note_failure)
 
     def time(self) -> float:
@@ -133,15 +163,35 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         """What `time.time_ns` says."""
         return int((START_S + self.now) * 1e9)
 
-    def run_soon(self, handle: asyncio.Handle) -> None:
+    def run_soon(self, callback: Callback) -> None:
         """Runs a callback that was held back."""
-        self._ready.append(handle)
+        self._ready.append(callback)
 
-    def call_soon_threadsafe(  # type: ignore[override]  # no type variables here
-        self, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.Handle:
-        """There is one thread."""
-        return self.call_soon(callback, *args, context=context)
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        """Calls back in the next turn."""
+        handle = Callback(self.now, callback, args, context)
+        self._ready.append(handle)
+        return handle
+
+    # Futures ask for it.
+    get_debug = staticmethod(bool)
+
+    # There is one thread.
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]  # no type variables here
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """Calls back after some seconds."""
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """Calls back at a time."""
+        handle = Callback(when, callback, args, context)
+        heapq.heappush(self._timers, (when, next(self._count), handle))
+        return handle
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         """Notes whose task it is."""
@@ -163,27 +213,30 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         return [(0, 0, 0, "", (address, port)) for address in self._resolve(host)]
 
     def _run_once(self) -> None:
-        ready, scheduled = self._ready, self._scheduled
-        while scheduled and scheduled[0]._cancelled:
-            self._timer_cancelled_count -= 1
-            heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
-        if not ready and not self._stopping:  # type: ignore[attr-defined]
-            if not scheduled:
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not ready and not self._stopping:
+            if not timers:
                 raise StandstillError("everything waits, and nothing will come")
-            self.now = max(self.now, scheduled[0].when())
-        while scheduled and scheduled[0].when() <= self.now:
-            handle = heapq.heappop(scheduled)
-            handle._scheduled = False  # type: ignore[attr-defined]
-            ready.append(handle)
+            self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= self.now:
+            ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
-            callback = ready.popleft()
-            if callback._cancelled:
+            handle = ready.popleft()
+            callback = handle._callback
+            if callback is None:
                 continue
-            process = callback._context.get(PROCESS)  # type: ignore[attr-defined]
-            if process is None or process.held is None:
-                callback._run()
-            else:
-                process.held.append(callback)
+            process = handle._context.get(PROCESS)
+            if process is not None and process.held is not None:
+                process.held.append(handle)
+                continue
+            try:
+                handle._context.run(callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 (whatever it is, it is a defect)
+                self.failures.append(f"a callback failed: {error!r}")
 
     def _note_failure(self, _: Any, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tests.simulation.loop import PROCESS, Process
+from tests.simulation.loop import PROCESS, Process, VirtualLoop
 
 # A connection without an answer for as long is given up by its ends.
 KEEPALIVE_S = 5.0
@@ -55,16 +54,19 @@ class Network:
     """All connections of a simulation.
 
     Attributes:
+        loop: The running loop.
         weather: How it behaves now.
-        window: Messages of a call that may be on their way or unread.
+        window: Messages of a call that may be on their way or unread, as long as there are calls.
         listeners: Who answers, by address.
         connections: Those that are open, oldest first.
         num_messages: Messages that have arrived.
         on_message: Called before each message arrives.
         on_write: Called with the call and what its server writes to it.
+        trace: Everything that has happened, a line each; None if nobody wants to know.
     """
 
-    def __init__(self, dice: random.Random) -> None:
+    def __init__(self, loop: VirtualLoop, dice: random.Random, *, trace: bool = False) -> None:
+        self.loop = loop
         self.dice = dice
         self.weather = Weather()
         self.window = 16
@@ -73,27 +75,14 @@ class Network:
         self.num_messages = 0
         self.on_message: Callable[[], None] = lambda: None
         self.on_write: Callable[[object, Any], None] = lambda _, __: None
-        self.trace: list[str] | None = None
+        self.trace: list[str] | None = [] if trace else None
         self._parted: set[frozenset[str]] = set()
         self._held: dict[Wire, None] = {}
-        self._log = hashlib.blake2b(digest_size=16)
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The running loop."""
-        return asyncio.get_running_loop()
-
-    @property
-    def digest(self) -> str:
-        """Stands for everything that has happened."""
-        return self._log.hexdigest()
-
-    def note(self, text: str) -> None:
+    def note(self, *words: object) -> None:
         """Writes a line of the log of events."""
-        line = f"{self.loop.time():.6f} {text}"
-        self._log.update(line.encode())
         if self.trace is not None:
-            self.trace.append(line)
+            self.trace.append(" ".join((f"{self.loop.now:.6f}", *map(str, words))))
 
     def later(self, delay_s: float, callback: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
         """Calls back outside of any process."""
@@ -104,12 +93,12 @@ class Network:
         weather = self.weather
         if weather.slow_share and self.dice.random() < weather.slow_share:
             return self.dice.uniform(0, weather.slow_s)
-        return weather.delay_s * self.dice.uniform(0.5, 1.5)
+        return weather.delay_s * (0.5 + self.dice.random())
 
-    def arrive(self, text: str) -> None:
+    def arrive(self, *words: object) -> None:
         """A message arrives."""
         self.num_messages += 1
-        self.note(text)
+        self.note(*words)
         self.on_message()
 
     def add(self, connection: Connection) -> None:
@@ -208,8 +197,7 @@ class Wire:
 
     def _send(self, item: Any) -> None:
         network = self._network
-        # Timers of one time come in any order.
-        self._last = max(network.loop.time() + network.delay(), self._last + 1e-9)
+        self._last = max(network.loop.now + network.delay(), self._last)
         network.loop.call_at(self._last, self._arrive, item, context=_OUTSIDE)
 
     def _arrive(self, item: Any) -> None:
@@ -219,7 +207,7 @@ class Wire:
             self._held.append(item)
             self._network.hold(self)
             return
-        self._network.arrive(f"{self._name} {item.label()}")
+        self._network.arrive(self._name, item)
         self._receive(item)
 
 

@@ -57,7 +57,7 @@ def scenario(number: int) -> Callable[[MakeScenario], MakeScenario]:
 
 def scenario_of(seed: int, dice: random.Random) -> Scenario:
     """The scenario of a seed: all take turns."""
-    from tests.simulation import fault_mix, faults_of_clients, faults_of_parts  # noqa: F401 (they register)
+    from tests.simulation import fault_mix, faults_of_clients, faults_of_services, faults_of_workers  # noqa: F401 (they register)
 
     make = SCENARIOS.get(seed % _CYCLE, SCENARIOS[0])
     result = make(dice)

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
 from tests.simulation.__main__ import describe
-from tests.simulation.run import Outcome, run_seed
+from tests.simulation.run import Outcome, many_seeds, run_seed
 
 SEEDS_PER_CHUNK = 126
 NUM_CHUNKS = 8
@@ -16,8 +17,12 @@ FAULTS = (
     *("14", "15", "16", "17 cut", "17 parted", "18", "19", "20 full", "20 torn", "20 corrupt", "20 corrupt request"),
     *("0 kill", "0 terminate", "0 freeze", "0 part", "0 cut"),
 )
-# Seeds that found a defect once.
-REGRESSIONS: tuple[int, ...] = ()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _run_many() -> Iterator[None]:
+    with many_seeds():
+        yield
 
 
 def report(outcomes: list[Outcome]) -> str:
@@ -54,8 +59,3 @@ def test_a_seed_replays_event_for_event(seed: int) -> None:
 def test_without_faults_output_is_as_worked_out(seed: int) -> None:
     if not run_seed(seed).name.startswith(("deadline", "poison", "same", "overload", "slow", "client")):
         assert run_seed(seed, faults=False).problems == []
-
-
-@pytest.mark.parametrize("seed", REGRESSIONS)
-def test_what_was_found_once_stays_mended(seed: int) -> None:
-    assert run_seed(seed).problems == []

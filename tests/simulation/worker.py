@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import queue
 import signal
@@ -45,6 +46,7 @@ class SimulatedLink(SchedulerLink):
         self._changed.set()
 
 
+@functools.cache
 def _unused() -> dict[str, Any]:
     """What the link is given for requests of kinds that are not simulated."""
     given = ("self", "address", "register", "metrics", "memory")

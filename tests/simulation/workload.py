@@ -185,9 +185,9 @@ def request(dice: random.Random, number: int, **fields: object) -> pb.GenerateRe
     result = pb.GenerateRequest(request_id=f"r{number}", streaming=dice.random() < 0.85)
     # Some prompts begin alike, so that they share blocks.
     head = [10 + number % 2] * 8 if dice.random() < 0.4 else []
-    length = dice.choice((1, 3, 6, 12, 30))
+    length = dice.choice((1, 3, 6, 12, 25))
     result.token_ids.values.extend(head + [dice.randrange(FIRST_PLAIN_ID, VOCAB_SIZE) for _ in range(length)])
-    result.max_tokens = dice.randint(4, 28)
+    result.max_tokens = dice.randint(3, 14)
     result.sampling.seed = dice.getrandbits(32)
     kind = dice.random()
     if kind < 0.2:

@@ -20,7 +20,7 @@ import router.__main__
 import scheduler.service
 from detokenizer.incremental import DecoderFactory
 from midstream.model_folder import ModelFolder
-from tests.simulation import grpc_transport, zmq_transport
+from tests.simulation import grpc_client, grpc_server, zmq_transport
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import END_ID, VOCAB_SIZE, decoders, fingerprint
 from tests.simulation.network import Network
@@ -135,8 +135,9 @@ def simulated(
         mock.patch("secrets.randbits", network.dice.getrandbits),
         mock.patch("gc.collect", return_value=0),
         mock.patch("midstream.serving._next_collection", 0.0),
-        mock.patch("grpc.aio.insecure_channel", lambda target, **_: grpc_transport.Channel(network, target)),
-        mock.patch("grpc.aio.server", lambda **options: grpc_transport.Server(network, **options)),
+        mock.patch("midstream.telemetry.ProcessCollector"),
+        mock.patch("grpc.aio.insecure_channel", lambda target, **_: grpc_client.Channel(network, target)),
+        mock.patch("grpc.aio.server", lambda **options: grpc_server.Server(network, **options)),
         mock.patch("zmq.asyncio.Context", partial(zmq_transport.Context, network)),
         mock.patch.multiple(scheduler.service, make_journal=make_journal, Engine=make_engine, HttpServer=_NoServer),
         mock.patch.multiple(
@@ -152,6 +153,7 @@ def simulated(
             PromptBuilder=_Prompts,
             OpenAiApi=_NoServer,
             HttpPort=_NoServer,
+            dashboard_routes=lambda _: [],
         ),
     ]
     try:

@@ -1,14 +1,12 @@
-"""Scenarios in which workers, schedulers, detokenizers, routers, links and disks fail."""
+"""Scenarios in which workers and their links fail, or have too few blocks."""
 
 from __future__ import annotations
 
 import asyncio
-import codecs
 import random
 
 from midstream.errors import ExecutionError, UnavailableError
 from tests.simulation.cluster import Shape
-from tests.simulation.model import vocabulary
 from tests.simulation.network import Weather
 from tests.simulation.scenarios import Scenario, scenario
 from tests.simulation.stage import Stage
@@ -155,110 +153,6 @@ def poisonous_request(dice: random.Random) -> Scenario:
     return Scenario(jobs=[*work, bad], inject=inject, judge=judge)
 
 
-@scenario(7)
-def scheduler_killed(dice: random.Random) -> Scenario:
-    """SIGKILL the scheduler, also more than once: rebuilt from the journal."""
-    times = dice.choice((1, 1, 2, 3))
-
-    async def inject(stage: Stage) -> None:
-        for _ in range(times):
-            if not await stage.at(stage.messages(20, 250), lambda: stage.kill("scheduler")):
-                return
-            if stage.is_streaming():
-                stage.happened["7"] += 1
-            await stage.restart("scheduler")
-
-    return Scenario(jobs=jobs(dice, 3), inject=inject)
-
-
-@scenario(8)
-def old_scheduler_returns(dice: random.Random) -> Scenario:
-    """A scheduler that was replaced goes on: it is fenced, and ends."""
-    freezes = dice.random() < 0.6
-
-    async def inject(stage: Stage) -> None:
-        old = stage.process("scheduler")
-        if not await stage.at(stage.messages(20, 200), old.freeze if freezes else lambda: None):
-            return
-        await stage.sleep(0.05, 1.0)
-        new = stage.cluster.start("scheduler")
-        await stage.sleep(0.0, 1.0)
-        if freezes or dice.random() < 0.5:
-            stage.cluster.network.cut(lambda one, other: old in (one, other))
-        await stage.sleep(0.05, 2.0)
-        old.thaw()
-        await stage.until(lambda: old.is_dead, 10, "the old scheduler ends")
-        if stage.cluster.disk.num_deposed:
-            stage.happened["8"] += 1
-        if new.is_dead:
-            stage.problems.append("the new scheduler ended")
-
-    return Scenario(jobs=jobs(dice, 3), inject=inject, may_report=("the journal failed",))
-
-
-@scenario(9)
-def detokenizer_killed_in_a_character(dice: random.Random) -> Scenario:
-    """SIGKILL detokenizers when a client has a part of a character's tokens."""
-
-    def is_torn(job: Job) -> bool:
-        pieces = vocabulary().pieces
-        for tokens in job.tokens:
-            data = b"".join(pieces[token] for token in tokens)
-            if not job.is_done and codecs.utf_8_decode(data, "replace", False)[1] < len(data):
-                return True
-        return False
-
-    async def inject(stage: Stage) -> None:
-        victims = ["detokenizer-0", "detokenizer-1"] if dice.random() < 0.5 else [f"detokenizer-{dice.randrange(2)}"]
-
-        def kill() -> None:
-            for name in victims:
-                stage.kill(name)
-
-        if await stage.at(lambda: any(map(is_torn, stage.jobs)), kill):
-            stage.happened["9"] += 1
-        for name in victims:
-            await stage.restart(name)
-
-    work = [Job(long_request(dice, i, 4, dice.randint(12, 30)), start_s=dice.uniform(0, 0.2)) for i in range(3)]
-    return Scenario(jobs=work, inject=inject)
-
-
-@scenario(10)
-def detokenizers_come_and_go(dice: random.Random) -> Scenario:
-    """From one to four and back to one, under load."""
-    work = [Job(request(dice, i), start_s=dice.uniform(0, 5)) for i in range(5)]
-
-    async def inject(stage: Stage) -> None:
-        await stage.sleep(0.1, 0.5)
-        for number in range(1, 4):
-            stage.cluster.start(f"detokenizer-{number}")
-        await stage.sleep(2.0, 3.0)
-        names = [f"detokenizer-{number}" for number in range(4)]
-        dice.shuffle(names)
-        for name in names[1:]:
-            stage.cluster.retire(name)
-            await stage.sleep(0.0, 0.4)
-        stage.happened["10"] += 1
-
-    return Scenario(shape=Shape(num_detokenizers=1, num_routers=1), jobs=work, inject=inject)
-
-
-@scenario(11)
-def router_killed(dice: random.Random) -> Scenario:
-    """SIGKILL routers: clients resume at another, or at the same one when it is back."""
-
-    async def inject(stage: Stage) -> None:
-        for number in dice.sample(range(2), dice.choice((1, 2))):
-            name = f"router-{number}"
-            if await stage.at(stage.messages(30, 150), lambda name=name: stage.kill(name)):  # type: ignore[misc]
-                if stage.is_streaming():
-                    stage.happened["11"] += 1
-                await stage.restart(name)
-
-    return Scenario(jobs=jobs(dice, 3), inject=inject)
-
-
 @scenario(16)
 def kv_exhausted(dice: random.Random) -> Scenario:
     """More requests than blocks: pauses, and the same output."""
@@ -281,7 +175,7 @@ def zeromq_misbehaves(dice: random.Random) -> Scenario:
             slow_share=dice.choice((0, 0.05)), slow_s=0.3, loss=dice.choice((0, 0.01, 0.03)), repeats=0.1, overtakes=0.1
         )
         for _ in range(dice.randint(1, 3)):
-            if not await stage.at(stage.messages(20, 150)):
+            if not await stage.at(stage.messages(15, 90)):
                 break
             name = f"worker-{dice.randrange(2)}"
             pair = {name, "scheduler"}
@@ -298,52 +192,3 @@ def zeromq_misbehaves(dice: random.Random) -> Scenario:
         network.weather = Weather()
 
     return Scenario(shape=Shape(scheduler={"max_worker_deaths": 100}), jobs=jobs(dice, 3), inject=inject)
-
-
-@scenario(18)
-def rolling_restart(dice: random.Random) -> Scenario:
-    """Every part is replaced under load, and connections are closed by age: no request fails."""
-    work = [Job(request(dice, i), start_s=dice.uniform(0, 4)) for i in range(5)]
-
-    async def inject(stage: Stage) -> None:
-        names = [name for name in stage.cluster.processes if not name.startswith("client")]
-        dice.shuffle(names)
-        for name in names:
-            process = stage.process(name)
-            process.terminate()
-            await stage.until(lambda process=process: process.is_dead, 15, f"{name} drains")  # type: ignore[misc]
-            if process.exit_code != 0:
-                stage.problems.append(f"{name} exits with {process.exit_code}")
-            await stage.restart(name, 0.05, 0.3)
-            if dice.random() < 0.3:
-                stage.cluster.network.cut(lambda *_: dice.random() < 0.3)
-        stage.happened["18"] += 1
-
-    return Scenario(jobs=work, inject=inject)
-
-
-@scenario(20)
-def journal_fails(dice: random.Random) -> Scenario:
-    """The disk is full, the tail of the journal is torn, or a record is spoilt."""
-    kind = dice.choice(("full", "torn", "corrupt", "corrupt request"))
-
-    async def inject(stage: Stage) -> None:
-        disk = stage.cluster.disk
-        if kind == "full":
-            if await stage.at(stage.messages(20, 200), lambda: setattr(disk, "is_full", True)):
-                stage.supervise("scheduler", 0.3)
-                await stage.sleep(0.2, 2.0)
-                disk.is_full = False
-                stage.happened["20 full"] += bool(disk.num_full)
-            return
-        if not await stage.at(stage.messages(40, 200), lambda: stage.kill("scheduler")):
-            return
-        if disk.damage(kind, dice):
-            stage.happened[f"20 {kind}"] += 1
-        await stage.restart("scheduler")
-        await stage.until(lambda: stage.cluster.engine is not None, 5, "the scheduler starts on what is left")
-        service = stage.cluster.service
-        if disk.was_damaged and service is not None and not service.journal.num_damaged:
-            stage.problems.append("the damage is not reported")
-
-    return Scenario(jobs=jobs(dice, 3), inject=inject, may_report=("the journal failed", "the journal is damaged"))
