@@ -23,8 +23,8 @@ from typing import Any
 
 import zmq
 from google.protobuf.message import DecodeError
-from zmq.utils.monitor import parse_monitor_message
 
+from gpu_worker.dialler import LINK_EVENTS, Dialler
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.lora.messages import AdapterMessages
 from gpu_worker.step import Step, StepOutput
@@ -35,15 +35,8 @@ from protos import worker_pb2
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 64 << 20
-_REGISTER_INTERVAL_S = 0.5
-_CONNECT_INTERVAL_S = 0.05
-_REDIAL_S = 1.0
-_RECONNECT_MS, _MAX_RECONNECT_MS = 20, 200
-_LINGER_MS = 1000
+_REGISTER_INTERVAL_S, _CONNECT_INTERVAL_S = 0.5, 0.05
 _REJECTED_EXIT_CODE = 3
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_LINK_EVENTS = zmq.EVENT_DISCONNECTED | _REFUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +93,18 @@ class SchedulerLink:
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.epoch = 0
         self._address, self._register, self._memory = address, register, memory
-        self._credentials = credentials
+        self._dialler = Dialler(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
         self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="scheduler-link", daemon=True)
-        self._leaving = self._has_failed = self._was_refused = False
+        self._leaving = self._has_failed = False
         self._last_epoch = 0
         self._last_received = self._last_finished = 0
         self._heartbeat_s, self._timeout_s = 0.5, 2.0
-        self._next_send = self._last_heard = self._redial_at = 0.0
+        self._next_send = self._last_heard = 0.0
         self._dropped = metrics.counter("worker_messages_dropped", "Messages dropped, by reason.", ("reason",))
         self._registrations = metrics.counter("worker_registrations", "Epochs begun.")
         metrics.gauge("worker_steps_waiting", "Steps received and not finished.").set_function(self._num_waiting)
@@ -155,18 +148,11 @@ class SchedulerLink:
 
     def _run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a scheduler that is not there
-            dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
-            dealer.setsockopt(zmq.LINGER, _LINGER_MS)
-            if self._credentials is not None:
-                self._credentials.secure(dealer)
-            dealer.connect(self._address)
+            self._dialler.dial(dealer)
             poller = zmq.Poller()
             poller.register(dealer, zmq.POLLIN)
             poller.register(self._wake_reader, zmq.POLLIN)
-            with dealer.get_monitor_socket(_LINK_EVENTS) as monitor:
+            with dealer.get_monitor_socket(LINK_EVENTS) as monitor:
                 poller.register(monitor, zmq.POLLIN)
                 while self._turn(dealer, monitor, poller):
                     pass
@@ -177,7 +163,7 @@ class SchedulerLink:
         poller.poll(max(0, int((self._next_send - time.monotonic()) * 1000) + 1))
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(4096)
-        if self._was_cut(monitor) and self.epoch:
+        if self._dialler.was_cut(monitor) and self.epoch:
             # Steps and results that were on their way are lost, so the scheduler is told to begin anew.
             self._end_epoch("the link was cut")
         self._send_results(dealer)
@@ -195,29 +181,9 @@ class SchedulerLink:
                 self._send(dealer, worker_pb2.WorkerMessage(leave=worker_pb2.Leave(epoch=self.epoch, reason="drain")))
             self.inbox.put(Stopped(0, "drained"))
             return False
-        self._redial_when_due(dealer)
+        self._dialler.redial_when_due(dealer)
         self._send_when_due(dealer)
         return True
-
-    def _was_cut(self, monitor: zmq.Socket[bytes]) -> bool:
-        was_cut = False
-        while monitor.poll(0):
-            event = parse_monitor_message(monitor.recv_multipart())["event"]
-            was_cut = was_cut or event == zmq.EVENT_DISCONNECTED
-            if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                self._redial_at = time.monotonic() + _REDIAL_S
-            if event != zmq.EVENT_DISCONNECTED and not self._was_refused:
-                self._was_refused = True
-                logger.warning("no handshake: the scheduler does not know this worker's key, or has another itself")
-        return was_cut
-
-    def _redial_when_due(self, dealer: zmq.Socket[bytes]) -> None:
-        """Connects again after a refusal, which ZeroMQ takes as final: the key may be let in meanwhile."""
-        if self._redial_at and time.monotonic() >= self._redial_at:
-            self._redial_at = 0.0
-            with contextlib.suppress(zmq.ZMQError):
-                dealer.disconnect(self._address)
-            dealer.connect(self._address)
 
     def _send_results(self, dealer: zmq.Socket[bytes]) -> None:
         while self._adapters.answers:
@@ -289,16 +255,8 @@ class SchedulerLink:
         elif kind is None:
             self._drop("malformed")
         else:
-            self._take_adapter(message)
+            self._adapters.take(message, self.epoch)
         return None
-
-    def _take_adapter(self, message: worker_pb2.SchedulerMessage) -> None:
-        if message.HasField("load_lora") and message.load_lora.epoch == self.epoch:
-            self._adapters.load(message.load_lora)
-        elif message.HasField("unload_lora") and message.unload_lora.epoch == self.epoch:
-            self._adapters.unload(message.unload_lora)
-        elif message.HasField("prompt_table") and message.prompt_table.epoch == self.epoch:
-            self._adapters.keep(message.prompt_table)
 
     def _accept_step(self, message: worker_pb2.StepBatch) -> None:
         if message.epoch != self.epoch or not self.epoch:
@@ -329,7 +287,7 @@ class SchedulerLink:
         self._heartbeat_s = max(registered.heartbeat_interval_ms, 10) / 1000
         self._timeout_s = max(registered.timeout_ms / 1000, 2 * self._heartbeat_s)
         self._next_send = time.monotonic() + self._heartbeat_s
-        self._was_refused = False
+        self._dialler.note_registered()
         self._registrations.inc()
         self.inbox.put(EpochStarted())
         logger.info("registered with epoch %d", self.epoch)

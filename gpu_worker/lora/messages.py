@@ -44,6 +44,15 @@ class AdapterMessages:
         """The epoch is over."""
         self._tables.clear()
 
+    def take(self, message: worker_pb2.SchedulerMessage, epoch: int) -> None:
+        """Does what a message of this epoch says of adapters; others are passed over."""
+        if message.HasField("load_lora") and message.load_lora.epoch == epoch:
+            self.load(message.load_lora)
+        elif message.HasField("unload_lora") and message.unload_lora.epoch == epoch:
+            self.unload(message.unload_lora)
+        elif message.HasField("prompt_table") and message.prompt_table.epoch == epoch:
+            self.keep(message.prompt_table)
+
     def load(self, message: worker_pb2.LoadLoraAdapter) -> None:
         """Begins to read an adapter, and answers when that is done."""
         result = worker_pb2.LoraResult(name=message.name, epoch=message.epoch)
