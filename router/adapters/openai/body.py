@@ -28,7 +28,7 @@ class Body:
             InvalidArgumentError: It is not JSON, or not an object.
         """
         try:
-            value = json.loads(data, parse_constant=_refuse_constant)
+            value = json.loads(data, parse_constant=refuse_constant)
             # Half of a surrogate pair is legal JSON, and no text.
             if b"\\ud" in data.lower():
                 json.dumps(value, ensure_ascii=False).encode()
@@ -131,5 +131,6 @@ def token_ids(values: list[object], field: str) -> list[int]:
     return ids
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """For json's `parse_constant`: NaN and the infinities, which Python reads and JSON has not."""
     raise ValueError(f"{name} is not a JSON number")

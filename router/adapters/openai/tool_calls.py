@@ -11,6 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from router.adapters.openai.body import refuse_constant
+
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # Special tokens that some models write first; where special tokens are left out of text, nothing is there.
 _MARKS = ("[TOOL_CALLS]", "<|python_tag|>")
@@ -172,13 +175,6 @@ def _parse(text: str) -> object:
         return _DECODER.decode(text.strip())
     except (ValueError, RecursionError):
         return None
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _overlap(text: str, tag: str) -> int:
