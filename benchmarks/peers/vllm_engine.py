@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from .peer import ALL_WORKLOADS, Figures, Paths, Runner, Step, Workload
-from .vllm_environment import ENVIRONMENT, MAX_SEQUENCE_LENGTH, SETTINGS, vllm_steps
+from .peer import Figures, Paths, Runner, Workload
+from .vllm_environment import MAX_SEQUENCE_LENGTH, SETTINGS, Vllm
 
 
 @dataclass(frozen=True, slots=True)
-class VllmEngine:
+class VllmEngine(Vllm):
     """One number format of weights and computation."""
-
-    dtype: str
-    workloads: Sequence[str] = ALL_WORKLOADS
 
     @property
     def name(self) -> str:
@@ -27,12 +23,6 @@ class VllmEngine:
     @property
     def label(self) -> str:
         return f"vLLM, {self.dtype}, in process"
-
-    def python(self, paths: Paths) -> Path:
-        return paths.python(ENVIRONMENT)
-
-    def steps(self, paths: Paths) -> Sequence[Step]:
-        return vllm_steps(paths)
 
     @contextmanager
     def open(self, paths: Paths) -> Iterator[Runner]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from .peer import NUM_THREADS, Paths, Step, export_step, new_environment, pip_install
+from .peer import ALL_WORKLOADS, NUM_THREADS, Paths, Step, export_step, new_environment, pip_install
 
 ENVIRONMENT = "vllm"
 MAX_SEQUENCE_LENGTH = 2048
@@ -19,8 +20,21 @@ SETTINGS = {
 }
 
 
-def vllm_steps(paths: Paths) -> Sequence[Step]:
-    """How it is installed."""
+@dataclass(frozen=True, slots=True)
+class Vllm:
+    """One number format of weights and computation; where it is installed, and how."""
+
+    dtype: str
+    workloads: Sequence[str] = ALL_WORKLOADS
+
+    def python(self, paths: Paths) -> Path:
+        return paths.python(ENVIRONMENT)
+
+    def steps(self, paths: Paths) -> Sequence[Step]:
+        return _steps(paths)
+
+
+def _steps(paths: Paths) -> Sequence[Step]:
     script = str(Path(__file__).with_name("install_requirements.py"))
     # Its requirements for sound and pictures need other builds of PyTorch, and nothing here uses them.
     left_out = ("torch", "torchvision", "torchaudio", "torchcodec")

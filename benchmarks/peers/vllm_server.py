@@ -10,15 +10,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .peer import ALL_WORKLOADS, Figures, Paths, Request, Runner, Step, Workload
+from .peer import Figures, Paths, Request, Runner, Workload
 from .streams import Stream, stream_figures
-from .vllm_environment import ENVIRONMENT, MAX_SEQUENCE_LENGTH, SETTINGS, vllm_steps
+from .vllm_environment import MAX_SEQUENCE_LENGTH, SETTINGS, Vllm
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -29,11 +28,8 @@ _DATA = b"data: "
 
 
 @dataclass(frozen=True, slots=True)
-class VllmServer:
+class VllmServer(Vllm):
     """One number format of weights and computation."""
-
-    dtype: str
-    workloads: Sequence[str] = ALL_WORKLOADS
 
     @property
     def name(self) -> str:
@@ -42,12 +38,6 @@ class VllmServer:
     @property
     def label(self) -> str:
         return f"vLLM, {self.dtype}, its HTTP server"
-
-    def python(self, paths: Paths) -> Path:
-        return paths.python(ENVIRONMENT)
-
-    def steps(self, paths: Paths) -> Sequence[Step]:
-        return vllm_steps(paths)
 
     @contextmanager
     def open(self, paths: Paths) -> Iterator[Runner]:
