@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from benchmarks.forward_time import ForwardTime
 from gpu_worker.input_batch import InputBatch
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import ForwardInputs
@@ -24,21 +25,6 @@ from midstream.model_folder import open_model_folder
 
 PROMPT_TOKENS, NUM_PAIRS = 32, 100
 REPEAT = Step(repeat_generation=True)
-
-
-class Timed:
-    """A decoder's forward pass, whose time on this thread is counted."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.seconds = 0.0
-        self._forward = runner.model.decoder.forward
-        runner.model.decoder.forward = self  # type: ignore[method-assign]
-
-    def __call__(self, inputs: ForwardInputs, probe: object = None) -> torch.Tensor:
-        started = time.thread_time()
-        logits = self._forward(inputs, probe)  # type: ignore[arg-type]
-        self.seconds += time.thread_time() - started
-        return logits
 
 
 @torch.inference_mode()
@@ -82,7 +68,7 @@ def start(runner: ModelRunner, batch_size: int) -> None:
     runner.run_step(Step(generation_rows=np.arange(batch_size, dtype=np.int32), released_rows=EMPTY))
 
 
-def measure(runner: ModelRunner, timed: Timed, batch_size: int) -> tuple[float, float, float]:
+def measure(runner: ModelRunner, timed: ForwardTime, batch_size: int) -> tuple[float, float, float]:
     """Milliseconds of a whole step; the ratio of whole steps; and that of processor time outside the forward pass."""
     start(runner, batch_size)
     batch = runner._batch
@@ -111,7 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = WorkerConfig(model=arguments.model, max_kv_tokens=32_768, num_threads=arguments.num_threads)
     runner = ModelRunner(config, open_model_folder(config.model))
-    timed = Timed(runner)
+    timed = ForwardTime(runner)
     print(f"{'rows':>5}{'ms a step':>11}{'of whole steps':>16}{'by processor time':>19}")
     for batch_size in arguments.batch_sizes:
         step, by_wall, by_processor = measure(runner, timed, batch_size)

@@ -10,10 +10,9 @@ import argparse
 import time
 
 import numpy as np
-import torch
 
+from benchmarks.forward_time import ForwardTime
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.models.decoder import ForwardInputs, Probe
 from gpu_worker.step import EMPTY, NewSequence, SamplingParams, Step
 from midstream.config import WorkerConfig
 from midstream.model_folder import open_model_folder
@@ -27,22 +26,9 @@ KINDS = {
 }
 
 
-class Timed:
-    """Counts the processor time that the decoder's forward pass takes on this thread."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.seconds = 0.0
-        self._forward = runner.model.decoder.forward
-        runner.model.decoder.forward = self  # type: ignore[method-assign]
-
-    def __call__(self, inputs: ForwardInputs, probe: Probe | None = None) -> torch.Tensor:
-        started = time.thread_time()
-        logits = self._forward(inputs, probe)
-        self.seconds += time.thread_time() - started
-        return logits
-
-
-def measure(runner: ModelRunner, timed: Timed, batch_size: int, sampling: SamplingParams) -> tuple[float, float, float]:
+def measure(
+    runner: ModelRunner, timed: ForwardTime, batch_size: int, sampling: SamplingParams
+) -> tuple[float, float, float]:
     """Prefill tokens/s, and the medians of a decode step and of its part outside the forward pass, in ms."""
     runner.clear()
     num_blocks = -(-(PROMPT_TOKENS + DECODE_STEPS + 2) // 16)
@@ -95,7 +81,7 @@ def main() -> None:
         num_threads=arguments.num_threads,
     )
     runner = ModelRunner(config, open_model_folder(config.model))
-    timed = Timed(runner)
+    timed = ForwardTime(runner)
     print(f"{'sampling':22}{'rows':>5}{'prefill tok/s':>15}{'ms a step':>11}{'outside ms':>12}{'tok/s':>9}")
     for kind in arguments.kinds:
         for batch_size in arguments.batch_sizes:
