@@ -98,11 +98,7 @@ async def measure(
 ) -> tuple[RunResult, dict[str, float]]:
     """The run, and the CPU seconds that each process spent on it."""
     async with AsyncClient(addresses) as client:
-        give_up_at = time.monotonic() + START_TIMEOUT_S
-        while not await has_worker(client):
-            if time.monotonic() > give_up_at:
-                raise TimeoutError("the service did not start")
-            await asyncio.sleep(0.1)
+        await wait_until_whole(client)
     generator = random.Random(0)
     requests = tuple(
         BenchRequest(tuple(generator.randrange(300, 49_000) for _ in range(32)), arguments.tokens)
@@ -137,8 +133,16 @@ async def measure(
     return result, spent
 
 
-async def has_worker(client: AsyncClient) -> bool:
-    """Whether the whole chain stands."""
+async def wait_until_whole(client: AsyncClient) -> None:
+    """Returns when the whole chain stands."""
+    give_up_at = time.monotonic() + START_TIMEOUT_S
+    while not await _is_whole(client):
+        if time.monotonic() > give_up_at:
+            raise TimeoutError("the service did not start")
+        await asyncio.sleep(0.1)
+
+
+async def _is_whole(client: AsyncClient) -> bool:
     try:
         info = await client.server_info()
     except MidstreamError:

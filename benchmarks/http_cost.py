@@ -27,14 +27,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.control_plane import cpu_seconds, free_ports, has_worker
+from benchmarks.control_plane import cpu_seconds, free_ports, wait_until_whole
 from midstream.bench.measure import run_workload
 from midstream.bench.workloads import BenchRequest, Workload
 from midstream.client import AsyncClient
 from midstream.model_folder import open_model_folder
 
 ROOT = Path(__file__).parent.parent
-START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +104,7 @@ def start_service(folder: Path, arguments: argparse.Namespace) -> Iterator[Targe
 async def measure(target: Target, arguments: argparse.Namespace) -> dict[str, list[Run]]:
     """The runs of each way."""
     async with AsyncClient([target.grpc]) as client:
-        give_up_at = time.monotonic() + START_TIMEOUT_S
-        while not await has_worker(client):
-            if time.monotonic() > give_up_at:
-                raise TimeoutError("the service did not start")
-            await asyncio.sleep(0.1)
+        await wait_until_whole(client)
     generator = random.Random(0)
     ways: dict[str, Way] = {"native gRPC": native, "HTTP": http}
     runs: dict[str, list[Run]] = {name: [] for name in ways}
