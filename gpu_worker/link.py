@@ -25,6 +25,7 @@ import zmq
 from google.protobuf.message import DecodeError
 
 from gpu_worker.dialler import LINK_EVENTS, Dialler
+from gpu_worker.kept_blocks import KeptBlocks
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.lora.messages import AdapterMessages
 from gpu_worker.step import Step, StepOutput
@@ -95,6 +96,7 @@ class SchedulerLink:
         self._address, self._register, self._memory = address, register, memory
         self._dialler = Dialler(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
+        self._kept = KeptBlocks()
         self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -197,6 +199,7 @@ class SchedulerLink:
                 continue
             messages = encode_result(step.epoch, step.step_id, output, waiting_s)
             self._last_finished = step.step_id
+            self._kept.finish(step.step_id)
             if not all(self._send(dealer, message) for message in messages):
                 self._end_epoch("the link is down")
 
@@ -219,6 +222,8 @@ class SchedulerLink:
             if self._has_failed:
                 self._has_failed = False
                 self._register.incarnation = secrets.randbits(64)
+                self._kept.clear()
+            self._kept.write(self._register)
             is_sent = self._send(dealer, worker_pb2.WorkerMessage(register=self._register))
             self._next_send = now + (_REGISTER_INTERVAL_S if is_sent else _CONNECT_INTERVAL_S)
 
@@ -274,6 +279,7 @@ class SchedulerLink:
                 self._drop("gap")
                 self._end_epoch("a table of virtual tokens did not come")
                 return
+            self._kept.receive(message)
             self._last_received = message.step_id
             self.inbox.put(WaitingStep(step, time.perf_counter()))
 
@@ -295,6 +301,7 @@ class SchedulerLink:
     def _end_epoch(self, reason: str) -> None:
         logger.warning("epoch %d is over: %s", self.epoch, reason)
         self.epoch = 0
+        self._kept.end_epoch()
         self._next_send = 0.0
 
     def _drop(self, reason: str) -> None:

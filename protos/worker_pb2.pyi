@@ -138,6 +138,8 @@ class Register(google.protobuf.message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     LORA_CACHE_BYTES_FIELD_NUMBER: builtins.int
     MAX_LORAS_FIELD_NUMBER: builtins.int
+    KEPT_BLOCKS_FIELD_NUMBER: builtins.int
+    KEPT_HASHES_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
     """Random, made anew each time the process starts."""
@@ -163,6 +165,14 @@ class Register(google.protobuf.message.Message):
     max_loras: builtins.int
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def kept_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Full KV blocks that are as an earlier epoch of this process left them, and the hashes that its steps gave them:
+        parallel arrays. So that a scheduler that was started anew need not have everything computed again.
+        """
+
+    @property
+    def kept_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -186,8 +196,10 @@ class Register(google.protobuf.message.Message):
         protocol_version: builtins.int = ...,
         lora_cache_bytes: builtins.int = ...,
         max_loras: builtins.int = ...,
+        kept_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        kept_hashes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "host", b"host", "incarnation", b"incarnation", "kv_dtype", b"kv_dtype", "lora_cache_bytes", b"lora_cache_bytes", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "host", b"host", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_dtype", b"kv_dtype", "lora_cache_bytes", b"lora_cache_bytes", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 
@@ -371,6 +383,8 @@ class StepBatch(google.protobuf.message.Message):
     FORKS_FIELD_NUMBER: builtins.int
     BEAM_ROWS_FIELD_NUMBER: builtins.int
     BEAM_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    HASHED_BLOCKS_FIELD_NUMBER: builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     """1, 2, 3, … within an epoch. A gap or a repeat means a broken link."""
@@ -430,6 +444,14 @@ class StepBatch(google.protobuf.message.Message):
 
     @property
     def beam_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def hashed_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """What blocks hold once the step is done, for Register.kept_blocks: parallel arrays, applied in order. 0: from now on
+        it may change.
+        """
+
+    @property
+    def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -453,8 +475,10 @@ class StepBatch(google.protobuf.message.Message):
         forks: collections.abc.Iterable[global___ForkRow] | None = ...,
         beam_rows: collections.abc.Iterable[builtins.int] | None = ...,
         beam_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        hashed_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "context_without_sample", b"context_without_sample", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "context_without_sample", b"context_without_sample", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id"]) -> None: ...
 
 global___StepBatch = StepBatch
 

@@ -90,6 +90,15 @@ class BlockManager:
         """Sequences that refer to the block."""
         return self._num_owners[block]
 
+    def adopt(self, contents: Iterable[tuple[int, int]], now_ns: int) -> None:
+        """Takes blocks that hold what these hashes say as cached, oldest first. No block has been handed out yet."""
+        adopted = set[int]()
+        for block, value in contents:
+            if self.prefix_cache.publish(block, value):
+                self._put_cached(block, now_ns)
+                adopted.add(block)
+        self._free = [block for block in self._free if block not in adopted]
+
     def allocate(self, count: int, now_ns: int) -> list[int]:
         """Hands out empty blocks with one owner each; evicts cached ones where needed.
 

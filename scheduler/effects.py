@@ -120,6 +120,8 @@ class StepPlan:
     beam_token_ids: list[int] = field(default_factory=list)
     draft_rows: list[int] = field(default_factory=list)
     draft_limits: list[int] = field(default_factory=list)
+    hashed_blocks: list[int] = field(default_factory=list)
+    block_hashes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ class WorkerRegistered:
         connection: The edge's name for where it came from; messages to the group go there.
         max_batch_size: Rows. max_num_tokens: Tokens in one step.
         lora_cache_bytes: Device memory for adapters. max_loras: How many usual ones that holds.
+        kept_blocks: Blocks whose contents an earlier epoch left. kept_hashes: What they hold.
     """
 
     time_ns: int
@@ -103,6 +104,8 @@ class WorkerRegistered:
     features: tuple[str, ...] = ()
     lora_cache_bytes: int = 0
     max_loras: int = 0
+    kept_blocks: tuple[int, ...] = ()
+    kept_hashes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

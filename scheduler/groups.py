@@ -100,6 +100,14 @@ class WorkerGroup:
         self.early_results: dict[int, StepDone] = {}
         self.memory = (0, 0, 0)
         self._free_rows = list(range(self.max_batch_size))
+        self._take_kept(registration, clock.now_ns)
+
+    def _take_kept(self, registration: WorkerRegistered, now_ns: int) -> None:
+        """Takes over what the worker's blocks still hold, and tells it which of them will change."""
+        kept = list(zip(registration.kept_blocks, registration.kept_hashes, strict=True))
+        if self.config.enable_block_reuse:
+            self.blocks.adopt(kept, now_ns)
+        self.prefix_cache.news += [(block, 0) for block, _ in kept if not self.prefix_cache.contains(block)]
 
     @property
     def num_free_rows(self) -> int:

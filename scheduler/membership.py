@@ -98,6 +98,11 @@ class Membership:
             return "num_blocks", f"num_blocks is {event.num_blocks}, at most {_MAX_NUM_BLOCKS} can be kept account of"
         if not event.group_id:
             return "group_id", "group_id is empty"
+        kept = set(event.kept_blocks)
+        if not len(event.kept_blocks) == len(kept) == len(event.kept_hashes):
+            return "kept_blocks", "kept_blocks must name each block once, with one of kept_hashes each"
+        if kept and max(kept) >= event.num_blocks:
+            return "kept_blocks", f"block {max(kept)} is kept, there are {event.num_blocks}"
         return None
 
     def beat(self, event: WorkerBeat) -> None:

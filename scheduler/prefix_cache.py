@@ -77,6 +77,7 @@ class PrefixCache:
         it
             went away and the next one that needs the block takes over.
         changes: What readers of KV events have not been told yet.
+        news: What the worker has not been told yet: a block, and the hash of what it holds; 0 where that may change.
     """
 
     def __init__(self) -> None:
@@ -84,6 +85,7 @@ class PrefixCache:
         self._hash_of: dict[int, int] = {}
         self.pending: dict[int, Sequence | None] = {}
         self.changes: list[KvChange] = []
+        self.news: list[tuple[int, int]] = []
 
     def find(self, hashes: list[int]) -> list[int]:
         """Blocks that hold the longest published beginning of the chain."""
@@ -113,19 +115,21 @@ class PrefixCache:
         del self._block_of[value]
         if not was_pending:
             self.changes.append(BlocksRemoved((value,)))
+            self.news.append((block, 0))
 
     def contains(self, block: int) -> bool:
         """Whether the block can be found."""
         return block in self._hash_of
 
     def note_stored(self, sequence: Sequence, first_block: int, num_blocks: int, tokens_per_block: int) -> None:
-        """Tells readers of KV events that a run of the sequence's blocks was stored."""
-        hashes = sequence.block_hashes
-        tokens = sequence.tokens_between(first_block * tokens_per_block, (first_block + num_blocks) * tokens_per_block)
+        """Tells the worker and readers of KV events that a run of the sequence's blocks was stored."""
+        hashes, end_block = sequence.block_hashes, first_block + num_blocks
+        self.news += zip(sequence.table[first_block:end_block], hashes[first_block:end_block], strict=True)
+        tokens = sequence.tokens_between(first_block * tokens_per_block, end_block * tokens_per_block)
         self.changes.append(
             BlocksStored(
                 parent_hash=hashes[first_block - 1] if first_block else 0,
-                block_hashes=tuple(hashes[first_block : first_block + num_blocks]),
+                block_hashes=tuple(hashes[first_block:end_block]),
                 token_ids=tuple(tokens),
                 lora_name=sequence.request.spec.lora_name,
             )
@@ -135,3 +139,8 @@ class PrefixCache:
         """Changes since the last call."""
         changes, self.changes = self.changes, []
         return changes
+
+    def take_news(self) -> list[tuple[int, int]]:
+        """News since the last call."""
+        news, self.news = self.news, []
+        return news

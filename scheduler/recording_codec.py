@@ -41,6 +41,7 @@ _OF_A_REQUEST: dict[type[AbortRequested | Attached | Detached], str] = {
     Attached: "attached",
     Detached: "detached",
 }
+# Without the hashes of blocks, which follow from tables and tokens.
 _PLAN_LISTS = (
     "released_rows", "context_rows", "context_starts", "context_lengths", "generation_rows", "idle_rows", "block_rows",
     "block_ids", "copy_source_blocks", "copy_target_blocks", "beam_rows", "beam_token_ids", "draft_rows",
@@ -212,9 +213,10 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
     else:
         for item in dataclasses.fields(event):
-            if item.name not in ("time_ns", "connection", "features"):
+            if item.name in ("features", "kept_blocks", "kept_hashes"):
+                getattr(message.register, item.name).extend(getattr(event, item.name))
+            elif item.name not in ("time_ns", "connection"):
                 setattr(message.register, item.name, getattr(event, item.name))
-        message.register.features.extend(getattr(event, "features", ()))
     return message.SerializeToString()
 
 

@@ -184,6 +184,10 @@ class Results:
             if failure.code == UNAVAILABLE and request.group is not None and sequence.end is None:
                 self._try_again(request.group, request)
             elif failure.code != UNAVAILABLE and sequence.end is None:
+                if request.group is not None:
+                    # It may have failed before anything of it was computed.
+                    for block in sequence.table:
+                        request.group.prefix_cache.withdraw(block)
                 self._lifecycle.end(request, FinishReason.ERROR, failure)
 
     def _report(self, group: WorkerGroup, step: InFlightStep, event: StepDone, num_decoded: int) -> None:

@@ -219,6 +219,9 @@ class StepBuilder:
         """Closes the step and puts it in flight. Precondition: it is not empty."""
         group, plan = self.group, self._plan
         plan.released_rows, group.released_rows = group.released_rows, []
+        for block, value in group.prefix_cache.take_news():
+            plan.hashed_blocks.append(block)
+            plan.block_hashes.append(value)
         generation, rows = self._write_generation()
         num_scheduled = len(self._context) + len(generation)
         group.in_flight.append(

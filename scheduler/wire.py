@@ -69,6 +69,8 @@ def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -
         features=tuple(message.features),
         lora_cache_bytes=message.lora_cache_bytes,
         max_loras=message.max_loras,
+        kept_blocks=tuple(message.kept_blocks),
+        kept_hashes=tuple(message.kept_hashes),
     )
 
 
@@ -117,6 +119,8 @@ def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
         "beam_token_ids",
         "draft_rows",
         "draft_limits",
+        "hashed_blocks",
+        "block_hashes",
     ):
         values = getattr(plan, name)
         if values:

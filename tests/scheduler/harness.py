@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from typing import Any
 
+from gpu_worker.kept_blocks import KeptBlocks
 from protos import generation_pb2, worker_pb2
 from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS
 from scheduler.core import SchedulerCore
@@ -45,6 +46,7 @@ class FakeGroup:
         self.registration = registration
         self.model = model
         self.epoch = 0
+        self.kept = KeptBlocks()
         self.plans: deque[StepPlan] = deque()
         self.batches: deque[worker_pb2.StepBatch] = deque()
 
@@ -55,7 +57,20 @@ class FakeGroup:
         frame = worker_pb2.WorkerMessage(step_result=result).SerializeToString()
         event = decode_worker_message(frame, self.registration.connection, time_ns)
         assert isinstance(event, StepDone)
+        self.kept.finish(event.step_id)
         return event
+
+    def keep(self, batch: worker_pb2.StepBatch) -> None:
+        """Receives a step."""
+        self.kept.receive(batch)
+        self.batches.append(batch)
+
+    def begin_anew(self) -> worker_pb2.Register:
+        """The epoch is over; the process and its blocks stay. What it says of them as it registers again."""
+        self.kept.end_epoch()
+        register = worker_pb2.Register()
+        self.kept.write(register)
+        return register
 
 
 class Harness:
@@ -98,11 +113,13 @@ class Harness:
         num_blocks: int = 64,
         max_batch_size: int = 64,
         max_num_tokens: int = 1 << 20,
+        after: FakeGroup | None = None,
         **more: Any,
     ) -> FakeGroup:
-        """Registers a worker group."""
+        """Registers a worker group, or again the one that it was `after` another epoch or scheduler."""
         incarnation = more.pop("incarnation", len(self.effects) + 1)
         end_after, fail_token = more.pop("end_after", 0), more.pop("fail_token", None)
+        kept = after.begin_anew() if after is not None else worker_pb2.Register()
         registration = WorkerRegistered(
             time_ns=self.now_ns,
             connection=f"{name}.{incarnation}".encode(),
@@ -116,6 +133,8 @@ class Harness:
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             protocol_version=more.pop("protocol_version", 1),
+            kept_blocks=tuple(kept.kept_blocks),
+            kept_hashes=tuple(kept.kept_hashes),
         )
         assert not more, more
         model = FakeModel(
@@ -127,6 +146,8 @@ class Harness:
             attention_window=self.config.attention_window,
         )
         group = FakeGroup(name, registration, model)
+        if after is not None:
+            model.slots, group.kept = after.model.slots, after.kept
         self.groups[name] = group
         self.handle(registration)
         return group
@@ -146,7 +167,7 @@ class Harness:
             if group.epoch == effect.epoch:
                 group.plans.append(effect)
                 batch = worker_pb2.SchedulerMessage.FromString(encode_step(effect, LIMITS)).step_batch
-                group.batches.append(batch)
+                group.keep(batch)
         elif isinstance(effect, Emitted):
             self._note_tokens(effect)
         elif isinstance(effect, SequenceEnded):

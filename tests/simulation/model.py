@@ -61,7 +61,7 @@ class Row:
 
 
 class SimulatedModel:
-    """Rows and blocks of one epoch; each step is checked.
+    """Rows of one epoch, and blocks; each step is checked.
 
     Its KV cache keeps, for each slot, what stands for all tokens up to there. Before a row is computed, all behind it
     must be in its blocks: so wrong sharing, and blocks that were given away too early, are found where they happen.
@@ -71,6 +71,11 @@ class SimulatedModel:
         self._rows: dict[int, Row] = {}
         self._generating: list[int] = []
         self._slots = [[0] * TOKENS_PER_BLOCK for _ in range(num_blocks)]
+
+    def clear(self) -> None:
+        """Forgets the rows; the blocks stay as they are."""
+        self._rows.clear()
+        self._generating.clear()
 
     def run(self, step: Step) -> StepOutput:
         """Runs a step.

@@ -70,7 +70,7 @@ class SimulatedWorker:
     def __init__(self, network: Network, name: str, address: str, num_blocks: int, step_s: float) -> None:
         self.process = running()
         self.hangs = self.wrong_result = False
-        self._network, self._num_blocks, self._step_s = network, num_blocks, step_s
+        self._network, self._step_s = network, step_s
         register = worker_pb2.Register(
             group_id=name,
             incarnation=network.dice.getrandbits(63),
@@ -101,7 +101,7 @@ class SimulatedWorker:
             elif isinstance(work, WaitingStep):
                 await self._execute(work)
             elif isinstance(work, EpochStarted):
-                self._model = SimulatedModel(self._num_blocks)
+                self._model.clear()
             else:
                 assert isinstance(work, Stopped)
                 # What the socket still holds goes out, as its linger time allows.

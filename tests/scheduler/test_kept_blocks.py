@@ -1,0 +1,101 @@
+"""A worker's blocks outlast the epoch, and the scheduler: what they hold is not computed again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from scheduler.effects import GroupRefused
+from tests.scheduler.harness import Harness
+
+PROMPT = list(range(100, 110))  # 2 blocks and a half
+
+
+def test_a_new_scheduler_has_only_the_newest_tokens_computed() -> None:
+    old = Harness()
+    before = old.add_group()
+    old.submit("a", PROMPT, 40)
+    old.turn()
+    for _ in range(11):
+        old.step()
+    known = PROMPT + old.tokens["a", 0]
+    assert len(known) == 21
+    new = Harness(scheduler_epoch=8)
+    group = new.add_group(after=before)
+    new.submit("a again", known, 30)
+    new.run()
+    # 5 blocks are full; the fifth became so with the last step's token, and the step that would have told it is undone.
+    assert new.core.lifecycle.requests["a again"].num_cached_tokens == 16
+    assert group.model.num_context_tokens == 5
+    new.check_is_empty()
+
+
+def test_a_worker_whose_link_was_cut_computes_little_again() -> None:
+    harness = Harness()
+    before = harness.add_group(incarnation=5)
+    harness.submit("a", PROMPT, 12)
+    harness.turn()
+    for _ in range(4):
+        harness.step()
+    again = harness.add_group(after=before, incarnation=5)
+    harness.run()
+    harness.check_is_empty()
+    assert again.model.num_context_tokens < len(PROMPT)
+
+
+def test_blocks_that_a_step_in_flight_may_change_are_not_kept() -> None:
+    old = Harness()
+    before = old.add_group(num_blocks=4)
+    old.submit("a", PROMPT, 2)
+    old.run()
+    assert len(before.begin_anew().kept_blocks) == 2
+    old.submit("b", list(range(200, 214)), 2)
+    old.turn()  # takes all blocks; the step is received, and whether it is done does not matter
+    assert len(before.begin_anew().kept_blocks) == 0
+
+
+def test_a_scheduler_that_reuses_nothing_has_them_forgotten() -> None:
+    old = Harness()
+    before = old.add_group()
+    old.submit("a", PROMPT, 2)
+    old.run()
+    new = Harness(enable_block_reuse=False)
+    group = new.add_group(after=before)
+    new.submit("b", PROMPT, 2)
+    new.run()
+    assert group.model.num_context_tokens == len(PROMPT)
+    assert len(group.begin_anew().kept_blocks) == 0
+
+
+@pytest.mark.parametrize(("blocks", "hashes"), [((1, 1), (7, 8)), ((1, 2), (7,)), ((64,), (7,))])
+def test_what_cannot_be_kept_is_refused(blocks: tuple[int, ...], hashes: tuple[int, ...]) -> None:
+    harness = Harness()
+    group = harness.add_group()
+    again = replace(group.registration, connection=b"again", kept_blocks=blocks, kept_hashes=hashes)
+    (refused,) = harness.handle(again)
+    assert isinstance(refused, GroupRefused)
+    assert refused.field == "kept_blocks"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_kept_is_what_it_is_said_to_be(seed: int) -> None:
+    """Few blocks, common beginnings, and epochs that end at any time; the fake model checks what is in each block."""
+    dice = random.Random(seed)
+    harness = Harness(pipeline_depth=2)
+    group = harness.add_group(num_blocks=24, max_batch_size=6, incarnation=5)
+    for number in range(30):
+        prompt = [
+            *range(100, 100 + dice.randrange(1, 20)),
+            *(dice.randrange(300, 900) for _ in range(dice.randrange(3))),
+        ]
+        harness.submit(f"r{number}", prompt, dice.randrange(1, 20))
+        harness.turn()
+        for _ in range(dice.randrange(6)):
+            if group.plans:
+                harness.step()
+        if dice.random() < 0.3:
+            group = harness.add_group(after=group, num_blocks=24, max_batch_size=6, incarnation=5)
+    harness.run()
+    harness.check_is_empty()
