@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -11,24 +10,13 @@ import grpc.aio
 import pytest
 
 from midstream import errors
-from midstream.client import AsyncClient, Chunk, FinishReason, Result, SamplingParams
+from midstream.client import FinishReason, SamplingParams
 from midstream.serving import open_channel
 from midstream.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
+from tests.router.client_streams import PROMPT, OpenClient, collect
 from tests.router.conftest import Cluster
-
-OpenClient = Callable[..., AsyncClient]
-PROMPT = [10, 11, 12]
-
-
-async def collect(client: AsyncClient, **arguments: object) -> tuple[Result, list[Chunk]]:
-    stream = client.generate(token_ids=PROMPT, **arguments)  # type: ignore[arg-type]
-    chunks = [chunk async for chunk in stream]
-    result = Result(stream.request_id)
-    for chunk in chunks:
-        result.add(chunk)
-    return result, chunks
 
 
 async def drain(call: Any) -> None:
@@ -190,194 +178,6 @@ async def test_all_generated_tokens_and_the_prompt_in_the_output(
     last = await anext(stream)
     assert last.is_final
     assert last.text == "Once upon a time"
-
-
-async def test_a_client_that_leaves_aborts_at_once_unless_detached(cluster: Cluster, open_client: OpenClient) -> None:
-    router = await cluster.add_router(await cluster.add_detokenizer())
-    client = open_client(router)
-    for request_id, detached in (("kept", True), ("left", False)):
-        stream = client.generate(token_ids=PROMPT, request_id=request_id, detached=detached)
-        reading = asyncio.create_task(anext(stream))
-        await cluster.scheduler.until(lambda request_id=request_id: request_id in cluster.scheduler.requests)
-        cluster.scheduler.emit(request_id, [20])
-        await reading
-        stream.cancel()
-    await cluster.scheduler.until(lambda: cluster.scheduler.aborts)
-    assert cluster.scheduler.aborts == ["left"]
-    await cluster.scheduler.until(lambda: not any(feed.attached for feed in cluster.scheduler.feeds))
-
-
-async def test_abort_from_elsewhere_ends_the_stream(cluster: Cluster, open_client: OpenClient) -> None:
-    router = await cluster.add_router(await cluster.add_detokenizer())
-    client = open_client(router)
-    collecting = asyncio.create_task(collect(client, request_id="r"))
-    await cluster.scheduler.until(lambda: "r" in cluster.scheduler.requests)
-    assert await client.abort("r")
-    result, _ = await collecting
-    assert result.finish_reason is FinishReason.ABORT
-    assert not await client.abort("r")
-
-
-async def test_a_lost_detokenizer_changes_nothing(
-    cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer
-) -> None:
-    detokenizers = [await cluster.add_detokenizer(f"d{i}") for i in range(2)]
-    router = await cluster.add_router(*detokenizers)
-    text = "emoji 👩‍👩‍👧‍👦 and 日本語 in one line"
-    ids = tokenizer.encode(text)
-    for cut in range(0, len(ids), 3):
-        request_id = f"r{cut}"
-        collecting = asyncio.create_task(collect(open_client(router), request_id=request_id))
-        await cluster.scheduler.until(lambda request_id=request_id: request_id in cluster.scheduler.requests)
-        cluster.scheduler.emit(request_id, ids[:cut])
-        await cluster.scheduler.until(lambda: any(feed.attached for feed in cluster.scheduler.feeds))
-        serving = next(part for part in detokenizers if part.servicer.num_attached)  # type: ignore[attr-defined]
-        await serving.kill()
-        detokenizers.remove(serving)
-        cluster.scheduler.emit(request_id, ids[cut:])
-        cluster.scheduler.end(request_id)
-        result, _ = await collecting
-        assert (result.text, result.token_ids) == (text, ids)
-        detokenizers.append(await cluster.add_detokenizer("again"))
-        router = await cluster.add_router(*detokenizers)
-
-
-async def test_a_lost_router_changes_nothing(cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer) -> None:
-    detokenizer = await cluster.add_detokenizer()
-    routers = [await cluster.add_router(detokenizer) for _ in range(2)]
-    ids = tokenizer.encode("What was lost is found 🫠 again.")
-    stream = open_client(*routers).generate(token_ids=PROMPT, request_id="r")
-    reading = asyncio.create_task(anext(stream))
-    await cluster.scheduler.until(lambda: "r" in cluster.scheduler.requests)
-    cluster.scheduler.emit("r", ids[:8])
-    result = Result("r")
-    result.add(await reading)
-    busy = next(r for r in routers if r.servicer.runner.pool.links[detokenizer.address].streams)  # type: ignore[attr-defined]
-    await busy.kill()
-    cluster.scheduler.emit("r", ids[8:10])
-    cluster.scheduler.emit("r", ids[10:])
-    cluster.scheduler.end("r")
-    async for chunk in stream:
-        result.add(chunk)
-    assert stream.num_resumes >= 1
-    assert (result.text, result.token_ids) == ("What was lost is found 🫠 again.", ids)
-    assert cluster.scheduler.aborts == []
-
-
-async def test_a_feed_that_breaks_is_opened_again(
-    cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer
-) -> None:
-    router = await cluster.add_router(await cluster.add_detokenizer())
-    ids = tokenizer.encode("before and after")
-    collecting = asyncio.create_task(collect(open_client(router), request_id="r"))
-    await cluster.scheduler.until(lambda: any(feed.attached for feed in cluster.scheduler.feeds))
-    cluster.scheduler.emit("r", ids[:2])
-    port = int(cluster.scheduler_address.rpartition(":")[2])
-    await cluster.scheduler.stop()
-    await cluster.scheduler.start(port)
-    cluster.scheduler.emit("r", ids[2:])
-    cluster.scheduler.end("r")
-    result, _ = await collecting
-    assert (result.text, result.token_ids) == ("before and after", ids)
-
-
-async def test_a_forgotten_request_is_submitted_again(
-    cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer
-) -> None:
-    router = await cluster.add_router(await cluster.add_detokenizer())
-    ids = tokenizer.encode("the same again, to the letter")
-    collecting = asyncio.create_task(collect(open_client(router), request_id="r"))
-    await cluster.scheduler.until(lambda: any(feed.attached for feed in cluster.scheduler.feeds))
-    cluster.scheduler.emit("r", ids[:3])
-    port = int(cluster.scheduler_address.rpartition(":")[2])
-    await cluster.scheduler.stop()
-    cluster.scheduler.requests.clear()
-    await cluster.scheduler.start(port)
-    await cluster.scheduler.until(lambda: len(cluster.scheduler.submits) == 2)
-    first, second = (submit.request for submit in cluster.scheduler.submits)
-    assert first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
-    cluster.scheduler.emit("r", ids)
-    cluster.scheduler.end("r")
-    result, _ = await collecting
-    assert (result.text, result.token_ids) == ("the same again, to the letter", ids)
-
-
-async def test_submit_is_tried_again_while_the_scheduler_is_away(cluster: Cluster, open_client: OpenClient) -> None:
-    router = await cluster.add_router(await cluster.add_detokenizer())
-    cluster.scheduler.submit_errors = [errors.UnavailableError("starting"), errors.UnavailableError("starting")]
-    collecting = asyncio.create_task(collect(open_client(router), request_id="r"))
-    await cluster.scheduler.until(lambda: "r" in cluster.scheduler.requests)
-    cluster.scheduler.emit("r", [30])
-    cluster.scheduler.end("r")
-    assert (await collecting)[0].token_ids == [30]
-    assert [submit.attempt for submit in cluster.scheduler.submits] == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        errors.OverloadedError("the queue is full", retry_after_ms=70),
-        errors.AlreadyExistsError("taken", field="request_id"),
-    ],
-)
-async def test_a_refusal_comes_back_as_it_is(
-    cluster: Cluster, open_client: OpenClient, error: errors.MidstreamError
-) -> None:
-    router = await cluster.add_router(await cluster.add_detokenizer())
-    cluster.scheduler.submit_errors = [error]
-    with pytest.raises(type(error), match=error.message) as raised:
-        await collect(open_client(router))
-    assert raised.value.field == error.field
-    assert getattr(raised.value, "retry_after_ms", 0) == getattr(error, "retry_after_ms", 0)
-
-
-async def test_no_detokenizer_is_unavailable(cluster: Cluster, open_client: OpenClient) -> None:
-    router = await cluster.add_router(unavailable_timeout_s=0.2)
-    with pytest.raises(errors.UnavailableError, match="detokenizer"):
-        await collect(open_client(router, wait_s=0.1))
-
-
-async def test_deadline_and_failure_end_the_call_with_their_status(cluster: Cluster, open_client: OpenClient) -> None:
-    router = await cluster.add_router(await cluster.add_detokenizer())
-    client = open_client(router)
-    for request_id, reason, code, expected in (
-        ("late", pb.FINISH_REASON_DEADLINE, 4, errors.DeadlineError),
-        ("broken", pb.FINISH_REASON_ERROR, 13, errors.ExecutionError),
-    ):
-        stream = client.generate(token_ids=PROMPT, request_id=request_id)
-        reading = asyncio.create_task(anext(stream))
-        await cluster.scheduler.until(lambda request_id=request_id: request_id in cluster.scheduler.requests)
-        cluster.scheduler.emit(request_id, [20])
-        await reading
-        cluster.scheduler.end(request_id, reason, error=pb.ErrorInfo(code=code, message="it is so"))
-        final = await anext(stream)
-        assert final.is_final
-        with pytest.raises(expected):
-            await anext(stream)
-
-
-async def test_resume_of_an_unknown_request_is_not_found(cluster: Cluster, open_client: OpenClient) -> None:
-    router = await cluster.add_router(await cluster.add_detokenizer())
-    with pytest.raises(errors.NotFoundError):
-        await open_client(router).resume("nobody").result()
-
-
-async def test_resume_reads_a_finished_request_from_any_offset(
-    cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer
-) -> None:
-    router = await cluster.add_router(await cluster.add_detokenizer())
-    client = open_client(router)
-    ids = tokenizer.encode("naïve 🫠 text, END of it")
-    cluster.scheduler.add("r", stopping=pb.StoppingConfig(stop_words=["END"]))
-    cluster.scheduler.emit("r", ids)
-    cluster.scheduler.end("r")
-    whole = await client.resume("r").result()
-    assert whole.text == "naïve 🫠 text, "
-    for offset in range(len(whole.token_ids) + 1):
-        rest = await client.resume("r", offset).result()
-        assert rest.token_ids == whole.token_ids[offset:]
-        assert whole.text.endswith(rest.text)
-        assert rest.finish_reason is FinishReason.STOP
 
 
 async def test_a_slow_reader_is_cut_and_its_neighbour_is_not(cluster: Cluster, open_client: OpenClient) -> None:

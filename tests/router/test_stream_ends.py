@@ -1,0 +1,101 @@
+"""How streams end, and are taken up again after their ends, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from midstream import errors
+from midstream.client import FinishReason
+from midstream.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from tests.router.client_streams import PROMPT, OpenClient, collect
+from tests.router.conftest import Cluster
+
+
+async def test_a_client_that_leaves_aborts_at_once_unless_detached(cluster: Cluster, open_client: OpenClient) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    client = open_client(router)
+    for request_id, detached in (("kept", True), ("left", False)):
+        stream = client.generate(token_ids=PROMPT, request_id=request_id, detached=detached)
+        reading = asyncio.create_task(anext(stream))
+        await cluster.scheduler.until(lambda request_id=request_id: request_id in cluster.scheduler.requests)
+        cluster.scheduler.emit(request_id, [20])
+        await reading
+        stream.cancel()
+    await cluster.scheduler.until(lambda: cluster.scheduler.aborts)
+    assert cluster.scheduler.aborts == ["left"]
+    await cluster.scheduler.until(lambda: not any(feed.attached for feed in cluster.scheduler.feeds))
+
+
+async def test_abort_from_elsewhere_ends_the_stream(cluster: Cluster, open_client: OpenClient) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    client = open_client(router)
+    collecting = asyncio.create_task(collect(client, request_id="r"))
+    await cluster.scheduler.until(lambda: "r" in cluster.scheduler.requests)
+    assert await client.abort("r")
+    result, _ = await collecting
+    assert result.finish_reason is FinishReason.ABORT
+    assert not await client.abort("r")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.OverloadedError("the queue is full", retry_after_ms=70),
+        errors.AlreadyExistsError("taken", field="request_id"),
+    ],
+)
+async def test_a_refusal_comes_back_as_it_is(
+    cluster: Cluster, open_client: OpenClient, error: errors.MidstreamError
+) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    cluster.scheduler.submit_errors = [error]
+    with pytest.raises(type(error), match=error.message) as raised:
+        await collect(open_client(router))
+    assert raised.value.field == error.field
+    assert getattr(raised.value, "retry_after_ms", 0) == getattr(error, "retry_after_ms", 0)
+
+
+async def test_deadline_and_failure_end_the_call_with_their_status(cluster: Cluster, open_client: OpenClient) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    client = open_client(router)
+    for request_id, reason, code, expected in (
+        ("late", pb.FINISH_REASON_DEADLINE, 4, errors.DeadlineError),
+        ("broken", pb.FINISH_REASON_ERROR, 13, errors.ExecutionError),
+    ):
+        stream = client.generate(token_ids=PROMPT, request_id=request_id)
+        reading = asyncio.create_task(anext(stream))
+        await cluster.scheduler.until(lambda request_id=request_id: request_id in cluster.scheduler.requests)
+        cluster.scheduler.emit(request_id, [20])
+        await reading
+        cluster.scheduler.end(request_id, reason, error=pb.ErrorInfo(code=code, message="it is so"))
+        final = await anext(stream)
+        assert final.is_final
+        with pytest.raises(expected):
+            await anext(stream)
+
+
+async def test_resume_of_an_unknown_request_is_not_found(cluster: Cluster, open_client: OpenClient) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    with pytest.raises(errors.NotFoundError):
+        await open_client(router).resume("nobody").result()
+
+
+async def test_resume_reads_a_finished_request_from_any_offset(
+    cluster: Cluster, open_client: OpenClient, tokenizer: Tokenizer
+) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    client = open_client(router)
+    ids = tokenizer.encode("naïve 🫠 text, END of it")
+    cluster.scheduler.add("r", stopping=pb.StoppingConfig(stop_words=["END"]))
+    cluster.scheduler.emit("r", ids)
+    cluster.scheduler.end("r")
+    whole = await client.resume("r").result()
+    assert whole.text == "naïve 🫠 text, "
+    for offset in range(len(whole.token_ids) + 1):
+        rest = await client.resume("r", offset).result()
+        assert rest.token_ids == whole.token_ids[offset:]
+        assert whole.text.endswith(rest.text)
+        assert rest.finish_reason is FinishReason.STOP
