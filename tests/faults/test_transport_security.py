@@ -1,35 +1,24 @@
-"""TLS on gRPC and HTTP, its rotation, and who is let in: real servers and sockets in this process."""
+"""TLS on gRPC and HTTP, its rotation, and who is let in by certificate: real servers and sockets in this process."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import ssl
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
-from midstream.errors import ConfigError, UnauthenticatedError
-from midstream.health import Progress
+from midstream.errors import ConfigError
 from midstream.secure_channel import SecureChannel
-from midstream.serving import Server, error_from_rpc, open_channel
+from midstream.serving import open_channel
 from midstream.transport_security import Tls
-from router.adapters.openai.app import refuse
-from router.authentication import AuthenticatedApp, Authenticator, TokenFile, current_caller
-from router.http_server import HttpPort
+from router.authentication import Authenticator
 from tests.faults.certificates import Authority, Identity
-
-SERVICE = "midstream.v1.Test"
-ALICE, BOB = "alice-has-a-long-token", "bob-has-a-long-token-too"
+from tests.faults.guarded_ports import ask, fetch, http_port, replace, serving, stream_of
 
 
 @pytest.fixture(scope="module")
@@ -44,41 +33,6 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 def tls_of(identity: Identity, authority: Authority, **options: bool) -> Tls:
     return Tls(identity.cert, identity.key, authority.ca, **options)
-
-
-@contextlib.asynccontextmanager
-async def serving(tls: Tls | None, authenticator: Authenticator | None = None) -> AsyncIterator[str]:
-    """A server whose method `WhoAmI` answers with the caller's name."""
-    admit = authenticator.admit if authenticator is not None else None
-    server = Server(SERVICE, "127.0.0.1", 0, Progress(), tls=tls, admit=admit)
-
-    async def answer(request: bytes, context: object) -> bytes:
-        return current_caller.get().name.encode()
-
-    async def stream(request: bytes, context: object) -> AsyncIterator[bytes]:
-        yield current_caller.get().name.encode()
-        await asyncio.Event().wait()
-
-    methods: dict[str, Any] = {
-        "WhoAmI": grpc.unary_unary_rpc_method_handler(cast("Any", answer)),
-        "Stream": grpc.unary_stream_rpc_method_handler(cast("Any", stream)),
-    }
-    server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-    await server.start()
-    yield f"127.0.0.1:{server.port}"
-    await server.stop()
-
-
-def who_am_i(channel: grpc.aio.Channel) -> Any:
-    return channel.unary_unary(f"/{SERVICE}/WhoAmI")
-
-
-def stream_of(channel: grpc.aio.Channel) -> Any:
-    return channel.unary_stream(f"/{SERVICE}/Stream")
-
-
-async def ask(channel: grpc.aio.Channel) -> str:
-    return bytes(await who_am_i(channel)(b"", timeout=20)).decode()
 
 
 async def refusal(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
@@ -158,12 +112,6 @@ def contents(path: str) -> bytes:
     return Path(path).read_bytes()
 
 
-def replace(path: Path, data: bytes) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.write_bytes(data)
-    temporary.replace(path)
-
-
 def test_half_replaced_files_leave_the_old_certificate_in_use(tmp_path: Path, authority: Authority) -> None:
     first = authority.issue("rotating")
     paths = [tmp_path / "cert", tmp_path / "key"]
@@ -209,119 +157,6 @@ def test_contradictions_and_bad_files_refuse_to_start(
     assert Tls.from_config(config_class()) is None
     assert Tls.from_config(config_class(tls=True, tls_cert=cert, tls_key=key, tls_ca=ca)) is not None
     assert config_class().host == "127.0.0.1"
-
-
-def tokens_in(path: Path, *lines: str) -> TokenFile:
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return TokenFile(str(path))
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [],
-        ["# nothing"],
-        ["short me"],
-        [ALICE],
-        [f"{ALICE} alice and more"],
-        [f"{ALICE} alice", f"{ALICE} bob"],
-        [f"{ALICE} {'x' * 129}"],
-    ],
-)
-def test_a_bad_token_file_refuses_to_start_and_shows_no_token(tmp_path: Path, lines: list[str]) -> None:
-    with pytest.raises(ConfigError) as raised:
-        tokens_in(tmp_path / "tokens", *lines)
-    assert raised.value.field == "auth_tokens"
-    assert ALICE not in str(raised.value)
-
-
-def test_authentication_that_contradicts_itself_refuses_to_start(tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    tokens_in(path, f"{ALICE} alice")
-    for field, settings in (
-        ("auth_tokens", {"auth": "token"}),
-        ("auth_tokens", {"auth": "token", "auth_tokens": "/nowhere"}),
-        ("auth_tokens", {"auth_tokens": str(path)}),
-        ("auth", {"auth": "mtls"}),
-    ):
-        with pytest.raises(ConfigError) as raised:
-            Authenticator.from_config(RouterConfig(**settings))  # type: ignore[arg-type]
-        assert raised.value.field == field
-
-
-async def test_tokens_over_grpc(tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    tokens = tokens_in(path, "# who", f"{ALICE} alice", "", f"{BOB}  bob")
-    async with serving(None, Authenticator(tokens=tokens)) as address:
-        for token, client in ((ALICE, "alice"), (BOB, "bob")):
-            async with open_channel(address, token=token) as channel:
-                assert await ask(channel) == client
-        for wrong in ("Bearer", f"Bearer {ALICE[:-1]}", f"Bearer {ALICE}x", f"Basic {ALICE}", None):
-            async with open_channel(address) as channel:
-                metadata = (("authorization", wrong),) if wrong else ()
-                with pytest.raises(grpc.aio.AioRpcError) as raised:
-                    await who_am_i(channel)(b"", timeout=20, metadata=metadata)
-                error = error_from_rpc(raised.value)
-                assert isinstance(error, UnauthenticatedError)
-                assert "authorization" in error.message or "token" in error.message
-        async with open_channel(address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=20)).status == 1
-            stream = stream_of(channel)(b"", timeout=20)
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stream.read()
-            assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-def test_a_changed_token_file_is_read_again_and_a_broken_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.authentication._LOOK_INTERVAL_S", 0.0)
-    path = tmp_path / "tokens"
-    tokens = tokens_in(path, f"{ALICE} alice")
-    replace(path, f"{BOB} bob\n".encode())
-    assert (tokens.client_of(ALICE), tokens.client_of(BOB)) == (None, "bob")
-    replace(path, b"")
-    assert tokens.client_of(BOB) == "bob"
-    path.unlink()
-    assert tokens.client_of(BOB) == "bob"
-
-
-async def _page(scope: Any, receive: Any, send: Any) -> None:
-    headers = [(b"content-type", b"text/plain")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": current_caller.get().name.encode()})
-
-
-def fetch(url: str, context: ssl.SSLContext | None = None, **headers: str) -> tuple[int, str]:
-    request = urllib.request.Request(url, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=20, context=context) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
-@contextlib.asynccontextmanager
-async def http_port(authenticator: Authenticator, tls: Tls | None = None) -> AsyncIterator[int]:
-    port = HttpPort(AuthenticatedApp(_page, authenticator, refuse), "127.0.0.1", 0, tls)
-    port.start()
-    yield port.port
-    await port.stop(0)
-
-
-async def test_tokens_over_http(tmp_path: Path) -> None:
-    tokens = tokens_in(tmp_path / "tokens", f"{ALICE} alice")
-    async with http_port(Authenticator(tokens=tokens)) as port:
-        url = f"http://127.0.0.1:{port}"
-        assert await asyncio.to_thread(fetch, f"{url}/v1/models", Authorization=f"Bearer {ALICE}") == (200, "alice")
-        status, body = await asyncio.to_thread(fetch, f"{url}/v1/models")
-        assert (status, json.loads(body)["error"]["type"]) == (401, "authentication_error")
-        status, _ = await asyncio.to_thread(fetch, f"{url}/v1/models", Authorization=f"Bearer {BOB}")
-        assert status == 401
-        status, _ = await asyncio.to_thread(fetch, f"{url}/health")
-        assert status == 200
 
 
 async def test_https_with_client_certificates_and_their_rotation(authority: Authority, tmp_path: Path) -> None:
