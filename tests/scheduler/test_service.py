@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,60 +10,8 @@ import grpc.aio
 import pytest
 import zmq
 
-from midstream.config import SchedulerConfig
-from midstream.model_folder import ModelFolder
-from midstream.serving import open_channel
-from protos import generation_pb2, loads_pb2, scheduler_pb2, stats_pb2, worker_pb2
-from protos.scheduler_pb2_grpc import SchedulerStub
-from scheduler.service import SchedulerService
-from tests.fakes.worker import FakeWorker, FakeWorkerConfig
-
-MODEL = ModelFolder(
-    path=Path(),
-    name="fake",
-    architecture="llama",
-    vocab_size=1000,
-    hidden_size=8,
-    num_layers=1,
-    max_sequence_length=2048,
-    end_ids=(999,),
-    pad_id=None,
-    bos_id=None,
-    chat_template=None,
-    sliding_window=None,
-    fingerprint="print",
-    weights_format="gguf",
-    weight_files=(),
-    config={},
-)
-WAIT_S = 20
-
-
-class Cell:
-    """A scheduler, its workers and one feed."""
-
-    def __init__(self, service: SchedulerService, stub: Any) -> None:
-        self.service = service
-        self.stub = stub
-        self.workers: list[FakeWorker] = []
-
-    async def worker(self, **settings: Any) -> FakeWorker:
-        address = f"tcp://127.0.0.1:{self.service.worker_port}"
-        chosen: dict[str, Any] = {"scheduler": address, "model_fingerprint": "print", "checks": True} | settings
-        worker = FakeWorker(FakeWorkerConfig(**chosen)).start()
-        self.workers.append(worker)
-        await until(lambda: worker.registered.is_set() or worker.rejected is not None)
-        return worker
-
-    async def submit(self, request_id: str, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Any:
-        request = generation_pb2.GenerateRequest(
-            request_id=request_id, token_ids=generation_pb2.TokenIds(values=prompt), max_tokens=max_tokens, **fields
-        )
-        return await self.stub.Submit(scheduler_pb2.SubmitRequest(request=request, attempt=1))
-
-    async def stats(self) -> stats_pb2.IterationStats:
-        stats: stats_pb2.IterationStats = await self.stub.GetIterationStats(stats_pb2.GetIterationStatsRequest()).read()
-        return stats
+from protos import generation_pb2, loads_pb2, scheduler_pb2, worker_pb2
+from tests.scheduler.cell import WAIT_S, run_cell, until
 
 
 class Feed:
@@ -107,29 +52,6 @@ class Feed:
     async def read_until(self, *streams: int) -> None:
         while not set(streams) <= set(self.ended):
             await self.read()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 (the other side is a thread)
-            await asyncio.sleep(0.005)
-
-
-@asynccontextmanager
-async def run_cell(**settings: Any) -> AsyncIterator[Cell]:
-    values: dict[str, Any] = {"port": 0, "worker_port": 0, "journal": "off"} | settings
-    config = SchedulerConfig(**values)
-    service = SchedulerService(config, MODEL)
-    await service.start()
-    async with open_channel(f"127.0.0.1:{service.port}") as channel:
-        cell = Cell(service, SchedulerStub(channel))
-        try:
-            yield cell
-        finally:
-            for worker in cell.workers:
-                await asyncio.to_thread(worker.stop)
-            await service.stop()
-    assert [worker.error for worker in cell.workers if worker.error is not None] == []
 
 
 async def test_from_submit_to_the_last_token() -> None:
@@ -296,53 +218,6 @@ async def test_a_huge_frame_does_not_reach_the_scheduler() -> None:
             socket.disable_monitor()
             monitor.close()
         assert cell.service.dispatcher.num_malformed == 0
-
-
-async def test_information_about_the_cell() -> None:
-    async with run_cell(name="cell one") as cell:
-        await cell.worker(group_id="one", num_blocks=100)
-        await cell.submit("a", [1] * 20, 1000)
-        feed = await Feed(cell.stub, "d1").open()
-        await feed.attach(1, "a")
-        await feed.read()
-        info = await cell.stub.GetServerInfo(loads_pb2.GetServerInfoRequest())
-        assert [(group.group_id, group.num_blocks) for group in info.worker_groups] == [("one", 100)]
-        assert [(item.detokenizer_id, item.num_attached) for item in info.detokenizers] == [("d1", 1)]
-        assert (info.capacity_policy, info.batching_type, info.journal) == (
-            "guaranteed_no_evict",
-            "inflight_fused",
-            "off",
-        )
-        loads = (await cell.stub.GetLoads(loads_pb2.GetLoadsRequest())).cells
-        assert [(load.cell, load.num_running_requests, load.num_blocks) for load in loads] == [("cell one", 1, 100)]
-        model = await cell.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(model="fake"))
-        assert (model.vocab_size, list(model.end_ids), model.fingerprint) == (1000, [999], "print")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cell.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(model="other"))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-async def test_statistics_and_kv_events_can_be_followed() -> None:
-    async with run_cell() as cell:
-        iterations = cell.stub.GetIterationStats(stats_pb2.GetIterationStatsRequest(stream=True))
-        events = cell.stub.SubscribeKvEvents(stats_pb2.SubscribeKvEventsRequest(start_sequence_number=1))
-        await iterations.wait_for_connection()
-        await cell.worker()
-        await cell.submit("a", list(range(40)), 2)
-        first = await asyncio.wait_for(iterations.read(), WAIT_S)
-        assert first.inflight_batching_stats.num_ctx_tokens == 40
-        assert first.inflight_batching_stats.num_context_requests == 1
-        assert first.kv_cache_stats.used_num_blocks == 3
-        second = await asyncio.wait_for(iterations.read(), WAIT_S)
-        assert second.iter == first.iter + 1
-        assert second.inflight_batching_stats.num_gen_requests == 1
-        kinds: list[tuple[int, str | None]] = []
-        while len(kinds) < 2:
-            batch = await asyncio.wait_for(events.read(), WAIT_S)
-            kinds += [(event.sequence_number, event.WhichOneof("event")) for event in batch.events]
-        assert kinds == [(1, "cleared"), (2, "stored")]
-        iterations.cancel()
-        events.cancel()
 
 
 async def test_a_drain_lets_requests_finish() -> None:

@@ -1,0 +1,87 @@
+"""A scheduler with its real sockets in this process, and fake workers behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from midstream.config import SchedulerConfig
+from midstream.model_folder import ModelFolder
+from midstream.serving import open_channel
+from protos import generation_pb2, scheduler_pb2, stats_pb2
+from protos.scheduler_pb2_grpc import SchedulerStub
+from scheduler.service import SchedulerService
+from tests.fakes.worker import FakeWorker, FakeWorkerConfig
+
+MODEL = ModelFolder(
+    path=Path(),
+    name="fake",
+    architecture="llama",
+    vocab_size=1000,
+    hidden_size=8,
+    num_layers=1,
+    max_sequence_length=2048,
+    end_ids=(999,),
+    pad_id=None,
+    bos_id=None,
+    chat_template=None,
+    sliding_window=None,
+    fingerprint="print",
+    weights_format="gguf",
+    weight_files=(),
+    config={},
+)
+WAIT_S = 20
+
+
+class Cell:
+    """A scheduler, its workers and one feed."""
+
+    def __init__(self, service: SchedulerService, stub: Any) -> None:
+        self.service = service
+        self.stub = stub
+        self.workers: list[FakeWorker] = []
+
+    async def worker(self, **settings: Any) -> FakeWorker:
+        address = f"tcp://127.0.0.1:{self.service.worker_port}"
+        chosen: dict[str, Any] = {"scheduler": address, "model_fingerprint": "print", "checks": True} | settings
+        worker = FakeWorker(FakeWorkerConfig(**chosen)).start()
+        self.workers.append(worker)
+        await until(lambda: worker.registered.is_set() or worker.rejected is not None)
+        return worker
+
+    async def submit(self, request_id: str, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Any:
+        request = generation_pb2.GenerateRequest(
+            request_id=request_id, token_ids=generation_pb2.TokenIds(values=prompt), max_tokens=max_tokens, **fields
+        )
+        return await self.stub.Submit(scheduler_pb2.SubmitRequest(request=request, attempt=1))
+
+    async def stats(self) -> stats_pb2.IterationStats:
+        stats: stats_pb2.IterationStats = await self.stub.GetIterationStats(stats_pb2.GetIterationStatsRequest()).read()
+        return stats
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 (the other side is a thread)
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def run_cell(**settings: Any) -> AsyncIterator[Cell]:
+    values: dict[str, Any] = {"port": 0, "worker_port": 0, "journal": "off"} | settings
+    config = SchedulerConfig(**values)
+    service = SchedulerService(config, MODEL)
+    await service.start()
+    async with open_channel(f"127.0.0.1:{service.port}") as channel:
+        cell = Cell(service, SchedulerStub(channel))
+        try:
+            yield cell
+        finally:
+            for worker in cell.workers:
+                await asyncio.to_thread(worker.stop)
+            await service.stop()
+    assert [worker.error for worker in cell.workers if worker.error is not None] == []
