@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import fcntl
 import gc
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from gpu_worker.model_runner import ModelRunner
 from midstream.model_folder import open_model_folder
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
+
+# PyTorch's threads would wait for each other, and more so beside other processes of tests.
+torch.set_num_threads(1)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -32,15 +37,24 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
-def transformers_model() -> torch.nn.Module:
+def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     """transformers' own of the embedded model, in float32."""
+    # It needs 20 s for a GGUF file, so the first of the test run's processes that wants it keeps what it has read.
+    root = tmp_path_factory.getbasetemp()
+    kept = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "embedded-in-float32"
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            _read_by_transformers(open_model_folder("smollm2").path).save_pretrained(kept)  # type: ignore[operator]
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32)
+    return model
+
+
+def _read_by_transformers(folder: Path) -> torch.nn.Module:
     with warnings.catch_warnings():  # its loading leaves a file to the garbage collector
         warnings.simplefilter("ignore", ResourceWarning)
         model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-            open_model_folder("smollm2").path,
-            gguf_file="model.gguf",
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
+            folder, gguf_file="model.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
         gc.collect()
     return model
