@@ -152,7 +152,7 @@ class WorkerGroup:
             known = sequence.num_tokens
             own = tables.blocks_of(known)
             num_blocks += own - shared if position else own
-            num_next += known % self.tokens_per_block == 0
+            num_next += known % self.tokens_per_block == 0 and known < request.spec.max_num_tokens
             most = tables.max_blocks(request.spec.max_num_tokens, known)
             num_to_end += most if tables.has_window else most - own
             num_tokens += known

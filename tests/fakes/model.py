@@ -191,22 +191,23 @@ class FakeModel:
 
     def _write(self, chunks: list[tuple[int, int, int]]) -> None:
         """All keys and values of a step are written before anything is attended to."""
+        size = self.tokens_per_block
         spans = [(self._row(number), start, start + length) for number, start, length in chunks]
         spans += [(self.rows[n], self.rows[n].num_computed, self.rows[n].num_computed + 1) for n in self.generating]
         for row, start, end in spans:
-            if end > len(row.tokens) or end > len(row.table) * self.tokens_per_block:
+            if end > len(row.tokens) or end > len(row.table) * size:
                 raise ProtocolError(f"{row.request_id} computes [{start}, {end}) with {len(row.table)} blocks")
             self._extend_prefix(row, end)
             for position in range(start, end):
-                block, offset = divmod(position, self.tokens_per_block)
-                self.slots[row.table[block]][offset] = row.prefix[position + 1]
+                self.slots[row.table[position // size]][position % size] = row.prefix[position + 1]
         for row, start, end in spans:
             first = max(0, start - self.attention_window + 1) if self.attention_window else 0
-            for position in range(first, end):
-                block, offset = divmod(position, self.tokens_per_block)
-                if self.slots[row.table[block]][offset] != row.prefix[position + 1]:
+            for block in range(first // size, -(-end // size)):
+                low, high = max(first, block * size), min(end, (block + 1) * size)
+                known = self.slots[row.table[block]][low - block * size : high - block * size]
+                if known != row.prefix[low + 1 : high + 1]:
                     raise ProtocolError(
-                        f"{row.request_id}/{row.sequence_index}: position {position} is not in its block"
+                        f"{row.request_id}/{row.sequence_index}: positions [{low}, {high}) are not in their block"
                     )
 
     def _check_blocks_are_owned(self, batch: worker_pb2.StepBatch) -> None:

@@ -115,6 +115,13 @@ def test_max_utilization_pauses_the_newest_and_resumes_it_with_its_tokens() -> N
     assert schedule(harness)[10:] == ["b", "b", "b"]
 
 
+def test_max_utilization_starts_what_fills_the_group_and_needs_no_further_block() -> None:
+    harness = Harness(capacity="max_utilization")
+    harness.add_group(num_blocks=2)
+    harness.submit("a", 8, 1)
+    assert schedule(harness) == ["+a[0:8]"]
+
+
 def test_max_utilization_pauses_the_lower_priority_before_the_newer() -> None:
     harness = Harness(capacity="max_utilization", pipeline_depth=1)
     harness.add_group(num_blocks=4)
