@@ -4,9 +4,6 @@ certificate, and a small real model."""
 from __future__ import annotations
 
 import contextlib
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +11,14 @@ from midstream.client import AsyncClient
 from midstream.transport_security import Tls
 from tests.faults.certificates import Authority, Identity
 from tests.faults.small_model import make_small_model
-from tests.integration.parts import ROOT, free_ports
+from tests.integration.named_processes import NamedProcesses
+from tests.integration.parts import free_ports
 from tests.integration.service import midstream
 
 ALICE = "alice-has-a-long-token"
 
 
-class Guarded:
+class Guarded(NamedProcesses):
     """The running processes: scheduler, worker, detokenizer, a router that knows callers by token, one by certificate.
 
     Attributes:
@@ -29,11 +27,10 @@ class Guarded:
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.authority = Authority(folder / "authority")
         names = ("scheduler", "worker", "detokenizer", "token", "certificate", "http")
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
-        self._folder = folder
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "model").mkdir()
         self._model = str(make_small_model(folder / "model").path)
         self._allowed = folder / "allowed"
@@ -45,7 +42,7 @@ class Guarded:
         (folder / "tokens").write_text(f"{ALICE} alice\n", encoding="utf-8")
 
     def _command(self, name: str) -> list[str]:
-        folder, ports = self._folder, self.ports
+        folder, ports = self.folder, self.ports
         curve = ["--curve", "--curve-secret-key", str(folder / f"{name}.key_secret")]
         if name == "worker":
             server = ["--curve-server-key", str(folder / "scheduler.key"), "--num-threads", "1"]
@@ -67,14 +64,11 @@ class Guarded:
     def start(self, *names: str) -> None:
         """Starts parts."""
         for name in names:
-            command = [sys.executable, "-m", *self._command(name), "--model", self._model]
-            with (self._folder / f"{name}.log").open("ab") as log:
-                self._running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            self.launch(name, *self._command(name), "--model", self._model)
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
-        self._running[name].send_signal(signal.SIGKILL)
-        self._running[name].wait()
+        self.end(name)
 
     def client(self, router: str = "token", *, tls: Tls | None = None, token: str = "") -> AsyncClient:
         """A client of a router."""
@@ -94,12 +88,6 @@ class Guarded:
         async with self.alice() as alice, self.carol() as carol:
             infos = [await client.server_info() for client in (alice, carol)]
         return all(info.worker_groups and info.detokenizers for info in infos)
-
-    def close(self) -> None:
-        """Kills everything."""
-        for process in self._running.values():
-            process.kill()
-            process.wait()
 
 
 def _flags(identity: Identity) -> list[str]:

@@ -24,7 +24,8 @@ from midstream.model_folder import open_model_folder
 from midstream.serving import open_channel
 from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc, service_pb2_grpc
 from tests.faults.hosts import Hosts, Namespaces, Relays
-from tests.integration.parts import ROOT, free_ports
+from tests.integration.named_processes import ROOT
+from tests.integration.parts import free_ports
 from tests.integration.service import tokens
 from tests.scheduler.test_service import Feed
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,14 +14,15 @@ from midstream.errors import MidstreamError
 from midstream.model_folder import open_model_folder
 from midstream.serving import open_channel
 from protos import service_pb2_grpc, stats_pb2
-from tests.integration.parts import ROOT, free_ports
+from tests.integration.named_processes import NamedProcesses
+from tests.integration.parts import free_ports
 from tests.integration.service import latest_stats
 
 WAIT_S = 60.0
 ALL = ("scheduler", "worker-0", "worker-1", "detokenizer-0", "detokenizer-1", "router-0", "router-1")
 
 
-class Processes:
+class Processes(NamedProcesses):
     """The running service.
 
     Attributes:
@@ -33,10 +31,9 @@ class Processes:
     """
 
     def __init__(self, folder: Path, *scheduler_flags: str, step_ms: float = 10) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.worker_flags: tuple[str, ...] = ()
         self.journal_path = folder / "journal.sqlite"
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._model = open_model_folder("smollm2")
         self._step_ms = step_ms
         self._scheduler_flags = scheduler_flags
@@ -64,30 +61,15 @@ class Processes:
     def start(self, *names: str) -> None:
         """Starts processes."""
         for name in names:
-            with (self.folder / f"{name}.log").open("ab") as log:
-                command = [sys.executable, "-m", *self._command(name)]
-                self._running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-
-    def is_running(self, name: str) -> bool:
-        """Whether the process lives."""
-        return name in self._running and self._running[name].poll() is None
-
-    def send(self, name: str, number: signal.Signals) -> None:
-        """Sends a signal."""
-        self._running[name].send_signal(number)
+            self.launch(name, *self._command(name))
 
     async def kill(self, name: str) -> None:
         """SIGKILL."""
-        self.send(name, signal.SIGKILL)
-        await asyncio.to_thread(self._running[name].wait)
+        await asyncio.to_thread(self.end, name)
 
     async def wait(self, name: str) -> int:
         """The exit status, once it has ended."""
-        return await asyncio.to_thread(self._running[name].wait, WAIT_S)
-
-    def log(self, name: str) -> str:
-        """All that it has logged."""
-        return (self.folder / f"{name}.log").read_text(encoding="utf-8")
+        return await asyncio.to_thread(self.processes[name].wait, WAIT_S)
 
     async def make_whole(self, client: AsyncClient) -> None:
         """Starts what does not run; returns when everything stands and nothing is left to do."""
@@ -109,12 +91,6 @@ class Processes:
                 with contextlib.suppress(Exception):
                     return await latest_stats(service_pb2_grpc.MidstreamStub(channel))  # type: ignore[arg-type]
         raise MidstreamError("no router answers")
-
-    def close(self) -> None:
-        """Kills everything."""
-        for process in self._running.values():
-            process.kill()
-            process.wait()
 
 
 async def until(holds: Callable[[], object], limit_s: float = WAIT_S) -> None:

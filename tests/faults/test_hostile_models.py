@@ -20,7 +20,7 @@ from midstream.errors import ConfigError, InvalidArgumentError, MidstreamError
 from midstream.model_folder import open_model_folder
 from midstream.prepare.gguf_file import read_gguf_head
 from router.chat_template import ChatTemplate
-from tests.integration.parts import ROOT
+from tests.integration.named_processes import ROOT
 
 USER = [{"role": "user", "content": "hi"}]
 

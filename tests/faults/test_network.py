@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from tests.faults.hosts import Relays, namespace_command
-from tests.integration.parts import ROOT
+from tests.integration.named_processes import ROOT
 from tests.integration.postgres import postgres_server
 
 

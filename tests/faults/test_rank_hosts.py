@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.faults.hosts import namespace_command
 from tests.gpu_worker.test_worker_process import PROMPT
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
-from tests.integration.parts import ROOT
+from tests.integration.named_processes import ROOT
 
 
 def test_ranks_on_two_hosts_give_one_ranks_tokens_and_end_when_cut_off(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from midstream.telemetry import Metrics
 from protos import worker_pb2
 from scheduler.worker_keys import WorkerKeys
 from tests.fakes.worker import FakeWorker, FakeWorkerConfig
-from tests.integration.parts import ROOT, free_ports
+from tests.integration.named_processes import ROOT
+from tests.integration.parts import free_ports
 from tests.integration.service import midstream
 
 SCHEDULER = [sys.executable, "-m", "scheduler", "--journal", "off"]

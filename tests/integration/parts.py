@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,15 +17,15 @@ import grpc.aio
 from midstream.model_folder import open_model_folder
 from midstream.serving import open_channel
 from protos import loads_pb2, service_pb2_grpc
+from tests.integration.named_processes import NamedProcesses
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 60
 
 
-class Parts:
+class Parts(NamedProcesses):
     """Running processes by name: scheduler, worker, detokenizer, router.
 
     Attributes:
@@ -35,38 +33,29 @@ class Parts:
     """
 
     def __init__(self, folder: Path, *flags: str, step_ms: float = 10) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.flags = flags
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         scheduler, worker, detokenizer, self.router_port = free_ports(4)
         self.scheduler_port = scheduler
         self.worker_address = f"tcp://127.0.0.1:{worker}"
         model = open_model_folder("smollm2")
         self._commands = {
-            "worker": f"-m tests.fakes.worker --scheduler tcp://127.0.0.1:{worker} --step-ms {step_ms} "
+            "worker": f"tests.fakes.worker --scheduler tcp://127.0.0.1:{worker} --step-ms {step_ms} "
             f"--model-fingerprint {model.fingerprint} --vocab-size {model.vocab_size}",
-            "detokenizer": f"-m detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler}",
-            "router": f"-m router --port {self.router_port} --http-port 0 --schedulers 127.0.0.1:{scheduler} "
+            "detokenizer": f"detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler}",
+            "router": f"router --port {self.router_port} --http-port 0 --schedulers 127.0.0.1:{scheduler} "
             f"--detokenizers 127.0.0.1:{detokenizer}",
-            "scheduler": f"-m scheduler --port {scheduler} --worker-port {worker} "
+            "scheduler": f"scheduler --port {scheduler} --worker-port {worker} "
             f"--journal-path {folder / 'journal.sqlite'}",
         }
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Starts a part, for the first time or again."""
-        command = [sys.executable, *self._commands[name].split(), *(self.flags if name == "scheduler" else ())]
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        return self.processes[name]
+        return self.launch(name, *self._commands[name].split(), *(self.flags if name == "scheduler" else ()))
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
-        self.processes[name].send_signal(signal.SIGKILL)
-        self.processes[name].wait()
-
-    def log(self, name: str) -> str:
-        """All that a part has logged."""
-        return (self.folder / f"{name}.log").read_text(encoding="utf-8")
+        self.end(name)
 
     def wait_for_log(self, name: str, text: str) -> None:
         """Returns when a part has logged `text`."""
@@ -101,9 +90,7 @@ def running(parts: Parts, *names: str) -> Iterator[Parts]:
             parts.start(name)
         yield parts
     finally:
-        for process in parts.processes.values():
-            process.kill()
-            process.wait()
+        parts.close()
 
 
 def free_ports(count: int) -> list[int]:

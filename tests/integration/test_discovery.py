@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -18,7 +16,8 @@ from midstream.model_folder import open_model_folder
 from midstream.serving import open_channel
 from protos import loads_pb2, scheduler_pb2_grpc, service_pb2_grpc
 from tests.fakes.resolver import publish
-from tests.integration.parts import ROOT, START_TIMEOUT_S, free_ports
+from tests.integration.named_processes import NamedProcesses
+from tests.integration.parts import START_TIMEOUT_S, free_ports
 from tests.integration.service import collect, eventually, tokens
 
 if TYPE_CHECKING:
@@ -30,35 +29,29 @@ FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 LIMIT_S = 5.0
 
 
-class Cluster:
+class Cluster(NamedProcesses):
     """A router, and on each of two hosts a scheduler with a worker and a detokenizer."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.hosts = folder / "hosts"
-        self._folder = folder
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._scheduler, self._worker, self._detokenizer, self.router, self.router_http = free_ports(5)
         self._model = open_model_folder("smollm2")
 
-    def start(self, name: str, *command: str) -> None:
-        with (self._folder / f"{name}.log").open("ab") as log:
-            argv = [sys.executable, "-m", *command]
-            self._processes[name] = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log)
-
     def start_scheduler(self, host: str) -> None:
-        journal = self._folder / f"{host}.sqlite"
+        journal = self.folder / f"{host}.sqlite"
         ports = ("--port", str(self._scheduler), "--worker-port", str(self._worker))
-        self.start(f"scheduler-{host}", "scheduler", "--host", host, *ports, "--journal-path", str(journal))
+        self.launch(f"scheduler-{host}", "scheduler", "--host", host, *ports, "--journal-path", str(journal))
         limits = ("--model-fingerprint", self._model.fingerprint, "--vocab-size", str(self._model.vocab_size))
         address = f"tcp://{host}:{self._worker}"
-        self.start(f"worker-{host}", "tests.fakes.worker", "--scheduler", address, "--step-ms", "10", *limits)
+        self.launch(f"worker-{host}", "tests.fakes.worker", "--scheduler", address, "--step-ms", "10", *limits)
 
     def scheduler_address(self, host: str) -> str:
         return f"{host}:{self._scheduler}"
 
     def start_resolved(self, name: str, *command: str) -> None:
         schedulers = f"dns:///scheduler:{self._scheduler}"
-        self.start(name, "tests.fakes.resolver", str(self.hosts), *command, "--schedulers", schedulers)
+        self.launch(name, "tests.fakes.resolver", str(self.hosts), *command, "--schedulers", schedulers)
 
     def start_detokenizer(self, host: str) -> None:
         self.start_resolved(f"detokenizer-{host}", "detokenizer", "--host", host, "--port", str(self._detokenizer))
@@ -66,14 +59,6 @@ class Cluster:
     def start_router(self) -> None:
         ports = ("--port", str(self.router), "--http-port", str(self.router_http))
         self.start_resolved("router", "router", *ports, "--detokenizers", f"dns:///detokenizer:{self._detokenizer}")
-
-    def kill(self, name: str) -> None:
-        self._processes[name].kill()
-        self._processes[name].wait()
-
-    def kill_all(self) -> None:
-        for name in self._processes:
-            self.kill(name)
 
     def num_live_detokenizers(self) -> int:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.router_http}/metrics", timeout=5) as answer:
@@ -93,7 +78,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.start_router()
         yield cluster
     finally:
-        cluster.kill_all()
+        cluster.close()
 
 
 @pytest.fixture
@@ -160,7 +145,7 @@ async def test_routers_and_detokenizers_find_schedulers_that_come_and_go(cluster
     left_s = await lag_until(lambda: has({SECOND}))
     expected = await collect(stub, tokens([8, 9], max_tokens=20))
     # A request for a scheduler that has died goes to the one that takes its place under another address.
-    cluster.kill(f"scheduler-{SECOND}")
+    cluster.end(f"scheduler-{SECOND}")
     waiting = asyncio.create_task(collect(stub, tokens([8, 9], max_tokens=20)))
     await asyncio.sleep(0.2)  # it is being tried, or will be; either way it must arrive
     publish(cluster.hosts, scheduler=[FIRST], detokenizer=[SECOND])

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.integration.parts import ROOT, Parts, free_ports, running
+from tests.integration.named_processes import ROOT
+from tests.integration.parts import Parts, free_ports, running
 from tests.integration.service import tokens
 
 if TYPE_CHECKING:
