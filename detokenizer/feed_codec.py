@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from detokenizer.feed_messages import Opened, SequenceEnd
 from detokenizer.sequence import TextRules
-from detokenizer.streams import Opened, SequenceEnd
 from midstream.chunk import FinishReason, finish_reason_from_proto, matched_stop_from_proto
 from protos import scheduler_pb2 as pb
 

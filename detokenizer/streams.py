@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from detokenizer.feed_messages import Opened, SequenceEnd
 from detokenizer.incremental import DecoderFactory
 from detokenizer.outputs import OutputCursor
 from detokenizer.sequence import SequenceText, TextRules
@@ -21,32 +22,6 @@ from midstream.extras import Extras
 
 # Of one sequence in one message to the router.
 MAX_TENSOR_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """What a scheduler says of a request when its tokens begin to flow."""
-
-    num_sequences: int
-    rules: TextRules
-    is_streaming: bool
-    return_all: bool
-    return_perf_metrics: bool = False
-    trace_parent: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceEnd:
-    """How a sequence ended; `num_tokens` is the length of its output without the prompt.
-
-    A cumulative log probability is the scheduler's word, of beams; else it is the sum of the tokens'.
-    """
-
-    sequence_index: int
-    reason: FinishReason
-    num_tokens: int
-    matched_stop: str | int | None = None
-    cumulative_log_prob: float | None = None
 
 
 class Sink(Protocol):

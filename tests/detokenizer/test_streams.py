@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
+from detokenizer.feed_messages import Opened
 from detokenizer.incremental import DecoderFactory
 from detokenizer.sequence import TextRules
-from detokenizer.streams import Opened, OutputStream
+from detokenizer.streams import OutputStream
 from midstream.extras import Extras, LogProbs
 
 
