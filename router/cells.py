@@ -16,7 +16,8 @@ import grpc.aio
 
 from midstream.discovery import Discovery
 from midstream.errors import DeadlineError, MidstreamError, UnavailableError
-from midstream.serving import error_from_rpc, open_channel
+from midstream.rpc_errors import error_from_rpc
+from midstream.serving import open_channel
 from midstream.transport_security import Tls
 from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc
 

@@ -20,7 +20,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from midstream.errors import InvalidArgumentError
-from midstream.serving import MAX_METADATA_BYTES, error_from_rpc
+from midstream.rpc_errors import error_from_rpc
+from midstream.serving import MAX_METADATA_BYTES
 from protos import generation_pb2 as pb
 from protos import loads_pb2, worker_pb2
 from router.http_server import HttpPort

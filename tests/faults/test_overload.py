@@ -13,7 +13,8 @@ import grpc.aio
 import pytest
 
 from midstream.errors import OverloadedError
-from midstream.serving import channel_options, error_from_rpc
+from midstream.rpc_errors import error_from_rpc
+from midstream.serving import channel_options
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
 from router.stream_limits import StreamLimits

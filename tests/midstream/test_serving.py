@@ -20,7 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream import errors
 from midstream.health import Progress
-from midstream.serving import FIELD_KEY, Server, error_from_rpc, open_channel
+from midstream.rpc_errors import FIELD_KEY, error_from_rpc
+from midstream.serving import Server, open_channel
 from midstream.telemetry import HttpServer, JsonFormatter, Metrics, current_request_id
 from protos import loads_pb2, service_pb2_grpc
 from protos import stats_pb2 as stats

@@ -10,7 +10,7 @@ import grpc.aio
 
 from midstream.errors import DeadlineError, NotFoundError, UnavailableError
 from midstream.model_folder import ModelFolder
-from midstream.serving import error_from_rpc
+from midstream.rpc_errors import error_from_rpc
 from protos import generation_pb2 as pb
 from protos import loads_pb2
 from router.cells import Cells
