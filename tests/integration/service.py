@@ -113,14 +113,16 @@ async def eventually_idle(stub: Stub, limit_s: float = 20) -> stats_pb2.Iteratio
     )
 
 
-async def eventually(ask: Callable[[], Awaitable[T]], holds: Callable[[T], bool], limit_s: float) -> T:
+async def eventually(
+    ask: Callable[[], Awaitable[T]], holds: Callable[[T], bool], limit_s: float, pause_s: float = 0.05
+) -> T:
     """What `ask` gives as soon as it `holds`, or at the limit."""
     deadline = time.monotonic() + limit_s
     while True:
         value = await ask()
         if holds(value) or time.monotonic() > deadline:
             return value
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(pause_s)
 
 
 def chat(text: str, **fields: Any) -> pb.GenerateRequest:

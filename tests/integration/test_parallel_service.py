@@ -72,6 +72,7 @@ async def test_a_killed_rank_ends_the_group_and_no_stream(
         lambda: asyncio.to_thread(ranks_of, parallel),
         lambda ranks: all(rank["health"] == "serving" and rank["num_restarts"] for rank in ranks),
         100,
+        pause_s=1,  # each asks by a command, whose start would slow down that of the ranks
     )
     assert [(rank["health"], rank["num_restarts"] > 0) for rank in ranks] == [("serving", True)] * 2
     log = await asyncio.to_thread(Path(ranks[0]["log"]).read_text)
