@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import Progress
 
-from tests.simulation.run import Outcome, run_seed
+from tests.simulation.run import Outcome, begin_many_seeds, run_seed
 
 _NUM_PROCESSES = 2
 _CHUNK = 25
@@ -57,7 +57,10 @@ def _run_many(seeds: range, limit_s: float) -> int:
     num_done = num_messages = 0
     virtual_s = 0.0
     console = Console()
-    with multiprocessing.get_context("spawn").Pool(_NUM_PROCESSES) as pool, Progress(console=console) as progress:
+    with (
+        multiprocessing.get_context("spawn").Pool(_NUM_PROCESSES, begin_many_seeds) as pool,
+        Progress(console=console) as progress,
+    ):
         task = progress.add_task("seeds", total=len(seeds))
         for outcome in pool.imap_unordered(run_seed, _until(seeds, begun + limit_s), _CHUNK):
             num_done += 1

@@ -77,12 +77,17 @@ def run_seed(seed: int, *, faults: bool = True, trace: bool = False) -> Outcome:
     return outcome
 
 
-@contextlib.contextmanager
-def many_seeds() -> Iterator[None]:
-    """Seeds run faster in this: the collector looks at nothing that was there before, and only when a seed asks it."""
+def begin_many_seeds() -> None:
+    """From now on garbage is collected only when a seed asks for it, and not among what was there before."""
     gc.collect()
     gc.freeze()
     gc.disable()
+
+
+@contextlib.contextmanager
+def many_seeds() -> Iterator[None]:
+    """Seeds run faster in this."""
+    begin_many_seeds()
     try:
         yield
     finally:
