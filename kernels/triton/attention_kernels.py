@@ -11,105 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _merge(top, total, acc, other_top, other_total, other_acc):
-    """Join two softmax states: highest score (base 2) and sum of weights [R], weighted values [R, D]."""
-    highest = tl.maximum(top, other_top)
-    safe = tl.where(highest == float("-inf"), 0.0, highest)
-    ours = tl.exp2(top - safe)
-    others = tl.exp2(other_top - safe)
-    return highest, total * ours + other_total * others, acc * ours[:, None] + other_acc * others[:, None]
-
-
-@triton.jit
-def _bend(scores, softcap):
-    """Give softcap * tanh(scores / softcap), in units of log(2)."""
-    # tanh by exp2 of a negative number, which cannot overflow.
-    shrunk = tl.exp2(tl.abs(scores) * (-2 * 1.4426950408889634 / softcap))
-    size = softcap * 1.4426950408889634 * (1 - shrunk) / (1 + shrunk)
-    return tl.where(scores < 0, -size, size)
-
-
-@triton.jit
-def _walk(
-    top,
-    total,
-    acc,
-    q,
-    positions,
-    first_tile,
-    end_tile,
-    num_keys,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    table_ptr,
-    cache_stride_block,
-    cache_stride_token,
-    scale_stride_block,
-    scale_stride_token,
-    score_scale,
-    window,
-    softcap,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    IS_QUANTIZED: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add key tiles first_tile..end_tile - 1 to a softmax state; without IS_MASKED every row sees all of these keys."""
-    dims = tl.arange(0, BLOCK_D)
-    for tile in range(first_tile, end_tile):
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        if IS_MASKED:
-            is_key = keys < num_keys
-            blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        else:
-            blocks = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
-        rows = blocks * cache_stride_block + (keys % BLOCK_SIZE) * cache_stride_token
-        places = rows[:, None] + dims[None, :]
-        if HEAD_DIM == BLOCK_D:
-            k = tl.load(k_ptr + places)
-        else:
-            k = tl.load(k_ptr + places, mask=dims[None, :] < HEAD_DIM, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * score_scale
-        if IS_QUANTIZED:
-            scale_places = blocks * scale_stride_block + (keys % BLOCK_SIZE) * scale_stride_token
-            scores *= tl.load(k_scale_ptr + scale_places)[None, :]
-        if HAS_SOFTCAP:
-            scores = _bend(scores, softcap)
-        if IS_MASKED:
-            is_seen = keys[None, :] <= positions[:, None]
-            if HAS_WINDOW:
-                is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
-            scores = tl.where(is_seen, scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        top = highest
-        # What lies past the last key may be anything, NaN included, so it is not read.
-        if IS_MASKED:
-            v = tl.load(v_ptr + places, mask=is_key[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
-        elif HEAD_DIM == BLOCK_D:
-            v = tl.load(v_ptr + places)
-        else:
-            v = tl.load(v_ptr + places, mask=dims[None, :] < HEAD_DIM, other=0.0)
-        if IS_QUANTIZED:
-            if IS_MASKED:
-                weights *= tl.load(v_scale_ptr + scale_places, mask=is_key, other=0.0)[None, :]
-            else:
-                weights *= tl.load(v_scale_ptr + scale_places)[None, :]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-    return top, total, acc
+from kernels.triton.attention_tiles import merge, walk
 
 
 # Steps differ in these from one to the next, and a new kernel need not be compiled for each.
@@ -249,7 +151,7 @@ def attend(
         new_total = tl.zeros([BLOCK_M], tl.float32)
         new_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if not HAS_WINDOW:
-            new_top, new_total, new_acc = _walk(
+            new_top, new_total, new_acc = walk(
                 new_top,
                 new_total,
                 new_acc,
@@ -280,7 +182,7 @@ def attend(
                 False,
                 PRECISION,
             )
-        new_top, new_total, new_acc = _walk(
+        new_top, new_total, new_acc = walk(
             new_top,
             new_total,
             new_acc,
@@ -312,7 +214,7 @@ def attend(
             PRECISION,
         )
         if SEGMENT_TILES > 0 and not IS_DECODE:
-            top, total, acc = _merge(top, total, acc, new_top, new_total, new_acc)
+            top, total, acc = merge(top, total, acc, new_top, new_total, new_acc)
         else:
             top, total, acc = new_top, new_total, new_acc
 
@@ -361,7 +263,7 @@ def combine(
             other_acc = tl.load(
                 partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], mask=dims[None, :] < HEAD_DIM, other=0.0
             )
-            top, total, acc = _merge(top, total, acc, other_top, other_total, other_acc)
+            top, total, acc = merge(top, total, acc, other_top, other_total, other_acc)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         result = tl.reshape(acc, [BLOCK_D])
     else:
