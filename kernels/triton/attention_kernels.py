@@ -150,15 +150,16 @@ def attend(
         new_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         new_total = tl.zeros([BLOCK_M], tl.float32)
         new_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if not HAS_WINDOW:
+        # Tiles that every row sees all of, then those that need a mask; with a window all of them do.
+        for half in tl.static_range(1 if HAS_WINDOW else 0, 2):
             new_top, new_total, new_acc = walk(
                 new_top,
                 new_total,
                 new_acc,
                 q,
                 positions,
-                turn_first,
-                turn_full,
+                turn_full if half == 1 else turn_first,
+                turn_end if half == 1 else turn_full,
                 num_keys,
                 k_ptr,
                 v_ptr,
@@ -179,40 +180,9 @@ def attend(
                 HAS_WINDOW,
                 HAS_SOFTCAP,
                 IS_QUANTIZED,
-                False,
+                half == 1,
                 PRECISION,
             )
-        new_top, new_total, new_acc = walk(
-            new_top,
-            new_total,
-            new_acc,
-            q,
-            positions,
-            turn_full,
-            turn_end,
-            num_keys,
-            k_ptr,
-            v_ptr,
-            k_scale_ptr,
-            v_scale_ptr,
-            table_ptr,
-            cache_stride_block,
-            cache_stride_token,
-            scale_stride_block,
-            scale_stride_token,
-            score_scale,
-            window,
-            softcap,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            BLOCK_SIZE,
-            HAS_WINDOW,
-            HAS_SOFTCAP,
-            IS_QUANTIZED,
-            True,
-            PRECISION,
-        )
         if SEGMENT_TILES > 0 and not IS_DECODE:
             top, total, acc = merge(top, total, acc, new_top, new_total, new_acc)
         else:
