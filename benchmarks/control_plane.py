@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from midstream.bench.workloads import BenchRequest, Workload
 from midstream.client import AsyncClient
 from midstream.errors import MidstreamError
 from midstream.model_folder import open_model_folder
+from tests.integration.parts import free_ports
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 60.0
@@ -182,15 +182,6 @@ def cpu_seconds(process: psutil.Process) -> float:
     """User and system time so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [item.getsockname()[1] for item in sockets]
-    for item in sockets:
-        item.close()
-    return ports
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control_plane import free_ports
 from midstream.model_folder import open_model_folder
+from tests.integration.parts import free_ports
 
 ROOT = Path(__file__).parent.parent
 # Any build of PyTorch serves; pinned, so that pip takes a CPU build where the index has one.

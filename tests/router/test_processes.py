@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -19,14 +18,9 @@ from midstream.client import AsyncClient, Result
 from midstream.serving import open_channel
 from midstream.tokenizer import Tokenizer
 from tests.detokenizer.scripted_scheduler import ScriptedScheduler, scripted_scheduler
+from tests.integration.parts import free_ports
 
 TEXT = "Every part may die 🫠 and the text goes on: 日本語, naïve, done."
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @dataclass
@@ -71,7 +65,7 @@ async def start(scheduler: tuple[ScriptedScheduler, str]) -> AsyncIterator[Start
     readers: list[asyncio.Task[None]] = []
 
     async def run(service: str, *flags: str) -> Process:
-        port, http_port = free_port(), free_port()
+        port, http_port = free_ports(2)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", service, "--port", str(port), "--http-port", str(http_port),
             "--schedulers", scheduler[1], *flags, stderr=asyncio.subprocess.PIPE,
