@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from typing import Any
 
-from gpu_worker.kept_blocks import KeptBlocks
 from protos import generation_pb2, worker_pb2
 from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS
 from scheduler.core import SchedulerCore
@@ -22,55 +20,21 @@ from scheduler.effects import (
     SequenceEnded,
     StepPlan,
 )
-from scheduler.events import Event, StepDone, Submitted, Turn, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.events import Event, Submitted, Turn, WorkerLeft, WorkerLost, WorkerRegistered
 from scheduler.groups import WorkerGroup
 from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.request import FinishReason, Request, Sequence
 from scheduler.request_codec import ModelLimits
 from scheduler.request_scheduler import RequestScheduler, SimpleScheduler
 from scheduler.request_spec import RequestSpec
-from scheduler.wire import decode_worker_message, encode_step
+from scheduler.wire import encode_step
 from tests.fakes.model import FakeModel
 from tests.scheduler.beam_reference import best_beams
+from tests.scheduler.fake_group import FakeGroup
 
 VOCAB = 1000
 MS = 1_000_000
 LIMITS = ModelLimits(max_sequence_length=4096, end_ids=(999,))
-
-
-class FakeGroup:
-    """A worker group in memory: plans that wait to be run, results that wait to be delivered."""
-
-    def __init__(self, name: str, registration: WorkerRegistered, model: FakeModel) -> None:
-        self.name = name
-        self.registration = registration
-        self.model = model
-        self.epoch = 0
-        self.kept = KeptBlocks()
-        self.plans: deque[StepPlan] = deque()
-        self.batches: deque[worker_pb2.StepBatch] = deque()
-
-    def run(self, time_ns: int) -> StepDone:
-        """Runs the oldest step, through the wire format and back."""
-        self.plans.popleft()
-        result = self.model.step(self.batches.popleft())
-        frame = worker_pb2.WorkerMessage(step_result=result).SerializeToString()
-        event = decode_worker_message(frame, self.registration.connection, time_ns)
-        assert isinstance(event, StepDone)
-        self.kept.finish(event.step_id)
-        return event
-
-    def keep(self, batch: worker_pb2.StepBatch) -> None:
-        """Receives a step."""
-        self.kept.receive(batch)
-        self.batches.append(batch)
-
-    def begin_anew(self) -> worker_pb2.Register:
-        """The epoch is over; the process and its blocks stay. What it says of them as it registers again."""
-        self.kept.end_epoch()
-        register = worker_pb2.Register()
-        self.kept.write(register)
-        return register
 
 
 class Harness:

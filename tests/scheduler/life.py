@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from scheduler.events import AbortRequested, Attached, Detached, StopWordFound
 from scheduler.request import FinishReason
-from tests.scheduler.harness import MS, FakeGroup, Harness
+from tests.scheduler.fake_group import FakeGroup
+from tests.scheduler.harness import MS, Harness
 
 NUM_BLOCKS = 12
 PREFIX = list(range(7, 27))
