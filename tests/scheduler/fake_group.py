@@ -6,9 +6,7 @@ from collections import deque
 
 from gpu_worker.kept_blocks import KeptBlocks
 from protos import worker_pb2
-from scheduler.effects import (
-    StepPlan,
-)
+from scheduler.effects import StepPlan
 from scheduler.events import StepDone, WorkerRegistered
 from scheduler.wire import decode_worker_message
 from tests.fakes.model import FakeModel
