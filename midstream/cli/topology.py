@@ -70,10 +70,10 @@ def plan_processes(
     Args:
         topology: What to run.
         num_cores: Cores to share among workers; default: those this process may use.
-        is_free: Whether a port can be listened on; default: try.
+        is_free: Whether a port can be listened on; default: `reserve_port`.
         journal_path: Where a journal in SQLite goes; empty: as the environment says.
     """
-    ports = _Ports(is_free or is_free_port)
+    ports = _Ports(is_free or reserve_port)
     model = ("--model", topology.model)
     journal = ("--journal-path", journal_path) if journal_path else ()
     scheduler = _Addresses(ports)
@@ -165,6 +165,30 @@ class _Addresses:
 
     def http_flags(self, preferred: int | None = None) -> tuple[str, str]:
         return "--http-port", str(self.add("http", preferred))
+
+
+# Ports of this process's plans, each with the socket whose name tells other supervisors of it.
+_reserved: dict[int, socket.socket] = {}
+
+
+def reserve_port(port: int) -> bool:
+    """Takes a port for as long as this process lives; False where somebody listens, or another supervisor has taken it.
+
+    From a plan until its parts listen is seconds, and a killed part listens no more: another supervisor that starts in
+    between takes other ports.
+    """
+    if not is_free_port(port):
+        return False
+    if port in _reserved:
+        return True
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0midstream-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    _reserved[port] = name
+    return True
 
 
 def is_free_port(port: int) -> bool:

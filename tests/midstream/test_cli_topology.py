@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
 
-from midstream.cli.topology import Topology, is_free_port, plan_processes
+from midstream.cli.topology import Topology, is_free_port, plan_processes, reserve_port
 from midstream.errors import ConfigError
 
 
@@ -73,6 +75,20 @@ def test_a_port_with_a_listener_is_not_free() -> None:
         port = listener.getsockname()[1]
         assert not is_free_port(port)
     assert is_free_port(port)
+
+
+def test_two_supervisors_that_start_at_once_take_different_ports() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+    program = f"from midstream.cli.topology import reserve_port; print(reserve_port({port}), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"True\n"
+        assert is_free_port(port)
+        assert not reserve_port(port)
+        other.communicate(b"\n")
+    assert reserve_port(port)
+    assert reserve_port(port)
 
 
 @pytest.mark.parametrize("count", [0, -1, 65])
