@@ -13,7 +13,7 @@ demo: $(VENV)/.ready
 # A file of tests stays in one process, for its tests share services and models. Tests wait about as often as they
 # compute, so there are more processes than processors. Files are handed out in tests/conftest.py's order.
 test: $(VENV)/.ready check
-	@$(BIN)/pytest -q --numprocesses $$(($$(nproc) * 3 / 2)) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/pytest -q --numprocesses $$(($$(nproc) * 3 / 2)) --dist loadgroup --no-loadscope-reorder
 
 # All that can be said without running the code.
 check: $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc

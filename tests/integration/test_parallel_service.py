@@ -16,7 +16,7 @@ from midstream.model_folder import open_model_folder
 from tests.gpu_worker.tiny_models import Driver, make_runner
 from tests.integration.service import Service, collect, eventually, stub_of, tokens
 
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 RANKS = ("worker-0", "worker-0-rank-1")
 
 
