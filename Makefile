@@ -10,10 +10,10 @@ PROTO_OUT := .
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
 
-# A file of tests stays in one process, for its tests share services and models. Tests wait about as often as they
-# compute, so there are more processes than processors. Files are handed out in tests/conftest.py's order.
+# Tests wait about as often as they compute, so there are more processes than processors. tests/conftest.py says what
+# stays together, and in which order it is handed out.
 test: $(VENV)/.ready check
-	@$(BIN)/pytest -q --numprocesses $$(($$(nproc) * 3 / 2)) --dist loadgroup --no-loadscope-reorder
+	@$(BIN)/pytest -q --numprocesses $$(($$(nproc) * 3 / 2)) --dist loadscope --no-loadscope-reorder
 
 # All that can be said without running the code.
 check: $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc

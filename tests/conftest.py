@@ -3,12 +3,28 @@ from __future__ import annotations
 import os
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # Triton's kernels run in its interpreter here. It reads this when it is first imported, by whichever package that is.
 os.environ["TRITON_INTERPRET"] = "1"
 
 _REAL_PROCESSES = "tests/integration/"
-_SERVICE = "service"  # the fixture of tests/integration
+# Files whose tests share the service of tests/integration/conftest.py.
+_SERVICE = "the service"
+_SHARING = (
+    "adapters",
+    "command",
+    "doors",
+    "doors_fuzz",
+    "examples",
+    "executor",
+    "features",
+    "mixture",
+    "pressure",
+    "service",
+    "tracing",
+)
 # Files that take more than 20 s, longest first.
 _LONG = (
     "tests/simulation/test_simulation.py",
@@ -28,6 +44,7 @@ _LONG = (
     "tests/kernels/test_sanitized.py",
     "tests/faults/test_network.py",
 )
+_SHARING_FILES = frozenset(f"{_REAL_PROCESSES}test_{name}.py" for name in _SHARING)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,15 +52,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         items.sort(key=lambda item: item.nodeid.startswith(_REAL_PROCESSES))
         return
-    # A file stays in one process, and so does all that shares the service. Long ones that are handed out last would be
-    # waited for by idle processes.
-    groups = {item: _group_of(item) for item in items}
+    # Long ones that are handed out last would be waited for by idle processes.
     ranks = {name: rank for rank, name in enumerate((_SERVICE, *_LONG))}
-    items.sort(key=lambda item: ranks.get(groups[item], len(ranks)))
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: ranks.get(_group_of(item.nodeid), len(ranks)))
 
 
-def _group_of(item: pytest.Item) -> str:
-    is_shared = isinstance(item, pytest.Function) and _SERVICE in item.fixturenames
-    return _SERVICE if is_shared else item.nodeid.partition("::")[0]
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Hands out groups of tests."""
+    return GroupScheduling(config, log)
+
+
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """A file stays in one process, for its tests share services and models, and so do all that share the service."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group_of(nodeid)
+
+
+def _group_of(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    return _SERVICE if file in _SHARING_FILES else file

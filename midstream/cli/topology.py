@@ -167,8 +167,8 @@ class _Addresses:
         return "--http-port", str(self.add("http", preferred))
 
 
-# Ports of this process's plans, each with the socket whose name tells other supervisors of it.
-_reserved: dict[int, socket.socket] = {}
+# Ports of this process's plans; for each a socket is open whose name tells other supervisors of it.
+_reserved: set[int] = set()
 
 
 def reserve_port(port: int) -> bool:
@@ -187,7 +187,8 @@ def reserve_port(port: int) -> bool:
     except OSError:
         name.close()
         return False
-    _reserved[port] = name
+    name.detach()  # open until the process ends
+    _reserved.add(port)
     return True
 
 
