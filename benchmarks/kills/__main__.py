@@ -2,7 +2,8 @@
 
 streams  64 streams; one process is killed every 2 s for a minute, kind by kind in turns.
 rows     8 clients with 100 requests each, for each kind of process; it is killed once in the middle.
-gaps     8 streams; the time without tokens after each kill, kind by kind, with everything whole again in between.
+gaps     8 streams; the time without tokens after each kill, kind by kind, with everything whole again in between, and
+         at least three streams on each of two workers.
 soak     ten minutes at saturation with faults, clients that leave and deadlines that pass: memory, and KV blocks.
 
 Every output is compared with that of a run in which nothing was killed, byte for byte.
@@ -170,7 +171,7 @@ async def run_gaps(arguments: argparse.Namespace, console: Console) -> bool:
             await asyncio.sleep(3)
             windows = {"nothing": [(time.monotonic() - 2, time.monotonic())]}
             for kind in arguments.kinds:
-                windows[kind] = [await _kill_once(service, kind) for _ in range(arguments.kills)]
+                windows[kind] = [await _kill_once(service, client, kind) for _ in range(arguments.kills)]
             is_over.set()
             await asking
     # Only now is it known when the first token after a kill came, where that was after its window.
@@ -182,10 +183,18 @@ async def run_gaps(arguments: argparse.Namespace, console: Console) -> bool:
     return ledger.num_identical == ledger.num_started
 
 
-async def _kill_once(service: KilledService, kind: str) -> tuple[float, float]:
-    """Kills when everything is whole; the time from then until four seconds later."""
+async def _is_ready(service: KilledService, client: AsyncClient) -> bool:
+    """Everything is whole, and both workers have streams: a worker that came back has none until others end."""
+    if not await asyncio.to_thread(service.is_whole):
+        return False
+    groups = (await client.server_info()).worker_groups
+    return len(groups) == 2 and min(group.num_active_sequences for group in groups) >= 3
+
+
+async def _kill_once(service: KilledService, client: AsyncClient, kind: str) -> tuple[float, float]:
+    """Kills when everything is ready; the time from then until four seconds later."""
     give_up_at = time.monotonic() + _WHOLE_TIMEOUT_S
-    while not await asyncio.to_thread(service.is_whole) and time.monotonic() < give_up_at:  # noqa: ASYNC110
+    while not await _is_ready(service, client) and time.monotonic() < give_up_at:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     await asyncio.sleep(1.0)
     killed_at = time.monotonic()
