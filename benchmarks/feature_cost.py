@@ -19,7 +19,8 @@ from benchmarks.forward_time import ForwardTime
 from gpu_worker.input_batch import InputBatch
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import ForwardInputs
-from gpu_worker.step import EMPTY, GREEDY, NewSequence, Step
+from gpu_worker.sampler import _likeliest
+from gpu_worker.step import EMPTY, GREEDY, NewSequence, Step, StepOutput
 from midstream.config import WorkerConfig
 from midstream.model_folder import open_model_folder
 
@@ -28,8 +29,10 @@ REPEAT = Step(repeat_generation=True)
 
 
 @torch.inference_mode()
-def bare_step(runner: ModelRunner, batch: InputBatch) -> None:
-    """A decode step of the same rows that looks at no feature."""
+def bare_step(runner: ModelRunner, batch: InputBatch) -> StepOutput:
+    """A decode step of the same rows that looks at no feature, but checks what every step has to."""
+    started = time.perf_counter()
+    runner._settle_all_but(1)
     rows = batch._next_generation(REPEAT)
     last = batch.rows.lengths[rows] - 1
     starts = np.arange(len(rows) + 1, dtype=np.int32)
@@ -44,9 +47,13 @@ def bare_step(runner: ModelRunner, batch: InputBatch) -> None:
         block_tables=torch.from_numpy(batch.rows.block_tables[rows, :most_blocks]),
         sampled=torch.from_numpy(starts[:-1]),
     )
-    logits = runner.model.decoder.forward(inputs)
-    token_ids = logits.numpy().argmax(axis=1).astype(np.int32)
+    if (last + 1 > batch.rows.num_blocks[rows] * 16).any():
+        raise ValueError("a block table does not reach as far as its sequence")
+    token_ids, highest = _likeliest(runner.model.decoder.forward(inputs))
+    if not np.isfinite(highest).all():
+        raise ValueError("a logit is not finite")
     batch.rows.append_tokens(rows, token_ids)
+    return StepOutput(token_ids, (), (), time.perf_counter() - started)
 
 
 def start(runner: ModelRunner, batch_size: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,11 +64,8 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Sampled:
         """Chooses from float32 `logits` [len(rows), vocab_size], which it leaves as they are."""
-        best = _argmax(logits)
-        highest = logits.gather(1, best[:, None]).squeeze(1)
-        # One copy, because on a GPU each waits for the step to end; float64 holds both exactly.
-        found = torch.stack((best.double(), highest.double())).cpu().numpy()
-        token_ids, is_broken = found[0].astype(np.int32), ~np.isfinite(found[1])
+        token_ids, highest = _likeliest(logits)
+        is_broken = ~np.isfinite(highest)
         is_special = (self._rows.temperature[rows] > 0) | (self._rows.features[rows] != 0)
         errors: dict[int, MidstreamError] = {}
         if is_broken.any():
@@ -214,6 +212,18 @@ class Sampler:
                 strict=True,
             )
         )
+
+
+def _likeliest(logits: Tensor) -> tuple[IntArray, NDArray[np.floating[Any]]]:
+    """The token that `_argmax` names in each row, and its logit."""
+    if logits.device.type == "cpu":
+        values = logits.numpy()
+        best = values.argmax(axis=1)
+        return best.astype(np.int32), values[np.arange(len(values)), best]
+    ids = logits.argmax(dim=1)
+    # One copy, because each waits for the step to end; float64 holds both exactly.
+    found = torch.stack((ids.double(), logits.gather(1, ids[:, None]).squeeze(1).double())).cpu().numpy()
+    return found[0].astype(np.int32), found[1]
 
 
 def _argmax(logits: Tensor) -> Tensor:
