@@ -69,4 +69,4 @@ $(PROTO_BIN)/protoc-gen-mypy_grpc:
 
 .venv-manifests/bin/checkov:
 	@$(PYTHON) -m venv .venv-manifests
-	@.venv-manifests/bin/pip install -q --disable-pip-version-check checkov kubernetes-validate
+	@.venv-manifests/bin/pip install -q --disable-pip-version-check checkov kubernetes-validate 2>/dev/null

@@ -4,8 +4,8 @@
 #
 #   check.sh VENV   VENV holds kubernetes-validate and checkov
 set -euo pipefail
-cd "$(dirname "$0")"
 bin=$(realpath "$1")/bin
+cd "$(dirname "$0")"
 
 rendered=$(mktemp -d)
 trap 'rm -r "$rendered"' EXIT
