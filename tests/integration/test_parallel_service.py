@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,4 +77,5 @@ async def test_a_killed_rank_ends_the_group_and_no_stream(
     )
     assert [(rank["health"], rank["num_restarts"] > 0) for rank in ranks] == [("serving", True)] * 2
     log = await asyncio.to_thread(Path(ranks[0]["log"]).read_text)
-    assert "the group ends: rank 1 is gone" in log
+    # It may meet the loss in the middle of a step that all ranks work on, or by the closed connection.
+    assert re.search("the group ends: (rank 1 is gone|a step failed while all ranks worked on it)", log)
