@@ -216,13 +216,12 @@ class Sampler:
 
 def _likeliest(logits: Tensor) -> tuple[IntArray, NDArray[np.floating[Any]]]:
     """The token that `_argmax` names in each row, and its logit."""
+    best = _argmax(logits)
     if logits.device.type == "cpu":
-        values = logits.numpy()
-        best = values.argmax(axis=1)
-        return best.astype(np.int32), values[np.arange(len(values)), best]
-    ids = logits.argmax(dim=1)
+        places = best.numpy()
+        return places.astype(np.int32), logits.numpy()[np.arange(len(places)), places]
     # One copy, because each waits for the step to end; float64 holds both exactly.
-    found = torch.stack((ids.double(), logits.gather(1, ids[:, None]).squeeze(1).double())).cpu().numpy()
+    found = torch.stack((best.double(), logits.gather(1, best[:, None]).squeeze(1).double())).cpu().numpy()
     return found[0].astype(np.int32), found[1]
 
 

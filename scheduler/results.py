@@ -186,7 +186,7 @@ class Results:
             elif failure.code != UNAVAILABLE and sequence.end is None:
                 if request.group is not None:
                     # It may have failed before anything of it was computed.
-                    for block in sequence.table:
+                    for block in sequence.table[sequence.num_freed :]:
                         request.group.prefix_cache.withdraw(block)
                 self._lifecycle.end(request, FinishReason.ERROR, failure)
 

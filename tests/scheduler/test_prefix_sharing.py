@@ -155,3 +155,14 @@ def test_a_groups_cache_ends_with_its_epoch() -> None:
     harness.submit("b", PREFIX, 1)
     harness.run()
     assert harness.core.lifecycle.requests["b"].num_cached_tokens == 0
+
+
+def test_blocks_of_a_row_that_failed_are_not_found() -> None:
+    harness = Harness()
+    harness.add_group(fail_token=77)
+    harness.submit("bad", [*PREFIX, 77], 4)
+    harness.run()
+    harness.submit("good", [*PREFIX, 78], 4)
+    harness.run()
+    harness.check_is_empty()
+    assert harness.core.lifecycle.requests["good"].num_cached_tokens == 0
