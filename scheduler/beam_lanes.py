@@ -28,6 +28,7 @@ class BeamLanes:
     """
 
     def __init__(self, request: Request) -> None:
+        self._request = request
         self.search = BeamSearch(request.spec)
         self.lanes = [Sequence(request, index) for index in range(request.spec.beam_width)]
         self.forks: list[tuple[Sequence, Sequence]] = []
@@ -53,12 +54,18 @@ class BeamLanes:
         if self.search.is_over:
             self.search = _search(self.search.spec, steps[:-1])
         self._take_tokens()
+        self._forget_prompt()
 
     def forget_placement(self) -> None:
         """The lanes were taken off their worker: what had come in is computed anew."""
+        self._forget_prompt()
         self.forks.clear()
         self.has_news = False
         self._candidates.clear()
+
+    def _forget_prompt(self) -> None:
+        if not self.search.steps:
+            self._request.sequences[0].outputs = []  # what was reported of the prompt so far comes again
 
     def take(self, lane: Sequence, candidates: TypingSequence[Candidate]) -> bool:
         """Takes in what a lane may go on with; True once all have brought theirs."""

@@ -37,10 +37,15 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class BeamsAdvanced:
-    """A beam search has taken steps, to be committed: `num_steps` of them now."""
+    """A beam search has taken steps, to be committed: `num_steps` of them now.
+
+    Attributes:
+        num_outputs: Extra outputs of its first sequence to be committed: what is said of the prompt.
+    """
 
     request: Request
     num_steps: int
+    num_outputs: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def _advance(group: WorkerGroup, request: Request, ends: list[End], effects: lis
     beams = request.beams
     assert beams is not None
     beams.advance()
-    effects.append(BeamsAdvanced(request, len(beams.search.steps)))
+    effects.append(BeamsAdvanced(request, len(beams.search.steps), len(request.sequences[0].outputs)))
     if not beams.search.is_over:
         for lane in beams.running:
             group.resume_generation(lane)

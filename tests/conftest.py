@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from xdist.remote import Producer
@@ -55,6 +56,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Long ones that are handed out last would be waited for by idle processes.
     ranks = {name: rank for rank, name in enumerate((_SERVICE, *_LONG))}
     items.sort(key=lambda item: ranks.get(_group_of(item.nodeid), len(ranks)))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Names what failed once more at the very end, where no report, however long, pushes it out of sight."""
+    yield
+    for outcome in ("failed", "error"):
+        for report in terminalreporter.getreports(outcome):
+            seconds = f"{report.when}, {report.duration:.1f} s"
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message.partition("\n")[0][:200] if crash else ""
+            terminalreporter.write_line(f"{outcome.upper()} {report.nodeid} ({seconds}): {message}")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

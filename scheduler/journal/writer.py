@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from protos import journal_pb2 as pb
 from scheduler.effects import Accepted, BeamsAdvanced, Emitted, RequestEnded, RequestForgotten, SequenceEnded
@@ -13,7 +14,7 @@ from scheduler.journal import AdapterLoaded, AdapterUnloaded, JournalEntry
 from scheduler.journal.adapters import encode_adapter
 from scheduler.journal.records import StoredRequest, add_beam_steps, add_end, add_finish, encode_request
 from scheduler.journal.store import Transaction, seal
-from scheduler.request import Request, Sequence
+from scheduler.request import ExtraOutput, Request, Sequence
 
 # Compaction costs about what it writes, so it waits until the commits weigh as much, and at least this much.
 MIN_COMPACTION_BYTES = 1 << 20
@@ -140,7 +141,8 @@ class RowWriter:
             runs.tokens.extend(sequence.output[start:length])
         self._note_changed(request_id, request, kept, 4 * count)
         if sequence.outputs:
-            self._add_outputs(sequence, kept, record)
+            extras = sequence.outputs[kept.num_outputs[index] :]
+            self._add_outputs(index, takewhile(lambda extra: extra.token_offset < length, extras), kept, record)
 
     def _add_beam_steps(self, entry: BeamsAdvanced, record: pb.JournalCommit) -> None:
         request, beams = entry.request, entry.request.beams
@@ -149,13 +151,11 @@ class RowWriter:
         steps = beams.search.steps[kept.num_beam_steps : entry.num_steps]
         kept.num_beam_steps = entry.num_steps
         add_beam_steps(record, kept.number, steps)
+        self._add_outputs(0, request.sequences[0].outputs[kept.num_outputs[0] : entry.num_outputs], kept, record)
         self._note_changed(request.request_id, request, kept, sum(12 * len(step.parents) for step in steps))
 
-    def _add_outputs(self, sequence: Sequence, kept: Kept, record: pb.JournalCommit) -> None:
-        index = sequence.index
-        for extra in sequence.outputs[kept.num_outputs[index] :]:
-            if extra.token_offset >= kept.lengths[index]:
-                break
+    def _add_outputs(self, index: int, extras: Iterable[ExtraOutput], kept: Kept, record: pb.JournalCommit) -> None:
+        for extra in extras:
             kept.num_outputs[index] += 1
             kept.num_bytes += len(extra.data)
             record.outputs.add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from gpu_worker.model_runner import ModelRunner
 from midstream.model_folder import ModelFolder, open_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.tiny_models import make_runner
-from tests.gpu_worker.whole import Whole, outputs
+from tests.gpu_worker.whole import Whole, contents, outputs
 
 PROMPTS = ("The capital of France is", "1, 1, 2, 3, 5, 8,", "Roses are red,")
 SEARCHES: list[dict[str, Any]] = [
@@ -132,3 +133,30 @@ def test_beams_are_the_same_alone_paused_moved_and_recovered(
     while moved.step():
         pass
     assert [outputs(request) for request in made] == together
+
+
+@pytest.mark.parametrize("num_steps", range(1, 5))
+def test_what_is_said_of_the_prompt_comes_once_whichever_part_is_lost(
+    runner: ModelRunner, end_ids: tuple[int, ...], tmp_path: Path, num_steps: int
+) -> None:
+    """The prompt takes three steps; something is lost in each of them, and in each behind."""
+    request = request_of(0, [7 + i % 30 for i in range(40)], SEARCHES[0])
+    request.output.prompt_log_probs = 2
+    (alone,) = Whole(runner, end_ids).run([request])
+    expected = contents(alone)
+    assert len(expected[0].prompt_log_probs) == 39
+    whole = Whole(runner, end_ids, max_num_tokens=16, journal=tmp_path / "journal.sqlite")
+    made = whole.submit(request)
+    for _ in range(num_steps):
+        assert whole.step()
+    whole.lose_worker()
+    whole.run([])
+    assert contents(made) == expected
+    # The same once more, and another scheduler.
+    request.request_id = "again"
+    whole.submit(request)
+    for _ in range(num_steps):
+        assert whole.step()
+    whole.lose_scheduler()
+    whole.run([])
+    assert contents(whole.core.lifecycle.requests["again"]) == expected

@@ -55,7 +55,7 @@ def requests(runner: ModelRunner, folders: list[Path]) -> list[pb.GenerateReques
     return [draw(number, prompts, adapters) for number in range(NUM_REQUESTS)]
 
 
-def start(runner: ModelRunner, **limits: int) -> Whole:
+def start(runner: ModelRunner, **limits: Any) -> Whole:
     return Whole(runner, END_IDS, max_batch_size=NUM_ROWS, **limits)
 
 
@@ -99,6 +99,23 @@ def test_pauses_and_the_loss_of_the_worker_change_nothing(
     assert by_number(made) == alone
     assert whole.core.totals.num_preemptions > 5
     assert sum(request.num_recoveries for request in made) > 20
+
+
+def test_the_loss_of_the_scheduler_changes_nothing(
+    runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]], tmp_path: Path
+) -> None:
+    """It is started again on its journal, also while prompts are computed in parts."""
+    whole = start(runner, journal=tmp_path / "journal.sqlite", max_num_tokens=300)
+    for request in requests:
+        whole.submit(request)
+    for steps in (1, 1, 1, 2, 2, 2, 3, 3):
+        for _ in range(steps):
+            assert whole.step()
+        whole.lose_scheduler()
+    whole.run([])
+    made = [whole.core.lifecycle.requests[request.request_id] for request in requests]
+    assert by_number(made) == alone
+    assert sum(request.num_recoveries for request in made) > 50
 
 
 def test_the_mixture_has_all_features(requests: list[pb.GenerateRequest], alone: list[list[Contents]]) -> None:

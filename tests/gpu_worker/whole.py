@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,17 @@ from gpu_worker.model_runner import ModelRunner
 from gpu_worker.wire import decode_step, encode_result
 from protos import generation_pb2 as pb
 from protos import worker_pb2
+from scheduler.beam_outputs import report_beams
 from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS
 from scheduler.core import SchedulerCore
 from scheduler.core_config import PROTOCOL_VERSION, CoreConfig
-from scheduler.effects import Effect, IterationDone, StepPlan
+from scheduler.effects import BeamsAdvanced, Effect, IterationDone, StepPlan
 from scheduler.events import Event, Recovered, StepDone, Submitted, Turn, WorkerLeft, WorkerRegistered
+from scheduler.journal import is_entry
+from scheduler.journal.records import replay
+from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.store import Store
+from scheduler.journal.writer import RowWriter, kept_of
 from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.request import FinishReason, Request, Sequence
 from scheduler.request_codec import ModelLimits, spec_from_proto
@@ -28,6 +35,8 @@ from scheduler.request_scheduler import SimpleScheduler
 from scheduler.stats import IterationStats
 from scheduler.tables import table_parts
 from scheduler.wire import decode_worker_message, encode_step
+
+FINGERPRINT = "a model's"
 
 
 class Whole:
@@ -38,22 +47,44 @@ class Whole:
     """
 
     def __init__(
-        self, runner: ModelRunner, end_ids: tuple[int, ...], *, num_blocks: int = 0, max_batch_size: int = 64
+        self,
+        runner: ModelRunner,
+        end_ids: tuple[int, ...],
+        *,
+        num_blocks: int = 0,
+        max_batch_size: int = 64,
+        max_num_tokens: int = 0,
+        journal: Path | None = None,
     ) -> None:
+        """Keeps a journal where it is told to."""
         self.runner = runner
         description = runner.model.description
         self.limits = ModelLimits(max_sequence_length=runner.max_sequence_length, end_ids=end_ids)
-        config = CoreConfig(
+        self._config = CoreConfig(
             scheduler_epoch=1, vocab_size=description.vocab_size, max_sequence_length=runner.max_sequence_length
         )
-        policy = SimpleScheduler(CAPACITY_SCHEDULERS["max_utilization"](), MICRO_BATCH_SCHEDULERS["inflight_fused"]())
-        self.core = SchedulerCore(config, policy)
+        self._journal = journal
         self.stats: list[IterationStats] = []
         self._num_blocks = num_blocks or runner.kv.num_blocks
         self._max_batch_size = max_batch_size
+        self._max_num_tokens = max_num_tokens or runner.max_num_tokens
         self._names = itertools.count()
         self._plans: deque[StepPlan] = deque()
         self._adapters = AdapterMessages(runner.adapters, lambda: None)
+        self._start()
+
+    def _start(self) -> None:
+        policy = SimpleScheduler(CAPACITY_SCHEDULERS["max_utilization"](), MICRO_BATCH_SCHEDULERS["inflight_fused"]())
+        self.core = SchedulerCore(self._config, policy)
+        self._store: Store | None = None
+        if self._journal is not None:
+            self._store = SqliteStore(self._journal)
+            self._config = replace(self._config, scheduler_epoch=self._store.take_over(least_epoch=1))
+            stored = replay(self._store.read(), self.limits, FINGERPRINT).requests.values()
+            known = {item.recovered.spec.request_id: kept_of(item) for item in stored}
+            self._writer = RowWriter(known, FINGERPRINT)
+            for item in stored:
+                self.handle(item.event(1))
         self._join()
 
     def _join(self) -> None:
@@ -72,7 +103,7 @@ class Whole:
                 vocab_size=self.core.config.vocab_size,
                 max_sequence_length=self.limits.max_sequence_length,
                 max_batch_size=self._max_batch_size,
-                max_num_tokens=self.runner.max_num_tokens,
+                max_num_tokens=self._max_num_tokens,
                 protocol_version=PROTOCOL_VERSION,
                 lora_cache_bytes=self.runner.adapters.device_bytes,
             )
@@ -81,6 +112,12 @@ class Whole:
     def handle(self, event: Event) -> list[Effect]:
         """Hands an event in and keeps the plans that follow."""
         effects = self.core.handle(event)
+        for effect in effects:
+            if isinstance(effect, BeamsAdvanced):
+                report_beams(effect.request)
+        if self._store is not None:
+            entries = [effect for effect in effects if is_entry(effect)]
+            self._store.write(self._writer.transaction(entries))  # type: ignore[arg-type]
         for effect in effects:
             if isinstance(effect, StepPlan):
                 self._plans.append(effect)
@@ -112,6 +149,12 @@ class Whole:
         self._plans.clear()
         self.handle(WorkerLeft(1, self._connection, group.epoch))
         self._join()
+
+    def lose_scheduler(self) -> None:
+        """The scheduler goes, and another one starts on its journal."""
+        assert self._store is not None
+        self._store.close()
+        self._start()
 
     def submit(self, request: pb.GenerateRequest) -> Request:
         """Submits a request."""
@@ -196,5 +239,6 @@ def _contents(sequence: Sequence) -> Contents:
 def _log_probs(message: pb.LogProbs) -> list[LogProb]:
     top = list(zip(message.top_token_ids, message.top_log_probs, strict=True))
     count = message.top_k
-    rows = zip(message.token_log_probs, message.token_ranks, strict=True)
+    ranks = message.token_ranks or [0] * len(message.token_log_probs)  # beams have none
+    rows = zip(message.token_log_probs, ranks, strict=True)
     return [(value, rank, top[i * count : (i + 1) * count]) for i, (value, rank) in enumerate(rows)]
