@@ -209,8 +209,10 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[
         ("grpc.max_send_message_length", max_message_bytes),
         # A part that was killed is back within a second or two; waiting longer than it takes would show to clients.
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 250),
+        # Despite its name, how long one attempt may take: long enough for TLS on a slow network or a busy machine, and
+        # short enough for hosts that are gone without a word.
+        ("grpc.min_reconnect_backoff_ms", 3_000),
         # A channel's back-off is its own, also where several point at one address.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.lb_policy_name", "round_robin"),

@@ -25,8 +25,11 @@ from midstream.serving import Server, open_channel
 from midstream.telemetry import HttpServer, JsonFormatter, Metrics, current_request_id
 from protos import loads_pb2, service_pb2_grpc
 from protos import stats_pb2 as stats
+from tests.faults.hosts import relay
 
 NAME = "midstream.v1.Midstream"
+# More than the pauses between attempts to connect to a part that is gone.
+LATENCY_S = 0.6
 
 
 class Raising(service_pb2_grpc.MidstreamServicer):
@@ -94,6 +97,28 @@ async def test_a_midstream_error_becomes_its_status_and_comes_back_as_itself(
         assert type(back) is type(error)
         assert (back.message, back.field) == (error.message, error.field)
         assert getattr(back, "retry_after_ms", None) == getattr(error, "retry_after_ms", None)
+
+
+async def test_a_slow_network_takes_one_connection_as_any_other() -> None:
+    server, _ = await serve(raising())
+    num_connections = 0
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await asyncio.sleep(LATENCY_S)
+        gate = asyncio.Event()
+        gate.set()
+        await relay(reader, writer, asyncio.open_connection("127.0.0.1", server.port), gate)
+
+    network = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with open_channel(f"127.0.0.1:{network.sockets[0].getsockname()[1]}") as channel:
+        stub: Any = service_pb2_grpc.MidstreamStub(channel)
+        answer = await stub.Abort(loads_pb2.AbortRequest(), wait_for_ready=True, timeout=30)
+    assert answer.was_running
+    assert num_connections == 1
+    network.close()
+    await server.stop()
 
 
 async def test_a_field_that_a_client_named_does_not_break_its_own_refusal() -> None:
