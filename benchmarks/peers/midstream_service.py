@@ -46,14 +46,16 @@ class MidstreamService:
         shutil.rmtree(run_dir, ignore_errors=True)
         command = [sys.executable, "-m", "midstream.cli"]
         up = ("up", "--detach", "--model", str(paths.model_folder), "--run-dir", str(run_dir))
-        subprocess.run([*command, *up], check=True, env=os.environ | {"MIDSTREAM_WEIGHTS": self.weights})
+        # Where this runs, a folder of this peer's name lies, which is not our package.
+        environment = os.environ | {"MIDSTREAM_WEIGHTS": self.weights, "PYTHONSAFEPATH": "1"}
+        subprocess.run([*command, *up], check=True, env=environment)
         try:
             state = RunDir(run_dir).read_state()
             assert state is not None
             addresses = [router.addresses["grpc"] for router in state.of_kind("router")]
             yield lambda workload: _run(addresses, workload)
         finally:
-            subprocess.run([*command, "down", "--run-dir", str(run_dir)], check=True)
+            subprocess.run([*command, "down", "--run-dir", str(run_dir)], check=True, env=environment)
 
 
 def own_python(_: Paths) -> Path:
