@@ -42,7 +42,7 @@ async def test_streams_spread_over_detokenizers_and_workers(service: Service) ->
 
 async def test_64_concurrent_streams_complete(stub: Stub) -> None:
     rng = random.Random(64)
-    lengths = [(rng.randint(1, 200), rng.randint(1, 48)) for _ in range(64)]
+    lengths = [(rng.randint(1, 120), rng.randint(1, 40)) for _ in range(64)]
     requests = [
         tokens([rng.randint(300, 48_999) for _ in range(prompt)], max_tokens=output) for prompt, output in lengths
     ]
@@ -94,7 +94,7 @@ async def test_200_requests_that_finish_leave_or_expire_give_every_block_back(se
 
 async def _run_somehow(rng: random.Random, stub: Stub, gate: asyncio.Semaphore) -> str:
     fate = rng.choice(("finish", "leave", "expire"))
-    prompt = [rng.randint(300, 48_999) for _ in range(rng.randint(1, 300))]
+    prompt = [rng.randint(300, 48_999) for _ in range(rng.randint(1, 150))]
     # What leaves or expires asks for more than it can get in its time.
     request = tokens(prompt, max_tokens=rng.randint(1, 32) if fate == "finish" else 4000)
     timeout, stay_s = (rng.uniform(0.01, 1.0), 60.0) if fate == "expire" else (60.0, rng.uniform(0.0, 1.0))
