@@ -111,7 +111,7 @@ class _Process:
         # Nothing of this process's environment: keys and tokens may be in it.
         environment = {"PYTHONPATH": str(Path(midstream.__file__).parents[1]), "PATH": os.environ.get("PATH", "")}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "router.template_renderer"],
+            [sys.executable, "-m", "router.template_renderer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

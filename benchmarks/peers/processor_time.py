@@ -18,21 +18,27 @@ def mark_processes() -> None:
 
 
 def processor_seconds() -> float:
-    """Seconds used so far by this process, its children that ended, and all that carry its mark."""
-    times = os.times()
-    used = times.user + times.system + times.children_user + times.children_system
+    """Seconds used so far by this process, its children that ended, all that carry its mark, and all of theirs.
+
+    A process that gives itself a title writes over its environment, so that children are found by their parents too.
+    """
     mark = f"{MARK}={os.getpid()}".encode()
+    stats: dict[int, list[str]] = {}
+    found = {os.getpid()}
     for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+        if folder.name.isdecimal():
             try:
+                # The name before the fields may hold spaces and parentheses.
+                stats[int(folder.name)] = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    used += _seconds((folder / "stat").read_text(encoding="utf-8"))
+                    found.add(int(folder.name))
             except OSError:  # it has ended, or is somebody else's
                 continue
-    return used
+    while others := {pid for pid, fields in stats.items() if int(fields[1]) in found} - found:
+        found |= others
+    return sum(_seconds(stats[pid]) for pid in found if pid in stats)
 
 
-def _seconds(stat: str) -> float:
-    """utime, stime and those of the children that ended; the name before them may hold spaces and parentheses."""
-    fields = stat.rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+def _seconds(stat: list[str]) -> float:
+    """utime, stime and those of the children that ended."""
+    return sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_program(module_name: str, words: Sequence[str]) -> int:
     try:
-        return subprocess.run([sys.executable, "-P", "-m", module_name, *words], check=False).returncode
+        return subprocess.run([sys.executable, "-m", module_name, *words], check=False).returncode
     except KeyboardInterrupt:
         return 130
 

@@ -22,7 +22,7 @@ _MAX_REPLICAS = 64
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start one process: `python -P -m KIND FLAGS`, with some variables beside those of this process."""
+    """How to start one process: `python -m KIND FLAGS`, with some variables beside those of this process."""
 
     name: str
     kind: str
@@ -32,8 +32,8 @@ class ProcessSpec:
 
     @property
     def command(self) -> list[str]:
-        """The command line; -P, because who starts it may stand in a folder that has a `router` of its own."""
-        return [sys.executable, "-P", "-m", self.kind, "--name", self.name, *self.flags]
+        """The command line."""
+        return [sys.executable, "-m", self.kind, "--name", self.name, *self.flags]
 
 
 @dataclass(frozen=True, slots=True)

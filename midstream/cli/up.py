@@ -121,8 +121,7 @@ def _run_detached(arguments: argparse.Namespace, console: Console) -> int:
     run_dir = RunDir(arguments.run_dir)
     run_dir.acquire()  # refuses at once when something runs here
     run_dir.release()
-    command = [sys.executable, "-P", "-m", "midstream.cli", "up", "--run-dir", str(run_dir.path)]
-    command += ["--model", arguments.model]
+    command = [sys.executable, "-m", "midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", arguments.model]
     for part in ("routers", "detokenizers", "workers", "tensor-parallel", "pipeline-parallel"):
         command += [f"--{part}", str(getattr(arguments, part.replace("-", "_")))]
     prepare_model(arguments.model, console)

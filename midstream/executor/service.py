@@ -53,7 +53,7 @@ class LocalService:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _midstream(self, command: str, *arguments: str) -> None:
-        line = [sys.executable, "-P", "-m", "midstream.cli", command, "--run-dir", str(self._directory), *arguments]
+        line = [sys.executable, "-m", "midstream.cli", command, "--run-dir", str(self._directory), *arguments]
         done = subprocess.run(
             line, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )

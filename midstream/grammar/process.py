@@ -41,7 +41,7 @@ class GrammarProcess:
         root = str(Path(midstream.__file__).parents[1])
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-P", "-m", "midstream.grammar.child", str(other.fileno())),
+                *(sys.executable, "-m", "midstream.grammar.child", str(other.fileno())),
                 *(str(folder.path / "tokenizer.json"), str(folder.vocab_size)),
                 *(",".join(map(str, folder.end_ids)), str(memory_bytes), str(limit_s)),
             ],

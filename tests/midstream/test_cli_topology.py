@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -35,15 +33,6 @@ def test_every_part_knows_the_addresses_of_those_it_dials() -> None:
         assert flag(worker, "--group-id") == f"worker-{index}"
     assert flag(specs["detokenizer-2"].flags, "--schedulers") == scheduler["grpc"]
     assert all(flag(spec.flags, "--model") == "a-model" for spec in specs.values())
-
-
-def test_a_folder_of_the_same_name_where_it_is_started_is_not_taken_for_a_part(tmp_path: Path) -> None:
-    (tmp_path / "router").mkdir()
-    (tmp_path / "router" / "__main__.py").write_text("raise SystemExit(3)")
-    (spec,) = (spec for spec in plan_processes(Topology("a-model", 1, 1, 1)) if spec.kind == "router")
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [*spec.command, "--help"]
-    assert b"--detokenizers" in subprocess.check_output(command, cwd=tmp_path, env=environment, timeout=60)
 
 
 def test_no_address_is_given_twice() -> None:
