@@ -88,6 +88,8 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
                 finally:
                     self.is_open = False
                     self._lose()
+                if _is_cancelled():
+                    raise asyncio.CancelledError
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _run_once(self, channel: grpc.aio.Channel) -> None:
@@ -111,3 +113,9 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
                 await call.write(self._commands.popleft())
             self._wake.clear()
             await self._wake.wait()
+
+
+def _is_cancelled() -> bool:
+    """Whether this task is to end, though what it met first was an error: a task group raises its errors alone."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -71,7 +71,8 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
 
     async def _begin(self, call: _Call) -> None:
         # The detokenizer answers with its headers as soon as the stream is open.
-        await asyncio.wait_for(call.wait_for_connection(), _CONNECT_TIMEOUT_S)
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            await call.wait_for_connection()
         self._on_live.set()
 
     def _take(self, batch: pb.StreamBatch) -> None:

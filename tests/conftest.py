@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 # Triton's kernels run in its interpreter here. It reads this when it is first imported, by whichever package that is.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -83,7 +84,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
         for report in terminalreporter.getreports(outcome):
             seconds = f"{report.when}, {report.duration:.1f} s"
             crash = getattr(report.longrepr, "reprcrash", None)
-            message = crash.message.partition("\n")[0][:200] if crash else ""
+            message = crash.message if crash else str(report.longrepr or "")
+            message = message.partition("\n")[0][:200]
             terminalreporter.write_line(f"{outcome.upper()} {report.nodeid} ({seconds}): {message}")
 
 
@@ -93,7 +95,36 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """A file stays in one process, for its tests share services and models, and so do all that share the service."""
+    """A file stays in one process, for its tests share services and models, and so do all that share the service.
+
+    A test that ends its process, as one that hangs does, is handed out once more; xdist alone would never cease.
+    """
+
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        super().__init__(config, log)
+        self._crashed: set[str] = set()
+
+    def schedule(self) -> None:
+        """Hands out more than one test to a process that replaces another: none begins its last before it knows so."""
+        super().schedule()
+        for node in self.nodes:
+            self._reschedule(node)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Takes back what a process had; returns the test that ended it."""
+        units: list[dict[str, bool]] = list(self.assigned_work[node].values())
+        crashed = next(((unit, test) for unit in units for test, is_done in unit.items() if not is_done), None)
+        if crashed is None:
+            super().remove_node(node)
+            return None
+        unit, test = crashed
+        unit[test] = test in self._crashed
+        self._crashed.add(test)
+        super().remove_node(node)
+        return test
+
+    def mark_test_pending(self, item: str) -> None:
+        """Wants a crashed test's second attempt, which `remove_node` has seen to."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _group_of(nodeid)

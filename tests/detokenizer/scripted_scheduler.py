@@ -69,7 +69,6 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def stop(self) -> None:
         """Dies."""
         assert self.server is not None
-        await self.server.grpc.stop(0)
         await self.server.stop()
 
     def add(self, request_id: str, **fields: Any) -> None:

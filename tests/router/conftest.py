@@ -73,7 +73,6 @@ class Part:
         self.server.draining.set()
         if self.http is not None:
             await self.http.stop(0)
-        await self.server.grpc.stop(0)
         await self.server.stop()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
