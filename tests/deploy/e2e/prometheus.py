@@ -97,6 +97,7 @@ class Prometheus:
 
     def _num_up(self) -> float:
         try:
-            return sum(self.query('up{job="midstream"}').values())
+            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=10):
+                return sum(self.query('up{job="midstream"}').values())
         except (urllib.error.URLError, OSError):
             return 0.0
