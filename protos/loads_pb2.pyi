@@ -20,7 +20,9 @@ class AbortRequest(google.protobuf.message.Message):
     ONLY_IF_UNREAD_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     only_if_unread: builtins.bool
-    """To a scheduler: only while nobody reads the request's output, because its client may be back elsewhere."""
+    """To a scheduler: only while nobody reads the request's output, or did until a detokenizer or scheduler was lost, because
+    its client may be back elsewhere.
+    """
     def __init__(
         self,
         *,

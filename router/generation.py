@@ -29,6 +29,7 @@ from router.cells import Cell, Cells
 from router.detokenizer_pool import Attachment, DetokenizerPool
 from router.grammar_check import GrammarChecker
 from router.prompt import PromptBuilder
+from router.readers import Readers
 from router.request_checks import (
     check_name,
     check_post_processor,
@@ -70,6 +71,7 @@ class Generation:
         self._cell = cell
         self._request = request
         self._attachment: Attachment | None = None
+        self._is_reading = request is not None
         self._num_failures = 0  # since the last output
 
     async def take(self) -> list[Chunk]:
@@ -78,6 +80,9 @@ class Generation:
         Raises:
             MidstreamError: The stream cannot go on.
         """
+        if not self._is_reading:
+            self._is_reading = True
+            self._runner.readers.enter(self.request_id)
         if self._attachment is None:
             await self._attach()
         while True:
@@ -121,6 +126,9 @@ class Generation:
         """The client has its output, or has left; with `abort` a request that is not detached ends."""
         if self._attachment is not None:
             self._attachment.detach()
+        if self._is_reading:
+            self._is_reading = False
+            self._runner.readers.leave(self.request_id)
         # A deadline that has passed is the scheduler's to tell.
         is_late = self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline
         if abort and not is_late and not self.stream.is_final and self._request and not self._request.detached:
@@ -128,7 +136,11 @@ class Generation:
 
 
 class Runner:
-    """Runs requests on the cells and detokenizers of this router."""
+    """Runs requests on the cells and detokenizers of this router.
+
+    Attributes:
+        readers: Clients that wait for a request's output, or for its scheduler to take it.
+    """
 
     def __init__(
         self,
@@ -150,6 +162,7 @@ class Runner:
         self._max_tensor_bytes = max_tensor_bytes
         self._grammars = GrammarChecker(model)
         self._aborting: set[asyncio.Task[None]] = set()
+        self.readers = Readers()
 
     async def start(
         self, request: pb.GenerateRequest, timeout_s: float | None, on_overflow: Callable[[], None] = lambda: None
@@ -176,11 +189,13 @@ class Runner:
             check_post_processor(request, cell.features)
         if request.HasField("guided_decoding"):
             await self._grammars.check(request.guided_decoding)
+        self.readers.enter(request.request_id)
         try:
             cell = await self.submit(cell, request, deadline)
-        except asyncio.CancelledError:
-            # The client has left, and the scheduler may have the request all the same.
-            if not request.detached:
+        except BaseException as error:
+            self.readers.leave(request.request_id)
+            # Where its client has left, the scheduler may have the request all the same.
+            if isinstance(error, asyncio.CancelledError) and not request.detached:
                 self.abort_soon(request.request_id)
             raise
         stream = ClientStream(request.request_id, self._max_pending_bytes, on_overflow=on_overflow)
@@ -246,6 +261,8 @@ class Runner:
 
     async def _abort(self, request_id: str) -> None:
         await asyncio.sleep(_RETURN_S)
+        if request_id in self.readers:
+            return
         try:
             await self.cells.abort(request_id, only_if_unread=True)
         except MidstreamError as error:

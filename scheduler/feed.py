@@ -27,15 +27,17 @@ class RequestLog:
         num_committed: Committed output tokens of each sequence.
         has_ended: Whether each sequence's end is committed.
         is_over: The request's end is committed.
+        is_awaited: Its last reader was lost and did not leave, so that it is expected back.
     """
 
-    __slots__ = ("has_ended", "is_over", "num_committed", "readers", "request")
+    __slots__ = ("has_ended", "is_awaited", "is_over", "num_committed", "readers", "request")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.num_committed = [0] * len(request.sequences)
         self.has_ended = [False] * len(request.sequences)
         self.is_over = False
+        self.is_awaited = False
         self.readers: set[Attachment] = set()
 
 
@@ -86,11 +88,12 @@ class FeedHub:
         log.num_committed = [len(sequence.output) for sequence in request.sequences]
         log.has_ended = [sequence.end is not None for sequence in request.sequences]
         log.is_over = not request.live_sequences
+        log.is_awaited = True
 
     def is_read(self, request_id: str) -> bool:
-        """Whether some detokenizer reads a request."""
+        """Whether some detokenizer reads a request, or did until it was lost."""
         log = self.logs.get(request_id)
-        return log is not None and bool(log.readers)
+        return log is not None and (bool(log.readers) or log.is_awaited)
 
     def publish(self, entries: list[JournalEntry]) -> None:
         """Shows what has been committed."""
@@ -174,6 +177,7 @@ class DetokenizerFeed:
         self._attachments[stream] = attachment
         self.num_attached_total += 1
         log.readers.add(attachment)
+        log.is_awaited = False
         self._hub.on_attach(request_id)
         self.mark(attachment)
 
@@ -196,7 +200,8 @@ class DetokenizerFeed:
             return
         self._is_closed = True
         self._hub.feeds.remove(self)
-        for stream in list(self._attachments):
+        for stream, attachment in list(self._attachments.items()):
+            attachment.log.is_awaited = True
             self.detach(stream)
         self._wake.set()
 

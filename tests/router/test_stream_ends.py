@@ -29,6 +29,24 @@ async def test_a_client_that_leaves_aborts_at_once_unless_detached(cluster: Clus
     await cluster.scheduler.until(lambda: not any(feed.attached for feed in cluster.scheduler.feeds))
 
 
+async def test_a_client_that_is_back_at_once_is_not_aborted_though_no_detokenizer_knows_it(
+    cluster: Cluster, open_client: OpenClient
+) -> None:
+    client = open_client(await cluster.add_router(unavailable_timeout_s=60.0))
+    streams = [client.generate(token_ids=PROMPT, request_id=request_id) for request_id in ("back", "back", "left")]
+    reading = []
+    for number, stream in enumerate(streams):
+        reading.append(asyncio.create_task(anext(stream)))
+        await cluster.scheduler.until(lambda number=number: len(cluster.scheduler.submits) > number)
+        if stream is not streams[1]:
+            stream.cancel()
+    # The first one left earlier, so it would have been aborted earlier.
+    await cluster.scheduler.until(lambda: cluster.scheduler.aborts)
+    assert cluster.scheduler.aborts == ["left"]
+    streams[1].cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+
+
 async def test_abort_from_elsewhere_ends_the_stream(cluster: Cluster, open_client: OpenClient) -> None:
     router = await cluster.add_router(await cluster.add_detokenizer())
     client = open_client(router)

@@ -89,6 +89,24 @@ async def test_whoever_attaches_later_gets_everything_and_unknown_requests_an_er
         assert second.opened[8].error.code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
+async def test_a_request_whose_reader_was_lost_is_not_taken_for_unread() -> None:
+    async with run_cell() as cell:
+        await cell.submit("a", [5, 6, 7], 4)
+        hub = cell.service.engine.hub
+        abort = loads_pb2.AbortRequest(request_id="a", only_if_unread=True)
+        lost, leaving = [await Feed(cell.stub).open() for _ in range(2)]
+        await lost.attach(1, "a")
+        await until(lambda: any(feed.num_attached for feed in hub.feeds))
+        lost.call.cancel()
+        await until(lambda: len(hub.feeds) == 1)
+        assert not (await cell.stub.Abort(abort)).was_running
+        await leaving.attach(1, "a")
+        await until(lambda: hub.feeds[0].num_attached == 1)
+        await leaving.call.write(scheduler_pb2.FeedCommand(detach=scheduler_pb2.FeedDetach(stream=1)))
+        await until(lambda: hub.feeds[0].num_attached == 0)
+        assert (await cell.stub.Abort(abort)).was_running
+
+
 async def test_submit_again_attaches_and_with_other_contents_is_refused() -> None:
     async with run_cell() as cell:
         await cell.submit("a", [1, 2], 6, timeout_ms=60_000, arrival_time_unix_ns=5)
