@@ -177,7 +177,6 @@ class DetokenizerFeed:
         self._attachments[stream] = attachment
         self.num_attached_total += 1
         log.readers.add(attachment)
-        log.is_awaited = False
         self._hub.on_attach(request_id)
         self.mark(attachment)
 
@@ -186,6 +185,7 @@ class DetokenizerFeed:
         attachment = self._attachments.pop(stream, None)
         if attachment is not None:
             attachment.log.readers.discard(attachment)
+            attachment.log.is_awaited = False
             self._dirty.pop(attachment, None)
             self._hub.on_detach(attachment.log.request.request_id)
 
@@ -201,8 +201,8 @@ class DetokenizerFeed:
         self._is_closed = True
         self._hub.feeds.remove(self)
         for stream, attachment in list(self._attachments.items()):
-            attachment.log.is_awaited = True
             self.detach(stream)
+            attachment.log.is_awaited = True
         self._wake.set()
 
     async def batches(self) -> AsyncIterator[scheduler_pb2.FeedBatch]:

@@ -100,8 +100,13 @@ async def test_a_request_whose_reader_was_lost_is_not_taken_for_unread() -> None
         lost.call.cancel()
         await until(lambda: len(hub.feeds) == 1)
         assert not (await cell.stub.Abort(abort)).was_running
+        # Nor does one that is lost keep it when another, which was there before, leaves.
+        another = await Feed(cell.stub).open()
         await leaving.attach(1, "a")
-        await until(lambda: hub.feeds[0].num_attached == 1)
+        await another.attach(1, "a")
+        await until(lambda: len(hub.feeds) == 2 and all(feed.num_attached for feed in hub.feeds))
+        another.call.cancel()
+        await until(lambda: len(hub.feeds) == 1)
         await leaving.call.write(scheduler_pb2.FeedCommand(detach=scheduler_pb2.FeedDetach(stream=1)))
         await until(lambda: hub.feeds[0].num_attached == 0)
         assert (await cell.stub.Abort(abort)).was_running
