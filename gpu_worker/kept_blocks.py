@@ -5,10 +5,13 @@ steps that were done left them, and a scheduler that was started anew has only t
 
 A hash is noted when the step that it came with is done; it is dropped as soon as a step is received before or in which
 the block may change, done or not. So whatever is noted holds at any moment, also while steps of an epoch that is over
-still run.
+still run. The hashes may lie in memory that outlasts the process, see `kv_store`: then it holds of its death as well.
 """
 
 from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
 
 from protos import worker_pb2
 
@@ -16,15 +19,17 @@ from protos import worker_pb2
 class KeptBlocks:
     """Used by the link's thread alone."""
 
-    def __init__(self) -> None:
-        self._hashes: dict[int, int] = {}
+    def __init__(self, hashes: NDArray[np.uint64]) -> None:
+        """`hashes` [num_blocks] is where they are noted, all 0 at first."""
+        self._hashes = hashes
         self._to_come: dict[int, dict[int, int]] = {}
 
     def receive(self, step: worker_pb2.StepBatch) -> None:
         """Notes what is to become of blocks in a step that will be run."""
         new: dict[int, int] = {}
         for block, value in zip(step.hashed_blocks, step.block_hashes, strict=True):
-            for hashes in (self._hashes, *self._to_come.values(), new):
+            self._hashes[block] = 0
+            for hashes in (*self._to_come.values(), new):
                 hashes.pop(block, None)
             if value:
                 new[block] = value
@@ -33,7 +38,8 @@ class KeptBlocks:
 
     def finish(self, step_id: int) -> None:
         """Notes what blocks hold now that a step of this epoch is done."""
-        self._hashes |= self._to_come.pop(step_id, {})
+        for block, value in self._to_come.pop(step_id, {}).items():
+            self._hashes[block] = value
 
     def end_epoch(self) -> None:
         """Forgets steps in flight: whether they were done is unknown."""
@@ -41,12 +47,13 @@ class KeptBlocks:
 
     def clear(self) -> None:
         """Forgets all, after a step that failed half-way."""
-        self._hashes.clear()
+        self._hashes[:] = 0
         self._to_come.clear()
 
     def write(self, register: worker_pb2.Register) -> None:
         """Puts all that is known into a registration."""
         register.ClearField("kept_blocks")
         register.ClearField("kept_hashes")
-        register.kept_blocks.extend(self._hashes)
-        register.kept_hashes.extend(self._hashes.values())
+        (blocks,) = self._hashes.nonzero()
+        register.kept_blocks.extend(blocks.tolist())
+        register.kept_hashes.extend(self._hashes[blocks].tolist())

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+import midstream
+from gpu_worker.kv_store import KvStore
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.step import IntArray
 from kernels.cpu import stored_head_dim
+from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
+from midstream.model_folder import ModelFolder
+
+if TYPE_CHECKING:
+    from gpu_worker.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +35,7 @@ class KvCache:
     Attributes:
         keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
             numbers inside a block in its own way. With integers, scales make head_dim larger.
+        block_hashes: [num_blocks], what KeptBlocks knows of each; in the store, where there is one.
     """
 
     def __init__(
@@ -34,6 +45,7 @@ class KvCache:
         tokens_per_block: int,
         dtype: torch.dtype,
         device: torch.device,
+        store: KvStore | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
@@ -44,14 +56,52 @@ class KvCache:
             description.num_kv_heads,
             stored_head_dim(description.head_dim, dtype),
         )
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
+        self._store = store
+        self._memory = None
+        if store is not None:
+            self._memory = store.make_pool(num_blocks, int(np.prod(shape[2:])) * dtype.itemsize)
+        if self._memory is None:
+            self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+            self.block_hashes = np.zeros(num_blocks, dtype=np.uint64)
+        else:
+            self.keys, self.values = (
+                torch.from_numpy(data.reshape(-1)).view(dtype).view(shape)
+                for data in (self._memory.keys, self._memory.values)
+            )
+            self.block_hashes = self._memory.hashes
+
+    @property
+    def store_name(self) -> str:
+        """Of the store that others can take these blocks out of; empty: there is none."""
+        return self._store.name if self._store is not None and self._memory is not None else ""
+
+    def close(self) -> None:
+        """Takes it out of the store."""
+        if self._store is not None:
+            self._store.close()
+
+    def adopt(self, hashes: NDArray[np.uint64], targets: IntArray) -> IntArray:
+        """Fills target blocks with what dead workers left under these hashes; returns those that were not found."""
+        if self._store is None or self._memory is None:
+            return targets
+        return self._store.fetch(hashes, targets, self._memory)
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         """Copies whole blocks in all layers; all sources are read before any target is written."""
         source, target = torch.from_numpy(sources).long(), torch.from_numpy(targets).long()
         for cache in (self.keys, self.values):
             cache[:, target.to(cache.device)] = cache[:, source.to(cache.device)]
+
+
+def shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> KvStore | None:
+    """Where the KV pool is to lie so that others can take it over: on a CPU, and where a folder is given for it."""
+    if not config.shared_kv_folder or model.device.type != "cpu":
+        return None
+    # Blocks are equal only if the same code made them from the same numbers.
+    numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype)
+    code = (midstream.__version__, config.weights, config.activations, config.kernels, config.implementation)
+    kind = (numbers, code, type(model.decoder).__name__)
+    return KvStore(Path(config.shared_kv_folder), repr(kind), model.description.num_layers)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -79,6 +79,7 @@ class SchedulerLink:
         metrics: Metrics,
         memory: Callable[[], worker_pb2.MemoryUsage],
         adapters: AdapterCache[Any],
+        kept: KeptBlocks,
         credentials: WorkerCredentials | None = None,
     ) -> None:
         """Makes the link; `start` connects it.
@@ -89,6 +90,7 @@ class SchedulerLink:
             metrics: Where drops and registrations are counted.
             memory: Memory in use now.
             adapters: The worker's adapters.
+            kept: What its blocks hold.
             credentials: Keys of the link; None: plain text.
         """
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
@@ -96,7 +98,7 @@ class SchedulerLink:
         self._address, self._register, self._memory = address, register, memory
         self._dialler = Dialler(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
-        self._kept = KeptBlocks()
+        self._kept = kept
         self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)

@@ -23,7 +23,8 @@ from gpu_worker.drafts import Drafter
 from gpu_worker.features import Feature
 from gpu_worker.guided import UNCONSTRAINED, Guides
 from gpu_worker.input_batch import InputBatch, PreparedStep
-from gpu_worker.kv_cache import KvCache
+from gpu_worker.kv_cache import KvCache, shared_store
+from gpu_worker.kv_store import KvStore
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
 from gpu_worker.loader import LoadedModel, load_model, num_threads
 from gpu_worker.lora.cache import adapter_cache
@@ -54,10 +55,12 @@ class Launched:
 
     Attributes:
         rows: That sample in it.
+        missing_blocks: Blocks to adopt that nothing was found for.
         output: Once it is there.
     """
 
     started: float
+    missing_blocks: IntArray = field(default_factory=lambda: EMPTY)
     rows: IntArray = field(default_factory=lambda: EMPTY)
     pending: PendingTokens | None = None
     copy: Copy | None = None
@@ -129,7 +132,8 @@ class ModelRunner:
         if leader is not None:
             self.model = replace(self.model, decoder=leader.lead(self.model.decoder, self.model.shard))
         self._warm_up()
-        self._take_blocks(self._choose_num_blocks())
+        is_whole = leader is None and self._draft is None
+        self._take_blocks(self._choose_num_blocks(), shared_store(config, folder, self.model) if is_whole else None)
         description, element_bytes = self.model.description, self.model.dtype.itemsize
         self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
         if self._front is not None:
@@ -138,6 +142,7 @@ class ModelRunner:
     def close(self) -> None:
         """Ends what runs beside."""
         self._guides.close()
+        self.kv.close()
 
     def clear(self) -> None:
         """Forgets all sequences; the pool's contents stay as they are, and nothing refers to them."""
@@ -163,6 +168,8 @@ class ModelRunner:
         # Tokens of the last step alone are on the device for this one.
         self._settle_all_but(0 if step.forks or len(step.beam_rows) or len(step.draft_rows) else 1)
         prepared = self._batch.prepare(refuse_unknown(step, self.post_processors))
+        if len(step.adopted_blocks):
+            launched.missing_blocks = self.kv.adopt(step.adopted_hashes, step.adopted_blocks)
         if len(step.copy_sources):
             self._copy_blocks(step.copy_sources, step.copy_targets)
         if self._front is not None and prepared.inputs is not None and self._is_plain(prepared):
@@ -180,6 +187,8 @@ class ModelRunner:
         if launched.output is None:
             self._settle_all_but(len(self._in_flight) - 1 - self._in_flight.index(launched))
         assert launched.output is not None
+        if len(launched.missing_blocks):
+            return replace(launched.output, missing_blocks=tuple(launched.missing_blocks.tolist()))
         return launched.output
 
     def _is_plain(self, prepared: PreparedStep) -> bool:
@@ -300,9 +309,9 @@ class ModelRunner:
         kv = KvCache(draft.description, num_blocks, self._config.tokens_per_block, draft.kv_dtype, draft.device)
         return DraftModel(draft, self._rows, kv, self.max_num_tokens)
 
-    def _take_blocks(self, num_blocks: int) -> None:
+    def _take_blocks(self, num_blocks: int, store: KvStore | None = None) -> None:
         model, tokens_per_block = self.model, self._config.tokens_per_block
-        self.kv = KvCache(model.part, num_blocks, tokens_per_block, model.kv_dtype, model.device)
+        self.kv = KvCache(model.part, num_blocks, tokens_per_block, model.kv_dtype, model.device, store)
         model.decoder.use_cache(self.kv)
         self._rows = Rows(
             self._config.max_batch_size,

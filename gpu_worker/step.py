@@ -13,6 +13,8 @@ from midstream.grammar.messages import Guide
 
 IntArray = NDArray[np.int32]
 EMPTY: IntArray = np.empty(0, dtype=np.int32)
+HashArray = NDArray[np.uint64]
+NO_HASHES: HashArray = np.empty(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,8 @@ class Step:
     beam_tokens: IntArray = field(default_factory=lambda: EMPTY)
     draft_rows: IntArray = field(default_factory=lambda: EMPTY)
     draft_limits: IntArray = field(default_factory=lambda: EMPTY)
+    adopted_blocks: IntArray = field(default_factory=lambda: EMPTY)
+    adopted_hashes: HashArray = field(default_factory=lambda: NO_HASHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +236,7 @@ class StepOutput:
         errors: (row, error) of rows whose token means nothing.
         forward_s: Time of forward pass and sampling, in seconds.
         prompt_log_probs, tensors: What rows report beside.
+        missing_blocks: Blocks to adopt that nothing was found for.
     """
 
     token_ids: IntArray
@@ -243,3 +248,4 @@ class StepOutput:
     num_tokens: tuple[int, ...] = ()
     candidate_log_probs: tuple[float, ...] = ()
     num_drafts: tuple[int, ...] = ()
+    missing_blocks: tuple[int, ...] = ()

@@ -61,6 +61,8 @@ def decode_step(message: worker_pb2.StepBatch) -> Step:
         beam_tokens=_ints(message.beam_token_ids),
         draft_rows=_ints(message.draft_rows),
         draft_limits=_ints(message.draft_limits),
+        adopted_blocks=_ints(message.adopted_blocks),
+        adopted_hashes=np.array(message.adopted_hashes, dtype=np.uint64),
     )
     if not len(step.context_rows) == len(step.context_starts) == len(step.context_lengths):
         raise ValueError("context arrays differ in length")
@@ -68,6 +70,8 @@ def decode_step(message: worker_pb2.StepBatch) -> Step:
         raise ValueError("block arrays differ in length")
     if len(step.beam_rows) != len(step.beam_tokens) or len(step.draft_rows) != len(step.draft_limits):
         raise ValueError("beam or draft arrays differ in length")
+    if len(step.adopted_blocks) != len(step.adopted_hashes):
+        raise ValueError("adoption arrays differ in length")
     return step
 
 
@@ -84,6 +88,7 @@ def encode_result(epoch: int, step_id: int, output: StepOutput, waiting_s: float
         num_tokens=output.num_tokens,
         candidate_log_probs=output.candidate_log_probs,
         num_drafts=output.num_drafts,
+        missing_blocks=output.missing_blocks,
         num_draft_tokens=sum(output.num_drafts),
         num_accepted_tokens=sum(
             count - 1 for count, drafts in zip(output.num_tokens, output.num_drafts, strict=False) if drafts

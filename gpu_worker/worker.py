@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from gpu_worker.kept_blocks import KeptBlocks
 from gpu_worker.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
 from gpu_worker.lora.sizes import usual_adapter_bytes
 from gpu_worker.model_runner import ModelRunner
@@ -66,11 +67,20 @@ class Worker:
         metrics, progress = Metrics(), Progress()
         self._loop = progress.loop("compute", _STALL_S)
         registration = _registration(config, folder, self._runner, 1 if group is None else group.ranks.world_size)
-        self._link = SchedulerLink(config.scheduler, registration, metrics, _memory, self._runner.adapters, credentials)
+        self._link = SchedulerLink(
+            config.scheduler,
+            registration,
+            metrics,
+            _memory,
+            self._runner.adapters,
+            KeptBlocks(self._runner.kv.block_hashes),
+            credentials,
+        )
         self._in_flight = StepsInFlight(self._runner, self._link.inbox)
         self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
         self._steps = metrics.counter("worker_steps", "Steps executed.")
         self._tokens = metrics.counter("worker_tokens", "Tokens sampled.")
+        self._adopted = metrics.counter("worker_blocks_adopted", "KV blocks taken over from workers that died.")
         self._step_seconds = metrics.histogram("worker_step_seconds", "Time of forward pass and sampling of a step.")
 
     def run(self) -> int:
@@ -137,6 +147,7 @@ class Worker:
         self._requests.note_failures(output)
         self._steps.inc()
         self._tokens.inc(len(output.token_ids))
+        self._adopted.inc(len(step.adopted_blocks) - len(output.missing_blocks))
         self._step_seconds.observe(output.forward_s)
         if self._traces is not None:
             self._traces.note(step, output, waiting_s)
@@ -166,6 +177,7 @@ def _registration(
         pid=os.getpid(),
         protocol_version=PROTOCOL_VERSION,
         lora_cache_bytes=runner.adapters.device_bytes,
+        kv_store=runner.kv.store_name,
         max_loras=runner.adapters.device_bytes // usual_adapter_bytes(model.description, model.dtype.itemsize),
     )
 

@@ -495,6 +495,7 @@ class RecordedPlan(google.protobuf.message.Message):
     BEAM_TOKEN_IDS_FIELD_NUMBER: builtins.int
     DRAFT_ROWS_FIELD_NUMBER: builtins.int
     DRAFT_LIMITS_FIELD_NUMBER: builtins.int
+    ADOPTED_BLOCKS_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     epoch: builtins.int
     step_id: builtins.int
@@ -531,6 +532,8 @@ class RecordedPlan(google.protobuf.message.Message):
     def draft_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def draft_limits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def adopted_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -554,8 +557,9 @@ class RecordedPlan(google.protobuf.message.Message):
         beam_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         draft_rows: collections.abc.Iterable[builtins.int] | None = ...,
         draft_limits: collections.abc.Iterable[builtins.int] | None = ...,
+        adopted_blocks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["added", b"added", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "group_id", b"group_id", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeats_generation", b"repeats_generation", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["added", b"added", "adopted_blocks", b"adopted_blocks", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "group_id", b"group_id", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeats_generation", b"repeats_generation", "step_id", b"step_id"]) -> None: ...
 
 global___RecordedPlan = RecordedPlan
 

@@ -140,6 +140,7 @@ class Register(google.protobuf.message.Message):
     MAX_LORAS_FIELD_NUMBER: builtins.int
     KEPT_BLOCKS_FIELD_NUMBER: builtins.int
     KEPT_HASHES_FIELD_NUMBER: builtins.int
+    KV_STORE_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
     """Random, made anew each time the process starts."""
@@ -163,6 +164,10 @@ class Register(google.protobuf.message.Message):
     lora_cache_bytes: builtins.int
     """Device memory for adapters, and how many of rank 8 on all modules it holds."""
     max_loras: builtins.int
+    kv_store: builtins.str
+    """Names the memory that the KV pool lies in, and the kind of its blocks. Workers that give the same name can take over
+    what one of them held that has died. Empty: nobody can.
+    """
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -198,8 +203,9 @@ class Register(google.protobuf.message.Message):
         max_loras: builtins.int = ...,
         kept_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         kept_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        kv_store: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "host", b"host", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_dtype", b"kv_dtype", "lora_cache_bytes", b"lora_cache_bytes", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "host", b"host", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_dtype", b"kv_dtype", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 
@@ -358,7 +364,8 @@ global___EpochEnded = EpochEnded
 @typing.final
 class StepBatch(google.protobuf.message.Message):
     """One forward step of one worker group, as parallel arrays. Applied in this order: released_rows, add_sequences,
-    forks, beam tokens, block growth, block copies, then the forward pass over context chunks and generation rows.
+    forks, beam tokens, block growth, adoptions, block copies, then the forward pass over context chunks and generation
+    rows.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -385,6 +392,8 @@ class StepBatch(google.protobuf.message.Message):
     BEAM_TOKEN_IDS_FIELD_NUMBER: builtins.int
     HASHED_BLOCKS_FIELD_NUMBER: builtins.int
     BLOCK_HASHES_FIELD_NUMBER: builtins.int
+    ADOPTED_BLOCKS_FIELD_NUMBER: builtins.int
+    ADOPTED_HASHES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     """1, 2, 3, … within an epoch. A gap or a repeat means a broken link."""
@@ -452,6 +461,12 @@ class StepBatch(google.protobuf.message.Message):
 
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def adopted_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Blocks to fill with what dead workers of the same kv_store left, found by its hash: parallel arrays."""
+
+    @property
+    def adopted_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -477,8 +492,10 @@ class StepBatch(google.protobuf.message.Message):
         beam_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         hashed_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        adopted_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        adopted_hashes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "context_without_sample", b"context_without_sample", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "context_without_sample", b"context_without_sample", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id"]) -> None: ...
 
 global___StepBatch = StepBatch
 
@@ -612,6 +629,7 @@ class StepResult(google.protobuf.message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     CANDIDATE_LOG_PROBS_FIELD_NUMBER: builtins.int
     NUM_DRAFTS_FIELD_NUMBER: builtins.int
+    MISSING_BLOCKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     forward_us: builtins.int
@@ -640,6 +658,10 @@ class StepResult(google.protobuf.message.Message):
     def num_drafts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Drafts that were verified, of each sampled row; empty means none."""
 
+    @property
+    def missing_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Those of adopted_blocks that nothing was found for."""
+
     def __init__(
         self,
         *,
@@ -655,8 +677,9 @@ class StepResult(google.protobuf.message.Message):
         num_accepted_tokens: builtins.int = ...,
         candidate_log_probs: collections.abc.Iterable[builtins.float] | None = ...,
         num_drafts: collections.abc.Iterable[builtins.int] | None = ...,
+        missing_blocks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "missing_blocks", b"missing_blocks", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
 
 global___StepResult = StepResult
 

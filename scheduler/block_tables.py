@@ -6,8 +6,9 @@ start on (prefix_cache says how they wait for it); blocks of generated tokens ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from scheduler.adoption import AdoptedBlock, Adoption
 from scheduler.block_manager import BlockManager, Retention
 from scheduler.core_config import CoreConfig
 from scheduler.prefix_cache import extend_hashes
@@ -63,7 +64,7 @@ class BlockTables:
     def _reuses(self, sequence: Sequence) -> bool:
         return self._enable_reuse and sequence.request.spec.is_cacheable
 
-    def fill(self, sequence: Sequence, leader: Sequence | None) -> None:
+    def fill(self, sequence: Sequence, leader: Sequence | None, adoption: Adoption | None = None) -> None:
         """Gives a sequence blocks for all its known tokens.
 
         Precondition: they are available.
@@ -71,6 +72,7 @@ class BlockTables:
         Args:
             sequence: One without a table.
             leader: Another sequence of its request that has a table; they share the prompt's full blocks.
+            adoption: Where full blocks go that a dead worker may have left; None: there are none.
         """
         spec, block_size = sequence.request.spec, self.tokens_per_block
         known = sequence.num_tokens
@@ -87,6 +89,8 @@ class BlockTables:
         sequence.num_reserved = most if self.has_window else most - len(sequence.table)
         self.num_reserved_blocks += sequence.num_reserved
         self._promise(sequence, len(shared), known // block_size)
+        if adoption is not None and self._reuses(sequence):
+            self._adopt(sequence, adoption)
         if leader is None:
             self.blocks.counts.missed += max(0, num_prompt_shared - len(shared)) if self._reuses(sequence) else 0
 
@@ -163,6 +167,28 @@ class BlockTables:
         else:
             cache.pending.update((block, sequence) for block in sequence.table[first:end])
             sequence.next_publish = NO_RESULTS
+
+    def _adopt(self, sequence: Sequence, adoption: Adoption) -> None:
+        """Leaves the blocks that the sequence was to compute to an adoption; its last known token stays to compute."""
+        end = (sequence.num_tokens - 1) // self.tokens_per_block
+        for index in range(sequence.num_hit_blocks, end):
+            block = sequence.table[index]
+            adoption.entries.append(AdoptedBlock(sequence, index, block))
+            self._prefix_cache.pending[block] = adoption
+        sequence.num_hit_blocks = max(sequence.num_hit_blocks, end)
+
+    def settle(self, adoption: Adoption, missing: Collection[int]) -> None:
+        """Takes in what an adoption came to: blocks that were found are computed, the next one computes the others."""
+        pending = self._prefix_cache.pending
+        for entry in adoption.entries:
+            if pending.get(entry.block) is not adoption:
+                continue  # it was given back, and may be another's
+            if entry.block in missing or not entry.is_held:
+                pending[entry.block] = None
+                continue
+            del pending[entry.block]
+            if self._prefix_cache.contains(entry.block):
+                self._prefix_cache.note_stored(entry.sequence, entry.index, 1, self.tokens_per_block)
 
     def grow(self, sequence: Sequence) -> int:
         """Adds a block to a sequence and gives back those that its attention window has left behind.

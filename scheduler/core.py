@@ -198,6 +198,7 @@ class SchedulerCore:
         group.num_beats_ahead = 0
         step = group.in_flight.popleft()
         group.pace.note_result(step, event.time_ns)
+        group.tables.settle(step.adoption, event.missing_blocks)
         self._results.commit(group, step, event)
         return True
 

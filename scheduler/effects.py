@@ -127,6 +127,8 @@ class StepPlan:
     draft_limits: list[int] = field(default_factory=list)
     hashed_blocks: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
+    adopted_blocks: list[int] = field(default_factory=list)
+    adopted_hashes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,7 @@ class WorkerRegistered:
         max_batch_size: Rows. max_num_tokens: Tokens in one step.
         lora_cache_bytes: Device memory for adapters. max_loras: How many usual ones that holds.
         kept_blocks: Blocks whose contents an earlier epoch left. kept_hashes: What they hold.
+        kv_store: Groups of the same name can take over blocks of those among them that died; empty: of none.
     """
 
     time_ns: int
@@ -106,6 +107,7 @@ class WorkerRegistered:
     max_loras: int = 0
     kept_blocks: tuple[int, ...] = ()
     kept_hashes: tuple[int, ...] = ()
+    kv_store: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ class StepDone:
         outputs: Serialized extra outputs, by row.
         candidate_log_probs: Of the candidates of all rows that are beams, in order.
         num_drafts: Drafts that were verified, of each sampled row; empty is none.
+        missing_blocks: Blocks to adopt that nothing was found for.
     """
 
     time_ns: int
@@ -164,6 +167,7 @@ class StepDone:
     num_accepted_tokens: int = 0
     candidate_log_probs: list[float] = field(default_factory=list)
     num_drafts: list[int] = field(default_factory=list)
+    missing_blocks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

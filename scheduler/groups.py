@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from scheduler.adapter_room import AdapterRoom
+from scheduler.adoption import Adoption
 from scheduler.block_manager import BlockManager
 from scheduler.block_tables import BlockTables
 from scheduler.core_config import CoreConfig
@@ -62,6 +63,7 @@ class WorkerGroup:
         generation_version: Changes whenever `generating` does.
         num_waiting: Sequences with rows that wait for each result before they run again.
         released_rows: Rows that the next step frees at the worker.
+        adoption: Blocks that the next step asks the worker to look for in what dead ones left.
         batch_size: Sequences started since the group was last empty.
     """
 
@@ -92,6 +94,7 @@ class WorkerGroup:
         self.num_waiting = 0
         self.batch_size = 0
         self.released_rows: list[int] = []
+        self.adoption = Adoption()
         self.in_flight: deque[InFlightStep] = deque()
         self.last_generation = LastGeneration()
         self.next_step_id = 1
@@ -119,6 +122,12 @@ class WorkerGroup:
         """Known tokens that are still to be computed."""
         block = self.tokens_per_block
         return sum(s.num_tokens - max(s.num_computed, s.num_hit_blocks * block) for s in self.context)
+
+    @property
+    def adopting_requests(self) -> set[Request]:
+        """Requests that wait for what a dead worker left."""
+        adoptions = [self.adoption, *(step.adoption for step in self.in_flight)]
+        return {request for adoption in adoptions for request in adoption.requests}
 
     @property
     def inflight_request_ids(self) -> frozenset[str]:
@@ -179,8 +188,10 @@ class WorkerGroup:
         request.state = RequestState.ACTIVE
         self.num_placed += 1
         leader: Sequence | None = None
+        can_adopt = request.lost_store != "" and request.lost_store == self.registration.kv_store
+        request.lost_store = ""
         for sequence in request.running_sequences:
-            self.tables.fill(sequence, leader)
+            self.tables.fill(sequence, leader, self.adoption if can_adopt else None)
             self._take_row(sequence, ordinal)
             self.context.append(sequence)
             leader = leader or sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from scheduler.adoption import Adoption
 from scheduler.request import Request, Sequence
 
 
@@ -25,6 +26,7 @@ class InFlightStep:
         context: (row, sequence, tokens, samples) of each chunk.
         generation: Sequences in ascending order of their rows.
         draft_limits: Most drafts that are verified for a sequence; none for others.
+        adoption: Blocks that the worker looks for in what dead ones left.
     """
 
     step_id: int
@@ -37,6 +39,7 @@ class InFlightStep:
     queue_latency_ns: int
     num_empty_slots: int
     draft_limits: dict[Sequence, int] = field(default_factory=dict)
+    adoption: Adoption = field(default_factory=Adoption)
 
     @property
     def num_context_tokens(self) -> int:

@@ -176,8 +176,11 @@ class Membership:
         if tell:
             self._effects.append(EpochEnded(group.connection, group.epoch, reason))
         culprit = self._blame(group) if is_death else None
+        # What a worker died of while it looked for lost blocks might be just these: they are looked for once.
+        adopting = group.adopting_requests
         for request in list(group.active):
             group.release(request)
+            request.lost_store = group.registration.kv_store if is_death and request not in adopting else ""
             if request is not culprit:
                 request.num_recoveries += 1
                 self._totals.num_recoveries += 1

@@ -15,6 +15,7 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
+from scheduler.adoption import Adoption
 from scheduler.request import Sequence
 from scheduler.request_spec import RequestSpec
 
@@ -73,9 +74,8 @@ class PrefixCache:
     """Which block of one worker group holds which hash, and which are still to be computed.
 
     Attributes:
-        pending: Published blocks whose contents no planned step computes yet, with the sequence that will; None where
-        it
-            went away and the next one that needs the block takes over.
+        pending: Published blocks whose contents no planned step computes yet, with the sequence that will, or the
+            adoption that may find them; None where there is none and the next one that needs the block takes over.
         changes: What readers of KV events have not been told yet.
         news: What the worker has not been told yet: a block, and the hash of what it holds; 0 where that may change.
     """
@@ -83,7 +83,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[int, int] = {}
         self._hash_of: dict[int, int] = {}
-        self.pending: dict[int, Sequence | None] = {}
+        self.pending: dict[int, Sequence | Adoption | None] = {}
         self.changes: list[KvChange] = []
         self.news: list[tuple[int, int]] = []
 

@@ -45,7 +45,7 @@ _OF_A_REQUEST: dict[type[AbortRequested | Attached | Detached], str] = {
 _PLAN_LISTS = (
     "released_rows", "context_rows", "context_starts", "context_lengths", "generation_rows", "idle_rows", "block_rows",
     "block_ids", "copy_source_blocks", "copy_target_blocks", "beam_rows", "beam_token_ids", "draft_rows",
-    "draft_limits",
+    "draft_limits", "adopted_blocks",
 )  # fmt: skip
 
 
@@ -202,6 +202,7 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
         result.num_tokens.extend(event.num_tokens)
         result.candidate_log_probs.extend(event.candidate_log_probs)
         result.num_drafts.extend(event.num_drafts)
+        result.missing_blocks.extend(sorted(event.missing_blocks))
         for row, failure in event.failures:
             error = result.errors.add(row=row).error
             error.code, error.message, error.field = failure.code, failure.message, failure.field

@@ -184,6 +184,7 @@ class Request:
         ordinal: Place in the order of arrival; smaller is older.
         group: The worker group whose blocks it holds; None while queued or finished.
         num_cached_tokens: Prompt tokens whose keys and values were in the cache when it first started.
+        lost_store: Where the blocks may still lie that it held on a worker that died: the worker's kv_store.
         num_deaths: Workers that died in a row while they ran it, without a new token in between.
         num_attached: Detokenizers that read its feed.
         last_ordinal: The last step that was counted in num_steps by its result.
@@ -200,6 +201,7 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recoveries: int = 0
+    lost_store: str = ""
     num_deaths: int = 0
     num_steps: int = 0
     last_ordinal: int = -1

@@ -49,6 +49,8 @@ class Results:
             return f"{num_tokens} tokens, {step.num_sampled} were asked for"
         if num_tokens and max(event.token_ids) >= vocab_size:
             return f"token {max(event.token_ids)} is not in the vocabulary"
+        if not event.missing_blocks.issubset(step.adoption.blocks):
+            return "a block is missing that was not asked for"
         return runs_problem(step, event) if group.num_waiting or event.num_tokens else ""
 
     def commit(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:

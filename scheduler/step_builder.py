@@ -6,6 +6,7 @@ by which some tables grew. Nothing here looks at a sequence that does not run.
 
 from __future__ import annotations
 
+from scheduler.adoption import Adoption
 from scheduler.drafts import plan_drafts
 from scheduler.effects import AddedSequence, StepPlan
 from scheduler.fork_beams import fork_beams
@@ -56,7 +57,7 @@ class StepBuilder:
     @property
     def is_empty(self) -> bool:
         """There is nothing to do."""
-        return not self._context and not self._generation and not self._plan.beam_rows
+        return not (self._context or self._generation or self._plan.beam_rows or self.group.adoption.entries)
 
     def add_context(self, sequence: Sequence, max_tokens: int) -> int:
         """Runs the next chunk of a sequence's known tokens.
@@ -222,6 +223,7 @@ class StepBuilder:
         for block, value in group.prefix_cache.take_news():
             plan.hashed_blocks.append(block)
             plan.block_hashes.append(value)
+        plan.adopted_blocks, plan.adopted_hashes = group.adoption.blocks, group.adoption.hashes
         generation, rows = self._write_generation()
         num_scheduled = len(self._context) + len(generation)
         group.in_flight.append(
@@ -236,8 +238,10 @@ class StepBuilder:
                 queue_latency_ns=self._queue_latency_ns,
                 num_empty_slots=max(0, group.batch_size - num_scheduled),
                 draft_limits=self._draft_limits,
+                adoption=group.adoption,
             )
         )
+        group.adoption = Adoption()
         if group.num_waiting:
             group.rest(generation)
         group.next_step_id += 1

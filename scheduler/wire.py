@@ -71,6 +71,7 @@ def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -
         max_loras=message.max_loras,
         kept_blocks=tuple(message.kept_blocks),
         kept_hashes=tuple(message.kept_hashes),
+        kv_store=message.kv_store,
     )
 
 
@@ -90,6 +91,7 @@ def _step_done(result: worker_pb2.StepResult, connection: bytes, time_ns: int) -
         num_accepted_tokens=result.num_accepted_tokens,
         candidate_log_probs=list(result.candidate_log_probs),
         num_drafts=list(result.num_drafts),
+        missing_blocks=frozenset(result.missing_blocks),
     )
 
 
@@ -121,6 +123,8 @@ def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
         "draft_limits",
         "hashed_blocks",
         "block_hashes",
+        "adopted_blocks",
+        "adopted_hashes",
     ):
         values = getattr(plan, name)
         if values:

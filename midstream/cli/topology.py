@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.errors import ConfigError
@@ -122,6 +123,8 @@ def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, port
         "--num-threads",
         str(threads),
     )
+    if folder := _shared_memory():
+        flags += ("--shared-kv-folder", folder)
     variables = {"WORLD_SIZE": str(world_size)}
     if world_size > 1:
         flags += ("--tensor-parallel", str(topology.tensor_parallel), "--pipeline-parallel", str(stages))
@@ -133,6 +136,12 @@ def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, port
         process = f"{name}-rank-{rank}" if rank else name
         specs.append(ProcessSpec(process, "gpu_worker", (*flags, *http.http_flags()), http.taken, own))
     return specs
+
+
+def _shared_memory() -> str:
+    """Where workers on this machine leave KV blocks to each other; empty where there is no such memory."""
+    folder = Path("/dev/shm")  # noqa: S108 (the worker sees to it that its folder there is nobody else's)
+    return str(folder / f"midstream-{os.getuid()}") if os.access(folder, os.W_OK) else ""
 
 
 class _Ports:

@@ -43,6 +43,11 @@ class WorkerConfig(ServiceConfig):
         0.9, "Share of the memory left after loading and warm-up that the KV pool takes on a GPU; on a CPU 0.25 of it."
     )
     max_kv_tokens: int = setting(0, "Most tokens in the KV pool; 0: what the memory fraction gives.")
+    shared_kv_folder: str = setting(
+        "",
+        "Folder in shared memory, of this user alone, that holds the KV pool of a CPU worker: should it die, others of "
+        "the host take over what it had computed; empty: the pool dies with the process.",
+    )
     max_batch_size: int = setting(256, "Sequences in one step.")
     max_num_tokens: int = setting(0, "Tokens in one step; 0: 2048 on a GPU, 256 on a CPU.")
     max_sequence_length: int = setting(0, "Prompt and output together; 0: as the model says.")

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import zmq
 
+from gpu_worker.kept_blocks import KeptBlocks
 from gpu_worker.link import EpochStarted, SchedulerLink, Stopped
 from midstream.config import SchedulerConfig, WorkerConfig
 from midstream.curve import WorkerCredentials, make_key_pair, read_key_pair, read_public_key
@@ -144,6 +146,7 @@ def test_a_key_that_is_let_in_counts_at_the_next_attempt(guarded: Guarded) -> No
         Metrics(),
         worker_pb2.MemoryUsage,
         cast("Any", None),  # no adapters
+        KeptBlocks(np.zeros(64, dtype=np.uint64)),
         credentials=guarded.credentials("newcomer"),
     )
     link.start()

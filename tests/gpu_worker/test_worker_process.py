@@ -226,6 +226,37 @@ def test_it_serves_health_and_metrics_and_is_drained(tiny_folder: Path) -> None:
     scripted.close()
 
 
+def test_a_worker_takes_over_what_a_dead_one_computed(
+    tiny_folder: Path, tmp_path: Path, tiny_runner: ModelRunner
+) -> None:
+    prompt = [(7 * place) % 300 + 5 for place in range(40)]  # 2 blocks and a half
+    flags = ("--shared-kv-folder", str(tmp_path))
+    scripted = ScriptedScheduler()
+    with worker_process(scripted.address, tiny_folder, *flags) as process:
+        store = scripted.register(epoch=1).kv_store
+        scripted.run_step(
+            1,
+            add_sequences=[greedy(0, prompt)],
+            context_rows=[0],
+            context_starts=[0],
+            context_lengths=[40],
+            hashed_blocks=[0, 1],
+            block_hashes=[70, 71],
+        )
+        process.kill()
+    with worker_process(scripted.address, tiny_folder, *flags):
+        assert scripted.register(epoch=2).kv_store == store != ""
+        found = scripted.run_step(1, adopted_blocks=[9, 8, 12], adopted_hashes=[71, 70, 72])
+        assert list(found.missing_blocks) == [12]
+        # Only what follows the two blocks is computed.
+        result = scripted.run_step(
+            2, add_sequences=[greedy(1, prompt)], context_rows=[1], context_starts=[32], context_lengths=[8]
+        )
+        tokens = [*result.token_ids, *scripted.run_step(3, generation_rows=[1]).token_ids]
+        assert tokens == Driver(tiny_runner).run_alone(prompt, 2)
+    scripted.close()
+
+
 def test_a_wrong_setting_is_named(tiny_folder: Path, tmp_path: Path) -> None:
     for flags, message in (
         (("--device", "tpu"), "device: 'tpu' is not a device"),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpu_worker.kept_blocks import KeptBlocks
 from protos import worker_pb2
 from scheduler.effects import StepPlan
@@ -11,23 +14,53 @@ from scheduler.events import StepDone, WorkerRegistered
 from scheduler.wire import decode_worker_message
 from tests.fakes.model import FakeModel
 
+Store = list[tuple[NDArray[np.uint64], list[list[int]]]]
+
 
 class FakeGroup:
-    """A worker group in memory: plans that wait to be run, results that wait to be delivered."""
+    """A worker group in memory: plans that wait to be run, results that wait to be delivered.
 
-    def __init__(self, name: str, registration: WorkerRegistered, model: FakeModel) -> None:
+    Attributes:
+        store: Hashes and slots that dead groups left.
+        num_adopted: Blocks that were filled from it.
+    """
+
+    def __init__(self, name: str, registration: WorkerRegistered, model: FakeModel, store: Store) -> None:
+        self.store, self.num_adopted = store, 0
         self.name = name
         self.registration = registration
         self.model = model
         self.epoch = 0
-        self.kept = KeptBlocks()
+        self.hashes = np.zeros(registration.num_blocks, dtype=np.uint64)
+        self.kept = KeptBlocks(self.hashes)
         self.plans: deque[StepPlan] = deque()
         self.batches: deque[worker_pb2.StepBatch] = deque()
+
+    def leave_blocks(self) -> None:
+        """Its process dies, and its blocks stay for the others of its store."""
+        self.store.append((self.hashes, self.model.slots))
+
+    def _adopt(self, batch: worker_pb2.StepBatch) -> list[int]:
+        """Fills blocks with what dead groups left; those that were not found."""
+        missing = []
+        for block, value in zip(batch.adopted_blocks, batch.adopted_hashes, strict=True):
+            for hashes, slots in self.store:
+                (places,) = np.nonzero(hashes == np.uint64(value))
+                if len(places):
+                    self.model.slots[block] = list(slots[places[0]])
+                    self.num_adopted += 1
+                    break
+            else:
+                missing.append(block)
+        return missing
 
     def run(self, time_ns: int) -> StepDone:
         """Runs the oldest step, through the wire format and back."""
         self.plans.popleft()
-        result = self.model.step(self.batches.popleft())
+        batch = self.batches.popleft()
+        missing = self._adopt(batch)
+        result = self.model.step(batch)
+        result.missing_blocks.extend(missing)
         frame = worker_pb2.WorkerMessage(step_result=result).SerializeToString()
         event = decode_worker_message(frame, self.registration.connection, time_ns)
         assert isinstance(event, StepDone)

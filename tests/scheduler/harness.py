@@ -30,7 +30,7 @@ from scheduler.request_spec import RequestSpec
 from scheduler.wire import encode_step
 from tests.fakes.model import FakeModel
 from tests.scheduler.beam_reference import best_beams
-from tests.scheduler.fake_group import FakeGroup
+from tests.scheduler.fake_group import FakeGroup, Store
 
 VOCAB = 1000
 MS = 1_000_000
@@ -60,6 +60,7 @@ class Harness:
         self.core = SchedulerCore(self.config, chosen)
         self.now_ns = 1_000_000_000
         self.groups: dict[str, FakeGroup] = {}
+        self.store: Store = []
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
@@ -99,6 +100,7 @@ class Harness:
             protocol_version=more.pop("protocol_version", 1),
             kept_blocks=tuple(kept.kept_blocks),
             kept_hashes=tuple(kept.kept_hashes),
+            kv_store=more.pop("kv_store", ""),
         )
         assert not more, more
         model = FakeModel(
@@ -109,9 +111,9 @@ class Harness:
             fail_token=fail_token,
             attention_window=self.config.attention_window,
         )
-        group = FakeGroup(name, registration, model)
+        group = FakeGroup(name, registration, model, self.store)
         if after is not None:
-            model.slots, group.kept = after.model.slots, after.kept
+            model.slots, group.kept, group.hashes = after.model.slots, after.kept, after.hashes
         self.groups[name] = group
         self.handle(registration)
         return group
@@ -230,8 +232,9 @@ class Harness:
         self.advance(self.config.worker_timeout_ns // MS + 1)
 
     def cut(self, name: str) -> None:
-        """The link of a worker closes."""
+        """A worker dies, and its link closes."""
         group = self.groups.pop(name)
+        group.leave_blocks()
         self.handle(WorkerLost(self.now_ns, group.registration.connection))
         self.turn()
 

@@ -24,7 +24,7 @@ from tests.simulation.journal import Disk, SimulatedJournal
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.model import TOKENS_PER_BLOCK
 from tests.simulation.network import Network, running
-from tests.simulation.worker import SimulatedWorker
+from tests.simulation.worker import SimulatedWorker, Store
 from tests.simulation.world import folder
 
 SCHEDULER_PORT, WORKER_PORT, DETOKENIZER_PORT, ROUTER_PORT = 50052, 50053, 50054, 50051
@@ -77,6 +77,8 @@ class Cluster:
         self.names: dict[str, list[str]] = {}
         self.crashes: list[str] = []
         self._watch = watch
+        # Whether workers share a host, and can take over what one that died had computed.
+        self._store: Store | None = [] if network.dice.random() < 0.6 else None
 
     def start_all(self) -> None:
         """Starts every part of the shape."""
@@ -186,7 +188,7 @@ class Cluster:
     async def _worker(self, name: str) -> int:
         address = f"tcp://scheduler:{WORKER_PORT}"
         shape = self.shape
-        worker = SimulatedWorker(self.network, name, address, shape.num_blocks, shape.step_s)
+        worker = SimulatedWorker(self.network, name, address, shape.num_blocks, shape.step_s, self._store)
         self.workers[name] = worker
         return await worker.run()
 

@@ -70,7 +70,7 @@ class SimulatedModel:
     def __init__(self, num_blocks: int) -> None:
         self._rows: dict[int, Row] = {}
         self._generating: list[int] = []
-        self._slots = [[0] * TOKENS_PER_BLOCK for _ in range(num_blocks)]
+        self.slots = [[0] * TOKENS_PER_BLOCK for _ in range(num_blocks)]
 
     def clear(self) -> None:
         """Forgets the rows; the blocks stay as they are."""
@@ -115,7 +115,7 @@ class SimulatedModel:
         for number, block in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
             self._row(number).table.append(block)
         for source, target in zip(step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True):
-            self._slots[target] = list(self._slots[source])
+            self.slots[target] = list(self.slots[source])
 
     def _update_generating(self, step: Step) -> None:
         rows = step.generation_rows.tolist()
@@ -136,12 +136,12 @@ class SimulatedModel:
             while len(row.states) <= end:
                 row.states.append(extend_state(row.states[-1], row.tokens[len(row.states) - 1]))
             for position in range(start, end):
-                self._slots[row.table[position // TOKENS_PER_BLOCK]][position % TOKENS_PER_BLOCK] = row.states[
+                self.slots[row.table[position // TOKENS_PER_BLOCK]][position % TOKENS_PER_BLOCK] = row.states[
                     position + 1
                 ]
         for row, _, end in spans:
             for position in range(end):
-                slot = self._slots[row.table[position // TOKENS_PER_BLOCK]][position % TOKENS_PER_BLOCK]
+                slot = self.slots[row.table[position // TOKENS_PER_BLOCK]][position % TOKENS_PER_BLOCK]
                 if slot != row.states[position + 1]:
                     raise ProtocolError(f"{row.new.request_id}: position {position} is not in its block")
             row.num_computed = end

@@ -8,23 +8,32 @@ import inspect
 import queue
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_worker.kept_blocks import KeptBlocks
 from gpu_worker.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
+from gpu_worker.step import Step
 from midstream.telemetry import Metrics
 from protos import worker_pb2
-from tests.simulation.loop import Flag
+from tests.simulation.loop import Flag, Process
 from tests.simulation.model import POISON_ID, TOKENS_PER_BLOCK, VOCAB_SIZE, SimulatedModel, fingerprint
 from tests.simulation.network import Network, running
 from tests.simulation.zmq_transport import Dealer, Poller
+
+# The memory of a host: each pool's process, hashes and slots.
+Store = list[tuple[Process, NDArray[np.uint64], list[list[int]]]]
 
 
 class SimulatedLink(SchedulerLink):
     """The link, whose thread is a task."""
 
-    def __init__(self, network: Network, address: str, register: worker_pb2.Register) -> None:
-        super().__init__(address, register, Metrics(), worker_pb2.MemoryUsage, **_unused())
+    def __init__(self, network: Network, address: str, register: worker_pb2.Register, kept: KeptBlocks) -> None:
+        super().__init__(address, register, Metrics(), worker_pb2.MemoryUsage, kept=kept, **_unused())
         self.has_work = Flag()
         self._network = network
         self._changed = Flag()
@@ -49,7 +58,7 @@ class SimulatedLink(SchedulerLink):
 @functools.cache
 def _unused() -> dict[str, Any]:
     """What the link is given for requests of kinds that are not simulated."""
-    given = ("self", "address", "register", "metrics", "memory")
+    given = ("self", "address", "register", "metrics", "memory", "kept")
     parameters = inspect.signature(SchedulerLink.__init__).parameters.values()
     return {item.name: Mock() for item in parameters if item.name not in given and item.default is item.empty}
 
@@ -67,7 +76,9 @@ class SimulatedWorker:
         wrong_result: The next result has a token too many.
     """
 
-    def __init__(self, network: Network, name: str, address: str, num_blocks: int, step_s: float) -> None:
+    def __init__(
+        self, network: Network, name: str, address: str, num_blocks: int, step_s: float, store: Store | None
+    ) -> None:
         self.process = running()
         self.hangs = self.wrong_result = False
         self._network, self._step_s = network, step_s
@@ -86,9 +97,13 @@ class SimulatedWorker:
             device="simulated",
             features=("log_probs", "min_tokens"),
             protocol_version=1,
+            kv_store="" if store is None else "host",
         )
-        self.link = SimulatedLink(network, address, register)
+        hashes = np.zeros(num_blocks, dtype=np.uint64)
+        self.link = SimulatedLink(network, address, register, KeptBlocks(hashes))
         self._model = SimulatedModel(num_blocks)
+        self._store = [] if store is None else store
+        self._store.append((self.process, hashes, self._model.slots))
 
     async def run(self) -> int:
         """Serves until SIGTERM or a rejection; returns the exit code."""
@@ -124,5 +139,20 @@ class SimulatedWorker:
         while self.hangs:  # noqa: ASYNC110 (for good)
             await asyncio.sleep(1)
         await asyncio.sleep(self._step_s * self._network.dice.uniform(0.5, 1.5))
-        output = self._model.run(step)
+        missing = self._adopt(step)
+        output = replace(self._model.run(step), missing_blocks=missing)
         self.link.send_result(step, output, 0.0)
+
+    def _adopt(self, step: Step) -> tuple[int, ...]:
+        """Fills blocks with what dead workers left; those that were not found."""
+        missing = []
+        for block, value in zip(step.adopted_blocks.tolist(), step.adopted_hashes, strict=True):
+            for process, hashes, slots in self._store:
+                (places,) = np.nonzero(hashes == value)
+                if process.is_dead and len(places):
+                    self._model.slots[block] = list(slots[places[0]])
+                    self._network.note(f"{self.process!r} adopts block {block}")
+                    break
+            else:
+                missing.append(block)
+        return tuple(missing)

@@ -1,0 +1,159 @@
+"""Pools that outlast their processes: found by hash once their worker is dead, and by nobody before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gpu_worker import kv_store
+from gpu_worker.kv_store import KvStore, PoolMemory
+from midstream.errors import ConfigError
+
+NUM_LAYERS, BLOCK_BYTES = 3, 64
+
+_DYING_WORKER = f"""
+import sys
+from pathlib import Path
+from gpu_worker.kv_store import KvStore
+
+pool = KvStore(Path(sys.argv[1]), sys.argv[2], {NUM_LAYERS}).make_pool(8, {BLOCK_BYTES})
+for block in (1, 5, 6):
+    pool.keys[:, block] = 10 + block
+    pool.values[:, block] = 20 + block
+    pool.hashes[block] = 2**63 + block
+pool.hashes[6] = 0
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def worker(folder: Path, kind: str = "kind") -> Iterator[subprocess.Popen[str]]:
+    """Another process with a pool of 8 blocks, of which 1 and 5 are hashed."""
+    command = [sys.executable, "-c", _DYING_WORKER, str(folder), kind]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def leave_pool(folder: Path, kind: str = "kind") -> None:
+    """A worker dies and leaves its pool."""
+    with worker(folder, kind):
+        pass
+
+
+def heir_of(folder: Path) -> tuple[KvStore, PoolMemory]:
+    """This process, with a pool of another size."""
+    store = KvStore(folder, "kind", NUM_LAYERS)
+    memory = store.make_pool(4, BLOCK_BYTES)
+    assert memory is not None
+    return store, memory
+
+
+def fetch(store: KvStore, memory: PoolMemory, *wanted: int) -> list[int]:
+    """Asks for hashes, to be put into blocks 0, 1, ...; those that were not found."""
+    hashes = np.array([2**63 + block for block in wanted], dtype=np.uint64)
+    return [int(block) for block in store.fetch(hashes, np.arange(len(wanted), dtype=np.int32), memory)]
+
+
+def test_hashed_blocks_of_a_dead_worker_are_copied_and_others_are_missing(tmp_path: Path) -> None:
+    leave_pool(tmp_path / "pools")
+    store, memory = heir_of(tmp_path / "pools")
+    assert fetch(store, memory, 5, 6, 1, 9) == [1, 3]
+    assert memory.keys[:, :, 0].tolist() == [[15, 0, 11, 0]] * NUM_LAYERS
+    assert (memory.values[:, 0] == 25).all()
+    assert (memory.values[:, 2] == 21).all()
+    assert not memory.values[:, (1, 3)].any()
+    store.close()
+
+
+def test_what_several_left_is_put_together(tmp_path: Path) -> None:
+    leave_pool(tmp_path)
+    store, memory = heir_of(tmp_path)
+    with worker(tmp_path):
+        pass
+    assert fetch(store, memory, 1, 5) == []
+    store.close()
+
+
+def test_nobody_looks_into_the_pool_of_a_worker_that_lives(tmp_path: Path) -> None:
+    store, memory = heir_of(tmp_path)
+    with worker(tmp_path) as process:
+        assert fetch(store, memory, 5) == [0]
+        process.kill()
+        process.wait()
+        assert fetch(store, memory, 5) == []
+    store.close()
+
+
+def test_blocks_of_another_kind_are_not_taken(tmp_path: Path) -> None:
+    leave_pool(tmp_path, "another")
+    store, memory = heir_of(tmp_path)
+    assert fetch(store, memory, 5) == [0]
+    assert store.name != KvStore(tmp_path, "another", NUM_LAYERS).name
+    assert store.name == KvStore(tmp_path, "kind", NUM_LAYERS).name
+    store.close()
+
+
+def test_a_worker_that_ends_in_peace_leaves_nothing(tmp_path: Path) -> None:
+    leave_pool(tmp_path, "another")
+    store, _ = heir_of(tmp_path)
+    with worker(tmp_path):
+        assert len(list(tmp_path.iterdir())) == 3
+        store.close()
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_is_left_is_removed_once_all_had_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_pool(tmp_path)
+    (left,) = tmp_path.iterdir()
+    with worker(tmp_path) as other:
+        (alive,) = set(tmp_path.iterdir()) - {left}
+        monkeypatch.setattr(kv_store, "_KEEP_S", 0.05)
+        store, _ = heir_of(tmp_path)
+        while left.exists():
+            assert other.poll() is None
+        assert alive.exists()
+        store.close()
+
+
+def test_a_damaged_file_is_passed_over(tmp_path: Path) -> None:
+    leave_pool(tmp_path)
+    (left,) = tmp_path.iterdir()
+    os.truncate(left, 100)
+    store, memory = heir_of(tmp_path)
+    assert fetch(store, memory, 5) == [0]
+    store.close()
+
+
+def test_a_pool_without_room_is_not_shared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = KvStore(tmp_path, "kind", NUM_LAYERS)
+    assert store.make_pool(1 << 40, BLOCK_BYTES) is None
+    assert "not shared" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_that_living_pools_have_not_taken_yet_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+    leave_pool(tmp_path)
+    assert kv_store._room(tmp_path) == 1 << 30
+    store, memory = heir_of(tmp_path)
+    assert 0 <= 2 * memory.keys.size + 4096 - ((1 << 30) - kv_store._room(tmp_path)) <= 4096
+    store.close()
+
+
+def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="mode 700") as caught:
+        KvStore(tmp_path, "kind", NUM_LAYERS)
+    assert caught.value.field == "shared_kv_folder"

@@ -1,0 +1,185 @@
+"""What a dead worker of the same host had computed is taken over; only what it left undone is computed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from scheduler.effects import EpochEnded, KvChanged
+from scheduler.prefix_cache import BlocksStored
+from scheduler.request import FinishReason
+from tests.scheduler.harness import Harness
+
+PROMPT = list(range(100, 110))  # 2 blocks of 4 tokens and a half
+
+
+def decoding() -> Harness:
+    """A request of 10 tokens that has put out one for each step, on the first of two workers that share memory."""
+    harness = Harness(pipeline_depth=1)
+    harness.add_group("g", kv_store="host")
+    harness.submit("a", PROMPT, 12)
+    harness.turn()
+    harness.add_group("h", kv_store="host")
+    for _ in range(7):
+        harness.step("g")
+    return harness
+
+
+def test_full_blocks_are_taken_over_and_the_rest_is_computed() -> None:
+    harness = decoding()
+    heir = harness.groups["h"]
+    harness.cut("g")
+    # 17 tokens are known, and the last is always computed: 4 full blocks before it. That the fourth is full was told
+    # with the step that was lost, so three are found.
+    (asked,) = heir.batches
+    assert len(asked.adopted_blocks) == 4
+    assert not asked.context_rows
+    harness.run()
+    assert heir.num_adopted == 3
+    assert heir.model.num_context_tokens == 17 - 3 * 4
+    assert harness.ended == {"a": FinishReason.LENGTH}
+    harness.check_is_empty()
+
+
+def test_neighbours_run_on_in_the_step_that_takes_over() -> None:
+    harness = decoding()
+    harness.submit("b", 6, 12)
+    harness.turn()
+    assert harness.group("h").active
+    harness.step("h")
+    harness.cut("g")
+    harness.step("h")
+    (asked,) = harness.groups["h"].batches
+    assert asked.adopted_blocks
+    assert asked.repeat_generation
+    harness.run()
+    harness.check_is_empty()
+
+
+@pytest.mark.parametrize("store", ["", "another host"])
+def test_a_worker_with_other_memory_computes_all(store: str) -> None:
+    harness = decoding()
+    harness.cut("h")
+    other = harness.add_group("h", kv_store=store)
+    harness.cut("g")
+    harness.run()
+    assert other.num_adopted == 0
+    assert other.model.num_context_tokens == 17
+    harness.check_is_empty()
+
+
+def test_what_is_not_found_is_computed() -> None:
+    harness = decoding()
+    heir = harness.groups["h"]
+    harness.groups["g"].store = []  # its memory went with it
+    harness.cut("g")
+    harness.run()
+    assert heir.num_adopted == 0
+    assert heir.model.num_context_tokens == 17
+    harness.check_is_empty()
+
+
+def test_requests_that_share_a_prefix_wait_for_one_adoption() -> None:
+    harness = decoding()
+    harness.submit("b", PROMPT, 12)
+    harness.turn()
+    harness.step("g")
+    harness.step("g")
+    heir = harness.groups["h"]
+    harness.cut("g")
+    harness.run()
+    assert heir.num_adopted >= 2
+    assert heir.model.num_context_tokens < 2 * 10
+    assert set(harness.ended) == {"a", "b"}
+    harness.check_is_empty()
+
+
+def test_a_request_that_ends_meanwhile_gives_its_blocks_back() -> None:
+    harness = decoding()
+    harness.cut("g")
+    assert harness.groups["h"].batches[0].adopted_blocks
+    harness.core.lifecycle.end(harness.core.lifecycle.requests["a"], FinishReason.ABORT)
+    harness.run()
+    harness.check_is_empty()
+
+
+def test_a_worker_that_dies_of_it_is_not_followed_by_another() -> None:
+    """What is taken over may be why it died: it is computed the next time."""
+    harness = decoding()
+    harness.cut("g")
+    assert harness.groups["h"].batches[0].adopted_blocks
+    harness.cut("h")
+    heir = harness.add_group("i", kv_store="host")
+    harness.run()
+    assert heir.num_adopted == 0
+    assert heir.model.num_context_tokens == 17
+    harness.check_is_empty()
+
+
+def test_the_next_process_of_the_only_worker_takes_over_as_well() -> None:
+    harness = decoding()
+    harness.cut("h")
+    harness.cut("g")
+    heir = harness.add_group("g", kv_store="host")
+    harness.run()
+    assert heir.num_adopted == 3
+    harness.check_is_empty()
+
+
+def test_what_was_taken_over_is_reported_as_stored() -> None:
+    harness = decoding()
+    harness.cut("g")
+    harness.effects.clear()
+    harness.step("h")
+    stored = [
+        change
+        for effect in harness.effects
+        if isinstance(effect, KvChanged)
+        for change in effect.changes
+        if isinstance(change, BlocksStored)
+    ]
+    assert [list(change.token_ids) for change in stored[:2]] == [PROMPT[:4], PROMPT[4:8]]
+
+
+def test_a_block_that_was_not_asked_for_cannot_be_missing() -> None:
+    harness = decoding()
+    harness.cut("g")
+    heir = harness.groups["h"]
+    harness.handle(replace(heir.run(harness.now_ns), missing_blocks=frozenset((60,))))
+    assert [effect.epoch for effect in harness.effects if isinstance(effect, EpochEnded)] == [heir.epoch]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_taken_over_is_what_it_is_said_to_be(seed: int) -> None:
+    """Few blocks, common beginnings, workers that die at any time; the fake model checks what is in each block."""
+    dice = random.Random(seed)
+    harness = Harness(pipeline_depth=2, max_worker_deaths=1000)
+    num_adopted = 0
+    for name in "gh":
+        harness.add_group(name, num_blocks=24, max_batch_size=6, kv_store="host")
+    for number in range(30):
+        prompt = [
+            *range(100, 100 + dice.randrange(1, 20)),
+            *(dice.randrange(300, 900) for _ in range(dice.randrange(3))),
+        ]
+        harness.submit(f"r{number}", prompt, dice.randrange(1, 20))
+        harness.turn()
+        for _ in range(dice.randrange(8)):
+            name = dice.choice("gh")
+            if harness.groups[name].plans:
+                harness.step(name)
+                harness.check()
+        if dice.random() < 0.1:
+            active = [request for request in harness.core.lifecycle.requests.values() if request.group]
+            if active:
+                harness.core.lifecycle.end(dice.choice(active), FinishReason.ABORT)
+        if dice.random() < 0.3:
+            name = dice.choice("gh")
+            num_adopted += harness.groups[name].num_adopted
+            harness.cut(name)
+            harness.add_group(name, num_blocks=24, max_batch_size=6, kv_store="host")
+    harness.run()
+    harness.check_is_empty()
+    assert num_adopted + sum(group.num_adopted for group in harness.groups.values()) > 0
