@@ -41,6 +41,7 @@ class PreparedStep:
         sampled_rows: Rows that sample, in the order of the answer.
         is_run: bool [sampled rows]; False: the row has failed and is not in `inputs`.
         contexts: The first sequences of `inputs`.
+        failed_contexts: Those that are not in `inputs`, since their rows have failed.
         drafts: Those that generation rows verify.
     """
 
@@ -48,6 +49,7 @@ class PreparedStep:
     sampled_rows: IntArray
     is_run: np.ndarray[tuple[int], np.dtype[np.bool_]]
     contexts: list[ContextChunk]
+    failed_contexts: list[ContextChunk]
     drafts: Drafts = NO_DRAFTS
 
 
@@ -85,7 +87,9 @@ class InputBatch:
             sampled_rows = with_shadows(self.rows, decodes, drafts)
         if len(sampling_contexts):
             sampled_rows = np.concatenate([sampling_contexts, sampled_rows])
+        failed_contexts: list[ContextChunk] = []
         if self.rows.failed:
+            failed_contexts = [context for context in contexts if context.row in self.rows.failed]
             failed = np.array(list(self.rows.failed), dtype=np.int32)
             contexts = [context for context in contexts if context.row not in self.rows.failed]
             decodes = decodes[~np.isin(decodes, failed)]
@@ -93,7 +97,7 @@ class InputBatch:
         else:
             is_run = np.ones(len(sampled_rows), dtype=np.bool_)
         inputs = self._flatten(contexts, decodes, drafts) if contexts or len(decodes) else None
-        return PreparedStep(inputs, sampled_rows, is_run, contexts, drafts)
+        return PreparedStep(inputs, sampled_rows, is_run, contexts, failed_contexts, drafts)
 
     def _apply(self, step: Step) -> None:
         rows = self.rows

@@ -20,26 +20,30 @@ class KeptBlocks:
     """Used by the link's thread alone."""
 
     def __init__(self, hashes: NDArray[np.uint64]) -> None:
-        """`hashes` [num_blocks] is where they are noted, all 0 at first."""
-        self._hashes = hashes
+        """`hashes` [num_blocks] is where they are noted besides, all 0 at first."""
+        self._memory = hashes
+        self._hashes: dict[int, int] = {}
         self._to_come: dict[int, dict[int, int]] = {}
 
     def receive(self, step: worker_pb2.StepBatch) -> None:
         """Notes what is to become of blocks in a step that will be run."""
         new: dict[int, int] = {}
         for block, value in zip(step.hashed_blocks, step.block_hashes, strict=True):
-            self._hashes[block] = 0
-            for hashes in (*self._to_come.values(), new):
+            self._memory[block] = 0
+            for hashes in (self._hashes, *self._to_come.values(), new):
                 hashes.pop(block, None)
             if value:
                 new[block] = value
         if new:
             self._to_come[step.step_id] = new
 
-    def finish(self, step_id: int) -> None:
-        """Notes what blocks hold now that a step of this epoch is done."""
-        for block, value in self._to_come.pop(step_id, {}).items():
-            self._hashes[block] = value
+    def finish(self, step_id: int, *, is_whole: bool) -> None:
+        """Notes what blocks hold now that a step of this epoch is done; nothing where not all of it was computed."""
+        new = self._to_come.pop(step_id, {})
+        if is_whole:
+            self._hashes |= new
+            for block, value in new.items():
+                self._memory[block] = value
 
     def end_epoch(self) -> None:
         """Forgets steps in flight: whether they were done is unknown."""
@@ -47,13 +51,13 @@ class KeptBlocks:
 
     def clear(self) -> None:
         """Forgets all, after a step that failed half-way."""
-        self._hashes[:] = 0
+        self._hashes.clear()
+        self._memory[:] = 0
         self._to_come.clear()
 
     def write(self, register: worker_pb2.Register) -> None:
         """Puts all that is known into a registration."""
         register.ClearField("kept_blocks")
         register.ClearField("kept_hashes")
-        (blocks,) = self._hashes.nonzero()
-        register.kept_blocks.extend(blocks.tolist())
-        register.kept_hashes.extend(self._hashes[blocks].tolist())
+        register.kept_blocks.extend(self._hashes)
+        register.kept_hashes.extend(self._hashes.values())

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import mmap
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -31,6 +32,7 @@ from midstream.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_POOL_NAME = re.compile(r"[0-9a-f]{24}-\d+-[0-9a-f]{16}\.kv")
 _PAGE = 4096
 _KEEP_S = 30.0
 # A worker's link may be seen to end a moment before its lock does.
@@ -73,43 +75,64 @@ class KvStore:
         self._kind = hashlib.blake2b(kind.encode(), digest_size=12).hexdigest()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.lstat()
+            status, boot_id = folder.lstat(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError as error:
             raise ConfigError(f"{folder} cannot be used: {error}", field="shared_kv_folder") from None
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise ConfigError(f"{folder} must be a folder of this user alone (mode 700)", field="shared_kv_folder")
-        self.name = f"{_boot_id()}:{status.st_dev}:{status.st_ino}:{self._kind}"
+        self.name = f"{boot_id}:{status.st_dev}:{status.st_ino}:{self._kind}"
         self._own: Path | None = None
         self._file_number = -1
         self._layer_block_bytes = 0
         self._stopped = threading.Event()
+        self._seen = set[Path]()
+        threading.Thread(target=self._keep_clean, name="kv-store", daemon=True).start()
 
     def make_pool(self, num_blocks: int, layer_block_bytes: int) -> PoolMemory | None:
-        """Memory for this process's own pool, zeros; None where the folder has no room for it."""
+        """Memory for this process's own pool, zeros; None where the folder cannot take it."""
         self._layer_block_bytes = layer_block_bytes
         size = _size(num_blocks, self._num_layers, layer_block_bytes)
-        room = _room(self._folder)
-        if room < size:
-            logger.warning(
-                "the KV pool is not shared: %s has %.2f GiB, %.2f are needed", self._folder, room / 2**30, size / 2**30
-            )
-            return None
+        try:
+            with self._locked_folder():
+                if _room(self._folder) < size:
+                    self._remove_left(lambda _: True)
+                room = _room(self._folder)
+                if room >= size:
+                    self._make_file(num_blocks, size)
+                    return self._map(self._file_number, num_blocks, mmap.PROT_READ | mmap.PROT_WRITE)
+                problem = f"{room / 2**30:.2f} GiB are free, {size / 2**30:.2f} are needed"
+        except OSError as error:
+            problem = str(error)
+        logger.warning("the KV pool is not shared: %s: %s", self._folder, problem)
+        return None
+
+    def _make_file(self, num_blocks: int, size: int) -> None:
         self._own = self._folder / f"{self._kind}-{num_blocks}-{secrets.token_hex(8)}.kv"
-        making = self._own.with_suffix(".new")
-        self._file_number = os.open(making, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._file_number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._file_number = os.open(self._own, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._file_number, fcntl.LOCK_EX)
         os.ftruncate(self._file_number, size)
-        making.rename(self._own)  # others see it locked or not at all
-        memory = self._map(self._file_number, num_blocks, mmap.PROT_READ | mmap.PROT_WRITE)
-        threading.Thread(target=self._keep_clean, name="kv-store", daemon=True).start()
-        return memory
 
     def close(self) -> None:
-        """Removes this process's pool from the folder, and what dead ones left; memory stays until the process ends."""
+        """Removes this process's pool from the folder; its memory stays until the process ends.
+
+        The last one to close removes what dead workers left; others leave it a while to those who live.
+        """
         self._stopped.set()
-        if self._own is not None:
-            self._own.unlink(missing_ok=True)
-            self._remove_left(lambda _: True)
+        with contextlib.suppress(OSError), self._locked_folder():
+            if self._own is not None:
+                self._own.unlink(missing_ok=True)
+            is_last = all(_is_left(path) for path in _pools(self._folder))
+            self._remove_left(lambda path: is_last or path in self._seen)
+
+    @contextlib.contextmanager
+    def _locked_folder(self) -> Iterator[None]:
+        """One process at a time makes and removes files."""
+        file_number = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(file_number, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file_number)
 
     def fetch(self, hashes: NDArray[np.uint64], targets: NDArray[np.int32], own: PoolMemory) -> NDArray[np.int32]:
         """Copies blocks that dead workers left.
@@ -151,9 +174,9 @@ class KvStore:
     def _left_files(self) -> list[Path]:
         """Files of this kind that are not our own, the newest first."""
         files = []
-        for path in self._folder.glob(f"{self._kind}-*.kv"):
+        for path in _pools(self._folder):
             with contextlib.suppress(FileNotFoundError):
-                if path != self._own:
+                if path != self._own and path.name.startswith(self._kind):
                     files.append((path.stat().st_ctime_ns, path))
         return [path for _, path in sorted(files, reverse=True)]
 
@@ -168,29 +191,34 @@ class KvStore:
 
     def _keep_clean(self) -> None:
         """Removes what a dead worker left when it is seen for the second time: others have fetched it then."""
-        seen = set[Path]()
         while not self._stopped.wait(_KEEP_S):
-            seen = self._remove_left(seen.__contains__)
+            with contextlib.suppress(OSError), self._locked_folder():
+                self._seen = self._remove_left(self._seen.__contains__)
 
     def _remove_left(self, is_due: Callable[[Path], bool]) -> set[Path]:
         """Removes what dead workers of any kind left, where it is due; returns what is left after that."""
-        left = set[Path]()
-        for path in self._folder.iterdir():
-            with contextlib.suppress(OSError), _unlocked(path) as file_number:
-                if file_number is None or path == self._own:
-                    continue
-                if is_due(path):
-                    path.unlink()
-                    logger.info("removed the KV pool that a dead worker left")
-                else:
-                    left.add(path)
-        return left
+        left = {path for path in _pools(self._folder) if path != self._own and _is_left(path)}
+        for path in filter(is_due, left):
+            path.unlink(missing_ok=True)
+            logger.info("removed the KV pool that a dead worker left")
+        return {path for path in left if path.exists()}
+
+
+def _pools(folder: Path) -> list[Path]:
+    """Files that stores made; nothing else in the folder is ours."""
+    return [path for path in folder.iterdir() if _POOL_NAME.fullmatch(path.name)]
+
+
+def _is_left(path: Path) -> bool:
+    """Whether no living process holds a pool."""
+    with _unlocked(path) as file_number:
+        return file_number is not None
 
 
 @contextlib.contextmanager
 def _unlocked(path: Path) -> Iterator[int | None]:
     """The open file, where no living process holds it; else None."""
-    file_number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    file_number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         try:
             fcntl.flock(file_number, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -213,13 +241,8 @@ def _size(num_blocks: int, num_layers: int, layer_block_bytes: int) -> int:
 def _room(folder: Path) -> int:
     """Free bytes that no living worker's pool may still take."""
     room = shutil.disk_usage(folder).free
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError), _unlocked(path) as file_number:
-            if file_number is None:
-                status = path.stat()
-                room -= max(0, status.st_size - status.st_blocks * 512)
+    for path in _pools(folder):
+        if not _is_left(path):
+            status = path.stat()
+            room -= max(0, status.st_size - status.st_blocks * 512)
     return room
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

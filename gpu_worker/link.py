@@ -201,7 +201,7 @@ class SchedulerLink:
                 continue
             messages = encode_result(step.epoch, step.step_id, output, waiting_s)
             self._last_finished = step.step_id
-            self._kept.finish(step.step_id)
+            self._kept.finish(step.step_id, is_whole=output.is_whole)
             if not all(self._send(dealer, message) for message in messages):
                 self._end_epoch("the link is down")
 

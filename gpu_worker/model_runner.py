@@ -199,6 +199,7 @@ class ModelRunner:
             and len(rows) <= self._config.max_batch_size
             and not prepared.drafts.tokens
             and bool(prepared.is_run.all())
+            and not prepared.failed_contexts
             and self._sampler.is_plain(rows)
             and not any(self._rows.features[chunk.row] for chunk in prepared.contexts)
         )
@@ -243,6 +244,8 @@ class ModelRunner:
                 errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
         if not is_run.all():
             errors += [(row, self._rows.failed[row]) for row in rows[~is_run].tolist()]
+        # What shares their blocks must know at once that these were not computed.
+        errors += [(chunk.row, self._rows.failed[chunk.row]) for chunk in prepared.failed_contexts if not chunk.samples]
         if prepared.drafts.tokens or (self._rows.features[rows] & Feature.BEAMS).any():
             answer = settle(self._rows, prepared, token_ids, candidates, errors, log_probs)
         else:
@@ -259,6 +262,7 @@ class ModelRunner:
             answer.num_tokens,
             answer.candidate_log_probs,
             answer.num_drafts,
+            is_whole=not prepared.failed_contexts,
         )
 
     def _copy_blocks(self, sources: IntArray, targets: IntArray) -> None:

@@ -237,6 +237,7 @@ class StepOutput:
         forward_s: Time of forward pass and sampling, in seconds.
         prompt_log_probs, tensors: What rows report beside.
         missing_blocks: Blocks to adopt that nothing was found for.
+        is_whole: False: a context chunk was not computed, as its row has failed.
     """
 
     token_ids: IntArray
@@ -249,3 +250,4 @@ class StepOutput:
     candidate_log_probs: tuple[float, ...] = ()
     num_drafts: tuple[int, ...] = ()
     missing_blocks: tuple[int, ...] = ()
+    is_whole: bool = True

@@ -744,7 +744,9 @@ global___RowOutputs = RowOutputs
 
 @typing.final
 class RowError(google.protobuf.message.Message):
-    """This row failed; its token in token_ids is 0 and means nothing. Its neighbours are not affected."""
+    """This row failed; its token in token_ids is 0 and means nothing. Its neighbours are not affected. Also told of a context
+    chunk that samples nothing: what it was to fill is not computed.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

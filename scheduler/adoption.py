@@ -3,7 +3,7 @@
 A request that lost its worker starts elsewhere with blocks for all its known tokens. Where the pools of both workers
 lie in the same memory, its full blocks are *adopted*: the next step asks the worker to find them by their hashes, in
 the pools of those that died. Until the result of that step says which were found, the blocks are pending, as if another
-sequence were to compute them; those that were not found are computed.
+sequence were to compute them; those that were not found are the sequence's own to compute.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class BlockTables:
     def _reuses(self, sequence: Sequence) -> bool:
         return self._enable_reuse and sequence.request.spec.is_cacheable
 
-    def fill(self, sequence: Sequence, leader: Sequence | None, adoption: Adoption | None = None) -> None:
+    def fill(self, sequence: Sequence, leader: Sequence | None, adoption: Adoption | None = None) -> int:
         """Gives a sequence blocks for all its known tokens.
 
         Precondition: they are available.
@@ -73,6 +73,9 @@ class BlockTables:
             sequence: One without a table.
             leader: Another sequence of its request that has a table; they share the prompt's full blocks.
             adoption: Where full blocks go that a dead worker may have left; None: there are none.
+
+        Returns:
+            Leading blocks that others compute or computed.
         """
         spec, block_size = sequence.request.spec, self.tokens_per_block
         known = sequence.num_tokens
@@ -93,6 +96,7 @@ class BlockTables:
             self._adopt(sequence, adoption)
         if leader is None:
             self.blocks.counts.missed += max(0, num_prompt_shared - len(shared)) if self._reuses(sequence) else 0
+        return len(shared)
 
     def num_to_reserve(self, spec: RequestSpec, num_known: int) -> int:
         """Blocks to set aside for a spare lane of a beam search whose lanes know `num_known` tokens."""
@@ -178,13 +182,17 @@ class BlockTables:
         sequence.num_hit_blocks = max(sequence.num_hit_blocks, end)
 
     def settle(self, adoption: Adoption, missing: Collection[int]) -> None:
-        """Takes in what an adoption came to: blocks that were found are computed, the next one computes the others."""
+        """Takes in what an adoption came to: blocks that were found are computed, its sequences compute the others."""
         pending = self._prefix_cache.pending
         for entry in adoption.entries:
             if pending.get(entry.block) is not adoption:
                 continue  # it was given back, and may be another's
-            if entry.block in missing or not entry.is_held:
+            if not entry.is_held:
                 pending[entry.block] = None
+                continue
+            if entry.block in missing:
+                pending[entry.block] = entry.sequence
+                entry.sequence.num_hit_blocks = min(entry.sequence.num_hit_blocks, entry.index)
                 continue
             del pending[entry.block]
             if self._prefix_cache.contains(entry.block):

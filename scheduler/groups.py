@@ -173,7 +173,7 @@ class WorkerGroup:
         num_to_end += 0 if tables.has_window else num_blocks
         return StartCost(len(live) + num_spare, num_blocks, num_next, num_to_end, num_cached, num_tokens)
 
-    def start(self, request: Request, ordinal: int) -> None:
+    def start(self, request: Request, ordinal: int) -> int:
         """Gives each live sequence a row and blocks for its known tokens.
 
         Precondition: rows and blocks as in `start_cost` are there.
@@ -181,6 +181,9 @@ class WorkerGroup:
         Args:
             request: A queued request.
             ordinal: Number of the next step; results of steps before it are not for this request.
+
+        Returns:
+            Tokens whose keys and values others compute or computed.
         """
         self.active[request] = None
         self.adapters.take(request.spec)
@@ -190,8 +193,10 @@ class WorkerGroup:
         leader: Sequence | None = None
         can_adopt = request.lost_store != "" and request.lost_store == self.registration.kv_store
         request.lost_store = ""
+        num_found = 0
         for sequence in request.running_sequences:
-            self.tables.fill(sequence, leader, self.adoption if can_adopt else None)
+            num_blocks = self.tables.fill(sequence, leader, self.adoption if can_adopt else None)
+            num_found = num_found if leader else num_blocks
             self._take_row(sequence, ordinal)
             self.context.append(sequence)
             leader = leader or sequence
@@ -199,6 +204,7 @@ class WorkerGroup:
             for lane in request.beams.spare:
                 self.tables.reserve(lane, leader.num_tokens)
                 self._take_row(lane, ordinal)
+        return num_found * self.tokens_per_block
 
     def _take_row(self, sequence: Sequence, ordinal: int) -> None:
         sequence.row = heapq.heappop(self._free_rows)
@@ -236,6 +242,17 @@ class WorkerGroup:
         """Takes a sequence out of the generation phase; it keeps its row and blocks."""
         self.generating.remove(sequence)
         self.generation_version += 1
+
+    def sharers(self, sequence: Sequence) -> list[Sequence]:
+        """Sequences of other requests that hold blocks which this one was to compute."""
+        blocks = set(sequence.table[max(sequence.num_freed, sequence.num_hit_blocks) :])
+        return [
+            other
+            for request in self.active
+            if request is not sequence.request
+            for other in request.placed_sequences
+            if not blocks.isdisjoint(other.table[other.num_freed :])
+        ]
 
     def release(self, request: Request) -> None:
         """Takes rows and blocks of all its sequences back; nothing of the request is left on the group."""

@@ -45,7 +45,7 @@ class Inflight(MicroBatchScheduler):
         if was_context and step.add_generation():
             return
         add_contexts(group, step)
-        if not was_context and step.is_empty:
+        if not was_context and not step.context_requests:
             step.add_generation()
 
 

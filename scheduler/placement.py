@@ -48,9 +48,9 @@ class Placement:
                     return
                 continue
             self._queue.pop(request)
-            group.start(request, num_steps)
+            num_cached_tokens = group.start(request, num_steps)
             if request.times.first_scheduled_ns == 0:
-                request.num_cached_tokens = request.running_sequences[0].num_hit_blocks * group.tokens_per_block
+                request.num_cached_tokens = num_cached_tokens
                 self._totals.prefix_cache_queries += len(request.spec.prompt)
                 self._totals.prefix_cache_hits += request.num_cached_tokens
                 self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns

@@ -16,6 +16,8 @@ from scheduler.runs import End, Taken, runs_problem, take_runs
 from scheduler.stats import IterationStats, KvStats, RequestCounts, StepStats, Totals
 from scheduler.timers import Clock
 
+_SHARES_NOTHING = Failure(UNAVAILABLE, "blocks that it shares were not computed")
+
 
 class Results:
     """Applies results to sequences."""
@@ -58,7 +60,7 @@ class Results:
         first_sampled = [chunk[1] for chunk in step.context if chunk[3]]
         if event.outputs:
             self._keep_outputs(step, event)
-        failed = self._failed_rows(step, event)
+        failed = self._failed_rows(group, step, event)
         ends: list[End] = []
         if group.num_waiting or event.num_tokens or failed:
             taken = take_runs(group, step, event, failed, self, ends, self._effects)
@@ -170,26 +172,32 @@ class Results:
                 offset = 0
             sequence.outputs.append(ExtraOutput(offset, data))
 
-    def _failed_rows(self, step: InFlightStep, event: StepDone) -> dict[Sequence, Failure]:
+    def _failed_rows(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> dict[Sequence, Failure]:
+        """Sequences that failed, and those that share what a failed one was to compute: they start again."""
         if not event.failures:
             return {}
         rows = self._rows(step)
-        return {
+        failed = {
             rows[row]: failure
             for row, failure in event.failures
             if row in rows and rows[row].first_ordinal <= step.ordinal
         }
+        for _, sequence, _, _ in step.context:
+            if sequence in failed and failed[sequence].code != UNAVAILABLE:
+                for sharer in group.sharers(sequence):
+                    failed.setdefault(sharer, _SHARES_NOTHING)
+        return failed
 
     def _fail_rows(self, failed: dict[Sequence, Failure]) -> None:
         for sequence, failure in failed.items():
             request = sequence.request
+            if request.group is not None and (failure.code != UNAVAILABLE or failure is _SHARES_NOTHING):
+                # It may have failed before anything of it was computed.
+                for block in sequence.table[sequence.num_freed :]:
+                    request.group.prefix_cache.withdraw(block)
             if failure.code == UNAVAILABLE and request.group is not None and sequence.end is None:
                 self._try_again(request.group, request)
             elif failure.code != UNAVAILABLE and sequence.end is None:
-                if request.group is not None:
-                    # It may have failed before anything of it was computed.
-                    for block in sequence.table[sequence.num_freed :]:
-                        request.group.prefix_cache.withdraw(block)
                 self._lifecycle.end(request, FinishReason.ERROR, failure)
 
     def _report(self, group: WorkerGroup, step: InFlightStep, event: StepDone, num_decoded: int) -> None:

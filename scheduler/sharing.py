@@ -63,7 +63,8 @@ class Pace:
     def note_result(self, step: InFlightStep, time_ns: int) -> None:
         """The oldest step in flight came back."""
         began_ns = max(step.planned_ns, self._last_result_ns)
-        self._fit.add(step.num_context_tokens, len(step.generation), (time_ns - began_ns) / 1_000)
+        if not step.adoption.entries:  # copying is no part of what a step usually takes
+            self._fit.add(step.num_context_tokens, len(step.generation), (time_ns - began_ns) / 1_000)
         self._last_result_ns = time_ns
 
     def next_plan_ns(self, oldest: InFlightStep) -> int:

@@ -95,6 +95,7 @@ class SimulatedWorker:
             plan.step_id,
             tokens,
             forward_us=duration_ns // _NS_PER_US,
+            missing_blocks=frozenset(plan.adopted_blocks),
         )
 
     def _update_rows(self, plan: StepPlan) -> None:

@@ -89,6 +89,7 @@ class StepBuilder:
                 writer = pending[block]
                 if writer is None:
                     pending[block] = sequence
+                    sequence.num_hit_blocks = index
                 elif writer is not sequence:
                     return False
                 return True

@@ -82,7 +82,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
     yield
     for outcome in ("rerun", "failed", "error"):
         for report in terminalreporter.getreports(outcome):
-            seconds = f"{report.when}, {report.duration:.1f} s"
+            seconds = f"{report.when}, {getattr(report, 'duration', 0.0):.1f} s"
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message if crash else str(report.longrepr or "")
             message = message.partition("\n")[0][:200]

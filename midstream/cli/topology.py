@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
+import stat
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -140,8 +142,13 @@ def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, port
 
 def _shared_memory() -> str:
     """Where workers on this machine leave KV blocks to each other; empty where there is no such memory."""
-    folder = Path("/dev/shm")  # noqa: S108 (the worker sees to it that its folder there is nobody else's)
-    return str(folder / f"midstream-{os.getuid()}") if os.access(folder, os.W_OK) else ""
+    folder = Path(f"/dev/shm/midstream-{os.geteuid()}")  # noqa: S108 (others' folders are not taken)
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+            return str(folder)
+    return ""
 
 
 class _Ports:

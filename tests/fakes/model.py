@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from protos import generation_pb2, worker_pb2
 
 _MASK = (1 << 61) - 1
+# What a failed row leaves in its blocks; who computes on it gives a wrong token, which nobody may see.
+_NOT_COMPUTED = -1
 
 
 class ProtocolError(AssertionError):
@@ -53,6 +55,7 @@ class Row:
     min_tokens: int
     beam_width: int = 1
     num_computed: int = 0
+    is_wrong: bool = False
     prefix: list[int] = field(default_factory=lambda: [0])
 
 
@@ -114,6 +117,8 @@ class FakeModel:
             row = self._row(row_number)
             if start + length == len(row.tokens) and row_number not in unsampled:
                 counts.append(self._sample(row, row_number, tokens, result))
+            elif self._fails(row):
+                self._fail(row_number, result)
             row.num_computed = start + length
             self.num_context_tokens += length
         for row_number in self.generating:
@@ -199,13 +204,16 @@ class FakeModel:
                 raise ProtocolError(f"{row.request_id} computes [{start}, {end}) with {len(row.table)} blocks")
             self._extend_prefix(row, end)
             for position in range(start, end):
-                self.slots[row.table[position // size]][position % size] = row.prefix[position + 1]
+                value = _NOT_COMPUTED if self._fails(row) else row.prefix[position + 1]
+                self.slots[row.table[position // size]][position % size] = value
         for row, start, end in spans:
             first = max(0, start - self.attention_window + 1) if self.attention_window else 0
             for block in range(first // size, -(-end // size)):
                 low, high = max(first, block * size), min(end, (block + 1) * size)
                 known = self.slots[row.table[block]][low - block * size : high - block * size]
-                if known != row.prefix[low + 1 : high + 1]:
+                if _NOT_COMPUTED in known:
+                    row.is_wrong = True
+                elif known != row.prefix[low + 1 : high + 1]:
                     raise ProtocolError(
                         f"{row.request_id}/{row.sequence_index}: positions [{low}, {high}) are not in their block"
                     )
@@ -222,6 +230,10 @@ class FakeModel:
 
     def _fails(self, row: Row) -> bool:
         return self.fail_token is not None and self.fail_token in row.tokens[: row.num_prompt_tokens]
+
+    def _fail(self, number: int, result: worker_pb2.StepResult) -> None:
+        error = generation_pb2.ErrorInfo(code=2, message="the row failed")
+        result.errors.append(worker_pb2.RowError(row=number, error=error))
 
     def _accept(self, row: Row, number: int, limit: int, tokens: list[int], result: worker_pb2.StepResult) -> int:
         """Drafts are verified: all are written to the cache, some are right."""
@@ -244,8 +256,7 @@ class FakeModel:
     def _sample(self, row: Row, number: int, tokens: list[int], result: worker_pb2.StepResult) -> int:
         """Adds what a row gives to `tokens`, and returns how much that is."""
         if self._fails(row):
-            error = generation_pb2.ErrorInfo(code=2, message="the row failed")
-            result.errors.append(worker_pb2.RowError(row=number, error=error))
+            self._fail(number, result)
             if row.beam_width > 1:
                 return 0
             row.tokens.append(0)
@@ -262,6 +273,7 @@ class FakeModel:
         else:
             last = row.tokens[-1]
             token = self.followers.get(last, next_token(last, self.vocab_size))
+        token = (token + row.is_wrong) % self.vocab_size
         row.tokens.append(token)
         tokens.append(token)
         return 1

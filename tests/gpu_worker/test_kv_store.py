@@ -106,12 +106,40 @@ def test_blocks_of_another_kind_are_not_taken(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_ends_in_peace_leaves_nothing(tmp_path: Path) -> None:
-    leave_pool(tmp_path, "another")
     store, _ = heir_of(tmp_path)
-    with worker(tmp_path):
-        assert len(list(tmp_path.iterdir())) == 3
-        store.close()
-        assert len(list(tmp_path.iterdir())) == 1
+    store.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_worker_to_end_removes_what_dead_ones_left(tmp_path: Path) -> None:
+    store, _ = heir_of(tmp_path)
+    last, _ = heir_of(tmp_path)
+    leave_pool(tmp_path, "another")
+    store.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    last.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+def test_files_of_others_are_neither_opened_nor_removed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "letter.kv").write_text("dear")
+    store, memory = heir_of(tmp_path)
+    assert fetch(store, memory, 5) == [0]
+    store.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["letter.kv", "pipe"]
+
+
+def test_what_dead_workers_left_makes_room_for_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_pool(tmp_path)
+    (left,) = tmp_path.iterdir()
+    monkeypatch.setattr(
+        "gpu_worker.kv_store.shutil.disk_usage", lambda _: SimpleNamespace(free=0 if left.exists() else 1 << 20)
+    )
+    store, _ = heir_of(tmp_path)
+    assert not left.exists()
+    store.close()
 
 
 def test_what_is_left_is_removed_once_all_had_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +172,7 @@ def test_a_pool_without_room_is_not_shared(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_room_that_living_pools_have_not_taken_yet_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+    monkeypatch.setattr("gpu_worker.kv_store.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
     leave_pool(tmp_path)
     assert kv_store._room(tmp_path) == 1 << 30
     store, memory = heir_of(tmp_path)

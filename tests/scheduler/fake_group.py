@@ -64,7 +64,8 @@ class FakeGroup:
         frame = worker_pb2.WorkerMessage(step_result=result).SerializeToString()
         event = decode_worker_message(frame, self.registration.connection, time_ns)
         assert isinstance(event, StepDone)
-        self.kept.finish(event.step_id)
+        failed = {error.row for error in result.errors}
+        self.kept.finish(event.step_id, is_whole=failed.isdisjoint(batch.context_rows))
         return event
 
     def keep(self, batch: worker_pb2.StepBatch) -> None:

@@ -151,6 +151,44 @@ def test_a_block_that_was_not_asked_for_cannot_be_missing() -> None:
     assert [effect.epoch for effect in harness.effects if isinstance(effect, EpochEnded)] == [heir.epoch]
 
 
+def test_what_was_not_found_is_work_and_not_called_cached() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group("g", kv_store="host", max_num_tokens=8)
+    for name in "ab":
+        harness.submit(name, 12, 4)
+        harness.turn()
+    assert set(map(str, harness.group("g").context)) == {"Sequence(a/0, 8 of 12)", "Sequence(b/0, 0 of 12)"}
+    harness.groups["g"].store = []  # its memory goes with it
+    heir = harness.add_group("h", kv_store="host", max_num_tokens=8)
+    harness.cut("g")
+    assert heir.batches[0].adopted_blocks
+    harness.step("h")
+    assert harness.group("h").num_context_tokens == 24 - 8
+    harness.run()
+    assert harness.core.lifecycle.requests["b"].num_cached_tokens == 0
+    assert heir.model.num_context_tokens == 24
+
+
+def test_generation_goes_on_where_context_has_steps_of_its_own() -> None:
+    harness = Harness(batching="inflight", pipeline_depth=1)
+    harness.add_group("g", kv_store="host")
+    harness.submit("a", PROMPT, 12)
+    harness.turn()
+    heir = harness.add_group("h", kv_store="host")
+    harness.submit("b", 6, 12)
+    harness.turn()
+    harness.step("g")
+    for _ in range(2):
+        harness.step("h")
+    harness.cut("g")
+    harness.step("h")
+    (asked,) = heir.batches
+    assert asked.adopted_blocks
+    assert asked.generation_rows or asked.repeat_generation
+    harness.run()
+    harness.check_is_empty()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_is_taken_over_is_what_it_is_said_to_be(seed: int) -> None:
     """Few blocks, common beginnings, workers that die at any time; the fake model checks what is in each block."""

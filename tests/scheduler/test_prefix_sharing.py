@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from scheduler.effects import KvChanged
 from scheduler.events import AbortRequested
 from scheduler.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange
+from scheduler.request import FinishReason
 from scheduler.request_spec import RetentionRange
 from tests.scheduler.harness import Harness
 
@@ -155,6 +158,28 @@ def test_a_groups_cache_ends_with_its_epoch() -> None:
     harness.submit("b", PREFIX, 1)
     harness.run()
     assert harness.core.lifecycle.requests["b"].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_who_shares_what_a_failed_row_was_to_compute_starts_again(chunk: int) -> None:
+    """The fake model leaves the failed row's blocks as they were, and checks what is in each block."""
+    harness = Harness(max_context_chunk=chunk, pipeline_depth=2)
+    harness.add_group(fail_token=77)
+    harness.submit("bad", [*PREFIX, 77], 4)
+    harness.submit("good", [*PREFIX, 78], 4)
+    harness.run()
+    harness.check_is_empty()
+    assert harness.ended == {"bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
+
+
+def test_a_worker_does_not_keep_blocks_of_a_row_that_failed() -> None:
+    harness = Harness(pipeline_depth=1)
+    group = harness.add_group(fail_token=77)
+    harness.submit("bad", [*PREFIX, 77], 4)
+    harness.turn()
+    harness.step()
+    assert len(group.begin_anew().kept_blocks) == 0
+    assert not group.hashes.any()
 
 
 def test_blocks_of_a_row_that_failed_are_not_found() -> None:
