@@ -39,6 +39,8 @@ async def test_a_journal_with_a_torn_tail_and_a_damaged_record_costs_no_token(
     wal = processes.journal_path.with_name(processes.journal_path.name + "-wal")
     os.truncate(wal, wal.stat().st_size - 100)
     processes.start("scheduler")
+    # What had been shown before may still have been on its way to the client: that alone says nothing.
+    await until(lambda: "the journal's last transaction was cut off" in processes.log("scheduler"))
     await streams.reach(120)
     await processes.kill("scheduler")
     with contextlib.closing(sqlite3.connect(processes.journal_path)) as journal:
@@ -49,7 +51,6 @@ async def test_a_journal_with_a_torn_tail_and_a_damaged_record_costs_no_token(
         journal.execute("UPDATE commits SET record = ? WHERE number = ?", (record, middle))
         journal.commit()
     log = processes.log("scheduler")
-    assert "the journal's last transaction was cut off" in log
     processes.start("scheduler")
     await streams.check()
     assert "the journal is damaged" in processes.log("scheduler")[len(log) :]
