@@ -2,7 +2,7 @@
 
 A process's life: it is started and `starting` until its /health first answers 200, then `ready`, or `unhealthy` while
 /health says otherwise. When it dies it is `restarting` after a pause that doubles with each death and is forgotten
-once it has lived for a while. Only a process that dies before everything was ready once ends the whole run: its
+once it has been ready for a second. Only a process that dies before everything was ready once ends the whole run: its
 settings are wrong.
 To stop, routers go first, so that streams in progress can finish behind them; the scheduler goes last.
 """
@@ -27,7 +27,6 @@ from midstream.errors import ExecutionError
 _PROBE_INTERVAL_S = 0.2
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 10.0
-_BACKOFF_FORGOTTEN_S = 5.0
 _STOP_ORDER = (("router",), ("detokenizer", "gpu_worker"), ("scheduler",))
 # More than the services' own limit for draining.
 _STOP_TIMEOUT_S = 40.0
@@ -197,13 +196,13 @@ class _Process:
         return code
 
     async def _watch_health(self) -> None:
-        started = time.monotonic()
         while True:
             problem = await probe_health(self.spec.addresses["http"])
+            # Ready for a second, it has served: whatever ends it now, it does not fail to start.
+            if problem is None and self.state.phase is ProcessPhase.READY:
+                self._backoff_s = _FIRST_BACKOFF_S
             if self.state.phase is not ProcessPhase.STOPPING:
                 self._note_health(problem)
-            if time.monotonic() - started > _BACKOFF_FORGOTTEN_S:
-                self._backoff_s = _FIRST_BACKOFF_S
             settled = self.state.phase is ProcessPhase.READY
             await asyncio.sleep(1.0 if settled else _PROBE_INTERVAL_S)
 

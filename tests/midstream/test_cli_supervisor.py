@@ -102,6 +102,24 @@ async def test_a_process_that_dies_is_started_again_and_nothing_else_is_touched(
     await run.end()
 
 
+async def test_the_pause_before_a_restart_grows_until_the_process_has_served(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    run = Run(tmp_path, {"worker-0": "gpu_worker"}, free_port)
+    await run.ready.wait()
+    (process,) = run.supervisor._processes
+    first = process._backoff_s
+    for number in (1, 2):
+        os.kill(process.state.pid, signal.SIGKILL)
+        is_back = (ProcessPhase.READY, number)
+        await run.until(lambda state: _named(state, "worker-0") == is_back)  # noqa: B023
+        assert process._backoff_s == first * 2**number
+    async with asyncio.timeout(20):
+        while process._backoff_s != first:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await run.end()
+
+
 async def test_a_process_that_cannot_start_ends_the_run_and_its_log_is_shown(
     tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
