@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import ConfigError
+from midstream.private_folder import is_private
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +75,11 @@ class KvStore:
         self._kind = hashlib.blake2b(kind.encode(), digest_size=12).hexdigest()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status, boot_id = folder.lstat(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            status, is_ours = folder.stat(), is_private(folder)
+            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError as error:
             raise ConfigError(f"{folder} cannot be used: {error}", field="shared_kv_folder") from None
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        if not is_ours:
             raise ConfigError(f"{folder} must be a folder of this user alone (mode 700)", field="shared_kv_folder")
         self.name = f"{boot_id}:{status.st_dev}:{status.st_ino}:{self._kind}"
         self._own: Path | None = None

@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import socket
-import stat
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.errors import ConfigError
 from midstream.model_folder import EMBEDDED_MODEL
+from midstream.private_folder import is_private
 
 HOST = "127.0.0.1"
 # Below the range from which the kernel gives ports to outgoing connections: a restarted process finds its port free.
@@ -141,12 +141,13 @@ def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, port
 
 
 def _shared_memory() -> str:
-    """Where workers on this machine leave KV blocks to each other; empty where there is no such memory."""
+    """Where workers on this machine leave KV blocks to each other; empty: nowhere, or as the environment says."""
+    if "MIDSTREAM_SHARED_KV_FOLDER" in os.environ:
+        return ""
     folder = Path(f"/dev/shm/midstream-{os.geteuid()}")  # noqa: S108 (others' folders are not taken)
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+        if is_private(folder):
             return str(folder)
     return ""
 

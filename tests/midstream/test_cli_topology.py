@@ -102,3 +102,9 @@ def test_the_journal_lies_where_it_is_told() -> None:
     specs = {spec.name: spec for spec in plan_processes(Topology(), journal_path="/run/journal.sqlite")}
     assert specs["scheduler-0"].flags[-2:] == ("--journal-path", "/run/journal.sqlite")
     assert "--journal-path" not in specs["router-0"].flags
+
+
+def test_the_environment_says_where_kv_blocks_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_SHARED_KV_FOLDER", "")
+    flags = [flag for spec in plan_processes(Topology(), 2, lambda _: True) for flag in spec.flags]
+    assert "--shared-kv-folder" not in flags

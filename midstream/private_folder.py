@@ -1,0 +1,17 @@
+"""Folders in places that others can write to."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def is_private(folder: Path) -> bool:
+    """Whether it is a folder, not a link to one, that this user alone may use.
+
+    Raises:
+        OSError: It is not there.
+    """
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
