@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from midstream.bench import workloads
 
 from .peer import Figures, Paths, Peer, Request, Workload, parse_figures, write_workloads
@@ -23,6 +25,7 @@ from .registry import WARM_UP
 
 TIMEOUT_S = 1500.0
 _REASON_LENGTH = 300
+_BUSY_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Measurement:
     """One peer's figures for one workload in one round.
 
     Attributes:
-        load: Runnable processes on the machine before the peer started, mean of a minute.
+        load: Cores that other programs kept busy just before the peer started.
     """
 
     round: int
@@ -78,7 +81,7 @@ def run_rounds(
             if peer.name in failed or not wanted:
                 continue
             on_start(number, peer)
-            load = os.getloadavg()[0]
+            load = _busy_cores()
 
             def add(figures: Figures, peer: Peer = peer, number: int = number, load: float = load) -> None:
                 measurements.append(Measurement(number, peer.name, load, figures))
@@ -88,6 +91,11 @@ def run_rounds(
             if reason:
                 failed[peer.name] = reason
     return measurements, failed
+
+
+def _busy_cores() -> float:
+    """Cores that all programs together keep busy while this one waits; a load average would hold the peer before."""
+    return sum(psutil.cpu_percent(_BUSY_INTERVAL_S, percpu=True)) / 100
 
 
 def run_peer(peer: Peer, wanted: Sequence[Workload], paths: Paths, on_figures: Callable[[Figures], None]) -> str:

@@ -12,10 +12,10 @@ from benchmarks.peers.rounds import Measurement
 
 LABELS = {"midstream": "Midstream", "vllm": "vLLM"}
 MEASURED = [
-    Measurement(0, "midstream", 0.5, Figures("mixed", 1500.0, 5.0, (10.0, 20.0), (1.0, 2.0))),
-    Measurement(1, "midstream", 0.5, Figures("mixed", 1600.0, 5.0, (12.0, 24.0), (1.5, 2.5))),
-    Measurement(2, "midstream", 0.5, Figures("mixed", 1400.0, 5.0, (11.0, 90.0), (1.2, 2.2))),
-    Measurement(0, "vllm", 0.5, Figures("mixed", 1000.0, 8.0)),
+    Measurement(0, "midstream", 0.05, Figures("mixed", 1500.0, 5.0, (10.0, 20.0), (1.0, 2.0))),
+    Measurement(1, "midstream", 0.05, Figures("mixed", 1600.0, 5.0, (12.0, 24.0), (1.5, 2.5))),
+    Measurement(2, "midstream", 0.05, Figures("mixed", 1400.0, 5.0, (11.0, 90.0), (1.2, 2.2))),
+    Measurement(0, "vllm", 0.05, Figures("mixed", 1000.0, 8.0)),
 ]
 RATIO = Ratio(Comparison("mixed", "midstream", ("vllm",), 1.3, 1.6), "vllm", 1.5, 1.4, 1.6, 3, 1.25)
 
@@ -62,8 +62,8 @@ def test_the_page_names_who_did_not_run_and_shows_a_plot(tmp_path: Path) -> None
 
 
 def test_figures_from_a_busy_machine_are_provisional() -> None:
-    busy = [Measurement(0, "midstream", 7.25, MEASURED[0].figures)]
-    assert "**Provisional:** up to 7.2 other processes" in report.section(LABELS, busy, [], {})
+    busy = [Measurement(0, "midstream", 0.25, MEASURED[0].figures)]
+    assert "**Provisional:** other programs kept up to 0.2 cores busy" in report.section(LABELS, busy, [], {})
 
 
 def test_the_machine_is_named_by_what_kernels_choose_by(tmp_path: Path) -> None:
