@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from midstream.bench.measure import RunResult, run_workload
-from midstream.bench.workloads import BenchRequest, Workload
+from midstream.cli.bench.measure import RunResult, run_workload
+from midstream.cli.bench.workloads import BenchRequest, Workload
 from midstream.client import AsyncClient
 from midstream.errors import MidstreamError
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from tests.integration.parts import free_ports
 
 ROOT = Path(__file__).parent.parent

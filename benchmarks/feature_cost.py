@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from benchmarks.forward_time import ForwardTime
-from gpu_worker.input_batch import InputBatch
+from gpu_worker.batch.input_batch import InputBatch
+from gpu_worker.batch.step import EMPTY, GREEDY, NewSequence, Step, StepOutput
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import ForwardInputs
-from gpu_worker.sampler import _likeliest
-from gpu_worker.step import EMPTY, GREEDY, NewSequence, Step, StepOutput
+from gpu_worker.sampling.sampler import _likeliest
 from midstream.config import WorkerConfig
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 
 PROMPT_TOKENS, NUM_PAIRS = 32, 100
 REPEAT = Step(repeat_generation=True)

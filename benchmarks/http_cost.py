@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.control_plane import cpu_seconds, wait_until_whole
-from midstream.bench.measure import run_workload
-from midstream.bench.workloads import BenchRequest, Workload
+from midstream.cli.bench.measure import run_workload
+from midstream.cli.bench.workloads import BenchRequest, Workload
 from midstream.client import AsyncClient
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from tests.integration.parts import free_ports
 
 ROOT = Path(__file__).parent.parent

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from tests.integration.parts import free_ports
 
 ROOT = Path(__file__).parent.parent

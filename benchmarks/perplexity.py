@@ -19,11 +19,11 @@ from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from gpu_worker.kv_cache import KvCache
-from gpu_worker.loader import load_model
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import Decoder, ForwardInputs
+from gpu_worker.models.loader import load_model
 from midstream.config import WorkerConfig
-from midstream.model_folder import ModelFolder, open_model_folder
+from midstream.model.folder import ModelFolder, open_model_folder
 
 WINDOW, BLOCK = 512, 16
 MAX_WINDOWS = 40  # 20,480 tokens

@@ -10,16 +10,16 @@ import statistics
 import time
 from array import array
 
-from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS
-from scheduler.core import SchedulerCore
-from scheduler.core_config import CoreConfig
-from scheduler.effects import StepPlan
-from scheduler.events import StepDone, Submitted, Turn, WorkerRegistered
-from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
-from scheduler.request_codec import ModelLimits
-from scheduler.request_scheduler import SimpleScheduler
-from scheduler.request_spec import RequestSpec
-from scheduler.wire import encode_step
+from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
+from scheduler.core.config import CoreConfig
+from scheduler.core.core import SchedulerCore
+from scheduler.core.effects import StepPlan
+from scheduler.core.events import StepDone, Submitted, Turn, WorkerRegistered
+from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
+from scheduler.core.request_scheduler import SimpleScheduler
+from scheduler.core.request_spec import RequestSpec
+from scheduler.wire.requests import ModelLimits
+from scheduler.wire.worker_messages import encode_step
 
 LIMITS = ModelLimits(max_sequence_length=8192, end_ids=(2,))
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from protos import recording_pb2 as pb
-from scheduler.core import SchedulerCore
-from scheduler.cost_model import CostModel
-from scheduler.effects import Effect
-from scheduler.events import Event
+from scheduler.core.core import SchedulerCore
+from scheduler.core.cost_model import CostModel
+from scheduler.core.effects import Effect
+from scheduler.core.events import Event
 from scheduler.plugins import load_scheduler
-from scheduler.recording import frame
-from scheduler.recording_codec import encode_config, encode_event
-from scheduler.replay import replay
-from scheduler.simulation import Simulation
-from scheduler.simulator import Fleet, Load, events_of
+from scheduler.replay.recording import frame
+from scheduler.replay.recording_codec import encode_config, encode_event
+from scheduler.replay.replay import replay
+from scheduler.replay.simulation import Simulation
+from scheduler.replay.simulator import Fleet, Load, events_of
 
 
 class RecordedCore(SchedulerCore):

@@ -10,10 +10,10 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from scheduler.cost_model import CostModel
-from scheduler.measures import Measures, quantile
-from scheduler.simulation import Simulation
-from scheduler.simulator import Fleet, Load, events_of
+from scheduler.core.cost_model import CostModel
+from scheduler.replay.measures import Measures, quantile
+from scheduler.replay.simulation import Simulation
+from scheduler.replay.simulator import Fleet, Load, events_of
 
 _MAX_WORKERS = 64
 _HEADER = (

@@ -12,10 +12,10 @@ import time
 import numpy as np
 
 from benchmarks.forward_time import ForwardTime
+from gpu_worker.batch.step import EMPTY, NewSequence, SamplingParams, Step
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.step import EMPTY, NewSequence, SamplingParams, Step
 from midstream.config import WorkerConfig
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 
 PROMPT_TOKENS, DECODE_STEPS = 64, 32
 KINDS = {

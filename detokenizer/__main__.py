@@ -14,13 +14,13 @@ from detokenizer.servicer import DetokenizerServicer
 from detokenizer.stream_traces import StreamTraces
 from midstream.config import DetokenizerConfig, load_config
 from midstream.errors import MidstreamError
-from midstream.health import Progress
-from midstream.model_folder import open_model_folder
-from midstream.serving import Server
+from midstream.model.folder import open_model_folder
+from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import Server
+from midstream.security.tls import Tls
 from midstream.telemetry import HttpServer, Metrics, configure_logging
-from midstream.tokenizer import Tokenizer
-from midstream.tracing import Tracer
-from midstream.transport_security import Tls
+from midstream.telemetry.tracing import Tracer
 from protos import detokenizer_pb2_grpc
 
 SERVICE = "midstream.v1.Detokenizer"

@@ -19,11 +19,11 @@ import grpc.aio
 from detokenizer.feed_codec import opened_from_proto, sequence_end_from_proto
 from detokenizer.streams import OutputStream
 from midstream.chunk import perf_metrics_from_proto, usage_from_proto
-from midstream.command_stream import CommandStream
-from midstream.discovery import Discovery
 from midstream.errors import NotFoundError, UnavailableError, from_proto
 from midstream.extras import extras_from_proto
-from midstream.transport_security import Tls
+from midstream.rpc.command_stream import CommandStream
+from midstream.rpc.discovery import Discovery
+from midstream.security.tls import Tls
 from protos import scheduler_pb2 as pb
 from protos import scheduler_pb2_grpc
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from midstream.errors import UnsupportedError
-from midstream.tokenizer import Tokenizer
+from midstream.model.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

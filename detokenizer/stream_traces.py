@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from detokenizer.streams import OutputStream
-from midstream.tracing import TraceParent, Tracer
+from midstream.telemetry.tracing import TraceParent, Tracer
 
 
 class StreamTraces:

@@ -9,7 +9,7 @@ import sys
 from gpu_worker.parallel.ranks import Ranks
 from midstream.config import WorkerConfig, load_config
 from midstream.errors import MidstreamError
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from midstream.telemetry import configure_logging
 
 _CONFIG_EXIT_CODE = 2

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_worker.kv_cache import KvCache
+from gpu_worker.batch.staging import PinnedBuffers
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
-from gpu_worker.staging import PinnedBuffers
 
 logger = logging.getLogger(__name__)
 

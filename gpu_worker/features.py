@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from gpu_worker.step import NOTHING, NewSequence, SamplingParams
+from gpu_worker.batch.step import NOTHING, NewSequence, SamplingParams
 
 
 class Feature(enum.IntFlag):

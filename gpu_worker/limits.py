@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu_worker.cuda_graphs import GraphDecoder, recorder_for
-from gpu_worker.kv_cache import block_bytes, choose_num_blocks
-from gpu_worker.loader import LoadedModel
+from gpu_worker.kv.cache import block_bytes, choose_num_blocks
+from gpu_worker.models.loader import LoadedModel
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 
 # Large enough to use the machine, small enough that a step's decodes do not wait long for its prefills.
 _CPU_NUM_TOKENS, _GPU_NUM_TOKENS = 256, 2048

@@ -16,32 +16,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gpu_worker.beams import Candidates
+from gpu_worker.batch.input_batch import InputBatch, PreparedStep
+from gpu_worker.batch.rows import PendingTokens, Rows
+from gpu_worker.batch.staging import Copy, Readback
+from gpu_worker.batch.step import EMPTY, IntArray, RowLogProbs, Step, StepOutput
 from gpu_worker.cuda_graphs import GraphDecoder
-from gpu_worker.draft_model import DraftModel, load_draft_model
-from gpu_worker.drafts import Drafter
 from gpu_worker.features import Feature
-from gpu_worker.guided import UNCONSTRAINED, Guides
-from gpu_worker.input_batch import InputBatch, PreparedStep
-from gpu_worker.kv_cache import KvCache, shared_store
-from gpu_worker.kv_store import KvStore
+from gpu_worker.kv.cache import KvCache, shared_store
+from gpu_worker.kv.shared_store import KvStore
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
-from gpu_worker.loader import LoadedModel, load_model, num_threads
 from gpu_worker.lora.cache import adapter_cache
 from gpu_worker.lora.rows import RowAdapters
 from gpu_worker.lora.sizes import device_cache_bytes
-from gpu_worker.outputs import Reporter, Reports
-from gpu_worker.post_processors import load_post_processors, refuse_unknown
-from gpu_worker.rows import PendingTokens, Rows
-from gpu_worker.sampler import NOT_FINITE, Sampler
-from gpu_worker.staging import Copy, Readback
-from gpu_worker.step import EMPTY, IntArray, RowLogProbs, Step, StepOutput
-from gpu_worker.verification import Answer, settle
+from gpu_worker.models.loader import LoadedModel, load_model, num_threads
+from gpu_worker.sampling.beams import Candidates
+from gpu_worker.sampling.guided import UNCONSTRAINED, Guides
+from gpu_worker.sampling.outputs import Reporter, Reports
+from gpu_worker.sampling.post_processors import load_post_processors, refuse_unknown
+from gpu_worker.sampling.sampler import NOT_FINITE, Sampler
+from gpu_worker.speculation.draft_model import DraftModel, load_draft_model
+from gpu_worker.speculation.drafts import Drafter
+from gpu_worker.speculation.verification import Answer, settle
 from gpu_worker.warm_up import CPU_NUM_TOKENS, warm_up_steps
 from midstream.config import WorkerConfig
 from midstream.errors import MidstreamError
 from midstream.grammar.process import GrammarProcess
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 
 if TYPE_CHECKING:
     from gpu_worker.parallel.leader import Leader

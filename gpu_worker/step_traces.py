@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from gpu_worker.step import Step, StepOutput
-from midstream.tracing import TraceParent, Tracer
+from gpu_worker.batch.step import Step, StepOutput
+from midstream.telemetry.tracing import TraceParent, Tracer
 
 
 class StepTraces:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_worker.step import GREEDY, NewSequence, Step
+from gpu_worker.batch.step import GREEDY, NewSequence, Step
 
 CPU_NUM_TOKENS = 16
 

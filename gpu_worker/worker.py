@@ -23,21 +23,21 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from gpu_worker.kept_blocks import KeptBlocks
-from gpu_worker.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
+from gpu_worker.batch.steps_in_flight import StepsInFlight
+from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.lora.sizes import usual_adapter_bytes
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.request_log import RequestLog
+from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
+from gpu_worker.scheduler_link.messages import FEATURES, PROTOCOL_VERSION
+from gpu_worker.scheduler_link.request_log import RequestLog
 from gpu_worker.step_traces import StepTraces
-from gpu_worker.steps_in_flight import StepsInFlight
-from gpu_worker.wire import FEATURES, PROTOCOL_VERSION
 from midstream.config import WorkerConfig
-from midstream.curve import WorkerCredentials
 from midstream.grammar.process import is_available
-from midstream.health import Progress
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
+from midstream.rpc.health import Progress
+from midstream.security.curve import WorkerCredentials
 from midstream.telemetry import HttpServer, Metrics
-from midstream.tracing import Tracer
+from midstream.telemetry.tracing import Tracer
 from protos import worker_pb2
 
 if TYPE_CHECKING:

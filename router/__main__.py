@@ -10,26 +10,26 @@ import sys
 
 from midstream.config import RouterConfig, load_config
 from midstream.errors import MidstreamError
-from midstream.health import Progress
-from midstream.model_folder import open_model_folder
-from midstream.serving import Server
+from midstream.model.folder import open_model_folder
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import Server
+from midstream.security.tls import Tls
 from midstream.telemetry import Metrics, configure_logging
-from midstream.tracing import Tracer
-from midstream.transport_security import Tls
+from midstream.telemetry.tracing import Tracer
 from protos import status_pb2
-from router.adapters import ADAPTED_SERVICES, SERVICE, add_servicers
-from router.adapters.openai.app import OpenAiApi, refuse
 from router.authentication import AuthenticatedApp, Authenticator
-from router.cells import Cells
 from router.dashboard import dashboard_routes
-from router.detokenizer_pool import DetokenizerPool
-from router.generation import Runner
-from router.http_server import HttpPort
-from router.output import FrontDoor, RouterMetrics
-from router.prompt import PromptBuilder
-from router.request_traces import RequestTraces, TracedApp, remember_client
+from router.pipeline.cells import Cells
+from router.pipeline.detokenizer_pool import DetokenizerPool
+from router.pipeline.generation import Runner
+from router.pipeline.output import FrontDoor, RouterMetrics
+from router.pipeline.prompt import PromptBuilder
+from router.pipeline.request_traces import RequestTraces, TracedApp, remember_client
+from router.pipeline.stream_limits import StreamLimits
+from router.protocols import ADAPTED_SERVICES, SERVICE, add_servicers
+from router.protocols.http_server import HttpPort
+from router.protocols.openai.app import OpenAiApi, refuse
 from router.status import StatusFeed
-from router.stream_limits import StreamLimits
 
 
 async def serve(config: RouterConfig) -> None:

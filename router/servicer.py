@@ -14,9 +14,9 @@ from midstream import __version__
 from midstream.errors import UnsupportedError
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
-from router.cells import Cells
-from router.output import FrontDoor, Output
-from router.request_checks import check_model
+from router.pipeline.cells import Cells
+from router.pipeline.output import FrontDoor, Output
+from router.pipeline.request_checks import check_model
 from router.status import StatusFeed
 
 _CALL_TIMEOUT_S = 10.0

@@ -9,9 +9,9 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from midstream.errors import ConfigError
-from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS, CapacityScheduler
-from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS, MicroBatchScheduler
-from scheduler.request_scheduler import RequestScheduler, SimpleScheduler
+from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS, CapacityScheduler
+from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS, MicroBatchScheduler
+from scheduler.core.request_scheduler import RequestScheduler, SimpleScheduler
 
 ENTRY_POINT_GROUP = "midstream.schedulers"
 

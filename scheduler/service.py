@@ -11,33 +11,33 @@ from pathlib import Path
 
 from midstream.config import SchedulerConfig
 from midstream.errors import ConfigError
-from midstream.health import Progress
-from midstream.model_folder import ModelFolder, midstream_home, open_model_folder
-from midstream.serving import Server
+from midstream.model.folder import ModelFolder, midstream_home, open_model_folder
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import Server
+from midstream.security.tls import Tls
 from midstream.telemetry import HttpServer, Metrics
-from midstream.tracing import Tracer
-from midstream.transport_security import Tls
+from midstream.telemetry.tracing import Tracer
 from protos import recording_pb2, scheduler_pb2, scheduler_pb2_grpc
-from scheduler.adapters import Adapters
-from scheduler.core import SchedulerCore
-from scheduler.core_config import CoreConfig
-from scheduler.dispatch import Dispatcher
-from scheduler.engine import Engine, Observer
-from scheduler.events import DrainStarted
+from scheduler.core.config import CoreConfig
+from scheduler.core.core import SchedulerCore
+from scheduler.core.events import DrainStarted
+from scheduler.edge.dispatch import Dispatcher
+from scheduler.edge.engine import Engine, Observer
+from scheduler.edge.lora_registry import Adapters
+from scheduler.edge.metrics import SchedulerCollector
+from scheduler.edge.request_log import log_requests
+from scheduler.edge.servicer import SchedulerServicer
+from scheduler.edge.traces import RequestTraces
+from scheduler.edge.worker_keys import WorkerKeys
 from scheduler.journal import Journal, JournalError
 from scheduler.journal.off import NoJournal
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.store import Store
 from scheduler.journal.threaded import ThreadedJournal
-from scheduler.metrics import SchedulerCollector
 from scheduler.plugins import load_scheduler
-from scheduler.recording import Recorder
-from scheduler.recording_codec import encode_config
-from scheduler.request_codec import ModelLimits
-from scheduler.request_log import log_requests
-from scheduler.servicer import SchedulerServicer
-from scheduler.traces import RequestTraces
-from scheduler.worker_keys import WorkerKeys
+from scheduler.replay.recording import Recorder
+from scheduler.replay.recording_codec import encode_config
+from scheduler.wire.requests import ModelLimits
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.gpu.model import CONFIG_8B, TOKENS_PER_BLOCK, random_runner
 from benchmarks.gpu.report import Report
+from gpu_worker.batch.step import NewSequence, Step
 from gpu_worker.models.decoder import TorchDecoder
-from gpu_worker.step import NewSequence, Step
 
 if TYPE_CHECKING:
     from gpu_worker.model_runner import Launched, ModelRunner

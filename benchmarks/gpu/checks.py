@@ -218,7 +218,7 @@ def _check_invariance(report: Report, sizes: Sizes) -> None:
 
 def _check_sampling(report: Report, sizes: Sizes) -> None:
     """Tokens drawn, against the same rules over a sorted float64 distribution with the same uniform numbers."""
-    from gpu_worker.uniforms import uniforms
+    from gpu_worker.sampling.uniforms import uniforms
 
     rows, device = 8, sizes.device
     logits = torch.randn(rows, sizes.vocab_size) * 4

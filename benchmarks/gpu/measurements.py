@@ -24,11 +24,11 @@ from benchmarks.gpu.model import (
 )
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import Ceilings, copy_bandwidth, matmul_rate, seconds
+from gpu_worker.batch.step import NewSequence, Step
 from gpu_worker.cuda_graphs import GraphDecoder, GraphRecorder
-from gpu_worker.kv_cache import KvCache
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import TorchDecoder
 from gpu_worker.models.description import describe
-from gpu_worker.step import NewSequence, Step
 
 CUDA = torch.device("cuda")
 CONTEXT, BATCH = 1024, 64

@@ -15,7 +15,7 @@ from gpu_worker.models.description import DecoderDescription, describe
 
 if TYPE_CHECKING:
     from gpu_worker.model_runner import ModelRunner
-    from gpu_worker.weights.decoder_weights import DecoderWeights
+    from gpu_worker.models.weights.decoder_weights import DecoderWeights
 
 # The shape of Llama 3.1 8B.
 CONFIG_8B: dict[str, Any] = {
@@ -165,10 +165,10 @@ def random_runner(
     **settings: Any,
 ) -> ModelRunner:
     """The worker's runner around a decoder that is there already, of `dtype`: by default bfloat16 on a GPU."""
-    from gpu_worker.loader import LoadedModel
     from gpu_worker.model_runner import ModelRunner
+    from gpu_worker.models.loader import LoadedModel
     from midstream.config import WorkerConfig
-    from midstream.model_folder import ModelFolder
+    from midstream.model.folder import ModelFolder
 
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     folder = ModelFolder(

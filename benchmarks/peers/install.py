@@ -54,6 +54,6 @@ def make_paths(home: Path, model: str) -> Paths:
     Raises:
         ConfigError: The model is not there.
     """
-    from midstream.model_folder import open_model_folder
+    from midstream.model.folder import open_model_folder
 
     return Paths(home.resolve(), open_model_folder(model).path)

@@ -18,7 +18,7 @@ from .midstream_service import own_python
 from .peer import Figures, Paths, Request, Runner, Step, Workload
 
 if TYPE_CHECKING:
-    from gpu_worker import step as worker_step
+    from gpu_worker.batch import step as worker_step
     from gpu_worker.model_runner import ModelRunner
 
 TOKENS_PER_BLOCK = 16
@@ -55,7 +55,7 @@ class MidstreamEngine:
     def open(self, paths: Paths) -> Iterator[Runner]:
         from gpu_worker.model_runner import ModelRunner
         from midstream.config import WorkerConfig
-        from midstream.model_folder import open_model_folder
+        from midstream.model.folder import open_model_folder
 
         config = WorkerConfig(
             model=str(paths.model_folder), max_kv_tokens=MAX_KV_TOKENS, tokens_per_block=TOKENS_PER_BLOCK
@@ -91,7 +91,7 @@ class _Loop:
     def _next_step(self) -> worker_step.Step:
         import numpy as np
 
-        from gpu_worker.step import NewSequence, Step
+        from gpu_worker.batch.step import NewSequence, Step
 
         def array(values: Sequence[int]) -> worker_step.IntArray:
             return np.array(values, dtype=np.int32)

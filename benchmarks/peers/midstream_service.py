@@ -64,7 +64,7 @@ def own_python(_: Paths) -> Path:
 
 
 def _run(addresses: Sequence[str], workload: Workload) -> Figures:
-    from midstream.bench import measure, workloads
+    from midstream.cli.bench import measure, workloads
 
     requests = tuple(workloads.BenchRequest(it.token_ids, it.max_tokens) for it in workload.requests)
     converted = workloads.Workload(workload.name, requests, workload.concurrency, workload.counts_input)

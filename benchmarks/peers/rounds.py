@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from midstream.bench import workloads
+from midstream.cli.bench import workloads
 
 from .peer import Figures, Paths, Peer, Request, Workload, parse_figures, write_workloads
 from .registry import WARM_UP

@@ -18,11 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from gpu_worker.batch.step import AdapterRef
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.peft_folder import read_adapter
 from gpu_worker.lora.sizes import host_cache_bytes
 from gpu_worker.models.description import DecoderDescription
-from gpu_worker.step import AdapterRef
 from midstream.config import WorkerConfig
 from midstream.errors import InvalidArgumentError, NotFoundError, OverloadedError
 

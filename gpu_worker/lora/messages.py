@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.batch.step import NewSequence, Step
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.cache import AdapterCache
-from gpu_worker.step import NewSequence, Step
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 from protos import generation_pb2 as pb
 from protos import worker_pb2

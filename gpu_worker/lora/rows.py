@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker.batch.step import Fork, IntArray, NewSequence
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
-from gpu_worker.step import Fork, IntArray, NewSequence
 from midstream.errors import InvalidArgumentError, MidstreamError
 
 P = TypeVar("P")

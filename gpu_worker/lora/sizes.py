@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_worker.kv_cache import free_memory_bytes
+from gpu_worker.kv.cache import free_memory_bytes
 from gpu_worker.lora.adapter import module_layer_elements, module_shapes, padded_rank
 from gpu_worker.models.description import DecoderDescription
 from midstream.config import WorkerConfig

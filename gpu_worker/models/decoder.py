@@ -10,20 +10,20 @@ from torch import Tensor
 from torch.nn import functional
 
 import kernels
-from gpu_worker.kv_cache import KvCache
-from gpu_worker.layers.linear import Linear, int8_rows
-from gpu_worker.layers.rotary import rotary_table
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
 from gpu_worker.lora.stacked import StackedAdapters, TorchAdapter, place_adapter
 from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.layers.linear import Linear, int8_rows
+from gpu_worker.models.layers.rotary import rotary_table
+from gpu_worker.models.weights.progress import with_progress
 from gpu_worker.parallel.shard import Shard, whole_shard
 from gpu_worker.parallel.tensor_ranks import ONE_RANK, TensorRanks
-from gpu_worker.weights.progress import with_progress
 
 if TYPE_CHECKING:
+    from gpu_worker.models.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
     from gpu_worker.parallel.shard_weights import ShardWeights
-    from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import kernels
-from gpu_worker.kv_cache import KvCache
-from gpu_worker.layers.rotary import rotary_table
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import ForwardInputs, Probe
 from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.layers.rotary import rotary_table
+from gpu_worker.models.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
+from gpu_worker.models.weights.progress import with_progress
+from gpu_worker.models.weights.weight import WeightFormat as WeightKind
 from gpu_worker.parallel.shard import Shard, whole_shard
 from gpu_worker.parallel.shard_weights import ShardWeights
-from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
-from gpu_worker.weights.progress import with_progress
-from gpu_worker.weights.weight import WeightFormat as WeightKind
 from kernels.cpu import (
     DecoderDims,
     DecoderLayer,

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels
-from gpu_worker.kv_cache import KvCache
-from gpu_worker.layers.linear import LinearModule
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import ForwardInputs, Probe
 from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.layers.linear import LinearModule
 from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 
 _INTERFACE = "midstream"
 # What some models hand on to the attention although it needs none of it.

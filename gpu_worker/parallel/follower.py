@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from gpu_worker.cuda_graphs import GraphDecoder
-from gpu_worker.kv_cache import KvCache
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
-from gpu_worker.loader import LoadedModel, load_model, num_threads
 from gpu_worker.lora.adapter import Adapter, LoraPair
+from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.parallel.commands import decode_adapter_layer, decode_forward
 from gpu_worker.parallel.group import RankGroup
 from gpu_worker.parallel.lifelines import LOST_EXIT_CODE
 from gpu_worker.parallel.shard_adapters import adapter_part
 from midstream.config import WorkerConfig
-from midstream.health import Progress
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
+from midstream.rpc.health import Progress
 from midstream.telemetry import HttpServer, Metrics
 from protos import ranks_pb2
 

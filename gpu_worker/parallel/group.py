@@ -23,7 +23,7 @@ from gpu_worker.parallel.meeting import DIGEST_BYTES, await_followers, dial_lead
 from gpu_worker.parallel.ranks import Ranks
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnavailableError
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 
 logger = logging.getLogger(__name__)
 

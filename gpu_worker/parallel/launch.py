@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from gpu_worker.loader import choose_device
+from gpu_worker.models.loader import choose_device
 from gpu_worker.parallel.follower import run_follower
 from gpu_worker.parallel.group import RankGroup
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.worker import Worker
 from midstream.config import WorkerConfig
 from midstream.errors import MidstreamError
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 
 logger = logging.getLogger(__name__)
 

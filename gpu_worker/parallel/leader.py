@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gpu_worker.kv_cache import KvCache
+from gpu_worker.batch.step import IntArray
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
 from gpu_worker.parallel.commands import encode_adapter_layer, encode_forward
@@ -21,7 +22,6 @@ from gpu_worker.parallel.frames import FrameSender
 from gpu_worker.parallel.links import RankLinks
 from gpu_worker.parallel.shard import Shard
 from gpu_worker.parallel.shard_adapters import adapter_part
-from gpu_worker.step import IntArray
 from midstream.errors import InvalidArgumentError
 from protos import ranks_pb2
 

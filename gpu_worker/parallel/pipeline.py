@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gpu_worker.kv_cache import KvCache
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import Decoder, ForwardInputs, PartDecoder, Probe
 from gpu_worker.models.description import DecoderDescription

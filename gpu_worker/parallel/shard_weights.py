@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gpu_worker.models.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
+from gpu_worker.models.weights.weight import Weight
 from gpu_worker.parallel.shard import Shard
-from gpu_worker.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
-from gpu_worker.weights.weight import Weight
 
 
 class ShardWeights:

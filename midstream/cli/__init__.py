@@ -24,15 +24,15 @@ COMMANDS = {
     "keys": ("midstream.cli.keys", "make a key pair for the link between scheduler and workers"),
     "prepare": ("midstream.cli.prepare", "lay down a model folder"),
     "demo": ("midstream.cli.demo", "start everything, stream a few answers at once, stop"),
-    "bench": ("midstream.bench.command", "measure a running service"),
+    "bench": ("midstream.cli.bench.command", "measure a running service"),
     "lora": ("midstream.cli.lora", "load, unload and list adapters"),
-    "top": ("midstream.top.command", "watch requests, batches, KV blocks and every part, live"),
+    "top": ("midstream.cli.top.command", "watch requests, batches, KV blocks and every part, live"),
     "stats": ("midstream.cli.stats", "show what the scheduler's iterations did"),
 }
 # Name -> (module, what it does). Processes of their own, as services are not imported here; all arguments are theirs.
 PROGRAMS = {
     "replay": ("scheduler.replay", "run a recorded scheduler again, as it was or with changes"),
-    "simulate": ("scheduler.simulator", "run the scheduler with simulated workers, to plan capacity"),
+    "simulate": ("scheduler.replay.simulator", "run the scheduler with simulated workers, to plan capacity"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from midstream.config.loading import TRUE_WORDS
 from midstream.errors import ConfigError
-from midstream.transport_security import Tls
+from midstream.security.tls import Tls
 
 
 class Credentials(TypedDict):

@@ -20,7 +20,7 @@ from midstream.cli.supervisor import Supervisor
 from midstream.cli.topology import Topology, plan_processes
 from midstream.cli.up import prepare_model
 from midstream.client import AsyncClient, SamplingParams
-from midstream.model_folder import EMBEDDED_MODEL
+from midstream.model.folder import EMBEDDED_MODEL
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",

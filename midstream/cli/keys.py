@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not re.fullmatch(r"[\w.-]+", arguments.name):
         raise ConfigError("is made of letters, digits, and . _ -", field="name")
     try:
-        from midstream.curve import make_key_pair
+        from midstream.security.curve import make_key_pair
     except ImportError as error:
         raise ConfigError(f"needs `pip install midstream[scheduler]` ({error})", field="keys") from None
     public, secret = make_key_pair(arguments.output, arguments.name)

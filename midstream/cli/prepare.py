@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from midstream.model_folder import EMBEDDED_MODEL, open_model_folder, prepare_model_folder
+from midstream.model.folder import EMBEDDED_MODEL, open_model_folder, prepare_model_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.errors import ConfigError
-from midstream.model_folder import midstream_home
+from midstream.model.folder import midstream_home
 
 
 class ProcessPhase(StrEnum):

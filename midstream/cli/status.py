@@ -17,7 +17,7 @@ from midstream.cli.credentials import Credentials, add_credentials, credentials_
 from midstream.cli.health import probe_health
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive
 from midstream.cli.up import add_run_dir
-from midstream.serving import open_channel
+from midstream.rpc.serving import open_channel
 from protos import loads_pb2, scheduler_pb2_grpc
 
 _TIMEOUT_S = 2.0

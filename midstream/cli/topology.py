@@ -13,8 +13,8 @@ from pathlib import Path
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.errors import ConfigError
-from midstream.model_folder import EMBEDDED_MODEL
-from midstream.private_folder import is_private
+from midstream.model.folder import EMBEDDED_MODEL
+from midstream.security.private_folder import is_private
 
 HOST = "127.0.0.1"
 # Below the range from which the kernel gives ports to outgoing connections: a restarted process finds its port free.

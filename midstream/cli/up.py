@@ -18,7 +18,7 @@ from midstream.cli.run_dir import ProcessPhase, RunDir, RunState, default_run_di
 from midstream.cli.supervisor import Supervisor
 from midstream.cli.topology import Topology, plan_processes
 from midstream.errors import ExecutionError
-from midstream.model_folder import EMBEDDED_MODEL, open_model_folder
+from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
 
 _POLL_INTERVAL_S = 0.1
 

@@ -10,7 +10,7 @@ from midstream.client.result import Result, SequenceResult
 from midstream.client.stream import AsyncStream
 from midstream.client.sync_client import Client, Stream
 from midstream.extras import LogProbs, Tensor
-from midstream.transport_security import Tls
+from midstream.security.tls import Tls
 
 __all__ = [
     "AsyncClient",

@@ -17,9 +17,9 @@ from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
 from midstream.client.request import Message, SamplingParams, naming, set_fields, set_input
 from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
-from midstream.rpc_errors import error_from_rpc
-from midstream.serving import DEFAULT_MAX_MESSAGE_BYTES, open_channel
-from midstream.transport_security import Tls
+from midstream.rpc.errors import error_from_rpc
+from midstream.rpc.serving import DEFAULT_MAX_MESSAGE_BYTES, open_channel
+from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2_grpc, stats_pb2, status_pb2
 

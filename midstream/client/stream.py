@@ -21,7 +21,7 @@ from midstream.chunk import Chunk, FinishReason, SequenceEnds
 from midstream.client.result import Result
 from midstream.errors import DeadlineError, ExecutionError, MidstreamError
 from midstream.extras import TensorCursor
-from midstream.rpc_errors import error_from_rpc
+from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
 from protos import service_pb2
 

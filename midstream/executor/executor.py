@@ -36,7 +36,7 @@ from midstream.executor.result import GenerationResult
 from midstream.executor.sampling_params import SamplingParams
 from midstream.executor.service import LocalService
 from midstream.executor.stats import IterationStats
-from midstream.model_folder import EMBEDDED_MODEL
+from midstream.model.folder import EMBEDDED_MODEL
 
 _T = TypeVar("_T")
 Prompt = Sequence[int] | str

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import midstream
 from midstream.grammar.messages import READY, Guide, receive, send
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 
 MEMORY_BYTES = 2 << 30
 LIMIT_S = 2.0

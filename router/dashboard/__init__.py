@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from midstream.errors import MidstreamError
 from protos import status_pb2
-from router.adapters.openai.errors import error_body, headers, http_status
+from router.protocols.openai.errors import error_body, headers, http_status
 from router.status import StatusFeed
 
 _STATIC = Path(__file__).with_name("static")

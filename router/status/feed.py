@@ -18,10 +18,10 @@ from midstream import __version__
 from midstream.errors import UnavailableError
 from protos import status_pb2
 from router.authentication import current_caller
-from router.cells import Cell, Cells
+from router.pipeline.cells import Cell, Cells
+from router.pipeline.stream_limits import StreamLimits
 from router.status.parts import Parts, cell_parts, natural, router_part
 from router.status.samples import LATENCY_WINDOW_S, Samples
-from router.stream_limits import StreamLimits
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from midstream.errors import ExecutionError
-from scheduler.effects import Accepted, BeamsAdvanced, Effect, Emitted, RequestEnded, RequestForgotten, SequenceEnded
-from scheduler.events import Recovered
+from scheduler.core.effects import (
+    Accepted,
+    BeamsAdvanced,
+    Effect,
+    Emitted,
+    RequestEnded,
+    RequestForgotten,
+    SequenceEnded,
+)
+from scheduler.core.events import Recovered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

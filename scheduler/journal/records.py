@@ -10,12 +10,12 @@ from google.protobuf.message import DecodeError
 
 from protos import generation_pb2
 from protos import journal_pb2 as pb
-from scheduler.beams import BeamStep
-from scheduler.events import Recovered
-from scheduler.failure import Failure
+from scheduler.core.beams import BeamStep
+from scheduler.core.events import Recovered
+from scheduler.core.failure import Failure
+from scheduler.core.request import ExtraOutput, Finish, FinishReason, Request, RequestTimes, SequenceEnd
 from scheduler.journal.store import StoredJournal, unseal
-from scheduler.request import ExtraOutput, Finish, FinishReason, Request, RequestTimes, SequenceEnd
-from scheduler.request_codec import ModelLimits, spec_from_proto
+from scheduler.wire.requests import ModelLimits, spec_from_proto
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from scheduler.journal.adapters import read_adapters
 from scheduler.journal.records import Replayed, replay
 from scheduler.journal.store import Store, Transaction, seal
 from scheduler.journal.writer import RowWriter, kept_of
-from scheduler.request_codec import ModelLimits
+from scheduler.wire.requests import ModelLimits
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

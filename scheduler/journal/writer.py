@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from protos import journal_pb2 as pb
-from scheduler.effects import Accepted, BeamsAdvanced, Emitted, RequestEnded, RequestForgotten, SequenceEnded
-from scheduler.events import Recovered
+from scheduler.core.effects import Accepted, BeamsAdvanced, Emitted, RequestEnded, RequestForgotten, SequenceEnded
+from scheduler.core.events import Recovered
+from scheduler.core.request import ExtraOutput, Request, Sequence
 from scheduler.journal import AdapterLoaded, AdapterUnloaded, JournalEntry
 from scheduler.journal.adapters import encode_adapter
 from scheduler.journal.records import StoredRequest, add_beam_steps, add_end, add_finish, encode_request
 from scheduler.journal.store import Transaction, seal
-from scheduler.request import ExtraOutput, Request, Sequence
 
 # Compaction costs about what it writes, so it waits until the commits weigh as much, and at least this much.
 MIN_COMPACTION_BYTES = 1 << 20

@@ -92,7 +92,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 import benchmarks.gpu.__main__, benchmarks.gpu.checks, benchmarks.gpu.measurements, benchmarks.gpu.against_transformers
-import gpu_worker.loader, gpu_worker.model_runner, midstream.config, midstream.model_folder
+import gpu_worker.model_runner, gpu_worker.models.loader, midstream.config, midstream.model.folder
 assert "grpc" not in sys.modules and "google.protobuf" not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -23,7 +23,7 @@ from benchmarks.peers.peer import (
     read_workloads,
     write_workloads,
 )
-from midstream.bench import workloads
+from midstream.cli.bench import workloads
 
 
 @dataclass(frozen=True)

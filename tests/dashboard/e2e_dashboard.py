@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from midstream.cli.top.board import Board
+from midstream.cli.top.view import frame
 from midstream.client import AsyncClient
-from midstream.top.board import Board
-from midstream.top.view import frame
 from tests.dashboard.conftest import HOSTILE, TOKEN
 from tests.dashboard.webdriver import Browser
 from tests.integration.service import Service

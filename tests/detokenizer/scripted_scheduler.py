@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from midstream.health import Progress
-from midstream.serving import Server
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import Server
 from protos import generation_pb2 as pb
 from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
 

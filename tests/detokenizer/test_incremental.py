@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from detokenizer.incremental import DecoderFactory, decoder_factory
 from midstream.errors import ConfigError, UnsupportedError
-from midstream.model_folder import open_model_folder
-from midstream.tokenizer import Tokenizer
+from midstream.model.folder import open_model_folder
+from midstream.model.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(open_model_folder("smollm2").path)
 FACTORY = decoder_factory(TOKENIZER)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from midstream.curve import WorkerCredentials, read_key_pair, read_public_key
+from midstream.security.curve import WorkerCredentials, read_key_pair, read_public_key
 from protos import worker_pb2
 from tests.fakes.model import FakeModel
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from midstream.client import AsyncClient
-from midstream.transport_security import Tls
+from midstream.security.tls import Tls
 from tests.faults.certificates import Authority, Identity
 from tests.faults.small_model import make_small_model
 from tests.integration.named_processes import NamedProcesses

@@ -14,12 +14,12 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
-from midstream.health import Progress
-from midstream.serving import Server
-from midstream.transport_security import Tls
-from router.adapters.openai.app import refuse
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import Server
+from midstream.security.tls import Tls
 from router.authentication import AuthenticatedApp, Authenticator, current_caller
-from router.http_server import HttpPort
+from router.protocols.http_server import HttpPort
+from router.protocols.openai.app import refuse
 
 SERVICE = "midstream.v1.Test"
 

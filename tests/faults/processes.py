@@ -11,8 +11,8 @@ from pathlib import Path
 from midstream.client import AsyncClient, Result, SamplingParams
 from midstream.client.stream import AsyncStream
 from midstream.errors import MidstreamError
-from midstream.model_folder import open_model_folder
-from midstream.serving import open_channel
+from midstream.model.folder import open_model_folder
+from midstream.rpc.serving import open_channel
 from protos import service_pb2_grpc, stats_pb2
 from tests.integration.named_processes import NamedProcesses
 from tests.integration.parts import free_ports

@@ -17,15 +17,15 @@ import pytest
 from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from gpu_worker import worker as worker_module
-from gpu_worker.link import SchedulerLink, Stopped
+from gpu_worker.batch.step import Step
 from gpu_worker.model_runner import Launched
-from gpu_worker.step import Step
+from gpu_worker.scheduler_link.link import SchedulerLink, Stopped
 from midstream.client.result import Result
 from midstream.client.stream import AsyncStream
 from midstream.config import SchedulerConfig, WorkerConfig
-from midstream.model_folder import ModelFolder
-from midstream.serving import open_channel
-from midstream.tokenizer import Tokenizer
+from midstream.model.folder import ModelFolder
+from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
 from scheduler.service import SchedulerService

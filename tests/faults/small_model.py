@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from midstream.model_folder import ModelFolder, open_model_folder
-from midstream.tokenizer import Tokenizer
+from midstream.model.folder import ModelFolder, open_model_folder
+from midstream.model.tokenizer import Tokenizer
 
 # Every token that one of these takes can follow any other; most characters here take two or three tokens.
 _TEXT = "so the stream goes on and on, never lost. 😀 🎉 🫠 🚀 日本語 漢字 東京 你好 naïve Grüße"

@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.config import RouterConfig
 from midstream.errors import ConfigError, UnauthenticatedError
-from midstream.rpc_errors import error_from_rpc
-from midstream.serving import open_channel
+from midstream.rpc.errors import error_from_rpc
+from midstream.rpc.serving import open_channel
 from router.authentication import Authenticator, TokenFile
 from tests.faults.guarded_ports import ask, fetch, http_port, replace, serving, stream_of, who_am_i
 

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.client import AsyncClient, Result, SamplingParams
 from midstream.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError, UnavailableError
-from midstream.serving import open_channel
-from midstream.transport_security import Tls
+from midstream.rpc.serving import open_channel
+from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
 from tests.faults.certificates import Authority
 from tests.faults.guarded import ALICE, Guarded, running_guarded

@@ -20,11 +20,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from midstream.errors import InvalidArgumentError
-from midstream.rpc_errors import error_from_rpc
-from midstream.serving import MAX_METADATA_BYTES
+from midstream.rpc.errors import error_from_rpc
+from midstream.rpc.serving import MAX_METADATA_BYTES
 from protos import generation_pb2 as pb
 from protos import loads_pb2, worker_pb2
-from router.http_server import HttpPort
+from router.protocols.http_server import HttpPort
 from tests.faults.pressed import Pressed, read
 from tests.router.test_request_checks import BAD
 

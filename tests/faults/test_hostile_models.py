@@ -17,9 +17,9 @@ import pytest
 
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, InvalidArgumentError, MidstreamError
-from midstream.model_folder import open_model_folder
-from midstream.prepare.gguf_file import read_gguf_head
-from router.chat_template import ChatTemplate
+from midstream.model.folder import open_model_folder
+from midstream.model.prepare.gguf_file import read_gguf_head
+from router.pipeline.chat_template import ChatTemplate
 from tests.integration.named_processes import ROOT
 
 USER = [{"role": "user", "content": "hi"}]
@@ -98,7 +98,7 @@ def test_a_template_that_explodes_while_it_is_compiled_is_refused_or_rendered_no
 def test_what_escapes_from_the_sandbox_finds_no_files_no_network_and_no_secrets() -> None:
     code = (
         "import os, socket\n"
-        "from router.template_renderer import _confine\n"
+        "from router.pipeline.template_renderer import _confine\n"
         "_confine()\n"
         "for attempt in (lambda: open('/etc/passwd'), lambda: open('/tmp/x', 'w'), socket.socket, os.pipe,\n"
         "                lambda: bytearray(1 << 30)):\n"
@@ -208,7 +208,7 @@ HOSTILE_SAFETENSORS: list[Callable[[], bytes]] = [
 
 @pytest.mark.parametrize("make", HOSTILE_SAFETENSORS)
 def test_inflated_headers_of_safetensors_are_refused(tmp_path: Path, make: Callable[[], bytes]) -> None:
-    from gpu_worker.weights.files import SafetensorsFiles
+    from gpu_worker.models.weights.files import SafetensorsFiles
 
     path = tmp_path / "model.safetensors"
     path.write_bytes(make())

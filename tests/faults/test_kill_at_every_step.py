@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from midstream.client.result import Result
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from tests.faults.rig import KINDS, Rig
 from tests.faults.small_model import make_small_model

@@ -13,11 +13,11 @@ import grpc.aio
 import pytest
 
 from midstream.errors import OverloadedError
-from midstream.rpc_errors import error_from_rpc
-from midstream.serving import channel_options
+from midstream.rpc.errors import error_from_rpc
+from midstream.rpc.serving import channel_options
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
-from router.stream_limits import StreamLimits
+from router.pipeline.stream_limits import StreamLimits
 from tests.faults.pressed import MAX_BATCH_SIZE, MAX_QUEUE_SIZE, Pressed, Reading, read, request
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import pytest
 
 from midstream.client import AsyncClient, Result, SamplingParams
 from midstream.errors import AlreadyExistsError, DeadlineError
-from midstream.model_folder import open_model_folder
-from midstream.tokenizer import Tokenizer
+from midstream.model.folder import open_model_folder
+from midstream.model.tokenizer import Tokenizer
 from tests.faults.processes import ALL, Processes, Streams, until
 from tests.faults.test_worker_faults import FIRSTS, all_blocks_are_back
 

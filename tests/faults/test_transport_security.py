@@ -13,9 +13,9 @@ import pytest
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.errors import ConfigError
-from midstream.secure_channel import SecureChannel
-from midstream.serving import open_channel
-from midstream.transport_security import Tls
+from midstream.rpc.serving import open_channel
+from midstream.security.secure_channel import SecureChannel
+from midstream.security.tls import Tls
 from router.authentication import Authenticator
 from tests.faults.certificates import Authority, Identity
 from tests.faults.guarded_ports import ask, fetch, http_port, replace, serving, stream_of

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import zmq
 
-from gpu_worker.kept_blocks import KeptBlocks
-from gpu_worker.link import EpochStarted, SchedulerLink, Stopped
+from gpu_worker.kv.kept_blocks import KeptBlocks
+from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped
 from midstream.config import SchedulerConfig, WorkerConfig
-from midstream.curve import WorkerCredentials, make_key_pair, read_key_pair, read_public_key
 from midstream.errors import ConfigError
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
+from midstream.security.curve import WorkerCredentials, make_key_pair, read_key_pair, read_public_key
 from midstream.telemetry import Metrics
 from protos import worker_pb2
-from scheduler.worker_keys import WorkerKeys
+from scheduler.edge.worker_keys import WorkerKeys
 from tests.fakes.worker import FakeWorker, FakeWorkerConfig
 from tests.integration.named_processes import ROOT
 from tests.integration.parts import free_ports

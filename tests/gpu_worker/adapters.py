@@ -11,10 +11,10 @@ from typing import Any
 import peft
 import torch
 
+from gpu_worker.batch.step import AdapterRef
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.step import AdapterRef
 
 ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from gpu_worker.model_runner import ModelRunner
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
 # PyTorch's threads would wait for each other, and more so beside other processes of tests.

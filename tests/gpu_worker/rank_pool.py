@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from gpu_worker.loader import choose_device
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.models.loader import choose_device
 from gpu_worker.parallel.follower import follow
 from gpu_worker.parallel.group import RankGroup
 from gpu_worker.parallel.ranks import Ranks
 from midstream.cli.topology import is_free_port
 from midstream.config import WorkerConfig
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 
 HOST = "127.0.0.1"
 

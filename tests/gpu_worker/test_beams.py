@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from gpu_worker.model_runner import ModelRunner
-from midstream.model_folder import ModelFolder, open_model_folder
+from midstream.model.folder import ModelFolder, open_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.tiny_models import make_runner
 from tests.gpu_worker.whole import Whole, contents, outputs

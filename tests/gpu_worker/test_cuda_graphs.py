@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.cuda_graphs import GraphDecoder, graph_sizes
-from gpu_worker.kv_cache import KvCache
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import ForwardInputs, Probe
 
 CPU = torch.device("cpu")

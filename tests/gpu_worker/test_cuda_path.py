@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu.model import CONFIG_8B, random_decoder
 from gpu_worker.cuda_graphs import GraphDecoder
-from gpu_worker.kv_cache import KvCache
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import ForwardInputs
 from gpu_worker.models.description import describe
 from kernels import dispatch

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from gpu_worker.drafts import look_up
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.speculation.drafts import look_up
 from midstream.errors import ConfigError
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
 from protos import worker_pb2
-from scheduler.request import Request
+from scheduler.core.request import Request
 from tests.gpu_worker.tiny_models import SHAPE, ints, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker.batch.step import NewSequence
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.step import NewSequence
 from tests.gpu_worker.adapters import ALL_MODULES, adapted, make_lora, make_prompt, ref_of
 from tests.gpu_worker.test_embedded_model import BOUND
 from tests.gpu_worker.test_models import Recorder

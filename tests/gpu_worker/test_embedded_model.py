@@ -12,9 +12,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from gpu_worker.batch.step import NewSequence
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.step import NewSequence
-from midstream.model_folder import ModelFolder, open_model_folder
+from midstream.model.folder import ModelFolder, open_model_folder
 from tests.gpu_worker.tiny_models import Driver, make_runner
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 20, 25, 31, 33, 40, 50, 64, 80, 100, 150, 260, 400, 1500)

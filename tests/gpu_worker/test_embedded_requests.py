@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from gpu_worker.model_runner import ModelRunner
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.tiny_models import make_runner
 from tests.gpu_worker.whole import Whole, contents

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.guided import Constraints, Guides
-from gpu_worker.rows import Rows
-from gpu_worker.sampler import Sampler
-from gpu_worker.step import NewSequence, SamplingParams
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import NewSequence, SamplingParams
+from gpu_worker.sampling.guided import Constraints, Guides
+from gpu_worker.sampling.sampler import Sampler
 from midstream.errors import InvalidArgumentError, UnavailableError
 from midstream.grammar import child
 from midstream.grammar.compile import load_tokenizer
 from midstream.grammar.messages import OVERRUN, READY, WAITING, Guide
 from midstream.grammar.process import GrammarProcess
-from midstream.model_folder import ModelFolder, open_model_folder
-from midstream.tokenizer import Tokenizer
+from midstream.model.folder import ModelFolder, open_model_folder
+from midstream.model.tokenizer import Tokenizer
 from tests.gpu_worker.tiny_models import ints
 
 SCHEMA = {

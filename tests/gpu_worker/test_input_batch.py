@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_worker.input_batch import InputBatch, PreparedStep
+from gpu_worker.batch.input_batch import InputBatch, PreparedStep
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import Fork, NewSequence, Step
 from gpu_worker.lora.rows import RowAdapters
-from gpu_worker.rows import Rows
-from gpu_worker.step import Fork, NewSequence, Step
 from midstream.errors import ExecutionError, UnsupportedError
 from tests.gpu_worker.adapters import no_adapters
 from tests.gpu_worker.tiny_models import ints

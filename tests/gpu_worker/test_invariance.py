@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.batch.step import GREEDY, NewSequence, RowLogProbs, SamplingParams
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.native import CpuDecoder
-from gpu_worker.step import GREEDY, NewSequence, RowLogProbs, SamplingParams
 from tests.gpu_worker.tiny_models import Driver, ints, make_runner
 
 NUM_NEW = 14

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gpu_worker import kv_store
-from gpu_worker.kv_store import KvStore, PoolMemory
+from gpu_worker.kv import shared_store as kv_store
+from gpu_worker.kv.shared_store import KvStore, PoolMemory
 from midstream.errors import ConfigError
 
 NUM_LAYERS, BLOCK_BYTES = 3, 64
@@ -22,7 +22,7 @@ NUM_LAYERS, BLOCK_BYTES = 3, 64
 _DYING_WORKER = f"""
 import sys
 from pathlib import Path
-from gpu_worker.kv_store import KvStore
+from gpu_worker.kv.shared_store import KvStore
 
 pool = KvStore(Path(sys.argv[1]), sys.argv[2], {NUM_LAYERS}).make_pool(8, {BLOCK_BYTES})
 for block in (1, 5, 6):
@@ -135,7 +135,7 @@ def test_what_dead_workers_left_makes_room_for_a_pool(tmp_path: Path, monkeypatc
     leave_pool(tmp_path)
     (left,) = tmp_path.iterdir()
     monkeypatch.setattr(
-        "gpu_worker.kv_store.shutil.disk_usage", lambda _: SimpleNamespace(free=0 if left.exists() else 1 << 20)
+        "gpu_worker.kv.shared_store.shutil.disk_usage", lambda _: SimpleNamespace(free=0 if left.exists() else 1 << 20)
     )
     store, _ = heir_of(tmp_path)
     assert not left.exists()
@@ -172,7 +172,7 @@ def test_a_pool_without_room_is_not_shared(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_room_that_living_pools_have_not_taken_yet_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu_worker.kv_store.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+    monkeypatch.setattr("gpu_worker.kv.shared_store.shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
     leave_pool(tmp_path)
     assert kv_store._room(tmp_path) == 1 << 30
     store, memory = heir_of(tmp_path)

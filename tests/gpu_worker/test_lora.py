@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker.batch.step import AdapterRef, Fork, NewSequence
 from gpu_worker.lora.adapter import padded_rank
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.step import AdapterRef, Fork, NewSequence
 from midstream.errors import NotFoundError, OverloadedError
 from tests.gpu_worker.adapters import ALL_MODULES, adapted, make_lora, ref_of
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, prompt

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from gpu_worker.model_runner import ModelRunner
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
-from scheduler.request import Request
+from scheduler.core.request import Request
 from tests.adapter_folders import write_lora, write_prompt
 from tests.example_package import install
 from tests.gpu_worker.mixture import PROMPTS, draw, resolve

@@ -16,7 +16,7 @@ from gpu_worker.models.decoder import ForwardInputs, Probe, TorchDecoder
 from gpu_worker.models.description import describe
 from gpu_worker.models.native import CpuDecoder
 from midstream.errors import ConfigError, UnsupportedError
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_tiny_model
 
 # Logits here are of the order of 10, where float32 is spaced 1e-6; some hundred roundings lie between.

@@ -12,9 +12,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from gpu_worker.batch.step import NOTHING, OutputParams, RowTensor, SamplingParams, StepOutput
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.output_wire import encode_tensors, output_params
-from gpu_worker.step import NOTHING, OutputParams, RowTensor, SamplingParams, StepOutput
+from gpu_worker.scheduler_link.outputs import encode_tensors, output_params
 from protos import generation_pb2 as pb
 from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner
 

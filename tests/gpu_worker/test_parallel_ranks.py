@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker.batch.step import Fork, OutputParams, SamplingParams, StepOutput
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.step import Fork, OutputParams, SamplingParams, StepOutput
 from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import ALL_MODULES, make_lora, ref_of
 from tests.gpu_worker.rank_pool import RankPool

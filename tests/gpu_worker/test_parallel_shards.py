@@ -14,7 +14,7 @@ from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shard import shard_of, whole_shard
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 

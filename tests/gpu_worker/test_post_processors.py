@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker import post_processors
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import NewSequence, SamplingParams
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.post_processors import PostProcessor, load_post_processors
-from gpu_worker.rows import Rows
-from gpu_worker.sampler import Sampled, Sampler
-from gpu_worker.step import NewSequence, SamplingParams
+from gpu_worker.sampling import post_processors
+from gpu_worker.sampling.post_processors import PostProcessor, load_post_processors
+from gpu_worker.sampling.sampler import Sampled, Sampler
 from midstream.errors import ConfigError, ExecutionError, InvalidArgumentError
 from tests.example_package import install
 from tests.gpu_worker.tiny_models import Driver, ints

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker.batch.step import NewSequence, Step
 from gpu_worker.lora.messages import AdapterMessages, table_of
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.step import NewSequence, Step
 from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 from protos import worker_pb2

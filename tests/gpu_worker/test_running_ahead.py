@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gpu_worker.batch.staging import PinnedBuffers, Readback
+from gpu_worker.batch.step import EMPTY, Fork, NewSequence, SamplingParams, Step, StepOutput
+from gpu_worker.batch.steps_in_flight import StepsInFlight
 from gpu_worker.model_runner import Launched, ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, Probe
-from gpu_worker.staging import PinnedBuffers, Readback
-from gpu_worker.step import EMPTY, Fork, NewSequence, SamplingParams, Step, StepOutput
-from gpu_worker.steps_in_flight import StepsInFlight
 from midstream.config import WorkerConfig
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import ints
 
 NUM_ROWS, BLOCKS_EACH = 5, 4

@@ -11,10 +11,10 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_worker.rows import Rows
-from gpu_worker.sampler import Sampler
-from gpu_worker.step import GREEDY, NewSequence, SamplingParams
-from gpu_worker.uniforms import uniforms
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import GREEDY, NewSequence, SamplingParams
+from gpu_worker.sampling.sampler import Sampler
+from gpu_worker.sampling.uniforms import uniforms
 from kernels import dispatch
 from kernels import triton as operations
 from midstream.errors import InvalidArgumentError

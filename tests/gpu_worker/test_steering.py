@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from gpu_worker.rows import Rows
-from gpu_worker.sampler import Sampler
-from gpu_worker.steering import bad_word_ends, decayed_top_p, repeated_ngram_ends, steer
-from gpu_worker.step import NewSequence, SamplingParams
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import NewSequence, SamplingParams
+from gpu_worker.sampling.logits_processors import bad_word_ends, decayed_top_p, repeated_ngram_ends, steer
+from gpu_worker.sampling.sampler import Sampler
 from midstream.errors import InvalidArgumentError
 from tests.gpu_worker.tiny_models import ints
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_worker.layers.linear import int8_rows
+from gpu_worker.batch.step import OutputParams, SamplingParams
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.models.layers.linear import int8_rows
 from gpu_worker.models.native import CpuDecoder
 from gpu_worker.models.transformers_model import TransformersDecoder
-from gpu_worker.step import OutputParams, SamplingParams
 from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
-from midstream.model_folder import prepare_model_folder
+from midstream.model.folder import prepare_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model

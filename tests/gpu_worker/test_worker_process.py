@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpu_worker.model_runner import ModelRunner
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from protos import worker_pb2
 from tests.gpu_worker.scripted_scheduler import ScriptedScheduler, greedy, worker_process
 from tests.gpu_worker.tiny_models import Driver

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import transformers
 
+from gpu_worker.batch.step import GREEDY, NOTHING, NewSequence, OutputParams, SamplingParams, Step, StepOutput
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.step import GREEDY, NOTHING, NewSequence, OutputParams, SamplingParams, Step, StepOutput
 from midstream.config import WorkerConfig
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 
 SHAPE = {
     "vocab_size": 331,

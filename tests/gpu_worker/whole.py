@@ -14,27 +14,27 @@ from numpy.typing import NDArray
 
 from gpu_worker.lora.messages import AdapterMessages
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.wire import decode_step, encode_result
+from gpu_worker.scheduler_link.messages import decode_step, encode_result
 from protos import generation_pb2 as pb
 from protos import worker_pb2
-from scheduler.beam_outputs import report_beams
-from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS
-from scheduler.core import SchedulerCore
-from scheduler.core_config import PROTOCOL_VERSION, CoreConfig
-from scheduler.effects import BeamsAdvanced, Effect, IterationDone, StepPlan
-from scheduler.events import Event, Recovered, StepDone, Submitted, Turn, WorkerLeft, WorkerRegistered
+from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
+from scheduler.core.config import PROTOCOL_VERSION, CoreConfig
+from scheduler.core.core import SchedulerCore
+from scheduler.core.effects import BeamsAdvanced, Effect, IterationDone, StepPlan
+from scheduler.core.events import Event, Recovered, StepDone, Submitted, Turn, WorkerLeft, WorkerRegistered
+from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
+from scheduler.core.request import FinishReason, Request, Sequence
+from scheduler.core.request_scheduler import SimpleScheduler
+from scheduler.core.stats import IterationStats
+from scheduler.edge.beam_outputs import report_beams
 from scheduler.journal import is_entry
 from scheduler.journal.records import replay
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.store import Store
 from scheduler.journal.writer import RowWriter, kept_of
-from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
-from scheduler.request import FinishReason, Request, Sequence
-from scheduler.request_codec import ModelLimits, spec_from_proto
-from scheduler.request_scheduler import SimpleScheduler
-from scheduler.stats import IterationStats
-from scheduler.tables import table_parts
-from scheduler.wire import decode_worker_message, encode_step
+from scheduler.wire.prompt_tables import table_parts
+from scheduler.wire.requests import ModelLimits, spec_from_proto
+from scheduler.wire.worker_messages import decode_worker_message, encode_step
 
 FINGERPRINT = "a model's"
 

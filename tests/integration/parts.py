@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, cast
 import grpc
 import grpc.aio
 
-from midstream.model_folder import open_model_folder
-from midstream.serving import open_channel
+from midstream.model.folder import open_model_folder
+from midstream.rpc.serving import open_channel
 from protos import loads_pb2, service_pb2_grpc
 from tests.integration.named_processes import NamedProcesses
 

@@ -19,7 +19,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
 from tests.faults.small_model import make_small_model

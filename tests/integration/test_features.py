@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from midstream.client import AsyncClient, Result, SamplingParams
 from midstream.errors import ExecutionError, InvalidArgumentError, UnsupportedError
 from midstream.extras import Extras, Tensor
-from midstream.model_folder import open_model_folder
-from midstream.tokenizer import Tokenizer
+from midstream.model.folder import open_model_folder
+from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from tests.integration.service import Service
 

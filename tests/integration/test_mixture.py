@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from midstream.client import AsyncClient, Result
-from midstream.model_folder import open_model_folder
-from midstream.tokenizer import Tokenizer
+from midstream.model.folder import open_model_folder
+from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from tests.adapter_folders import write_lora, write_prompt
 from tests.gpu_worker.mixture import PROMPTS, draw

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from midstream.model_folder import open_model_folder
+from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import Driver, make_runner
 from tests.integration.service import Service, collect, eventually, stub_of, tokens
 

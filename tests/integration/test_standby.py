@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from midstream.errors import ConfigError
-from midstream.serving import open_channel
+from midstream.rpc.serving import open_channel
 from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.journal import DeposedError
 from scheduler.journal.postgres import LEASE_S, PostgresStore

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 import pytest
 
-from midstream.tracing import TraceParent
+from midstream.telemetry.tracing import TraceParent
 from tests.integration.collector import Collector, Span
 from tests.integration.service import Service, chat, collect, eventually
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpu_worker.rows import Rows
-from gpu_worker.sampler import Sampler
-from gpu_worker.step import NewSequence, SamplingParams
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import NewSequence, SamplingParams
+from gpu_worker.sampling.sampler import Sampler
 from kernels import triton as operations
 
 

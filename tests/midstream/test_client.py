@@ -14,8 +14,8 @@ import pytest
 
 from midstream.client import AsyncClient, Client, FinishReason, SamplingParams
 from midstream.errors import DeadlineError, InvalidArgumentError, NotFoundError, OverloadedError, UnavailableError
-from midstream.health import Progress
-from midstream.serving import Server
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import Server
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2
 

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc.aio
 
-from midstream.command_stream import CommandStream
+from midstream.rpc.command_stream import CommandStream
 
 
 class Stream(CommandStream[bytes, bytes]):

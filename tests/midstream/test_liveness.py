@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from midstream.health import Progress
+from midstream.rpc.health import Progress
 from midstream.telemetry import HttpServer, Metrics
 
 

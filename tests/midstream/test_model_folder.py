@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from midstream.errors import ConfigError, UnsupportedError
-from midstream.model_folder import ModelFolder, open_model_folder, prepare_model_folder
+from midstream.model.folder import ModelFolder, open_model_folder, prepare_model_folder
 
 CONFIG = {
     "model_type": "llama",

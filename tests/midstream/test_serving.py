@@ -19,9 +19,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream import errors
-from midstream.health import Progress
-from midstream.rpc_errors import FIELD_KEY, error_from_rpc
-from midstream.serving import Server, open_channel
+from midstream.rpc.errors import FIELD_KEY, error_from_rpc
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import Server, open_channel
 from midstream.telemetry import HttpServer, JsonFormatter, Metrics, current_request_id
 from protos import loads_pb2, service_pb2_grpc
 from protos import stats_pb2 as stats

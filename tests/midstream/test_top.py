@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 from midstream.cli import main
-from midstream.top.board import Board
-from midstream.top.charts import block_map, columns, share_bar
-from midstream.top.view import frame
+from midstream.cli.top.board import Board
+from midstream.cli.top.charts import block_map, columns, share_bar
+from midstream.cli.top.view import frame
 from protos import status_pb2
 
 Part = status_pb2.PartStatus

@@ -7,7 +7,7 @@ import pytest
 
 from midstream.config import RouterConfig
 from midstream.errors import ConfigError
-from midstream.tracing import TraceParent, Tracer, new_trace
+from midstream.telemetry.tracing import TraceParent, Tracer, new_trace
 
 # The example of W3C's recommendation.
 TEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -64,7 +64,7 @@ def test_nothing_of_opentelemetry_is_imported_where_nothing_is_traced() -> None:
     program = (
         "import sys, router.__main__, scheduler.service, detokenizer.__main__\n"
         "from midstream.config import RouterConfig\n"
-        "from midstream.tracing import Tracer\n"
+        "from midstream.telemetry.tracing import Tracer\n"
         "assert Tracer.from_config(RouterConfig(), 'router') is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
     )

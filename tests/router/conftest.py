@@ -13,22 +13,22 @@ from detokenizer.feed import FeedPool
 from detokenizer.incremental import DecoderFactory, decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from midstream.client import AsyncClient
-from midstream.health import Progress
-from midstream.model_folder import ModelFolder, open_model_folder
-from midstream.serving import Server
+from midstream.model.folder import ModelFolder, open_model_folder
+from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import Server
 from midstream.telemetry import Metrics
-from midstream.tokenizer import Tokenizer
 from protos import detokenizer_pb2_grpc
 from protos.status_pb2 import RouterStatus
-from router.adapters import add_servicers
-from router.adapters.openai.app import OpenAiApi
-from router.cells import Cells
 from router.dashboard import dashboard_routes
-from router.detokenizer_pool import DetokenizerPool
-from router.generation import Runner
-from router.http_server import HttpPort
-from router.output import FrontDoor, RouterMetrics
-from router.prompt import PromptBuilder
+from router.pipeline.cells import Cells
+from router.pipeline.detokenizer_pool import DetokenizerPool
+from router.pipeline.generation import Runner
+from router.pipeline.output import FrontDoor, RouterMetrics
+from router.pipeline.prompt import PromptBuilder
+from router.protocols import add_servicers
+from router.protocols.http_server import HttpPort
+from router.protocols.openai.app import OpenAiApi
 from router.status import StatusFeed
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from midstream.errors import InvalidArgumentError, OverloadedError
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
-from router import grammar_check
-from router.grammar_check import GrammarChecker
+from router.pipeline import grammar_check
+from router.pipeline.grammar_check import GrammarChecker
 
 LIMIT_S = 2.0
 # One answer, and starting the process again on a slow machine.

@@ -8,7 +8,7 @@ import pytest
 
 from midstream import errors
 from midstream.client import Result
-from midstream.tokenizer import Tokenizer
+from midstream.model.tokenizer import Tokenizer
 from tests.router.client_streams import PROMPT, OpenClient, collect
 from tests.router.conftest import Cluster
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
-from midstream.discovery import Discovery
 from midstream.errors import ConfigError, OverloadedError, UnavailableError
 from midstream.extras import Extras, LogProbs, Tensor
+from midstream.rpc.discovery import Discovery
 from protos import generation_pb2 as pb
-from router.cells import Cell, Cells
-from router.streams import ClientStream
+from router.pipeline.cells import Cell, Cells
+from router.pipeline.streams import ClientStream
 
 
 def cut(text: str, bounds: list[int]) -> list[Chunk]:
@@ -140,7 +140,7 @@ async def test_no_cell_is_unavailable() -> None:
 
 
 async def test_discovery_follows_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.discovery._INTERVAL_S", 0.01)
+    monkeypatch.setattr("midstream.rpc.discovery._INTERVAL_S", 0.01)
     answers: list[list[str]] = [["10.0.0.2", "10.0.0.1"], [], ["10.0.0.1", "10.0.0.3"]]
     changes: list[list[str]] = []
     done = asyncio.Event()

@@ -15,8 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.client import AsyncClient, Result
-from midstream.serving import open_channel
-from midstream.tokenizer import Tokenizer
+from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.serving import open_channel
 from tests.detokenizer.scripted_scheduler import ScriptedScheduler, scripted_scheduler
 from tests.integration.parts import free_ports
 

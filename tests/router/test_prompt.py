@@ -9,11 +9,11 @@ from contextlib import closing
 import pytest
 
 from midstream.errors import ConfigError, InvalidArgumentError
-from midstream.model_folder import ModelFolder
-from midstream.tokenizer import Tokenizer
+from midstream.model.folder import ModelFolder
+from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
-from router.chat_template import ChatTemplate
-from router.prompt import PromptBuilder
+from router.pipeline.chat_template import ChatTemplate
+from router.pipeline.prompt import PromptBuilder
 
 
 @pytest.fixture(scope="module")

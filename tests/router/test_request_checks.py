@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
-from router.request_checks import FEATURES, check_request, check_supported, check_tensors, fit_to_context
+from router.pipeline.request_checks import FEATURES, check_request, check_supported, check_tensors, fit_to_context
 
 VOCAB = 49_152
 

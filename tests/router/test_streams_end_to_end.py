@@ -11,8 +11,8 @@ import pytest
 
 from midstream import errors
 from midstream.client import FinishReason, SamplingParams
-from midstream.serving import open_channel
-from midstream.tokenizer import Tokenizer
+from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
 from tests.router.client_streams import PROMPT, OpenClient, collect

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from midstream.errors import InvalidArgumentError
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
-from router.request_checks import check_request
-from router.virtual_tokens import put_table_first, take_embeddings
+from router.pipeline.request_checks import check_request
+from router.pipeline.virtual_tokens import put_table_first, take_embeddings
 
 VOCAB, HIDDEN = 49152, 576
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from scheduler.request_spec import RequestSpec
+from scheduler.core.request_spec import RequestSpec
 from tests.fakes.model import candidates
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from midstream.config import SchedulerConfig
-from midstream.model_folder import ModelFolder
-from midstream.serving import open_channel
+from midstream.model.folder import ModelFolder
+from midstream.rpc.serving import open_channel
 from protos import generation_pb2, scheduler_pb2, stats_pb2
 from protos.scheduler_pb2_grpc import SchedulerStub
 from scheduler.service import SchedulerService

@@ -7,11 +7,11 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_worker.kept_blocks import KeptBlocks
+from gpu_worker.kv.kept_blocks import KeptBlocks
 from protos import worker_pb2
-from scheduler.effects import StepPlan
-from scheduler.events import StepDone, WorkerRegistered
-from scheduler.wire import decode_worker_message
+from scheduler.core.effects import StepPlan
+from scheduler.core.events import StepDone, WorkerRegistered
+from scheduler.wire.worker_messages import decode_worker_message
 from tests.fakes.model import FakeModel
 
 Store = list[tuple[NDArray[np.uint64], list[list[int]]]]

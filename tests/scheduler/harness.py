@@ -6,10 +6,10 @@ from array import array
 from typing import Any
 
 from protos import generation_pb2, worker_pb2
-from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS
-from scheduler.core import SchedulerCore
-from scheduler.core_config import CoreConfig
-from scheduler.effects import (
+from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
+from scheduler.core.config import CoreConfig
+from scheduler.core.core import SchedulerCore
+from scheduler.core.effects import (
     Accepted,
     Effect,
     Emitted,
@@ -20,14 +20,14 @@ from scheduler.effects import (
     SequenceEnded,
     StepPlan,
 )
-from scheduler.events import Event, Submitted, Turn, WorkerLeft, WorkerLost, WorkerRegistered
-from scheduler.groups import WorkerGroup
-from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
-from scheduler.request import FinishReason, Request, Sequence
-from scheduler.request_codec import ModelLimits
-from scheduler.request_scheduler import RequestScheduler, SimpleScheduler
-from scheduler.request_spec import RequestSpec
-from scheduler.wire import encode_step
+from scheduler.core.events import Event, Submitted, Turn, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
+from scheduler.core.request import FinishReason, Request, Sequence
+from scheduler.core.request_scheduler import RequestScheduler, SimpleScheduler
+from scheduler.core.request_spec import RequestSpec
+from scheduler.core.worker_group import WorkerGroup
+from scheduler.wire.requests import ModelLimits
+from scheduler.wire.worker_messages import encode_step
 from tests.fakes.model import FakeModel
 from tests.scheduler.beam_reference import best_beams
 from tests.scheduler.fake_group import FakeGroup, Store

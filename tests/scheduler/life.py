@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.events import AbortRequested, Attached, Detached, StopWordFound
-from scheduler.request import FinishReason
+from scheduler.core.events import AbortRequested, Attached, Detached, StopWordFound
+from scheduler.core.request import FinishReason
 from tests.scheduler.fake_group import FakeGroup
 from tests.scheduler.harness import MS, Harness
 

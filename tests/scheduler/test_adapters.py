@@ -21,15 +21,15 @@ from midstream.errors import (
 )
 from protos import generation_pb2 as pb
 from protos import worker_pb2
-from scheduler.adapter_room import AdapterRoom
-from scheduler.adapters import Adapters
+from scheduler.core.adapter_room import AdapterRoom
+from scheduler.core.prefix_cache import chain_seed
+from scheduler.core.request_spec import RequestSpec
+from scheduler.edge.lora_registry import Adapters
+from scheduler.edge.metrics import lora_requests
 from scheduler.journal import LoadedAdapter
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.threaded import ThreadedJournal
-from scheduler.metrics import lora_requests
-from scheduler.prefix_cache import chain_seed
-from scheduler.request_codec import spec_from_proto
-from scheduler.request_spec import RequestSpec
+from scheduler.wire.requests import spec_from_proto
 from tests.scheduler.harness import LIMITS, Harness
 
 PATH = "/adapters/a"

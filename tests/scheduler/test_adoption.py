@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.effects import EpochEnded, KvChanged
-from scheduler.prefix_cache import BlocksStored
-from scheduler.request import FinishReason
+from scheduler.core.effects import EpochEnded, KvChanged
+from scheduler.core.prefix_cache import BlocksStored
+from scheduler.core.request import FinishReason
 from tests.scheduler.harness import Harness
 
 PROMPT = list(range(100, 110))  # 2 blocks of 4 tokens and a half

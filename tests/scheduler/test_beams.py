@@ -10,12 +10,12 @@ import pytest
 
 from protos import generation_pb2 as pb
 from protos import worker_pb2
-from scheduler.beam_outputs import report_beams
-from scheduler.beams import BeamSearch
-from scheduler.effects import BeamsAdvanced, Fork, StepPlan
-from scheduler.events import AbortRequested, Recovered
-from scheduler.request import FinishReason
-from scheduler.request_spec import RequestSpec
+from scheduler.core.beams import BeamSearch
+from scheduler.core.effects import BeamsAdvanced, Fork, StepPlan
+from scheduler.core.events import AbortRequested, Recovered
+from scheduler.core.request import FinishReason
+from scheduler.core.request_spec import RequestSpec
+from scheduler.edge.beam_outputs import report_beams
 from tests.fakes.model import candidates
 from tests.scheduler.beam_reference import best_beams
 from tests.scheduler.harness import VOCAB, Harness

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from scheduler.block_manager import BlockManager, Retention
-from scheduler.prefix_cache import BlocksRemoved, PrefixCache
+from scheduler.core.block_manager import BlockManager, Retention
+from scheduler.core.prefix_cache import BlocksRemoved, PrefixCache
 
 NUM_BLOCKS = 6
 

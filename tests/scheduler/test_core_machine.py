@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS
-from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
+from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
+from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from tests.scheduler.life import NUM_BLOCKS, Life, Shape
 
 BEGINNINGS = (

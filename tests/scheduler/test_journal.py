@@ -11,15 +11,15 @@ import pytest
 
 from midstream.errors import ConfigError
 from protos import generation_pb2, worker_pb2
-from scheduler.effects import Effect
-from scheduler.events import AbortRequested, Event, Recovered, StopWordFound, Submitted
+from scheduler.core.effects import Effect
+from scheduler.core.events import AbortRequested, Event, Recovered, StopWordFound, Submitted
+from scheduler.core.request import ExtraOutput, FinishReason
 from scheduler.journal import DeposedError, JournalError, is_entry
 from scheduler.journal.records import Replayed, replay
 from scheduler.journal.sqlite import SqliteStore, torn_tail_bytes
 from scheduler.journal.store import SCHEMA_VERSION, Store
 from scheduler.journal.writer import RowWriter, kept_of
-from scheduler.request import ExtraOutput, FinishReason
-from scheduler.request_codec import spec_from_proto
+from scheduler.wire.requests import spec_from_proto
 from tests.scheduler.harness import LIMITS, Harness
 
 PRINT = "print"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.effects import GroupRefused
+from scheduler.core.effects import GroupRefused
 from tests.scheduler.harness import Harness
 
 PROMPT = list(range(100, 110))  # 2 blocks and a half

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from array import array
 
-from scheduler.effects import Accepted, SequenceEnded
-from scheduler.events import AbortRequested, Attached, Detached, DrainStarted, Recovered, StopWordFound
-from scheduler.request import FinishReason
-from scheduler.request_spec import RequestSpec
+from scheduler.core.effects import Accepted, SequenceEnded
+from scheduler.core.events import AbortRequested, Attached, Detached, DrainStarted, Recovered, StopWordFound
+from scheduler.core.request import FinishReason
+from scheduler.core.request_spec import RequestSpec
 from tests.scheduler.harness import MS, Harness
 
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from scheduler.effects import EpochEnded, GroupRefused
-from scheduler.events import WorkerBeat
-from scheduler.failure import Failure
-from scheduler.request import FinishReason
+from scheduler.core.effects import EpochEnded, GroupRefused
+from scheduler.core.events import WorkerBeat
+from scheduler.core.failure import Failure
+from scheduler.core.request import FinishReason
 from tests.scheduler.harness import MS, Harness
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from midstream.errors import ConfigError
-from scheduler.capacity_scheduler import MaxUtilization
-from scheduler.micro_batch_scheduler import Inflight
+from scheduler.core.capacity_scheduler import MaxUtilization
+from scheduler.core.micro_batch_scheduler import Inflight
+from scheduler.core.request_scheduler import SimpleScheduler
 from scheduler.plugins import load_scheduler
-from scheduler.request_scheduler import SimpleScheduler
 from tests.example_package import install
 from tests.scheduler.harness import Harness
 

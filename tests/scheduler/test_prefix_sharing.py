@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.effects import KvChanged
-from scheduler.events import AbortRequested
-from scheduler.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange
-from scheduler.request import FinishReason
-from scheduler.request_spec import RetentionRange
+from scheduler.core.effects import KvChanged
+from scheduler.core.events import AbortRequested
+from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange
+from scheduler.core.request import FinishReason
+from scheduler.core.request_spec import RetentionRange
 from tests.scheduler.harness import Harness
 
 PREFIX = list(range(100, 116))  # 4 blocks

@@ -3,9 +3,9 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from scheduler.queue import RequestQueue
-from scheduler.request import Request
-from scheduler.request_spec import RequestSpec
+from scheduler.core.queue import RequestQueue
+from scheduler.core.request import Request
+from scheduler.core.request_spec import RequestSpec
 
 _ordinals = iter(range(1_000_000))
 

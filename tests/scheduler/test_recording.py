@@ -11,9 +11,9 @@ import pytest
 from midstream.cli import main as midstream
 from midstream.errors import ConfigError
 from protos import recording_pb2 as pb
-from scheduler.core_config import CoreConfig
-from scheduler.effects import Effect
-from scheduler.events import (
+from scheduler.core.config import CoreConfig
+from scheduler.core.effects import Effect
+from scheduler.core.events import (
     AbortRequested,
     Attached,
     Detached,
@@ -29,13 +29,13 @@ from scheduler.events import (
     WorkerLost,
     WorkerRegistered,
 )
-from scheduler.failure import Failure
-from scheduler.recording import Recorder, frame, read_recording
-from scheduler.recording_codec import decode_config, decode_event, encode_config, encode_event
-from scheduler.replay import Changes, replay, simulate
-from scheduler.replay import main as run_replay
-from scheduler.request import Finish, FinishReason, RequestTimes, SequenceEnd
-from scheduler.request_spec import RequestSpec, RetentionRange
+from scheduler.core.failure import Failure
+from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
+from scheduler.core.request_spec import RequestSpec, RetentionRange
+from scheduler.replay.recording import Recorder, frame, read_recording
+from scheduler.replay.recording_codec import decode_config, decode_event, encode_config, encode_event
+from scheduler.replay.replay import Changes, replay, simulate
+from scheduler.replay.replay import main as run_replay
 from tests.scheduler.harness import MS, Harness
 
 SPEC = RequestSpec(

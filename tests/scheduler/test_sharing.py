@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from scheduler.in_flight import InFlightStep
-from scheduler.sharing import Clients, Pace
-from scheduler.timers import Clock
+from scheduler.core.fairness import Clients, Pace
+from scheduler.core.in_flight import InFlightStep
+from scheduler.core.timers import Clock
 from tests.scheduler.harness import MS, Harness
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from scheduler.core import SchedulerCore
-from scheduler.cost_model import CostFit, CostModel
-from scheduler.events import Event, Submitted
-from scheduler.measures import Measures
+from scheduler.core.core import SchedulerCore
+from scheduler.core.cost_model import CostFit, CostModel
+from scheduler.core.events import Event, Submitted
 from scheduler.plugins import load_scheduler
-from scheduler.simulation import Simulation
-from scheduler.simulator import Fleet, Load, events_of
-from scheduler.simulator import main as simulate
+from scheduler.replay.measures import Measures
+from scheduler.replay.simulation import Simulation
+from scheduler.replay.simulator import Fleet, Load, events_of
+from scheduler.replay.simulator import main as simulate
 
 
 def run(fleet: Fleet, *loads: Load, policy: str = "guaranteed_no_evict", cost: CostModel | None = None) -> Measures:

@@ -5,10 +5,10 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from protos import stats_pb2
-from scheduler.effects import IterationDone
-from scheduler.events import WorkerBeat
-from scheduler.feed_batch import perf_metrics_of
-from scheduler.stats_proto import iteration_stats_proto
+from scheduler.core.effects import IterationDone
+from scheduler.core.events import WorkerBeat
+from scheduler.edge.feed_batch import perf_metrics_of
+from scheduler.wire.stats import iteration_stats_proto
 from tests.scheduler.harness import MS, Harness
 
 # TensorRT-LLM's, by the part they are in.

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 from protos import status_pb2
-from scheduler.block_manager import BlockManager
-from scheduler.feed import FeedHub
-from scheduler.prefix_cache import PrefixCache
-from scheduler.status import CellStatusReport
+from scheduler.core.block_manager import BlockManager
+from scheduler.core.prefix_cache import PrefixCache
+from scheduler.edge.feed import FeedHub
+from scheduler.edge.status import CellStatusReport
 from tests.scheduler.harness import MS, Harness
 
 

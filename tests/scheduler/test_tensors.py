@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from protos import generation_pb2, scheduler_pb2, worker_pb2
-from scheduler.dispatch import Dispatcher
-from scheduler.effects import Refused
-from scheduler.events import StepDone
-from scheduler.failure import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE, Failure
-from scheduler.feed import DetokenizerFeed, FeedHub
+from scheduler.core.effects import Refused
+from scheduler.core.events import StepDone
+from scheduler.core.failure import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE, Failure
+from scheduler.core.request import ExtraOutput, Request
+from scheduler.core.request_spec import RequestSpec
+from scheduler.edge.dispatch import Dispatcher
+from scheduler.edge.feed import DetokenizerFeed, FeedHub
 from scheduler.journal.records import replay
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.writer import RowWriter
-from scheduler.request import ExtraOutput, Request
-from scheduler.request_codec import ModelLimits, spec_from_proto
-from scheduler.request_spec import RequestSpec
+from scheduler.wire.requests import ModelLimits, spec_from_proto
 from tests.scheduler.harness import LIMITS, Harness
 
 MIB = 1 << 20
@@ -82,7 +82,7 @@ def test_a_journal_keeps_what_was_asked_for_alone(tmp_path: Path) -> None:
     spec = spec_from_proto(message, limits, 0)
     assert spec.tensor_bytes == 5 * 1000 * 4
     writer = RowWriter({}, "print")
-    from scheduler.events import Submitted
+    from scheduler.core.events import Submitted
     from scheduler.journal import is_entry
 
     harness.handle(Submitted(harness.now_ns, spec))

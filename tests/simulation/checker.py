@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from protos import scheduler_pb2
-from scheduler.core import SchedulerCore
-from scheduler.effects import Effect, Emitted, RequestEnded
-from scheduler.events import Event, Recovered, StepDone, WorkerBeat
+from scheduler.core.core import SchedulerCore
+from scheduler.core.effects import Effect, Emitted, RequestEnded
+from scheduler.core.events import Event, Recovered, StepDone, WorkerBeat
 from tests.simulation.journal import Disk
 from tests.simulation.workload import Job
 

@@ -12,14 +12,14 @@ from typing import Any
 import detokenizer.__main__
 import router.__main__
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
-from midstream.model_folder import ModelFolder
-from scheduler.core import SchedulerCore
-from scheduler.effects import Effect
-from scheduler.engine import Engine
-from scheduler.events import Event
+from midstream.model.folder import ModelFolder
+from scheduler.core.core import SchedulerCore
+from scheduler.core.effects import Effect
+from scheduler.core.events import Event
+from scheduler.edge.engine import Engine
 from scheduler.journal import Journal, JournalError
-from scheduler.request_codec import ModelLimits
 from scheduler.service import SchedulerService
+from scheduler.wire.requests import ModelLimits
 from tests.simulation.journal import Disk, SimulatedJournal
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.model import TOKENS_PER_BLOCK

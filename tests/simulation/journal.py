@@ -11,7 +11,7 @@ from scheduler.journal import DeposedError, JournalContents, JournalEntry, Journ
 from scheduler.journal.store import Store, StoredJournal, Transaction, unseal
 from scheduler.journal.threaded import ThreadedJournal
 from scheduler.journal.writer import RowWriter
-from scheduler.request_codec import ModelLimits
+from scheduler.wire.requests import ModelLimits
 from tests.simulation.loop import Flag, Process
 from tests.simulation.network import Network
 

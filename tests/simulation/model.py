@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from detokenizer.incremental import ByteLevelFactory, DecoderFactory
-from gpu_worker.step import NewSequence, RowLogProbs, Step, StepOutput
+from gpu_worker.batch.step import NewSequence, RowLogProbs, Step, StepOutput
 
 VOCAB_SIZE = 96
 END_ID = 1

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler.groups import WorkerGroup
+from scheduler.core.worker_group import WorkerGroup
 from tests.simulation.checker import Checker
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Process

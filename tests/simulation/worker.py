@@ -15,9 +15,9 @@ from unittest.mock import Mock
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_worker.kept_blocks import KeptBlocks
-from gpu_worker.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
-from gpu_worker.step import Step
+from gpu_worker.batch.step import Step
+from gpu_worker.kv.kept_blocks import KeptBlocks
+from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
 from midstream.telemetry import Metrics
 from protos import worker_pb2
 from tests.simulation.loop import Flag, Process

@@ -19,7 +19,7 @@ import detokenizer.__main__
 import router.__main__
 import scheduler.service
 from detokenizer.incremental import DecoderFactory
-from midstream.model_folder import ModelFolder
+from midstream.model.folder import ModelFolder
 from tests.simulation import grpc_client, grpc_server, zmq_transport
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import END_ID, VOCAB_SIZE, decoders, fingerprint
@@ -134,7 +134,7 @@ def simulated(
         ),
         mock.patch("secrets.randbits", network.dice.getrandbits),
         mock.patch("gc.collect", return_value=0),
-        mock.patch("midstream.serving._next_collection", 0.0),
+        mock.patch("midstream.rpc.serving._next_collection", 0.0),
         mock.patch("midstream.telemetry.ProcessCollector"),
         mock.patch("grpc.aio.insecure_channel", lambda target, **_: grpc_client.Channel(network, target)),
         mock.patch("grpc.aio.server", lambda **options: grpc_server.Server(network, **options)),

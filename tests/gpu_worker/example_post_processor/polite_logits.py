@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_worker.post_processors import BatchedLogitsPostProcessor, LogitsPostProcessor
+from gpu_worker.sampling.post_processors import BatchedLogitsPostProcessor, LogitsPostProcessor
 
 
 class CountUp(LogitsPostProcessor):

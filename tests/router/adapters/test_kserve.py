@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 
-from midstream.tokenizer import Tokenizer
+from midstream.model.tokenizer import Tokenizer
 from tests.router.conftest import Cluster
 
 TEXT = "Every part may die 🫠 and the text goes on."

@@ -19,7 +19,7 @@ from midstream.errors import (
     OverloadedError,
     UnsupportedError,
 )
-from midstream.tokenizer import Tokenizer
+from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import loads_pb2
 from tests.router.adapters.sse import post_stream

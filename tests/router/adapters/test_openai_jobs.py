@@ -11,9 +11,9 @@ from midstream.chunk import Chunk, FinishReason
 from midstream.errors import InvalidArgumentError, MidstreamError, UnsupportedError
 from midstream.extras import Extras, LogProbs
 from protos import generation_pb2 as pb
-from router.adapters.openai.body import Body
-from router.adapters.openai.jobs import Job, Vocabulary, chat_job, completion_job
-from router.adapters.openai.tool_calls import TaggedReader
+from router.protocols.openai.body import Body
+from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
+from router.protocols.openai.tool_calls import TaggedReader
 
 VOCABULARY = Vocabulary(lambda token: chr(97 + token), TaggedReader)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

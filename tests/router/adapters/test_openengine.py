@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from midstream.tokenizer import Tokenizer
+from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
 from protos import openengine_pb2_grpc

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.adapters.openai.tool_calls import (
+from router.protocols.openai.tool_calls import (
     ArgumentsReader,
     BareReader,
     CallPart,

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 import router.dashboard
+from midstream.cli.top.board import Board
+from midstream.cli.top.command import follow
 from midstream.client import AsyncClient
 from midstream.errors import UnavailableError
-from midstream.top.board import Board
-from midstream.top.command import follow
 from protos import status_pb2
-from router.adapters.openai.app import refuse
 from router.authentication import AuthenticatedApp, Authenticator, TokenFile
-from router.cells import Cells
-from router.http_server import HttpPort
+from router.pipeline.cells import Cells
+from router.protocols.http_server import HttpPort
+from router.protocols.openai.app import refuse
 from router.status import StatusFeed
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 from tests.router.conftest import MAX_MESSAGE, Cluster, Part

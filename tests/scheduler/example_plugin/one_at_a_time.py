@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from scheduler.capacity_scheduler import CapacityScheduler, has_room_to_the_end
-from scheduler.groups import WorkerGroup
-from scheduler.request import Request
+from scheduler.core.capacity_scheduler import CapacityScheduler, has_room_to_the_end
+from scheduler.core.request import Request
+from scheduler.core.worker_group import WorkerGroup
 
 
 class OneAtATime(CapacityScheduler):

@@ -1,0 +1,111 @@
+"""Moves small arrays between the host and a device without waiting for the device.
+
+Both ways go through pinned memory. On a CPU the same calls copy at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_worker.batch.step import IntArray
+
+# Steps in flight, each with a pinned buffer of its own.
+_NUM_BUFFERS = 2
+
+
+class PinnedBuffers:
+    """Host memory that the device copies from, used in turn."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        """Takes `size` int32 numbers for each step in flight."""
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._tensors = [torch.empty(size, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(_NUM_BUFFERS)]
+        self._copied = [_event(device) for _ in range(_NUM_BUFFERS)]
+        self._next = 0
+
+    @property
+    def size(self) -> int:
+        """Numbers in each buffer."""
+        return len(self._tensors[0])
+
+    def next(self) -> Tensor:
+        """The buffer whose copy lies furthest back, once that copy is done."""
+        self._next = (self._next + 1) % _NUM_BUFFERS
+        event = self._copied[self._next]
+        if event is not None:
+            event.synchronize()
+        return self._tensors[self._next]
+
+    def send(self, source: Tensor, target: Tensor) -> None:
+        """Starts copying a part of the buffer that `next` gave."""
+        target.copy_(source, non_blocking=True)
+        event = self._copied[self._next]
+        if event is not None:
+            event.record()
+
+    def send_arrays(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Starts copying arrays of 4- or (these first) 8-byte numbers, all at once; gives them on the device."""
+        words = [np.ascontiguousarray(array).reshape(-1).view(np.int32) for array in arrays]
+        ends = np.cumsum([len(part) for part in words]).tolist()
+        buffer = self.next()[: ends[-1]]
+        np.concatenate(words, out=buffer.numpy())
+        target = torch.empty(len(buffer), dtype=torch.int32, device=self._device)
+        self.send(buffer, target)
+        return [
+            target[end - len(part) : end].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+            for array, part, end in zip(arrays, words, ends, strict=True)
+        ]
+
+
+class Copy:
+    """Numbers on their way to the host."""
+
+    def __init__(self, values: Tensor, copied: torch.cuda.Event | None) -> None:
+        self._values, self._copied = values, copied
+
+    @property
+    def is_done(self) -> bool:
+        """Whether they have arrived."""
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> IntArray:
+        """The numbers: the one call of a decode step that waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers: IntArray = self._values.numpy().copy()
+        return numbers
+
+
+class Readback:
+    """Host memory that the device copies to, used in turn."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        """Takes `size` int32 numbers for each step in flight."""
+        is_cuda = device.type == "cuda"
+        self._tensors = [torch.empty(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_BUFFERS + 1)]
+        self._device = device
+        self._next = 0
+
+    def start(self, values: Tensor) -> Copy:
+        """Starts copying int32 `values`; read them before this is called thrice more."""
+        self._next = (self._next + 1) % len(self._tensors)
+        target = self._tensors[self._next][: len(values)]
+        target.copy_(values, non_blocking=True)
+        copied = _event(self._device)
+        if copied is not None:
+            copied.record()
+        return Copy(target, copied)
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """A mark in the device's queue that the host sleeps for; None on a CPU, which is done when a call returns."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""The pool of KV blocks, and the memory that outlives its process."""

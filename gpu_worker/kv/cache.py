@@ -1,0 +1,166 @@
+"""The pool of KV blocks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import midstream
+from gpu_worker.batch.step import IntArray
+from gpu_worker.kv.shared_store import KvStore
+from gpu_worker.models.description import DecoderDescription
+from kernels.cpu import stored_head_dim
+from midstream.config import WorkerConfig
+from midstream.errors import ConfigError
+from midstream.model.folder import ModelFolder
+
+if TYPE_CHECKING:
+    from gpu_worker.models.loader import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+_CPU_SHARE = 0.25
+_CPU_MAX_BYTES = 4 << 30
+
+
+class KvCache:
+    """Keys and values of all layers in blocks.
+
+    Attributes:
+        keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
+            numbers inside a block in its own way. With integers, scales make head_dim larger.
+        block_hashes: [num_blocks], what KeptBlocks knows of each; in the store, where there is one.
+    """
+
+    def __init__(
+        self,
+        description: DecoderDescription,
+        num_blocks: int,
+        tokens_per_block: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        store: KvStore | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.tokens_per_block = tokens_per_block
+        shape = (
+            description.num_layers,
+            num_blocks,
+            tokens_per_block,
+            description.num_kv_heads,
+            stored_head_dim(description.head_dim, dtype),
+        )
+        self._store = store
+        self._memory = None
+        if store is not None:
+            self._memory = store.make_pool(num_blocks, int(np.prod(shape[2:])) * dtype.itemsize)
+        if self._memory is None:
+            self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+            self.block_hashes = np.zeros(num_blocks, dtype=np.uint64)
+        else:
+            self.keys, self.values = (
+                torch.from_numpy(data.reshape(-1)).view(dtype).view(shape)
+                for data in (self._memory.keys, self._memory.values)
+            )
+            self.block_hashes = self._memory.hashes
+
+    @property
+    def store_name(self) -> str:
+        """Of the store that others can take these blocks out of; empty: there is none."""
+        return self._store.name if self._store is not None and self._memory is not None else ""
+
+    def close(self) -> None:
+        """Takes it out of the store."""
+        if self._store is not None:
+            self._store.close()
+
+    def adopt(self, hashes: NDArray[np.uint64], targets: IntArray) -> IntArray:
+        """Fills target blocks with what dead workers left under these hashes; returns those that were not found."""
+        if self._store is None or self._memory is None:
+            return targets
+        return self._store.fetch(hashes, targets, self._memory)
+
+    def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
+        """Copies whole blocks in all layers; all sources are read before any target is written."""
+        source, target = torch.from_numpy(sources).long(), torch.from_numpy(targets).long()
+        for cache in (self.keys, self.values):
+            cache[:, target.to(cache.device)] = cache[:, source.to(cache.device)]
+
+
+def shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> KvStore | None:
+    """Where the KV pool is to lie so that others can take it over: on a CPU, and where a folder is given for it."""
+    if not config.shared_kv_folder or model.device.type != "cpu":
+        return None
+    # Blocks are equal only if the same code made them from the same numbers.
+    numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype)
+    code = (midstream.__version__, config.weights, config.activations, config.kernels, config.implementation)
+    kind = (numbers, code, type(model.decoder).__name__)
+    return KvStore(Path(config.shared_kv_folder), repr(kind), model.description.num_layers)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # From numpy, because its zeros take memory only when they are written.
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: torch.dtype) -> int:
+    """Bytes of one block in all layers."""
+    head_bytes = stored_head_dim(description.head_dim, dtype) * dtype.itemsize
+    return 2 * description.num_layers * description.num_kv_heads * head_bytes * tokens_per_block
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """What may still be allocated on a device, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    # Imported here, for a GPU's measurements run where there is no psutil.
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def choose_num_blocks(
+    bytes_per_block: int,
+    tokens_per_block: int,
+    *,
+    free_memory_fraction: float,
+    max_kv_tokens: int,
+    max_useful_tokens: int,
+    device: torch.device,
+) -> int:
+    """How many blocks the pool gets.
+
+    Args:
+        bytes_per_block: Of all layers.
+        tokens_per_block: Tokens in a block.
+        free_memory_fraction: Share of the free memory on a GPU; on a CPU a quarter of it, at most 4 GiB.
+        max_kv_tokens: Absolute limit; 0: none.
+        max_useful_tokens: What the largest batch of the longest sequences can fill.
+        device: Whose memory is meant.
+
+    Raises:
+        ConfigError: Not even one block fits.
+    """
+    if not 0.0 < free_memory_fraction <= 1.0:
+        raise ConfigError(f"{free_memory_fraction} is not in (0, 1]", field="free_memory_fraction")
+    budget = free_memory_bytes(device) * free_memory_fraction
+    if device.type != "cuda":
+        budget = min(budget * _CPU_SHARE, _CPU_MAX_BYTES)
+    num_blocks = min(int(budget) // bytes_per_block, -(-max_useful_tokens // tokens_per_block))
+    if max_kv_tokens:
+        num_blocks = min(num_blocks, max_kv_tokens // tokens_per_block)
+    if num_blocks < 1:
+        raise ConfigError("no KV block fits; raise max_kv_tokens or free_memory_fraction", field="max_kv_tokens")
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, tokens_per_block, num_blocks * bytes_per_block / 2**30
+    )
+    return num_blocks

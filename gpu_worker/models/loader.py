@@ -1,0 +1,190 @@
+"""Loads a model: chooses device, number types and kernels, and reads the weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+import kernels
+from gpu_worker.models.decoder import Decoder, PartDecoder, TorchDecoder
+from gpu_worker.models.description import DecoderDescription, describe
+from gpu_worker.parallel.pipeline import as_stage
+from gpu_worker.parallel.ranks import ALONE, Ranks
+from gpu_worker.parallel.shard import Shard, shard_of, whole_shard
+from gpu_worker.parallel.tensor_ranks import ONE_RANK
+from kernels.cpu import Library, load_library, supports
+from midstream.config import WorkerConfig
+from midstream.errors import ConfigError, UnsupportedError
+from midstream.model.folder import ModelFolder
+
+if TYPE_CHECKING:
+    from gpu_worker.parallel.links import RankLinks
+
+logger = logging.getLogger(__name__)
+
+_KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int16": torch.int16, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run.
+
+    Attributes:
+        dtype: What it computes in.
+        kv_dtype: What keys and values are kept in.
+        can_record: Whether CUDA graphs of its steps may be recorded.
+        divided: What of it is here; None: all.
+    """
+
+    description: DecoderDescription
+    decoder: Decoder
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    can_record: bool = True
+    divided: Shard | None = None
+
+    @property
+    def shard(self) -> Shard:
+        """What of it is here."""
+        return self.divided or whole_shard(self.description)
+
+    @property
+    def part(self) -> DecoderDescription:
+        """What is here, as a model of its own."""
+        return self.description if self.divided is None else self.divided.part
+
+
+def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | None = None) -> LoadedModel:
+    """Reads `folder` as `config` says.
+
+    Args:
+        config: The worker's settings.
+        folder: The model.
+        links: To the ranks that hold the other parts; None: there are none.
+
+    Raises:
+        ConfigError: The device is not there, or the folder is damaged.
+        UnsupportedError: The model or a setting is not known here.
+    """
+    # Only here, because these need the readers of weight files, without which a model made elsewhere can run.
+    from gpu_worker.models.native import CpuDecoder
+    from gpu_worker.models.weights.decoder_weights import DecoderWeights
+    from gpu_worker.parallel.shard_weights import ShardWeights
+
+    ranks = ALONE if links is None else links.ranks
+    device = choose_device(config, ranks)
+    dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
+    if device.type == "cuda":
+        kernels.set_batch_invariant(config.batch_invariant)
+    started = time.perf_counter()
+    description = _describe_native(config, folder)
+    if description is None:
+        if links is not None:
+            raise UnsupportedError(
+                "a model that runs by transformers' code cannot be divided among ranks", field="model"
+            )
+        return _load_from_transformers(config, folder, device, dtype)
+    weights = DecoderWeights(folder, description, config.weights)
+    shard = shard_of(description, ranks)
+    library = _cpu_library(config, description, ranks) if device.type == "cpu" else None
+    kv_dtype = _KV_DTYPES.get(config.kv, dtype if library is None else torch.int16)
+    if library is None and not kv_dtype.is_floating_point:
+        raise UnsupportedError(f"a KV cache in {config.kv} needs the CPU kernels", field="kv")
+    part_weights: DecoderWeights | ShardWeights = weights if ranks.is_alone else ShardWeights(weights, shard)
+    decoder: PartDecoder
+    if library is None:
+        decoder = TorchDecoder(description, part_weights, dtype, device, shard, links or ONE_RANK)
+        kind = kernels.describe(device)
+    else:
+        decoder = CpuDecoder(description, part_weights, library, num_threads(config), config.activations, shard)
+        kind = f"{library.isa} kernels"
+    logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
+    whole: Decoder = decoder if links is None else as_stage(decoder, description, links, dtype)
+    return LoadedModel(description, whole, device, dtype, kv_dtype, divided=None if links is None else shard)
+
+
+def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:
+    """What our own code runs; None: it does not run this model, or is not to."""
+    if config.implementation == "transformers":
+        return None
+    try:
+        return describe(folder.config)
+    except UnsupportedError as error:
+        if config.implementation == "native":
+            raise
+        logger.info("%s runs by transformers' code with paged attention: %s", folder.name, error)
+        return None
+
+
+def _load_from_transformers(
+    config: WorkerConfig, folder: ModelFolder, device: torch.device, dtype: torch.dtype
+) -> LoadedModel:
+    from gpu_worker.models.transformers_model import TransformersDecoder
+
+    started = time.perf_counter()
+    kv_dtype = _KV_DTYPES.get(config.kv, dtype)
+    if not kv_dtype.is_floating_point:
+        raise UnsupportedError(f"a KV cache in {config.kv} needs a model that runs natively", field="kv")
+    decoder = TransformersDecoder(folder, dtype, device, config.weights)
+    kind, took = kernels.describe(device), time.perf_counter() - started
+    logger.info("loaded %s (transformers' code) on %s with %s in %.1f s", folder.name, device, kind, took)
+    return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=False)
+
+
+def num_threads(config: WorkerConfig) -> int:
+    """Compute threads on a CPU."""
+    return config.num_threads or len(os.sched_getaffinity(0))
+
+
+def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: Ranks) -> Library | None:
+    """The CPU kernels; None where PyTorch's operations run in their place."""
+    if config.kernels == "torch":
+        return None
+    from gpu_worker.models.native import dims_of
+
+    reason = supports(dims_of(description))
+    if description.has_mlp_bias:
+        reason = "its feed-forward layers have biases"
+    if ranks.tensor_size > 1:
+        reason = "its layers are divided among ranks"
+    if reason is None:
+        library = load_library()
+        if library is not None:
+            return library
+        reason = "they cannot be built or run here"
+    if config.kernels == "native":
+        raise ConfigError(f"the CPU kernels cannot run this model: {reason}", field="kernels")
+    logger.warning("the CPU kernels cannot run this model, so PyTorch's operations do: %s", reason)
+    return None
+
+
+def choose_device(config: WorkerConfig, ranks: Ranks = ALONE) -> torch.device:
+    """Where a rank computes.
+
+    Raises:
+        ConfigError: That device is not there.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not ranks.is_alone:
+        name = f"cuda:{ranks.local_rank}"
+    return _device(name)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"{name!r} is not a device; use auto, cpu, cuda or cuda:N", field="device") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{name!r} is not a device; use auto, cpu, cuda or cuda:N", field="device")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ConfigError(f"this machine has no device {name!r}", field="device")
+    return device

@@ -1,0 +1,174 @@
+"""Weight files: named tensors from safetensors or GGUF, under Hugging Face's names."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gpu_worker.models.weights.weight import BLOCK_TYPES, Weight, WeightFormat
+from midstream.errors import ConfigError
+from midstream.model.prepare.gguf_file import read_gguf_head
+
+_GGUF_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_FORMATS: dict[gguf.GGMLQuantizationType, WeightFormat] = {
+    **{kind: name for name, kind in BLOCK_TYPES.items()},
+    gguf.GGMLQuantizationType.F32: "f32",
+    gguf.GGMLQuantizationType.F16: "f32",
+}
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)$")
+
+
+class WeightFile(Protocol):
+    """Named tensors."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+
+    def matrix(self, name: str) -> Weight:
+        """A matrix in the form in which the file holds it."""
+
+    def vector(self, name: str) -> Tensor:
+        """A vector as float32."""
+
+
+class SafetensorsFiles:
+    """One file or several shards."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Maps the files into memory.
+
+        Raises:
+            ConfigError: A file is damaged.
+        """
+        self._owners: dict[str, safe_open] = {}
+        for path in paths:
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} is not a readable safetensors file: {error}", field="model") from error
+            for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a mapping)
+                self._owners[name] = file
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._owners
+
+    def matrix(self, name: str) -> Weight:
+        """A matrix; float16 counts as f32, which holds it exactly."""
+        tensor = self._get(name)
+        return Weight("bf16" if tensor.dtype == torch.bfloat16 else "f32", tensor, tensor.shape[-1])
+
+    def vector(self, name: str) -> Tensor:
+        """A vector as float32."""
+        return self._get(name).float()
+
+    def _get(self, name: str) -> Tensor:
+        if name not in self._owners:
+            raise ConfigError(f"the weights lack the tensor {name}", field="model")
+        tensor: Tensor = self._owners[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        if not tensor.is_floating_point():
+            raise ConfigError(f"the tensor {name} has type {tensor.dtype}, which is not supported", field="model")
+        return tensor
+
+
+class GgufFile:
+    """One GGUF file; quantized blocks that are computed with as they are stay so, others become floats."""
+
+    def __init__(self, path: Path, permuted_heads: tuple[int, int] | None) -> None:
+        """Maps the file into memory.
+
+        Args:
+            path: The file.
+            permuted_heads: Heads and KV heads, where q and k are stored with each head's rotary pairs side by side
+                (architecture llama) in place of half a head apart.
+
+        Raises:
+            ConfigError: The file is damaged.
+        """
+        self._tensors = read_gguf_head(path).tensors
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        self._permuted_heads = permuted_heads
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return _gguf_name(name) in self._tensors
+
+    def matrix(self, name: str) -> Weight:
+        """A matrix in the form in which the file holds it."""
+        kind, columns, data = self._get(name)
+        weight_format = _FORMATS.get(kind)
+        if weight_format is not None and weight_format in BLOCK_TYPES:
+            weight = Weight(weight_format, torch.from_numpy(np.array(data)), columns)
+        else:
+            # Other quantized types hold no more than bfloat16 does.
+            values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32))
+            weight = Weight(weight_format or "bf16", values, columns)
+        order = self._row_order(name, weight.shape[0])
+        return weight if order is None else weight.take(order)
+
+    def vector(self, name: str) -> Tensor:
+        """A vector as float32."""
+        kind, _, data = self._get(name)
+        values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32)).flatten()
+        order = self._row_order(name, values.shape[0])
+        return values if order is None else values[order]
+
+    def _row_order(self, name: str, num_rows: int) -> Tensor | None:
+        if self._permuted_heads is None or not re.search(r"\.[qk]_proj\.", name):
+            return None
+        num_heads = self._permuted_heads[0 if ".q_proj." in name else 1]
+        if num_rows % (2 * num_heads):
+            raise ConfigError(f"the tensor {name} has {num_rows} rows for {num_heads} heads", field="model")
+        return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+    def _get(self, name: str) -> tuple[gguf.GGMLQuantizationType, int, NDArray[np.uint8]]:
+        """Type, number of columns, and the bytes [num_rows, bytes of a row]."""
+        entry = self._tensors.get(_gguf_name(name))
+        if entry is None:
+            raise ConfigError(f"the weights lack the tensor {_gguf_name(name)}", field="model")
+        try:
+            kind = gguf.GGMLQuantizationType(entry.type)
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise ConfigError(f"the tensor {entry.name} has the unknown type {entry.type}", field="model") from None
+        columns, num_rows = entry.shape[0], math.prod(entry.shape[1:])
+        row_bytes = columns // block_size * block_bytes
+        end = entry.offset + row_bytes * num_rows
+        if columns % block_size or end > len(self._bytes):
+            raise ConfigError(f"the tensor {entry.name} is cut off", field="model")
+        return kind, columns, self._bytes[entry.offset : end].reshape(num_rows, row_bytes)
+
+
+def _gguf_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    layer = _LAYER_NAME.match(module)
+    if layer:
+        return f"blk.{layer[1]}.{_GGUF_LAYER.get(layer[2], layer[2])}.{kind}"
+    return f"{_GGUF_TOP.get(module, module)}.{kind}"

@@ -1,0 +1,54 @@
+"""Candidates for the next token of a beam: the likeliest tokens, from which the scheduler chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Tokens and their log probabilities, likeliest first; of equal ones the lowest id first."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candidates]:
+    """The likeliest next tokens of beams: as many as the search is wide, and one for each end token.
+
+    Log probabilities are of what a temperature makes of the logits; 0 is as 1.
+
+    Args:
+        logits: Float32 [len(rows), vocab_size].
+        state: The rows.
+        rows: Those that are beams.
+    """
+    sampling = [state.sampling[row] for row in rows.tolist()]
+    temperatures = [item.temperature or 1.0 for item in sampling]
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits = logits / torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
+    log_probs = torch.log_softmax(logits, dim=1)
+    counts = [min(item.beam_width + len(item.end_ids), logits.shape[1]) for item in sampling]
+    return [_likeliest(log_probs[place], count) for place, count in enumerate(counts)]
+
+
+def _likeliest(log_probs: Tensor, count: int) -> Candidates:
+    if log_probs.device.type == "cpu":
+        values = log_probs.numpy()
+        least = np.partition(values, len(values) - count)[len(values) - count]
+        # All of equal ones, so that ids tell them apart.
+        tokens = np.flatnonzero((values >= least) & (values > -np.inf))
+        values = values[tokens]
+    else:
+        top = torch.topk(log_probs, count)
+        tokens, values = top.indices.cpu().numpy(), top.values.cpu().numpy()
+        tokens, values = tokens[values > -np.inf], values[values > -np.inf]
+    order = np.lexsort((tokens, -values))[:count]
+    return Candidates(tuple(tokens[order].tolist()), tuple(values[order].tolist()))

@@ -1,0 +1,155 @@
+"""Changes logits as requests ask, before a token is chosen from them.
+
+In this order: bias, penalties, end tokens held back until min_tokens, bad words, repeated n-grams. All of it is a
+function of the row's tokens, so a row that is rebuilt anywhere goes on as before. Rows that ask for nothing are not
+looked at.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import IntArray
+from gpu_worker.features import Feature
+
+STEERING = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.NGRAMS
+
+
+def steer(logits: Tensor, state: Rows, rows: IntArray) -> None:
+    """Changes `logits` [len(rows), vocab_size] of `rows` in place."""
+    features = state.features[rows]
+    used = Feature(int(np.bitwise_or.reduce(features)))
+    for feature, change in _CHANGES:
+        if feature in used:
+            change(logits, state, rows, np.flatnonzero(features & feature).tolist())
+
+
+def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np.uint8]]) -> None:
+    """Leaves the tokens that masks allow. Where steering has banned all of these, it is the steering that gives way.
+
+    Args:
+        logits: [num_rows, vocab_size], changed in place at `places`.
+        raw: The same before steering.
+        places: Rows that have a mask.
+        masks: One bit for each token, lowest first.
+    """
+    bits = np.unpackbits(np.stack(masks), axis=1, bitorder="little")[:, : logits.shape[1]]
+    is_banned = torch.from_numpy(bits == 0).to(logits.device)
+    chosen = logits[places].masked_fill_(is_banned, -torch.inf)
+    is_empty = torch.isneginf(chosen.amax(dim=1))
+    if bool(is_empty.any()):
+        chosen[is_empty] = raw[places][is_empty].masked_fill_(is_banned[is_empty], -torch.inf)
+    logits[places] = chosen
+
+
+def decayed_top_p(state: Rows, rows: IntArray) -> NDArray[np.float32]:
+    """The top_p of each row's next token: [len(rows)].
+
+    It is multiplied by the decay once for each output token since the last reset id, but not below the minimum.
+    """
+    top_p = state.top_p[rows]
+    for i in np.flatnonzero(state.features[rows] & Feature.TOP_P_DECAY).tolist():
+        row = int(rows[i])
+        sampling = state.sampling[row]
+        output = state.tokens[row, state.prompt_lengths[row] : state.lengths[row]]
+        resets = np.flatnonzero(output == sampling.top_p_reset_id)
+        num_since = len(output) - 1 - int(resets[-1]) if len(resets) else len(output)
+        if num_since:
+            top_p[i] = max(sampling.top_p * sampling.top_p_decay**num_since, sampling.top_p_min)
+    return top_p
+
+
+def repeated_ngram_ends(tokens: IntArray, size: int) -> IntArray:
+    """Tokens that would complete an n-gram of this size that `tokens` holds already."""
+    num_starts = len(tokens) - size + 1
+    if num_starts < 1:
+        return tokens[:0]
+    starts = np.arange(num_starts)
+    last = tokens[len(tokens) - size + 1 :]
+    for i in range(size - 1):
+        starts = starts[tokens[starts + i] == last[i]]
+    return tokens[starts + size - 1]
+
+
+def bad_word_ends(tokens: IntArray, words: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Last tokens of those words whose other tokens `tokens` ends with."""
+    ends = []
+    for word in words:
+        num_before = len(word) - 1
+        if num_before <= len(tokens) and tuple(tokens[len(tokens) - num_before :].tolist()) == word[:-1]:
+            ends.append(word[-1])
+    return ends
+
+
+def _add_bias(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
+    for i in places:
+        ids, values = zip(*state.sampling[rows[i]].embedding_bias, strict=True)
+        logits[i, list(ids)] += torch.tensor(values, dtype=torch.float32, device=logits.device)
+
+
+def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
+    known = [state.tokens[rows[i], : state.lengths[rows[i]]] for i in places]
+    output = [state.tokens[rows[i], state.prompt_lengths[rows[i]] : state.lengths[rows[i]]] for i in places]
+    sampling = [state.sampling[rows[i]] for i in places]
+    flat, width, device = logits.view(-1), logits.shape[1], logits.device
+
+    def keys(tokens: list[IntArray]) -> NDArray[np.int64]:
+        # Ids beyond the vocabulary are virtual tokens, which have no logits.
+        parts = [part[part < width].astype(np.int64) + i * width for i, part in zip(places, tokens, strict=True)]
+        return np.concatenate(parts)
+
+    def spread(values: list[float], keys: NDArray[np.int64]) -> Tensor:
+        """Each key's row's value."""
+        by_row = np.zeros(len(rows), dtype=np.float32)
+        by_row[places] = values
+        return torch.from_numpy(by_row[keys // width]).to(device)
+
+    # A token that occurs more than once is read before any is written, and written with one value.
+    seen = keys(known)
+    places_seen = torch.from_numpy(seen).to(device)
+    repetition = spread([item.repetition_penalty for item in sampling], seen)
+    values = flat[places_seen]
+    flat[places_seen] = torch.where(values > 0, values / repetition, values * repetition)
+    emitted, counts = np.unique(keys(output), return_counts=True)
+    places_emitted = torch.from_numpy(emitted).to(device)
+    penalty = spread([item.presence_penalty for item in sampling], emitted)
+    penalty += spread([item.frequency_penalty for item in sampling], emitted) * torch.from_numpy(counts).to(device)
+    flat[places_emitted] -= penalty
+
+
+def _hold_back_end(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
+    for i in places:
+        sampling = state.sampling[rows[i]]
+        if state.lengths[rows[i]] - state.prompt_lengths[rows[i]] < sampling.min_tokens:
+            logits[i, list(sampling.end_ids)] = -torch.inf
+
+
+def _ban_bad_words(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
+    for i in places:
+        tokens = state.tokens[rows[i], : state.lengths[rows[i]]]
+        _ban(logits, i, bad_word_ends(tokens, state.sampling[rows[i]].bad_words))
+
+
+def _ban_ngrams(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
+    for i in places:
+        tokens = state.tokens[rows[i], : state.lengths[rows[i]]]
+        ends = repeated_ngram_ends(tokens, state.sampling[rows[i]].no_repeat_ngram_size)
+        _ban(logits, i, ends[ends < logits.shape[1]].tolist())
+
+
+def _ban(logits: Tensor, place: int, token_ids: list[int]) -> None:
+    if token_ids:
+        logits[place, token_ids] = -torch.inf
+
+
+_CHANGES = (
+    (Feature.BIAS, _add_bias),
+    (Feature.PENALTIES, _penalize),
+    (Feature.MIN_TOKENS, _hold_back_end),
+    (Feature.BAD_WORDS, _ban_bad_words),
+    (Feature.NGRAMS, _ban_ngrams),
+)

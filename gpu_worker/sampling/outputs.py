@@ -1,0 +1,155 @@
+"""What rows report beside their tokens: logits, hidden states, log probabilities of the prompt.
+
+Values of the prompt come from its context chunks, piece by piece; values of the output come with each token, from the
+position that it was chosen at. A sequence that is rebuilt reports what follows, and its prompt only where it has no
+output yet: what was reported before is with the scheduler. Steps without such rows pass through here untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_worker.batch.input_batch import ContextChunk, PreparedStep
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import OutputParams, PromptLogProbs, RowTensor
+from gpu_worker.features import Feature
+from gpu_worker.models.decoder import Decoder, Probe
+
+# Positions whose logits are computed at once: it bounds the memory that a long prompt takes.
+_NUM_POSITIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """What a step's rows report."""
+
+    prompt_log_probs: tuple[PromptLogProbs, ...] = ()
+    tensors: tuple[RowTensor, ...] = ()
+
+
+class Reporter:
+    """Gathers reports of the sequences in `rows`."""
+
+    def __init__(self, rows: Rows, decoder: Decoder) -> None:
+        self._rows = rows
+        self._decoder = decoder
+
+    def probe(self, step: PreparedStep) -> Probe | None:
+        """What the forward pass has to keep; None where nobody asks."""
+        features = self._rows.features
+        used = bool((features[step.sampled_rows] & Feature.REPORTS).any())
+        if not used and not any(features[chunk.row] & Feature.REPORTS for chunk in step.contexts):
+            return None
+        rows = {*step.sampled_rows.tolist(), *(chunk.row for chunk in step.contexts)}
+        wanted = [self._rows.outputs[row] for row in rows if features[row] & Feature.REPORTS]
+        return Probe(frozenset(layer for params in wanted for layer, _ in params.hidden_states))
+
+    def collect(self, step: PreparedStep, probe: Probe, logits: Tensor) -> Reports:
+        """The reports of a step that ran with `probe`, before its tokens are appended.
+
+        Args:
+            step: The step.
+            probe: What it kept.
+            logits: Of its sampled rows that ran.
+        """
+        assert step.inputs is not None
+        prompts: list[PromptLogProbs] = []
+        tensors: list[RowTensor] = []
+        starts = step.inputs.query_starts.tolist()
+        for chunk, first in zip(step.contexts, starts, strict=False):
+            if self._rows.features[chunk.row] & Feature.PROMPT_REPORTS:
+                self._report_prompt(chunk, first, probe, prompts, tensors)
+        positions = step.inputs.sampled.tolist()
+        for place, row in enumerate(step.sampled_rows[step.is_run].tolist()):
+            if self._rows.features[row] & Feature.REPORTS:
+                tensors += self._report_token(row, positions[place], probe, logits[place : place + 1])
+        return Reports(tuple(prompts), tuple(tensors))
+
+    def _report_token(self, row: int, position: int, probe: Probe, logits: Tensor) -> Iterator[RowTensor]:
+        params = self._rows.outputs[row]
+        index = int(self._rows.lengths[row] - self._rows.prompt_lengths[row])
+        if params.generation_logits:
+            yield _tensor(row, "generation_logits", logits, index)
+        for layer, _ in params.hidden_states:
+            yield _tensor(row, f"hidden_states.{layer}", probe.states[layer][position : position + 1], index)
+        for count, _ in params.topk_logits:
+            yield from _top(row, f"topk_logits.{count}", logits, count, index)
+
+    def _report_prompt(
+        self, chunk: ContextChunk, first: int, probe: Probe, prompts: list[PromptLogProbs], tensors: list[RowTensor]
+    ) -> None:
+        params, row = self._rows.outputs[chunk.row], chunk.row
+        is_last = chunk.start + chunk.length == self._rows.prompt_lengths[row]
+        for layer, gathers in params.hidden_states:
+            if gathers:
+                states = probe.states[layer][first : first + chunk.length]
+                tensors.append(_tensor(row, f"context_hidden_states.{layer}", states, chunk.start, is_last=is_last))
+        if not _wants_prompt_logits(params):
+            return
+        assert probe.last is not None
+        for start in range(0, chunk.length, _NUM_POSITIONS):
+            end = min(start + _NUM_POSITIONS, chunk.length)
+            logits = self._decoder.logits(probe.last[first + start : first + end])
+            ends = is_last and end == chunk.length
+            self._report_prompt_logits(row, chunk.start + start, logits, params, prompts, tensors, is_last=ends)
+
+    def _report_prompt_logits(
+        self,
+        row: int,
+        position: int,
+        logits: Tensor,
+        params: OutputParams,
+        prompts: list[PromptLogProbs],
+        tensors: list[RowTensor],
+        *,
+        is_last: bool,
+    ) -> None:
+        if params.context_logits:
+            tensors.append(_tensor(row, "context_logits", logits, position, is_last=is_last))
+        for count, gathers in params.topk_logits:
+            if gathers:
+                tensors += _top(row, f"context_topk_logits.{count}", logits, count, position, is_last=is_last)
+        if params.prompt_log_probs is not None:
+            end = min(position + len(logits), int(self._rows.prompt_lengths[row]) - 1)
+            if end > position:
+                tokens = self._rows.tokens[row, position + 1 : end + 1]
+                rows = logits[: end - position]
+                prompts.append(_prompt_log_probs(row, rows, torch.from_numpy(tokens), params.prompt_log_probs))
+
+
+def _wants_prompt_logits(params: OutputParams) -> bool:
+    is_gathered = any(gathers for _, gathers in params.topk_logits)
+    return params.context_logits or params.prompt_log_probs is not None or is_gathered
+
+
+def _prompt_log_probs(row: int, logits: Tensor, tokens: Tensor, top_k: int) -> PromptLogProbs:
+    log_probs = torch.log_softmax(logits, dim=1)
+    own = log_probs.gather(1, tokens.long().to(logits.device)[:, None])
+    ranks = (log_probs > own).sum(dim=1) + 1
+    top = torch.topk(log_probs, top_k, dim=1)
+    return PromptLogProbs(
+        row,
+        top_k,
+        tuple(own.squeeze(1).tolist()),
+        tuple(ranks.tolist()),
+        tuple(top.indices.flatten().tolist()),
+        tuple(top.values.flatten().tolist()),
+    )
+
+
+def _top(
+    row: int, name: str, logits: Tensor, count: int, first_row: int, *, is_last: bool = False
+) -> Iterator[RowTensor]:
+    top = torch.topk(logits, count, dim=1)
+    yield _tensor(row, name, top.values, first_row, is_last=is_last)
+    yield _tensor(row, f"{name}.ids", top.indices.int(), first_row, is_last=is_last)
+
+
+def _tensor(row: int, name: str, values: Tensor, first_row: int, *, is_last: bool = False) -> RowTensor:
+    array = values.cpu().numpy() if values.dtype == torch.int32 else values.float().cpu().numpy()
+    return RowTensor(row, name, np.ascontiguousarray(array), first_row, is_last)

@@ -1,0 +1,159 @@
+"""Logits post-processors: code of your own that changes logits, chosen by name per request.
+
+A package offers one under the entry point group `midstream.logits_post_processors`, as a class without arguments: a
+LogitsPostProcessor, or a BatchedLogitsPostProcessor, which is called once for all its sequences of a step. It sees the
+model's logits before anything else changes them. It must be a function of what it is given, since a sequence is
+computed again after a worker was lost.
+
+One that raises, or returns something else than float32 logits of the same shape, ends the request it was called for.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import entry_points
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import IntArray, Step
+from midstream.errors import ConfigError, ExecutionError, InvalidArgumentError, MidstreamError
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "midstream.logits_post_processors"
+
+
+class LogitsPostProcessor(ABC):
+    """Changes the logits of one sequence."""
+
+    @abstractmethod
+    def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str) -> Tensor:
+        """New logits.
+
+        Args:
+            logits: Float32 [vocab_size]; may be changed and returned.
+            tokens: Prompt and output so far, int32 [num_tokens]; not to be changed.
+            client_id: Of the request.
+        """
+
+
+class BatchedLogitsPostProcessor(ABC):
+    """Changes the logits of all its sequences in a step at once."""
+
+    @abstractmethod
+    def process(self, logits: Tensor, tokens: Sequence[NDArray[np.int32]], client_ids: Sequence[str]) -> Tensor:
+        """As LogitsPostProcessor.process; logits are [num_sequences, vocab_size]. No row may depend on others.
+
+        Where it fails, it is called again for each sequence by itself, to find the one that is to blame.
+        """
+
+
+PostProcessor = LogitsPostProcessor | BatchedLogitsPostProcessor
+
+
+def refuse_unknown(step: Step, known: Collection[str]) -> Step:
+    """Lets sequences fail whose post-processor is not installed here."""
+    if all(not new.post_processor or new.post_processor in known for new in step.new_sequences):
+        return step
+    error = InvalidArgumentError("this worker has none of that name", field="logits_post_processor_name")
+    news = (
+        new if not new.post_processor or new.post_processor in known else replace(new, error=error)
+        for new in step.new_sequences
+    )
+    return replace(step, new_sequences=tuple(news))
+
+
+def load_post_processors() -> dict[str, PostProcessor]:
+    """All that installed packages offer, by name.
+
+    Raises:
+        ConfigError: One cannot be loaded, or is none.
+    """
+    found: dict[str, PostProcessor] = {}
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            processor = entry_point.load()()
+        except Exception as error:
+            raise ConfigError(f"{entry_point.name!r} under {ENTRY_POINT_GROUP} does not load: {error}") from error
+        if not isinstance(processor, LogitsPostProcessor | BatchedLogitsPostProcessor):
+            kind = type(processor).__name__
+            raise ConfigError(f"{entry_point.name!r} under {ENTRY_POINT_GROUP} is a {kind}, not a post-processor")
+        found[entry_point.name] = processor
+    return found
+
+
+def post_process(
+    logits: Tensor, state: Rows, rows: IntArray, places: list[int], processors: Mapping[str, PostProcessor]
+) -> dict[int, MidstreamError]:
+    """Changes `logits` [len(rows), vocab_size] at `places` in place; returns what went wrong, by place."""
+    by_name: dict[str, list[int]] = {}
+    for place in places:
+        by_name.setdefault(state.post_processors[rows[place]][0], []).append(place)
+    errors: dict[int, MidstreamError] = {}
+    for name, group in by_name.items():
+        processor = processors[name]
+        if isinstance(processor, LogitsPostProcessor) or not _try_all(processor, logits, state, rows, group):
+            for place in group:
+                error = _process_one(name, processor, logits, state, rows, place)
+                if error is not None:
+                    errors[place] = error
+    return errors
+
+
+def _try_all(
+    processor: BatchedLogitsPostProcessor, logits: Tensor, state: Rows, rows: IntArray, places: list[int]
+) -> bool:
+    given = logits[places]
+    try:
+        changed = _checked(processor.process(given, *_context(state, rows, places)), given)
+    except Exception:  # noqa: BLE001 (it is a stranger's code)
+        return False
+    logits[places] = changed
+    return True
+
+
+def _process_one(
+    name: str, processor: PostProcessor, logits: Tensor, state: Rows, rows: IntArray, place: int
+) -> MidstreamError | None:
+    given = logits[[place]]
+    tokens, client_ids = _context(state, rows, [place])
+    try:
+        if isinstance(processor, LogitsPostProcessor):
+            changed = _checked(processor.process(given[0], tokens[0], client_ids[0]), given[0])[None]
+        else:
+            changed = _checked(processor.process(given, tokens, client_ids), given)
+    except Exception as error:  # noqa: BLE001 (it is a stranger's code)
+        logger.warning("the logits post-processor %s failed: %r", name, error)
+        message = f"the logits post-processor {name!r} failed: {type(error).__name__}: {error}"
+        return ExecutionError(message[:500], field="logits_post_processor_name")
+    logits[place] = changed[0]
+    return None
+
+
+def _context(state: Rows, rows: IntArray, places: list[int]) -> tuple[list[NDArray[np.int32]], list[str]]:
+    tokens = []
+    for place in places:
+        known = state.tokens[rows[place], : state.lengths[rows[place]]]
+        known.flags.writeable = False  # of this view
+        tokens.append(known)
+    return tokens, [state.post_processors[rows[place]][1] for place in places]
+
+
+def _checked(changed: object, given: Tensor) -> Tensor:
+    if not isinstance(changed, Tensor):
+        raise TypeError(f"it returned a {type(changed).__name__}, not a tensor")
+    if changed.shape != given.shape or changed.dtype != torch.float32 or changed.device != given.device:
+        raise ValueError(
+            f"it returned {changed.dtype} {list(changed.shape)} on {changed.device}, "
+            f"not {given.dtype} {list(given.shape)} on {given.device}"
+        )
+    if changed.isnan().any():
+        raise ValueError("it returned NaN")
+    return changed

@@ -1,0 +1,232 @@
+"""Chooses each row's next token from its logits.
+
+A batch may mix rows of every kind. All rows take part in one argmax, which is all that plain greedy rows need; the
+others are copied out, their logits changed as asked (post-processors, steering, grammars), and those with a temperature
+are drawn by inverting the cumulative distribution at one uniform number per row. No result depends on the batch's rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import kernels
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.staging import PinnedBuffers
+from gpu_worker.batch.step import IntArray, RowLogProbs
+from gpu_worker.features import Feature
+from gpu_worker.sampling.beams import Candidates, find_candidates
+from gpu_worker.sampling.distribution import invert, top_threshold
+from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints
+from gpu_worker.sampling.logits_processors import STEERING, allow, decayed_top_p, steer
+from gpu_worker.sampling.post_processors import PostProcessor, post_process
+from gpu_worker.sampling.uniforms import uniforms
+from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
+
+# Below it the likeliest token is as good as certain, and logits divided by it might overflow.
+_MIN_TEMPERATURE = 1e-6
+# 4-byte words that a row's drawing takes.
+_WORDS = 8
+NOT_FINITE = ExecutionError("the model gave logits that are not finite")
+_NOTHING_LEFT = InvalidArgumentError("no token is left that the request allows", field="sampling")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was chosen.
+
+    Attributes:
+        token_ids: int32 [num_rows].
+        errors: (place, error) of rows whose token means nothing; it is 0.
+        log_probs: Of the rows that ask for them.
+        candidates: Of the rows that are beams, by their place; their tokens mean nothing.
+    """
+
+    token_ids: IntArray
+    errors: tuple[tuple[int, MidstreamError], ...]
+    log_probs: tuple[RowLogProbs, ...]
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+
+
+class Sampler:
+    """Samples for the sequences in `rows`."""
+
+    def __init__(self, rows: Rows, post_processors: Mapping[str, PostProcessor] | None = None) -> None:
+        self._rows = rows
+        self._post_processors = post_processors or {}
+        self._pinned: PinnedBuffers | None = None
+
+    def sample(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Sampled:
+        """Chooses from float32 `logits` [len(rows), vocab_size], which it leaves as they are."""
+        token_ids, highest = _likeliest(logits)
+        is_broken = ~np.isfinite(highest)
+        is_special = (self._rows.temperature[rows] > 0) | (self._rows.features[rows] != 0)
+        errors: dict[int, MidstreamError] = {}
+        if is_broken.any():
+            is_special &= ~is_broken
+            token_ids[is_broken] = 0
+            errors = dict.fromkeys(np.flatnonzero(is_broken).tolist(), NOT_FINITE)
+        for row, error in constraints.errors.items():
+            place = int(np.flatnonzero(rows == row)[0])
+            errors[place], is_special[place], token_ids[place] = error, False, 0
+        if not is_special.any():
+            return Sampled(token_ids, tuple(errors.items()), ())
+        places = np.flatnonzero(is_special)
+        special, raw = rows[places], logits
+        if len(places) < len(rows):
+            raw = logits[torch.from_numpy(places).to(logits.device)]
+        candidates: dict[int, Candidates] = {}
+        token_ids[places], failed = self._choose(raw, special, token_ids[places], candidates, constraints)
+        if candidates:
+            candidates = {int(places[place]): found for place, found in candidates.items()}
+        for failed_place, error in failed.items():
+            place = int(places[failed_place])
+            errors[place], token_ids[place] = error, 0
+        log_probs = self._log_probs(raw, special, token_ids[places])
+        return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
+
+    def is_plain(self, rows: IntArray) -> bool:
+        """Whether `choose` will do for these rows."""
+        return not self._rows.features[rows].any()
+
+    def choose(self, logits: Tensor, rows: IntArray) -> Tensor:
+        """Chooses for plain rows without waiting for the device: int32 [len(rows)] there; -1: logits are broken."""
+        best = _argmax(logits)
+        highest = logits.gather(1, best[:, None]).squeeze(1)
+        chosen, drawn = best.int(), np.flatnonzero(self._rows.temperature[rows] > 0)
+        if len(drawn) and kernels.can_sample(logits):
+            chosen = self._draw_on_gpu(logits, rows)
+        elif len(drawn):
+            places = torch.from_numpy(drawn)
+            chosen[places] = torch.from_numpy(self._draw(logits[places], rows[drawn]))
+        return torch.where(torch.isfinite(highest), chosen, -1)
+
+    def _choose(
+        self,
+        raw: Tensor,
+        rows: IntArray,
+        best: IntArray,
+        candidates: dict[int, Candidates],
+        constraints: Constraints,
+    ) -> tuple[IntArray, dict[int, MidstreamError]]:
+        """The tokens, and by place why there is none."""
+        errors: dict[int, MidstreamError] = {}
+        logits, chosen = raw, best.copy()
+        if (self._rows.features[rows] & (STEERING | Feature.GUIDED | Feature.POST_PROCESSED)).any():
+            logits = raw.clone()
+            processed = self._with(rows, Feature.POST_PROCESSED)
+            if processed:
+                errors = post_process(logits, self._rows, rows, processed, self._post_processors)
+            steer(logits, self._rows, rows)
+            guided = self._with(rows, Feature.GUIDED)
+            if guided:
+                allow(logits, raw, guided, [constraints.masks[int(rows[place])] for place in guided])
+            likeliest = _argmax(logits)
+            chosen = likeliest.cpu().numpy().astype(np.int32)
+            is_empty = (logits.gather(1, likeliest[:, None]).squeeze(1) == -torch.inf).cpu().numpy()
+            errors = dict.fromkeys(np.flatnonzero(is_empty).tolist(), _NOTHING_LEFT) | errors
+        is_drawn = self._rows.temperature[rows] > 0
+        is_drawn[list(errors)] = False
+        drawn = np.flatnonzero(is_drawn)
+        if len(drawn):
+            some = logits if len(drawn) == len(rows) else logits[torch.from_numpy(drawn).to(logits.device)]
+            chosen[drawn] = self._draw(some, rows[drawn])
+        beams = [place for place in self._with(rows, Feature.BEAMS) if place not in errors]
+        if beams:
+            candidates.update(zip(beams, find_candidates(logits[beams], self._rows, rows[beams]), strict=True))
+        return chosen, errors
+
+    def _with(self, rows: IntArray, feature: Feature) -> list[int]:
+        return np.flatnonzero(self._rows.features[rows] & feature).tolist()
+
+    def _draw(self, logits: Tensor, rows: IntArray) -> IntArray:
+        if kernels.can_sample(logits):
+            return self._draw_on_gpu(logits, rows).cpu().numpy()
+        state, device = self._rows, logits.device
+        temperature = np.maximum(state.temperature[rows], _MIN_TEMPERATURE)
+        if (temperature != 1.0).any():
+            logits = logits / torch.from_numpy(temperature).to(device)[:, None]
+        probabilities = torch.softmax(logits, dim=1)
+        top_p = self._top_p(rows)
+        cut = np.flatnonzero((state.top_k[rows] > 0) | (top_p < 1.0))
+        if len(cut) or (state.min_p[rows] > 0).any():
+            threshold = probabilities.amax(dim=1, keepdim=True)
+            threshold *= torch.from_numpy(state.min_p[rows]).to(device)[:, None]
+            if len(cut):
+                some = rows[cut]
+                places = torch.from_numpy(cut).to(device)
+                limited = probabilities if len(cut) == len(rows) else probabilities[places]
+                top = top_threshold(limited, state.top_k[some], top_p[cut])
+                threshold[places] = torch.maximum(threshold[places], top)
+            probabilities = probabilities.mul_(probabilities >= threshold)
+        numbers = uniforms(state.seeds[rows], state.sequence_indices[rows], state.lengths[rows])
+        return invert(probabilities, torch.from_numpy(numbers).to(device)).cpu().numpy().astype(np.int32)
+
+    def _top_p(self, rows: IntArray) -> NDArray[np.float32]:
+        if (self._rows.features[rows] & Feature.TOP_P_DECAY).any():
+            return decayed_top_p(self._rows, rows)
+        return self._rows.top_p[rows]
+
+    def _draw_on_gpu(self, logits: Tensor, rows: IntArray) -> Tensor:
+        """The likeliest token of rows without a temperature, what is drawn of others: int32, on the device."""
+        state, wanted = self._rows, self._rows.temperature[rows]
+        vectors = (
+            state.seeds[rows].view(np.int64),
+            np.where(wanted > 0, np.maximum(wanted, _MIN_TEMPERATURE), 0).astype(np.float32),
+            state.top_k[rows].astype(np.int32),
+            self._top_p(rows).astype(np.float32),
+            state.min_p[rows].astype(np.float32),
+            state.sequence_indices[rows].astype(np.int32),
+            state.lengths[rows].astype(np.int32),
+        )
+        if self._pinned is None or self._pinned.size < _WORDS * len(rows):
+            self._pinned = PinnedBuffers(logits.device, _WORDS * max(len(rows), state.num_rows))
+        seeds, temperature, top_k, top_p, min_p, indices, lengths = self._pinned.send_arrays(vectors)
+        return kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, indices, lengths)
+
+    def _log_probs(self, raw: Tensor, rows: IntArray, token_ids: IntArray) -> tuple[RowLogProbs, ...]:
+        """Of the model's own distribution: before bias, penalties and temperature."""
+        places = self._with(rows, Feature.LOG_PROBS)
+        if not places:
+            return ()
+        log_probs = torch.log_softmax(raw[places], dim=1)
+        own = log_probs.gather(1, torch.from_numpy(token_ids[places]).long().to(raw.device)[:, None])
+        ranks = (log_probs > own).sum(dim=1) + 1
+        wanted = [self._rows.sampling[rows[i]].log_probs or 0 for i in places]
+        top = torch.topk(log_probs, min(max(wanted), raw.shape[1]), dim=1)
+        return tuple(
+            RowLogProbs(int(rows[i]), value, rank, tuple(ids[:count]), tuple(values[:count]))
+            for i, value, rank, ids, values, count in zip(
+                places,
+                own.squeeze(1).tolist(),
+                ranks.tolist(),
+                top.indices.tolist(),
+                top.values.tolist(),
+                wanted,
+                strict=True,
+            )
+        )
+
+
+def _likeliest(logits: Tensor) -> tuple[IntArray, NDArray[np.floating[Any]]]:
+    """The token that `_argmax` names in each row, and its logit."""
+    best = _argmax(logits)
+    if logits.device.type == "cpu":
+        places = best.numpy()
+        return places.astype(np.int32), logits.numpy()[np.arange(len(places)), places]
+    # One copy, because each waits for the step to end; float64 holds both exactly.
+    found = torch.stack((best.double(), logits.gather(1, best[:, None]).squeeze(1).double())).cpu().numpy()
+    return found[0].astype(np.int32), found[1]
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """The first of the highest in each row; a NaN counts as the highest."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=1))  # several times faster than torch's
+    return logits.argmax(dim=1)

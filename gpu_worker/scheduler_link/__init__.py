@@ -1,0 +1,1 @@
+"""The connection to the scheduler and its messages."""

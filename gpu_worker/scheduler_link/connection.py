@@ -1,0 +1,68 @@
+"""Dials the scheduler's ZeroMQ socket, and hears when the connection is cut or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from midstream.security.curve import WorkerCredentials
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGE_BYTES = 64 << 20
+_REDIAL_S = 1.0
+_RECONNECT_MS, _MAX_RECONNECT_MS = 20, 200
+_LINGER_MS = 1000
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+LINK_EVENTS = zmq.EVENT_DISCONNECTED | _REFUSED
+
+
+class Dialler:
+    """The way to one scheduler."""
+
+    def __init__(self, address: str, credentials: WorkerCredentials | None) -> None:
+        """`credentials` are the keys of the link; None: plain text."""
+        self._address = address
+        self._credentials = credentials
+        self._was_refused = False
+        self._redial_at = 0.0
+
+    def dial(self, dealer: zmq.Socket[bytes]) -> None:
+        """Sets a DEALER up and connects it; from then on it reconnects by itself."""
+        dealer.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a scheduler that is not there
+        dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+        dealer.setsockopt(zmq.LINGER, _LINGER_MS)
+        if self._credentials is not None:
+            self._credentials.secure(dealer)
+        dealer.connect(self._address)
+
+    def was_cut(self, monitor: zmq.Socket[bytes]) -> bool:
+        """Whether the connection was lost since it was last asked; `monitor` reports LINK_EVENTS."""
+        was_cut = False
+        while monitor.poll(0):
+            event = parse_monitor_message(monitor.recv_multipart())["event"]
+            was_cut = was_cut or event == zmq.EVENT_DISCONNECTED
+            if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+                self._redial_at = time.monotonic() + _REDIAL_S
+            if event != zmq.EVENT_DISCONNECTED and not self._was_refused:
+                self._was_refused = True
+                logger.warning("no handshake: the scheduler does not know this worker's key, or has another itself")
+        return was_cut
+
+    def redial_when_due(self, dealer: zmq.Socket[bytes]) -> None:
+        """Connects again after a refusal, which ZeroMQ takes as final: the key may be let in meanwhile."""
+        if self._redial_at and time.monotonic() >= self._redial_at:
+            self._redial_at = 0.0
+            with contextlib.suppress(zmq.ZMQError):
+                dealer.disconnect(self._address)
+            dealer.connect(self._address)
+
+    def note_registered(self) -> None:
+        """The scheduler has let the worker in; a refusal after that is news again."""
+        self._was_refused = False

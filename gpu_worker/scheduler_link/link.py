@@ -1,0 +1,310 @@
+"""The worker's line to the scheduler: a ZeroMQ DEALER in a thread of its own.
+
+The life of a registration: Register is sent until Registered brings an epoch; then steps come in, in order of step_id,
+and are put into the inbox, from which the compute loop takes them; its results go into the outbox and from there to the
+scheduler; a heartbeat tells of progress in between. When the scheduler ends the epoch, falls silent, or a step is
+missing, the epoch is over: all its steps and results are dropped, and Register is sent again. So a restarted scheduler,
+a cut link and a lost message are one case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from google.protobuf.message import DecodeError
+
+from gpu_worker.batch.step import Step, StepOutput
+from gpu_worker.kv.kept_blocks import KeptBlocks
+from gpu_worker.lora.cache import AdapterCache
+from gpu_worker.lora.messages import AdapterMessages
+from gpu_worker.scheduler_link.connection import LINK_EVENTS, Dialler
+from gpu_worker.scheduler_link.messages import decode_step, encode_result
+from midstream.security.curve import WorkerCredentials
+from midstream.telemetry import Metrics
+from protos import worker_pb2
+
+logger = logging.getLogger(__name__)
+
+_REGISTER_INTERVAL_S, _CONNECT_INTERVAL_S = 0.5, 0.05
+_REJECTED_EXIT_CODE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EpochStarted:
+    """All sequences known so far are gone; steps of a new epoch follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The process should end."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingStep:
+    """A step and when it came, by time.perf_counter."""
+
+    step: Step
+    received_at: float
+
+
+Work = WaitingStep | EpochStarted | Stopped
+
+
+class SchedulerLink:
+    """Registers the worker, receives steps, sends results and heartbeats.
+
+    Attributes:
+        inbox: What the compute loop has to do, in order.
+        epoch: The current one; 0 while there is none. Steps of another one need not be run.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        register: worker_pb2.Register,
+        metrics: Metrics,
+        memory: Callable[[], worker_pb2.MemoryUsage],
+        adapters: AdapterCache[Any],
+        kept: KeptBlocks,
+        credentials: WorkerCredentials | None = None,
+    ) -> None:
+        """Makes the link; `start` connects it.
+
+        Args:
+            address: ZeroMQ address of the scheduler.
+            register: What the worker offers.
+            metrics: Where drops and registrations are counted.
+            memory: Memory in use now.
+            adapters: The worker's adapters.
+            kept: What its blocks hold.
+            credentials: Keys of the link; None: plain text.
+        """
+        self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self.epoch = 0
+        self._address, self._register, self._memory = address, register, memory
+        self._dialler = Dialler(address, credentials)
+        self._adapters = AdapterMessages(adapters, self._wake)
+        self._kept = kept
+        self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="scheduler-link", daemon=True)
+        self._leaving = self._has_failed = False
+        self._last_epoch = 0
+        self._last_received = self._last_finished = 0
+        self._heartbeat_s, self._timeout_s = 0.5, 2.0
+        self._next_send = self._last_heard = 0.0
+        self._dropped = metrics.counter("worker_messages_dropped", "Messages dropped, by reason.", ("reason",))
+        self._registrations = metrics.counter("worker_registrations", "Epochs begun.")
+        metrics.gauge("worker_steps_waiting", "Steps received and not finished.").set_function(self._num_waiting)
+
+    def start(self) -> None:
+        """Connects and begins to register."""
+        self._thread.start()
+
+    def send_result(self, step: Step, output: StepOutput, waiting_s: float) -> None:
+        """Hands over the result of `step`; it is dropped if its epoch is over."""
+        self._outbox.append((step, output, waiting_s))
+        self._wake()
+
+    def abandon_epoch(self) -> None:
+        """Ends the epoch from this side, after a step that could not be executed.
+
+        The worker then registers as if its process had been started anew, so that the scheduler counts a death and can
+        find the request that is to blame.
+        """
+        self._has_failed = True
+        self.epoch = 0
+        self._wake()
+
+    def leave(self) -> None:
+        """Takes no more steps, finishes those at hand, says farewell, then puts Stopped into the inbox."""
+        self._leaving = True
+        self._wake()
+
+    def join(self) -> None:
+        """Waits for the thread, after Stopped."""
+        self._thread.join()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: the thread is about to wake anyway; closed: it has ended
+            self._wake_writer.send(b"\0")
+
+    def _num_waiting(self) -> int:
+        return self._last_received - self._last_finished if self.epoch else 0
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            self._dialler.dial(dealer)
+            poller = zmq.Poller()
+            poller.register(dealer, zmq.POLLIN)
+            poller.register(self._wake_reader, zmq.POLLIN)
+            with dealer.get_monitor_socket(LINK_EVENTS) as monitor:
+                poller.register(monitor, zmq.POLLIN)
+                while self._turn(dealer, monitor, poller):
+                    pass
+                dealer.disable_monitor()
+
+    def _turn(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
+        """Waits for something to do and does it; False when the worker has left."""
+        poller.poll(max(0, int((self._next_send - time.monotonic()) * 1000) + 1))
+        with contextlib.suppress(BlockingIOError):
+            self._wake_reader.recv(4096)
+        if self._dialler.was_cut(monitor) and self.epoch:
+            # Steps and results that were on their way are lost, so the scheduler is told to begin anew.
+            self._end_epoch("the link was cut")
+        self._send_results(dealer)
+        while True:
+            try:
+                frames = dealer.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            stopped = self._receive(frames)
+            if stopped is not None:
+                self.inbox.put(stopped)
+                return False
+        if self._leaving and not self._num_waiting():
+            if self.epoch:
+                self._send(dealer, worker_pb2.WorkerMessage(leave=worker_pb2.Leave(epoch=self.epoch, reason="drain")))
+            self.inbox.put(Stopped(0, "drained"))
+            return False
+        self._dialler.redial_when_due(dealer)
+        self._send_when_due(dealer)
+        return True
+
+    def _send_results(self, dealer: zmq.Socket[bytes]) -> None:
+        while self._adapters.answers:
+            answer = self._adapters.answers.popleft()
+            if answer.epoch == self.epoch:
+                self._send(dealer, worker_pb2.WorkerMessage(lora_result=answer))
+        while self._outbox:
+            step, output, waiting_s = self._outbox.popleft()
+            if step.epoch != self.epoch:
+                self._drop("stale")
+                continue
+            messages = encode_result(step.epoch, step.step_id, output, waiting_s)
+            self._last_finished = step.step_id
+            self._kept.finish(step.step_id, is_whole=output.is_whole)
+            if not all(self._send(dealer, message) for message in messages):
+                self._end_epoch("the link is down")
+
+    def _send_when_due(self, dealer: zmq.Socket[bytes]) -> None:
+        now = time.monotonic()
+        if self.epoch and now - self._last_heard > self._timeout_s:
+            self._end_epoch("the scheduler is silent")
+        if now < self._next_send:
+            return
+        if self.epoch:
+            heartbeat = worker_pb2.Heartbeat(
+                epoch=self.epoch,
+                last_step_id=self._last_finished,
+                num_steps_waiting=self._num_waiting(),
+                memory=self._memory(),
+            )
+            self._send(dealer, worker_pb2.WorkerMessage(heartbeat=heartbeat))
+            self._next_send = now + self._heartbeat_s
+        elif not self._leaving:
+            if self._has_failed:
+                self._has_failed = False
+                self._register.incarnation = secrets.randbits(64)
+                self._kept.clear()
+            self._kept.write(self._register)
+            is_sent = self._send(dealer, worker_pb2.WorkerMessage(register=self._register))
+            self._next_send = now + (_REGISTER_INTERVAL_S if is_sent else _CONNECT_INTERVAL_S)
+
+    def _send(self, dealer: zmq.Socket[bytes], message: worker_pb2.WorkerMessage) -> bool:
+        try:
+            dealer.send(message.SerializeToString(), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _receive(self, frames: list[bytes]) -> Stopped | None:
+        try:
+            if len(frames) != 1:
+                raise ValueError("more than one frame")
+            message = worker_pb2.SchedulerMessage.FromString(frames[0])
+            kind = message.WhichOneof("message")
+            if kind == "step_batch":
+                self._accept_step(message.step_batch)
+        except (DecodeError, ValueError) as error:
+            logger.warning("dropped a malformed message: %s", error)
+            self._drop("malformed")
+            return None
+        self._last_heard = time.monotonic()
+        if kind == "registered":
+            self._begin_epoch(message.registered)
+        elif kind == "rejected":
+            rejected = message.rejected
+            field = f"{rejected.field}: " if rejected.field else ""
+            return Stopped(_REJECTED_EXIT_CODE, f"rejected by the scheduler: {field}{rejected.reason}")
+        elif kind == "epoch_ended" and message.epoch_ended.epoch == self.epoch:
+            self._end_epoch("the scheduler ended it")
+        elif kind == "drain":
+            self._leaving = True
+        elif kind is None:
+            self._drop("malformed")
+        else:
+            self._adapters.take(message, self.epoch)
+        return None
+
+    def _accept_step(self, message: worker_pb2.StepBatch) -> None:
+        if message.epoch != self.epoch or not self.epoch:
+            self._drop("stale")
+        elif self._leaving:
+            self._drop("leaving")
+        elif message.step_id <= self._last_received:
+            self._drop("repeated")
+        elif message.step_id > self._last_received + 1:
+            self._drop("gap")
+            self._end_epoch(f"step {message.step_id} came after step {self._last_received}")
+        else:
+            step = self._adapters.complete(decode_step(message))
+            if step is None:
+                self._drop("gap")
+                self._end_epoch("a table of virtual tokens did not come")
+                return
+            self._kept.receive(message)
+            self._last_received = message.step_id
+            self.inbox.put(WaitingStep(step, time.perf_counter()))
+
+    def _begin_epoch(self, registered: worker_pb2.Registered) -> None:
+        if registered.epoch <= self._last_epoch:
+            self._drop("stale")
+            return
+        self._last_received = self._last_finished = 0
+        self._adapters.clear()
+        self._last_epoch = self.epoch = registered.epoch
+        self._heartbeat_s = max(registered.heartbeat_interval_ms, 10) / 1000
+        self._timeout_s = max(registered.timeout_ms / 1000, 2 * self._heartbeat_s)
+        self._next_send = time.monotonic() + self._heartbeat_s
+        self._dialler.note_registered()
+        self._registrations.inc()
+        self.inbox.put(EpochStarted())
+        logger.info("registered with epoch %d", self.epoch)
+
+    def _end_epoch(self, reason: str) -> None:
+        logger.warning("epoch %d is over: %s", self.epoch, reason)
+        self.epoch = 0
+        self._kept.end_epoch()
+        self._next_send = 0.0
+
+    def _drop(self, reason: str) -> None:
+        self._dropped.labels(reason).inc()

@@ -1,0 +1,176 @@
+"""Translates between the wire's messages and the worker's plain types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from gpu_worker.batch.step import AdapterRef, Fork, IntArray, NewSequence, SamplingParams, Step, StepOutput
+from gpu_worker.scheduler_link.outputs import encode_tensors, output_params, prompt_outputs, row_outputs
+from midstream.errors import MidstreamError, UnsupportedError
+from midstream.grammar.messages import Guide
+from midstream.grammar.process import is_available
+from protos import generation_pb2, worker_pb2
+
+PROTOCOL_VERSION = 1
+# Optional features that this worker has; what a request asks beyond them fails that request alone.
+FEATURES = (
+    "additional_outputs",
+    "bad_words",
+    "beam_search",
+    "context_logits",
+    "embedding_bias",
+    "generation_logits",
+    "log_probs",
+    "lora",
+    "min_tokens",
+    "no_repeat_ngram",
+    "penalties",
+    "prompt_log_probs",
+    "prompt_tuning",
+    "speculative",
+    "top_p_decay",
+)
+
+
+def decode_step(message: worker_pb2.StepBatch) -> Step:
+    """The step that `message` describes.
+
+    Raises:
+        ValueError: Parallel arrays differ in length, or a number does not fit.
+    """
+    step = Step(
+        epoch=message.epoch,
+        step_id=message.step_id,
+        released_rows=_ints(message.released_rows),
+        new_sequences=tuple(_sequence(item) for item in message.add_sequences),
+        forks=tuple(Fork(item.from_row, item.to_row, _ints(item.block_ids)) for item in message.forks),
+        block_rows=_ints(message.block_rows),
+        block_ids=_ints(message.block_ids),
+        copy_sources=_ints(message.copy_source_blocks),
+        copy_targets=_ints(message.copy_target_blocks),
+        context_rows=_ints(message.context_rows),
+        context_starts=_ints(message.context_starts),
+        context_lengths=_ints(message.context_lengths),
+        context_without_sample=_ints(message.context_without_sample),
+        repeat_generation=message.repeat_generation,
+        generation_rows=_ints(message.generation_rows),
+        idle_rows=_ints(message.idle_rows),
+        beam_rows=_ints(message.beam_rows),
+        beam_tokens=_ints(message.beam_token_ids),
+        draft_rows=_ints(message.draft_rows),
+        draft_limits=_ints(message.draft_limits),
+        adopted_blocks=_ints(message.adopted_blocks),
+        adopted_hashes=np.array(message.adopted_hashes, dtype=np.uint64),
+    )
+    if not len(step.context_rows) == len(step.context_starts) == len(step.context_lengths):
+        raise ValueError("context arrays differ in length")
+    if len(step.block_rows) != len(step.block_ids) or len(step.copy_sources) != len(step.copy_targets):
+        raise ValueError("block arrays differ in length")
+    if len(step.beam_rows) != len(step.beam_tokens) or len(step.draft_rows) != len(step.draft_limits):
+        raise ValueError("beam or draft arrays differ in length")
+    if len(step.adopted_blocks) != len(step.adopted_hashes):
+        raise ValueError("adoption arrays differ in length")
+    return step
+
+
+def encode_result(epoch: int, step_id: int, output: StepOutput, waiting_s: float) -> Iterator[worker_pb2.WorkerMessage]:
+    """The messages that carry `output`: those with tensors, then the result itself."""
+    for outputs in encode_tensors(output.tensors):
+        yield worker_pb2.WorkerMessage(
+            step_outputs=worker_pb2.StepOutputs(epoch=epoch, step_id=step_id, outputs=outputs)
+        )
+    result = worker_pb2.StepResult(
+        epoch=epoch,
+        step_id=step_id,
+        token_ids=output.token_ids.tolist(),
+        num_tokens=output.num_tokens,
+        candidate_log_probs=output.candidate_log_probs,
+        num_drafts=output.num_drafts,
+        missing_blocks=output.missing_blocks,
+        num_draft_tokens=sum(output.num_drafts),
+        num_accepted_tokens=sum(
+            count - 1 for count, drafts in zip(output.num_tokens, output.num_drafts, strict=False) if drafts
+        ),
+        outputs=[*map(prompt_outputs, output.prompt_log_probs), *map(row_outputs, output.log_probs)],
+        errors=[worker_pb2.RowError(row=row, error=error.to_proto()) for row, error in output.errors],
+        forward_us=int(output.forward_s * 1e6),
+        waiting_us=int(waiting_s * 1e6),
+    )
+    yield worker_pb2.WorkerMessage(step_result=result)
+
+
+def _sequence(message: worker_pb2.AddSequence) -> NewSequence:
+    return NewSequence(
+        row=message.row,
+        token_ids=_ints(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        block_ids=_ints(message.block_ids),
+        sampling=_sampling(message),
+        outputs=output_params(message.output),
+        post_processor=message.logits_post_processor_name,
+        client_id=message.client_id,
+        guide=_guide(message.guided_decoding) if message.HasField("guided_decoding") else None,
+        sequence_index=message.sequence_index,
+        request_id=message.request_id,
+        lora=_adapter(message.lora) if message.HasField("lora") else None,
+        prompt=_adapter(message.prompt_tuning) if message.HasField("prompt_tuning") else None,
+        prompt_table_key=message.prompt_table,
+        trace_parent=message.trace_parent,
+        error=_unsupported(message),
+    )
+
+
+def _guide(config: generation_pb2.GuidedDecodingConfig) -> Guide:
+    kind = generation_pb2.GuideType.Name(config.guide_type).removeprefix("GUIDE_TYPE_").lower()
+    return Guide("ebnf" if kind == "ebnf_grammar" else kind, config.guide)
+
+
+def _adapter(config: generation_pb2.LoraConfig | generation_pb2.PromptTuningConfig) -> AdapterRef:
+    return AdapterRef(config.name, config.resolved.path, config.resolved.fingerprint)
+
+
+def _sampling(message: worker_pb2.AddSequence) -> SamplingParams:
+    sampling, output = message.sampling, message.output
+    return SamplingParams(
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        embedding_bias=tuple(sorted(sampling.embedding_bias.items())),
+        bad_words=tuple(tuple(word.values) for word in message.bad_words),
+        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+        top_p_decay=sampling.top_p_decay if sampling.HasField("top_p_decay") else 1.0,
+        top_p_min=sampling.top_p_min if sampling.HasField("top_p_min") else 1e-6,
+        top_p_reset_id=sampling.top_p_reset_id if sampling.HasField("top_p_reset_id") else -1,
+        end_ids=tuple(message.end_ids),
+        log_probs=output.log_probs if output.HasField("log_probs") else None,
+        beam_width=sampling.beam_width or 1,
+        num_draft_tokens=message.speculative.num_draft_tokens,
+        max_ngram_size=_max_ngram_size(message.speculative),
+    )
+
+
+def _max_ngram_size(config: generation_pb2.SpeculativeConfig) -> int:
+    if config.method == generation_pb2.SpeculativeConfig.METHOD_DRAFT_MODEL:
+        return 0
+    return config.max_ngram_size if config.HasField("max_ngram_size") else 3
+
+
+def _unsupported(message: worker_pb2.AddSequence) -> MidstreamError | None:
+    if message.HasField("guided_decoding") and not is_available():
+        return UnsupportedError("this worker lacks the library for grammars", field="guided_decoding")
+    return None
+
+
+def _ints(values: Iterable[int]) -> IntArray:
+    try:
+        return np.array(list(values), dtype=np.int32)
+    except OverflowError as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,1 @@
+"""Drafts: how they are made and how they are verified."""

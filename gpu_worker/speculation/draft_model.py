@@ -1,0 +1,165 @@
+"""A smaller model that makes drafts for the one that is served.
+
+It has a KV pool of its own, and for each row blocks and the tokens that it has computed. Before it makes drafts, it
+computes what it does not know yet of the row's tokens: all of the prompt at first, later what was accepted. What
+differs from the row's tokens now is computed anew, so it does not matter whose tokens a row held before, or which
+drafts were rejected. Its drafts are drawn as the row's tokens are, with the same random numbers, which makes them equal
+more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import EMPTY, IntArray
+from gpu_worker.kv.cache import KvCache
+from gpu_worker.models.decoder import ForwardInputs
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.loader import LoadedModel, load_model
+from gpu_worker.sampling.sampler import Sampler
+from midstream.config import WorkerConfig
+from midstream.errors import ConfigError
+from midstream.model.folder import open_model_folder
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the model knows of a row: computed tokens, and the blocks that they are in."""
+
+    blocks: list[int] = field(default_factory=list)
+    tokens: IntArray = field(default_factory=lambda: EMPTY)
+
+
+def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> LoadedModel:
+    """Loads the draft model that the settings name.
+
+    Raises:
+        ConfigError: It cannot be loaded, or its vocabulary is another one.
+    """
+    model = load_model(config, open_model_folder(config.draft_model))
+    if model.description.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"has {model.description.vocab_size} tokens, the model {target.vocab_size}", field="draft_model"
+        )
+    return model
+
+
+class DraftModel:
+    """Makes drafts for rows of another model with the same vocabulary."""
+
+    def __init__(self, model: LoadedModel, rows: Rows, kv: KvCache, max_num_tokens: int) -> None:
+        """Takes over a model and its pool.
+
+        Args:
+            model: The loaded model.
+            rows: Of the model that is served.
+            kv: The draft model's pool.
+            max_num_tokens: Most tokens in one pass; longer prompts take several steps before there are drafts.
+        """
+        self._model = model
+        self._rows = rows
+        self._kv = kv
+        self._max_num_tokens = max_num_tokens
+        self._sampler = Sampler(rows)
+        self._known: dict[int, _Row] = {}
+        self._free = list(range(kv.num_blocks))
+        model.decoder.use_cache(kv)
+
+    def propose(self, rows: Mapping[int, int]) -> dict[int, IntArray]:
+        """Drafts for rows, up to so many each; none for those that it must first catch up with, or has no room for."""
+        lengths = {row: int(self._rows.lengths[row]) for row in rows}
+        ready = self._catch_up({row: limit for row, limit in rows.items() if self._make_room(row, limit)})
+        drafts: dict[int, list[int]] = {row: [] for row in ready}
+        chunks = ready
+        while chunks:
+            found = self._sampler.sample(self._forward(chunks), np.array(sorted(chunks), dtype=np.int32)).token_ids
+            chunks = {}
+            for row, token in zip(sorted(ready), found.tolist(), strict=True):
+                drafts[row].append(token)
+                if len(drafts[row]) < rows[row]:
+                    self._rows.append_run(row, [token])
+                    chunks[row] = lengths[row] + len(drafts[row]) - 1
+            ready = chunks
+        for row, length in lengths.items():
+            self._rows.lengths[row] = length
+        return {row: np.array(tokens, dtype=np.int32) for row, tokens in drafts.items()}
+
+    def _make_room(self, row: int, limit: int) -> bool:
+        """Takes blocks for a row's tokens and drafts; False when there are none, or it holds virtual tokens."""
+        length = int(self._rows.lengths[row])
+        tokens = self._rows.tokens[row, :length]
+        if length + limit > self._model.description.max_sequence_length:
+            return False
+        if tokens.max() >= self._model.description.vocab_size:
+            return False
+        known = self._known.setdefault(row, _Row())
+        num_missing = -(-(length + limit) // self._kv.tokens_per_block) - len(known.blocks)
+        if num_missing > len(self._free):
+            self._reclaim()
+        if num_missing > len(self._free):
+            return False
+        known.blocks += [self._free.pop() for _ in range(num_missing)]
+        return True
+
+    def _reclaim(self) -> None:
+        """Takes back what rows hold that hold no sequence any more."""
+        for row in [row for row in self._known if not self._rows.is_active[row]]:
+            self._free += self._known.pop(row).blocks
+
+    def _catch_up(self, rows: Mapping[int, int]) -> dict[int, int]:
+        """Computes tokens as far as one pass goes.
+
+        Returns:
+            The rows of which no more than the last pass is missing, with the first position of that.
+        """
+        ready: dict[int, int] = {}
+        num_left = self._max_num_tokens
+        for row in sorted(rows):
+            length = int(self._rows.lengths[row])
+            tokens, known = self._rows.tokens[row, :length], self._known[row].tokens
+            num_same = min(len(known), length - 1)
+            different = np.flatnonzero(known[:num_same] != tokens[:num_same])
+            start = int(different[0]) if len(different) else num_same
+            if length - start <= num_left:
+                ready[row] = start
+                num_left -= length - start
+            elif num_left:
+                self._known[row].tokens = tokens[:start].copy()
+                self._rows.lengths[row] = start + num_left
+                self._forward({row: start})
+                self._rows.lengths[row] = length
+                num_left = 0
+        return ready
+
+    def _forward(self, starts: Mapping[int, int]) -> torch.Tensor:
+        """Computes rows from so far on to the ends that they have now; logits at the ends, by ascending row."""
+        rows = np.array(sorted(starts), dtype=np.int32)
+        ends = self._rows.lengths[rows]
+        firsts = np.array([starts[row] for row in rows.tolist()], dtype=np.int32)
+        block_size = self._kv.tokens_per_block
+        positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(firsts, ends, strict=True)])
+        token_rows = np.repeat(np.arange(len(rows)), ends - firsts)
+        tables = np.zeros((len(rows), -(-int(ends.max()) // block_size)), dtype=np.int32)
+        for place, row in enumerate(rows.tolist()):
+            blocks = self._known[row].blocks[: tables.shape[1]]
+            tables[place, : len(blocks)] = blocks
+            self._known[row].tokens = self._rows.tokens[row, : ends[place]].copy()
+        query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(ends - firsts, out=query_starts[1:])
+        slots = tables[token_rows, positions // block_size] * block_size + positions % block_size
+        return self._model.decoder.forward(
+            ForwardInputs(
+                token_ids=torch.from_numpy(self._rows.tokens[rows[token_rows], positions]),
+                positions=torch.from_numpy(positions),
+                slot_mapping=torch.from_numpy(slots.astype(np.int32)),
+                query_starts=torch.from_numpy(query_starts),
+                context_lens=torch.from_numpy(ends.astype(np.int32)),
+                block_tables=torch.from_numpy(tables),
+                sampled=torch.from_numpy(query_starts[1:] - 1),
+            )
+        )

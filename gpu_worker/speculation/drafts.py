@@ -1,0 +1,76 @@
+"""Makes drafts for speculative rows: what followed the row's last tokens before, or what a smaller model would say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import EMPTY, IntArray, Step
+from gpu_worker.features import Feature
+
+# All that these do is a function of a row's tokens, so it can be done for a shadow of the row as well.
+_ALLOWED = (
+    Feature.PENALTIES
+    | Feature.BIAS
+    | Feature.MIN_TOKENS
+    | Feature.LOG_PROBS
+    | Feature.BAD_WORDS
+    | Feature.NGRAMS
+    | Feature.TOP_P_DECAY
+)
+
+
+class DraftMaker(Protocol):
+    """A model that makes drafts."""
+
+    def propose(self, rows: Mapping[int, int]) -> dict[int, IntArray]:
+        """Drafts for rows, up to so many each; rows that it has none for may be missing."""
+
+
+class Drafter:
+    """Makes drafts for the sequences in `rows`."""
+
+    def __init__(self, rows: Rows, model: DraftMaker | None = None) -> None:
+        self._rows = rows
+        self._model = model
+
+    def propose(self, step: Step) -> dict[int, IntArray]:
+        """Drafts for rows of the step, as far as there are any. Rows that do more than choose tokens get none."""
+        drafts: dict[int, IntArray] = {}
+        of_model: dict[int, int] = {}
+        for row, limit in zip(step.draft_rows.tolist(), step.draft_limits.tolist(), strict=True):
+            sampling = self._rows.sampling[row]
+            if row in self._rows.failed or int(self._rows.features[row]) & ~int(_ALLOWED):
+                continue
+            num_wanted = min(limit, sampling.num_draft_tokens)
+            if not sampling.max_ngram_size:
+                of_model[row] = num_wanted
+                continue
+            found = look_up(self._rows.tokens[row, : self._rows.lengths[row]], sampling.max_ngram_size, num_wanted)
+            if len(found):
+                drafts[row] = found
+        if of_model and self._model is not None:
+            drafts |= self._model.propose(of_model)
+        return drafts
+
+
+def look_up(tokens: IntArray, max_ngram_size: int, limit: int) -> IntArray:
+    """What followed the last n tokens where they occurred before, for the largest n that did; the latest such place.
+
+    Args:
+        tokens: Prompt and output so far.
+        max_ngram_size: The largest n.
+        limit: Most tokens to return.
+    """
+    for size in range(min(max_ngram_size, len(tokens) - 1), 0, -1):
+        last = tokens[len(tokens) - size :]
+        starts = np.arange(len(tokens) - size)
+        for i in range(size):
+            starts = starts[tokens[starts + i] == last[i]]
+        if len(starts):
+            first = int(starts[-1]) + size
+            return tokens[first : first + limit].copy()
+    return EMPTY

@@ -1,0 +1,134 @@
+"""Verifies drafts: the target's own choice at each position decides.
+
+A row with drafts is computed as one chunk: its last token and the drafts behind it. The next token is chosen at each of
+these positions as it would be if the drafts before it were known, by *shadow rows*: copies of the row, each with one
+draft more. Choices depend on (seed, sequence, position) and the tokens alone, so as long as a draft equals the choice
+at its position, the choice at the next one is what the row would have come to without drafts. The run ends with the
+first choice that differs from its draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import EMPTY, IntArray, RowLogProbs
+from gpu_worker.features import Feature
+from gpu_worker.sampling.beams import Candidates
+from midstream.errors import MidstreamError
+
+if TYPE_CHECKING:
+    from gpu_worker.batch.input_batch import PreparedStep
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Tokens that may come next.
+
+    Attributes:
+        tokens: Of each row that has some; the row's token array holds them behind those that are known.
+        shadows: (row, number of drafts before) of each shadow row.
+    """
+
+    tokens: Mapping[int, IntArray] = field(default_factory=dict)
+    shadows: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+NO_DRAFTS = Drafts()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the sampled rows of a step gave; fields are those of StepOutput."""
+
+    token_ids: IntArray
+    log_probs: tuple[RowLogProbs, ...]
+    errors: tuple[tuple[int, MidstreamError], ...]
+    num_tokens: tuple[int, ...] = ()
+    candidate_log_probs: tuple[float, ...] = ()
+    num_drafts: tuple[int, ...] = ()
+
+
+def with_shadows(state: Rows, generation: IntArray, drafts: Drafts) -> IntArray:
+    """The rows that sample for `generation`: each of them, followed by its shadows, which are made here."""
+    sampled: list[int] = []
+    shadow = int(np.flatnonzero(state.is_active)[-1]) + 1
+    for row in generation.tolist():
+        sampled.append(row)
+        tokens = drafts.tokens.get(row, EMPTY)
+        length = int(state.lengths[row])
+        state.tokens[row, length : length + len(tokens)] = tokens
+        for count in range(1, len(tokens) + 1):
+            state.make_shadow(row, shadow, length + count)
+            drafts.shadows[shadow] = row, count
+            sampled.append(shadow)
+            shadow += 1
+    return np.array(sampled, dtype=np.int32)
+
+
+def settle(
+    state: Rows,
+    prepared: PreparedStep,
+    choices: IntArray,
+    candidates: Mapping[int, Candidates],
+    errors: Sequence[tuple[int, MidstreamError]],
+    log_probs: tuple[RowLogProbs, ...],
+) -> Answer:
+    """Appends to rows what they gave: a token each, or the run of those with drafts; to beams nothing.
+
+    Args:
+        state: The rows.
+        prepared: The step, whose sampled rows are as `with_shadows` made them, after the rows of contexts.
+        choices: A token of each sampled row.
+        candidates: Of the places among the rows that ran that are beams.
+        errors: (row, error) of those that failed.
+        log_probs: Of rows and shadows.
+    """
+    drafts, failed = prepared.drafts, dict(errors)
+    places_run = np.flatnonzero(prepared.is_run).tolist()
+    found = {places_run[place]: item for place, item in candidates.items()}
+    token_ids: list[int] = []
+    num_tokens, num_drafts = list[int](), list[int]()
+    candidate_log_probs: list[float] = []
+    lengths: dict[int, int] = {}
+    rows = prepared.sampled_rows.tolist()
+    for place, row in enumerate(rows):
+        if row in drafts.shadows:
+            continue
+        tokens = drafts.tokens.get(row, EMPTY)
+        if state.features[row] & Feature.BEAMS:
+            run = list(found[place].token_ids) if place in found else []
+            candidate_log_probs += found[place].log_probs if place in found else ()
+        else:
+            count = 1
+            while count <= len(tokens) and choices[place + count - 1] == tokens[count - 1]:
+                if rows[place + count] in failed:
+                    break
+                count += 1
+            run = choices[place : place + count].tolist()
+            lengths[row] = count
+            state.append_run(row, run)
+        token_ids += run
+        num_tokens.append(len(run))
+        num_drafts.append(len(tokens))
+    return Answer(
+        np.array(token_ids, dtype=np.int32),
+        tuple(_of_runs(log_probs, drafts, lengths)),
+        tuple((row, error) for row, error in errors if row not in drafts.shadows),
+        tuple(num_tokens),
+        tuple(candidate_log_probs),
+        tuple(num_drafts) if drafts.tokens else (),
+    )
+
+
+def _of_runs(log_probs: tuple[RowLogProbs, ...], drafts: Drafts, lengths: Mapping[int, int]) -> list[RowLogProbs]:
+    kept = []
+    for item in log_probs:
+        row, count = drafts.shadows.get(item.row, (item.row, 0))
+        if count < lengths.get(row, 0):
+            kept.append(replace(item, row=row))
+    return kept

@@ -1,0 +1,88 @@
+"""`midstream bench`: measures a running service."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from midstream.cli.bench import workloads
+from midstream.cli.bench.measure import RunResult, run_workload
+from midstream.cli.bench.report import plot, summarize, summary_table, write_json
+from midstream.cli.bench.workloads import Workload
+from midstream.cli.credentials import add_credentials, credentials_of
+from midstream.errors import InvalidArgumentError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument("--address", action="append", help="Router to drive, HOST:PORT; may repeat. [127.0.0.1:50051]")
+    parser.add_argument(
+        "--workload", action="append", choices=sorted(workloads.WORKLOADS), help="What to send; may repeat. [all]"
+    )
+    parser.add_argument("--concurrency", type=int, nargs="+", help="Sweep: uniform requests at these concurrencies.")
+    parser.add_argument("--num-prompt-tokens", type=int, default=128, help="Prompt length of a sweep. [128]")
+    parser.add_argument("--max-tokens", type=int, default=128, help="Output length of a sweep. [128]")
+    parser.add_argument("--request-rate", type=float, help="Poisson arrivals per second instead of a concurrency.")
+    parser.add_argument("--repeat", type=int, default=1, help="Runs of each workload. [1]")
+    parser.add_argument("--seed", type=int, default=0, help="Of prompts and arrival times. [0]")
+    parser.add_argument("--json", type=Path, help="Write the figures to this file.")
+    add_credentials(parser)
+    parser.add_argument("--plot", type=Path, help="Draw tokens over time to this PNG or SVG file.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; 1 when a request failed."""
+    if arguments.request_rate is not None and arguments.request_rate <= 0:
+        raise InvalidArgumentError("must be above 0", field="--request-rate")
+    results = asyncio.run(_run_all(arguments))
+    summaries = [summarize(result) for result in results]
+    Console().print(summary_table(summaries))
+    if arguments.json:
+        write_json(summaries, arguments.json)
+    if arguments.plot:
+        plot(results, arguments.plot)
+    return 1 if any(summary.num_failed for summary in summaries) else 0
+
+
+def _chosen(arguments: argparse.Namespace, seed: int) -> list[Workload]:
+    if arguments.concurrency:
+        return [
+            workloads.uniform(random.Random(seed), 2 * width, arguments.num_prompt_tokens, arguments.max_tokens, width)
+            for width in arguments.concurrency
+        ]
+    names = arguments.workload or list(workloads.WORKLOADS)
+    return [workloads.WORKLOADS[name](random.Random(seed)) for name in names]
+
+
+async def _run_all(arguments: argparse.Namespace) -> list[RunResult]:
+    addresses = arguments.address or ["127.0.0.1:50051"]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} tokens"),
+        TimeElapsedColumn(),
+    )
+    results = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        for repetition in range(arguments.repeat):
+            # Another seed each time: prompts that were seen before would come from the prefix cache.
+            for workload in _chosen(arguments, arguments.seed + repetition):
+                total = sum(request.max_tokens for request in workload.requests)
+                task = progress.add_task(workload.name, total=total)
+                results.append(
+                    await run_workload(
+                        addresses,
+                        workload,
+                        request_rate=arguments.request_rate,
+                        seed=arguments.seed,
+                        credentials=credentials_of(arguments),
+                        on_tokens=lambda count, task=task: progress.advance(task, count),  # type: ignore[misc]
+                    )
+                )
+                progress.remove_task(task)
+    return results

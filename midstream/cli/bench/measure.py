@@ -1,0 +1,126 @@
+"""Drives a running service with a workload and measures what its clients see.
+
+One request's journey: it waits for a place (concurrency) or for its arrival time (Poisson), opens a Generate stream on
+one of the routers in turn, and notes when each chunk came and how many tokens it carried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import grpc
+
+from midstream.cli.bench.workloads import BenchRequest, Workload
+from midstream.cli.credentials import Credentials
+from midstream.rpc.serving import open_channel
+from protos import generation_pb2 as pb
+from protos import service_pb2_grpc
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """What one client saw; times in seconds from the start of the run.
+
+    Attributes:
+        started: When the request was sent.
+        arrivals: Time of each chunk with tokens, and how many tokens it carried.
+        num_prompt_tokens: Length of the prompt.
+        error: gRPC status name, or empty.
+    """
+
+    started: float
+    num_prompt_tokens: int
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens received."""
+        return sum(count for _, count in self.arrivals)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """One run of one workload."""
+
+    workload: str
+    counts_input: bool
+    duration_s: float
+    requests: tuple[RequestTimes, ...]
+
+
+async def run_workload(
+    addresses: Sequence[str],
+    workload: Workload,
+    *,
+    request_rate: float | None = None,
+    seed: int = 0,
+    credentials: Credentials | None = None,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> RunResult:
+    """Sends the workload and waits for all of it.
+
+    Args:
+        addresses: Routers, used in turn.
+        workload: What to send.
+        request_rate: Poisson arrivals per second; None sends as fast as the workload's concurrency allows.
+        seed: Of the arrival times.
+        credentials: What routers ask for.
+        on_tokens: Called with the number of tokens of each chunk, for progress.
+    """
+    options = credentials or Credentials(tls=None, server_name="", token="")
+    channels = [open_channel(address, **options) for address in addresses]
+    try:
+        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        stubs = [cast("service_pb2_grpc.MidstreamAsyncStub", service_pb2_grpc.MidstreamStub(it)) for it in channels]
+        arrival_times = _arrival_times(len(workload.requests), request_rate, seed)
+        places = asyncio.Semaphore(len(workload.requests) if request_rate else workload.concurrency)
+        begin = time.perf_counter()
+
+        async def send(index: int, request: BenchRequest) -> RequestTimes:
+            await asyncio.sleep(max(0.0, arrival_times[index] - (time.perf_counter() - begin)))
+            async with places:
+                return await _run_request(stubs[index % len(stubs)], request, begin, on_tokens)
+
+        done = await asyncio.gather(*(send(index, request) for index, request in enumerate(workload.requests)))
+        return RunResult(workload.name, workload.counts_input, time.perf_counter() - begin, tuple(done))
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+def _arrival_times(count: int, request_rate: float | None, seed: int) -> list[float]:
+    if request_rate is None:
+        return [0.0] * count
+    generator = random.Random(seed)
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += generator.expovariate(request_rate)
+    return times
+
+
+async def _run_request(
+    stub: service_pb2_grpc.MidstreamAsyncStub, request: BenchRequest, begin: float, on_tokens: Callable[[int], None]
+) -> RequestTimes:
+    message = pb.GenerateRequest(
+        token_ids=pb.TokenIds(values=request.token_ids),
+        max_tokens=request.max_tokens,
+        sampling=pb.SamplingConfig(temperature=0.0),
+        stopping=pb.StoppingConfig(ignore_eos=True),
+    )
+    times = RequestTimes(time.perf_counter() - begin, len(request.token_ids))
+    try:
+        async for chunk in stub.Generate(message):
+            if chunk.token_ids:
+                times.arrivals.append((time.perf_counter() - begin, len(chunk.token_ids)))
+                on_tokens(len(chunk.token_ids))
+            if chunk.HasField("error"):
+                times.error = chunk.error.message
+    except grpc.aio.AioRpcError as error:
+        times.error = error.code().name
+    return times

@@ -1,0 +1,118 @@
+"""Figures of a run: throughput, time to first token, inter-token time; as a table, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from midstream.cli.bench.measure import RequestTimes, RunResult
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Figures of one run. Times in milliseconds.
+
+    Attributes:
+        tokens_per_s: Output tokens (or prompt tokens, for prefill) per second of the run.
+        ttft_ms: Time to first token at p50 and p99.
+        inter_token_ms: Gap between tokens of one stream at p50 and p99; tokens of one chunk share its gap evenly.
+        num_failed: Requests that ended in an error.
+    """
+
+    workload: str
+    tokens_per_s: float
+    duration_s: float
+    num_requests: int
+    num_failed: int
+    ttft_ms: tuple[float, float]
+    inter_token_ms: tuple[float, float]
+    latency_ms: tuple[float, float]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value at `share` (0..1) by nearest rank; 0 of nothing."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def summarize(result: RunResult) -> Summary:
+    """The figures of one run."""
+    finished = [times for times in result.requests if not times.error]
+    counted = sum(times.num_prompt_tokens if result.counts_input else times.num_tokens for times in finished)
+    first = [(times.arrivals[0][0] - times.started) * 1e3 for times in finished if times.arrivals]
+    last = [(times.arrivals[-1][0] - times.started) * 1e3 for times in finished if times.arrivals]
+    gaps = [gap for times in finished for gap in inter_token_gaps_ms(times)]
+    return Summary(
+        workload=result.workload,
+        tokens_per_s=counted / result.duration_s,
+        duration_s=result.duration_s,
+        num_requests=len(result.requests),
+        num_failed=len(result.requests) - len(finished),
+        ttft_ms=(percentile(first, 0.5), percentile(first, 0.99)),
+        inter_token_ms=(percentile(gaps, 0.5), percentile(gaps, 0.99)),
+        latency_ms=(percentile(last, 0.5), percentile(last, 0.99)),
+    )
+
+
+def inter_token_gaps_ms(times: RequestTimes) -> list[float]:
+    """Gap before each token after the first chunk; a chunk of n tokens gives n equal gaps."""
+    gaps: list[float] = []
+    for (before, _), (now, count) in zip(times.arrivals, times.arrivals[1:], strict=False):
+        gaps.extend([(now - before) * 1e3 / count] * count)
+    return gaps
+
+
+def summary_table(summaries: Sequence[Summary]) -> Table:
+    """One row a run."""
+    table = Table(title="midstream bench", title_justify="left")
+    for column in ("workload", "tok/s", "seconds", "requests", "failed", "TTFT p50/p99 ms", "inter-token p50/p99 ms"):
+        table.add_column(column, justify="left" if column == "workload" else "right")
+    for row in summaries:
+        table.add_row(
+            row.workload,
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.duration_s:.1f}",
+            str(row.num_requests),
+            str(row.num_failed),
+            f"{row.ttft_ms[0]:.0f} / {row.ttft_ms[1]:.0f}",
+            f"{row.inter_token_ms[0]:.1f} / {row.inter_token_ms[1]:.1f}",
+        )
+    return table
+
+
+def write_json(summaries: Sequence[Summary], path: Path) -> None:
+    """Writes the figures as a JSON list."""
+    path.write_text(json.dumps([asdict(row) for row in summaries], indent=2) + "\n", encoding="utf-8")
+
+
+def plot(results: Sequence[RunResult], path: Path) -> None:
+    """Draws received tokens over time for each run, as PNG or SVG by the path's ending.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed (extra `plots`).
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for result in results:
+        points = sorted(arrival for times in result.requests for arrival in times.arrivals)
+        total, xs, ys = 0, [0.0], [0]
+        for moment, count in points:
+            total += count
+            xs.append(moment)
+            ys.append(total)
+        axes.plot(xs, ys, label=result.workload)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("output tokens received")
+    axes.legend()
+    figure.savefig(path)
+    plt.close(figure)

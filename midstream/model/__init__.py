@@ -1,0 +1,1 @@
+"""Model folders, tokenizers, and how a GGUF file becomes a folder."""

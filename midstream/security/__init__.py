@@ -1,0 +1,1 @@
+"""TLS, CURVE keys, credentials of channels, private folders."""

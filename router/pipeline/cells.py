@@ -1,0 +1,193 @@
+"""The schedulers that this router submits to. A cell is one scheduler with its workers; usually there is one.
+
+Where there are several, requests that begin alike go to the same cell, because it has their prefix cached, unless that
+cell is clearly busier than the least busy one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+
+from midstream.errors import DeadlineError, MidstreamError, UnavailableError
+from midstream.rpc.discovery import Discovery
+from midstream.rpc.errors import error_from_rpc
+from midstream.rpc.serving import open_channel
+from midstream.security.tls import Tls
+from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_PREFIX_TOKENS = 64
+# How much busier than the least busy cell the one with the prefix may be.
+_BUSY_FACTOR, _BUSY_MARGIN = 1.25, 8
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
+_TRY_TIMEOUT_S = 5.0
+
+
+class Cell:
+    """One scheduler.
+
+    Attributes:
+        name: Its address.
+        stub: Its calls.
+        load: Requests it has or will have, by its last word and what was submitted since.
+        features: What its workers can do; None while that is not known.
+        is_up: Whether it answered last.
+        is_gone: It is no longer found, and takes nothing more.
+    """
+
+    def __init__(self, name: str, max_message_bytes: int, tls: Tls | None = None, server_name: str = "") -> None:
+        self.name = name
+        self._channel = open_channel(name, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
+        self.stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._channel)  # type: ignore[assignment]
+        self.load = 0
+        self.features: frozenset[str] | None = None
+        self.is_up = False
+        self.is_gone = False
+
+    async def poll(self) -> None:
+        """Asks for its load and features."""
+        try:
+            loads = await self.stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=_POLL_S)
+            info = await self.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=_POLL_S)
+        except grpc.aio.AioRpcError:
+            self.is_up = False
+            return
+        self.is_up = True
+        self.load = sum(cell.num_running_requests + cell.num_queued_requests for cell in loads.cells)
+        # None while no worker has joined: what it cannot do it will say itself.
+        self.features = frozenset(info.features) or None
+
+    async def submit(
+        self, request: generation_pb2.GenerateRequest, give_up_at: float, deadline: float | None
+    ) -> scheduler_pb2.SubmitResponse:
+        """Hands a request over; while the scheduler cannot be reached, again and again, since Submit is idempotent.
+
+        Args:
+            request: Checked and normalized.
+            give_up_at: Loop time after which it is not tried again.
+            deadline: Loop time of the request's deadline, from which its timeout is filled at each try.
+
+        Raises:
+            MidstreamError: What the scheduler says; UnavailableError where it cannot be reached; DeadlineError.
+        """
+        loop = asyncio.get_running_loop()
+        attempt, delay = 0, _FIRST_RETRY_S
+        self.load += 1
+        while True:
+            attempt += 1
+            if deadline is not None:
+                request.timeout_ms = max(int((deadline - loop.time()) * 1000), 0)
+            submit = scheduler_pb2.SubmitRequest(request=request, attempt=attempt)
+            try:
+                return await self.stub.Submit(submit, timeout=min(max(give_up_at - loop.time(), 0.01), _TRY_TIMEOUT_S))
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise error_from_rpc(error) from None
+                is_late = deadline is not None and loop.time() >= deadline
+                if is_late and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise DeadlineError("the request's deadline passed while it was handed over") from None
+                if loop.time() + delay > give_up_at:
+                    raise UnavailableError(f"the scheduler does not take requests: {error.details()}") from None
+                if self.is_gone:
+                    raise UnavailableError(f"the scheduler at {self.name} is gone") from None
+                logger.info("submit to %s: %s; trying again", self.name, error.details(), extra={"attempt": attempt})
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LAST_RETRY_S)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+
+class Cells:
+    """All cells that can be found."""
+
+    def __init__(self, targets: str, max_message_bytes: int, tls: Tls | None = None) -> None:
+        self.cells: dict[str, Cell] = {}
+        self._max_message_bytes = max_message_bytes
+        self._tls = tls
+        self._discovery = Discovery(targets, field="schedulers", on_change=self._set_targets)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Keeps loads up to date until cancelled."""
+        discovering = asyncio.create_task(self._discovery.run())
+        try:
+            while True:
+                await asyncio.gather(*(cell.poll() for cell in self.cells.values()))
+                await asyncio.sleep(_POLL_S if self.cells else 0.01)
+        finally:
+            discovering.cancel()
+            await asyncio.gather(*(cell.close() for cell in self.cells.values()))
+
+    def choose(self, token_ids: Sequence[int], cache_salt: str) -> Cell:
+        """The cell for a prompt.
+
+        Raises:
+            UnavailableError: There is none.
+        """
+        cells = [cell for cell in self.cells.values() if cell.is_up] or list(self.cells.values())
+        if not cells:
+            raise UnavailableError("no scheduler is known")
+        if len(cells) == 1:
+            return cells[0]
+        least = min(cells, key=lambda cell: cell.load)
+        favourite = max(cells, key=lambda cell: _affinity(cell.name, token_ids[:_PREFIX_TOKENS], cache_salt))
+        return favourite if favourite.load <= _BUSY_FACTOR * least.load + _BUSY_MARGIN else least
+
+    def any(self) -> Cell:
+        """A cell that is up, for questions that each can answer.
+
+        Raises:
+            UnavailableError: There is none.
+        """
+        cells = sorted(self.cells.values(), key=lambda cell: not cell.is_up)
+        if not cells:
+            raise UnavailableError("no scheduler is known")
+        return cells[0]
+
+    async def abort(self, request_id: str, *, only_if_unread: bool = False) -> bool:
+        """Ends a request wherever it is, with `only_if_unread` unless somebody reads it; whether it was running.
+
+        Raises:
+            MidstreamError: No cell has it, and some cell did not answer.
+        """
+        request = loads_pb2.AbortRequest(request_id=request_id, only_if_unread=only_if_unread)
+        results = await asyncio.gather(
+            *(cell.stub.Abort(request, timeout=_TRY_TIMEOUT_S) for cell in self.cells.values()), return_exceptions=True
+        )
+        answers = [result for result in results if isinstance(result, loads_pb2.AbortResponse)]
+        failures: list[MidstreamError] = [error_from_rpc(item) for item in results if isinstance(item, grpc.RpcError)]
+        if not answers and failures:
+            raise failures[0]
+        return any(answer.was_running for answer in answers)
+
+    def _set_targets(self, targets: list[str]) -> None:
+        for target in set(self.cells) - set(targets):
+            task = asyncio.create_task(_leave(self.cells.pop(target)))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        for target in targets:
+            if target not in self.cells:
+                name = self._discovery.name_of(target)
+                self.cells[target] = Cell(target, self._max_message_bytes, self._tls, name)
+
+
+async def _leave(cell: Cell) -> None:
+    """Closes a cell once no try of a call to it can be under way; it would be cancelled, as if its client had left."""
+    cell.is_gone = True
+    await asyncio.sleep(2 * _TRY_TIMEOUT_S)
+    await cell.close()
+
+
+def _affinity(name: str, prefix: Sequence[int], cache_salt: str) -> bytes:
+    """Rendezvous hashing: when a cell comes or goes, only its own prefixes move."""
+    return hashlib.blake2b(f"{name}\0{cache_salt}\0{list(prefix)}".encode(), digest_size=8).digest()

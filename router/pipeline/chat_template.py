@@ -1,0 +1,175 @@
+"""Renders a model's chat template: Jinja from a model folder, which is not trusted.
+
+It runs in processes of its own (template_renderer.py), which have little memory, no files and no network. One that
+takes too long or dies is replaced; its conversation is refused, and no other is disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import midstream
+from midstream.errors import ConfigError, InvalidArgumentError
+from router.pipeline.template_renderer import CPU_LIMIT_S, LENGTH, MAX_OUTPUT_CHARACTERS
+
+# A guard for the case that a process waits instead of computing; its own limit is of CPU time.
+_WALL_LIMIT_S = 20.0
+_MAX_TEMPLATE_CHARACTERS = 1 << 20
+_MAX_ANSWER_BYTES = 12 * MAX_OUTPUT_CHARACTERS
+
+
+class _BrokenError(Exception):
+    """The process died, or was ended because it took too long."""
+
+
+class ChatTemplate:
+    """A chat template and the processes that render it; safe to use from several threads, each of which has its own."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], num_processes: int = 1) -> None:
+        """Compiles it.
+
+        Args:
+            source: Jinja.
+            tokens: Variables such as `bos_token` that templates expect.
+            num_processes: Conversations that are rendered at once.
+
+        Raises:
+            ConfigError: It does not compile.
+        """
+        if len(source) > _MAX_TEMPLATE_CHARACTERS:
+            raise ConfigError("the chat template is too large", field="model")
+        self._source = source
+        self._tokens = dict(tokens)
+        # None: is started when it is needed.
+        self._processes: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+        for _ in range(num_processes - 1):
+            self._processes.put(None)
+        try:
+            self._processes.put(_Process(source))
+        except _BrokenError as error:
+            raise ConfigError(f"the chat template {error}", field="model") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[object] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt text of a conversation. Waits for a process.
+
+        Raises:
+            InvalidArgumentError: The template refuses the conversation, fails on it, or passes its limits.
+        """
+        values: dict[str, object] = {**self._tokens, **(variables or {})}
+        values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        process = self._processes.get()
+        try:
+            if process is None:
+                process = _Process(self._source)
+            answer = process.ask(values)
+        except _BrokenError as error:
+            if process is not None:
+                process.close()
+            process = None
+            raise InvalidArgumentError(f"the model's chat template {error}", field="chat") from None
+        finally:
+            self._processes.put(process)
+        if "error" in answer:
+            raise InvalidArgumentError(f"the model's chat template {answer['error']}", field="chat")
+        return answer["text"]
+
+    def close(self) -> None:
+        """Ends the processes that are idle."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                process = self._processes.get_nowait()
+                if process is not None:
+                    process.close()
+
+
+class _Process:
+    """A renderer. Not for several threads at once."""
+
+    def __init__(self, source: str) -> None:
+        """Starts it and has it compile `source`.
+
+        Raises:
+            _BrokenError: That failed.
+        """
+        # Nothing of this process's environment: keys and tokens may be in it.
+        environment = {"PYTHONPATH": str(Path(midstream.__file__).parents[1]), "PATH": os.environ.get("PATH", "")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "router.pipeline.template_renderer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            bufsize=0,
+        )
+        try:
+            answer = self.ask({"source": source})
+            if "error" in answer:
+                raise _BrokenError(answer["error"])
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, message: Mapping[str, object]) -> dict[str, str]:
+        """The answer to a message.
+
+        Raises:
+            _BrokenError: There is none; close it.
+        """
+        assert self._process.stdin is not None
+        body = json.dumps(message).encode()
+        give_up_at = time.monotonic() + _WALL_LIMIT_S
+        try:
+            view = memoryview(LENGTH.pack(len(body)) + body)
+            while view:
+                view = view[self._process.stdin.write(view) :]
+            (size,) = LENGTH.unpack(self._read(LENGTH.size, give_up_at))
+            if size > _MAX_ANSWER_BYTES:
+                raise _BrokenError("writes too much")
+            answer: dict[str, str] = json.loads(self._read(size, give_up_at))
+        except BrokenPipeError:
+            raise _BrokenError(self._end()) from None
+        return answer
+
+    def _read(self, size: int, give_up_at: float) -> bytes:
+        assert self._process.stdout is not None
+        data = bytearray()
+        while len(data) < size:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(give_up_at - time.monotonic(), 0))
+            if not ready:
+                raise _BrokenError("does not answer")
+            part = os.read(self._process.stdout.fileno(), size - len(data))
+            if not part:
+                raise _BrokenError(self._end())
+            data += part
+        return bytes(data)
+
+    def _end(self) -> str:
+        """Why it ended."""
+        if self._process.wait() == -signal.SIGPROF:
+            return f"takes longer than {CPU_LIMIT_S:g} s"
+        return "ended its process"
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()

@@ -1,0 +1,174 @@
+"""The detokenizers that this router uses, one stream to each.
+
+A request's output comes from one of them, the one with the fewest attached. When a detokenizer dies, every ClientStream
+on it is failed with UNAVAILABLE, and whoever runs the request attaches it to another at the offset it has reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import grpc.aio
+
+from midstream.chunk import Chunk
+from midstream.errors import UnavailableError, from_proto
+from midstream.rpc.command_stream import CommandStream
+from midstream.rpc.discovery import Discovery
+from midstream.security.tls import Tls
+from protos import detokenizer_pb2 as pb
+from protos import detokenizer_pb2_grpc
+from router.pipeline.streams import ClientStream
+
+_CONNECT_TIMEOUT_S = 2.0
+_REFUSAL_S = 0.5
+_Call = grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]
+
+
+class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
+    """The stream to one detokenizer; while it is open, requests can be attached.
+
+    Attributes:
+        streams: What is attached, by number.
+        refuses_until: Loop time until which it is the last choice.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        max_message_bytes: int,
+        on_live: asyncio.Event,
+        tls: Tls | None = None,
+        server_name: str = "",
+    ) -> None:
+        super().__init__("detokenizer", target, max_message_bytes, tls, server_name)
+        self.streams: dict[int, ClientStream] = {}
+        self.refuses_until = 0.0
+        self._on_live = on_live
+        self._numbers = itertools.count(1)
+
+    def attach(self, stream: ClientStream) -> int:
+        """Asks for a request's output from where `stream` is; returns the number to detach it by."""
+        number = next(self._numbers)
+        self.streams[number] = stream
+        attach = pb.StreamAttach(
+            stream=number,
+            request_id=stream.request_id,
+            from_token=stream.from_token,
+            from_token_by_sequence=stream.offsets,
+        )
+        self._send(pb.StreamCommand(attach=attach))
+        return number
+
+    def detach(self, number: int) -> None:
+        """Asks for no more."""
+        if self.streams.pop(number, None) is not None and self.is_open:
+            self._send(pb.StreamCommand(detach=pb.StreamDetach(stream=number)))
+
+    def _call(self, channel: grpc.aio.Channel) -> _Call:
+        stub: detokenizer_pb2_grpc.DetokenizerAsyncStub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[assignment]
+        return stub.Stream()
+
+    async def _begin(self, call: _Call) -> None:
+        # The detokenizer answers with its headers as soon as the stream is open.
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            await call.wait_for_connection()
+        self._on_live.set()
+
+    def _take(self, batch: pb.StreamBatch) -> None:
+        streams = self.streams
+        for item in batch.chunks:
+            stream = streams.get(item.stream)
+            if stream is None:
+                continue
+            if item.HasField("response"):
+                chunk = Chunk.from_proto(item.response)
+                if chunk.is_final:
+                    del streams[item.stream]
+                stream.push(chunk)
+            else:
+                del streams[item.stream]
+                error = from_proto(item.error)
+                if isinstance(error, UnavailableError):
+                    # It drains, or has lost its scheduler: others go first for a while.
+                    self.refuses_until = asyncio.get_running_loop().time() + _REFUSAL_S
+                stream.fail(error)
+
+    def _lose(self) -> None:
+        lost, self.streams = self.streams, {}
+        for stream in lost.values():
+            stream.fail(UnavailableError(f"the detokenizer at {self.target} was lost"))
+
+
+class Attachment:
+    """Where a ClientStream's output comes from."""
+
+    __slots__ = ("_number", "link")
+
+    def __init__(self, link: DetokenizerLink, number: int) -> None:
+        self.link = link
+        self._number = number
+
+    def detach(self) -> None:
+        """Asks for no more; harmless when it has ended."""
+        self.link.detach(self._number)
+
+
+class DetokenizerPool:
+    """All detokenizers that can be found."""
+
+    def __init__(self, targets: str, max_message_bytes: int, tls: Tls | None = None) -> None:
+        self.links: dict[str, DetokenizerLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._max_message_bytes = max_message_bytes
+        self._tls = tls
+        self._live = asyncio.Event()
+        self._turn = 0
+        self._discovery = Discovery(targets, field="detokenizers", on_change=self._set_targets)
+
+    @property
+    def num_live(self) -> int:
+        """Detokenizers that can be used now."""
+        return sum(link.is_open for link in self.links.values())
+
+    async def run(self) -> None:
+        """Keeps the links until cancelled."""
+        try:
+            await self._discovery.run()
+            await asyncio.Event().wait()
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def attach(self, stream: ClientStream, *, avoid: DetokenizerLink | None = None) -> Attachment:
+        """Attaches to the live detokenizer with the fewest streams, waiting until there is one.
+
+        Args:
+            stream: What to attach, at the offsets it has reached.
+            avoid: A detokenizer to take only where there is no other.
+        """
+        while True:
+            live = [link for link in self.links.values() if link.is_open]
+            now = asyncio.get_running_loop().time()
+            live = [link for link in live if link is not avoid and link.refuses_until <= now] or live
+            if live:
+                # Equals take turns.
+                self._turn += 1
+                start = self._turn % len(live)
+                link = min(live[start:] + live[:start], key=lambda link: len(link.streams))
+                return Attachment(link, link.attach(stream))
+            self._live.clear()
+            await self._live.wait()
+
+    def _set_targets(self, targets: list[str]) -> None:
+        for target in set(self.links) - set(targets):
+            # What is attached there is failed as the task ends.
+            del self.links[target]
+            self._tasks.pop(target).cancel()
+        for target in targets:
+            if target not in self.links:
+                name = self._discovery.name_of(target)
+                link = DetokenizerLink(target, self._max_message_bytes, self._live, self._tls, name)
+                self.links[target] = link
+                self._tasks[target] = asyncio.create_task(link.run(), name=f"detokenizer-{target}")

@@ -1,0 +1,297 @@
+"""A request's way through the router; every front door becomes this.
+
+1. `start` checks the request, makes its prompt into token ids, fills what is unset, and picks a cell.
+2. The cell's scheduler takes it (Submit, tried again within the deadline while the scheduler is away).
+3. A live detokenizer is asked for its output, which gathers in a ClientStream.
+4. The front door takes chunks. When the detokenizer is lost, the next `take` attaches at another, at the offset
+   reached; when the scheduler has forgotten the request, it is submitted again, and since its output is a function of
+   its contents and seed, the stream goes on where it was.
+5. When the client leaves before the end and does not come back at once, the request is aborted, unless it is detached.
+
+The router holds nothing that cannot be had again: `resume` enters at step 3 with a request id and an offset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from midstream.chunk import Chunk
+from midstream.errors import DeadlineError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from midstream.model.folder import ModelFolder
+from protos import generation_pb2 as pb
+from router.authentication import current_caller
+from router.pipeline.cells import Cell, Cells
+from router.pipeline.detokenizer_pool import Attachment, DetokenizerPool
+from router.pipeline.grammar_check import GrammarChecker
+from router.pipeline.prompt import PromptBuilder
+from router.pipeline.readers import Readers
+from router.pipeline.request_checks import (
+    check_name,
+    check_post_processor,
+    check_request,
+    check_supported,
+    check_tensors,
+    fit_to_context,
+)
+from router.pipeline.streams import ClientStream
+from router.pipeline.virtual_tokens import put_table_first, take_embeddings
+
+logger = logging.getLogger(__name__)
+
+_REATTACH_S = 0.05
+# How long a client whose connection is gone may take to come back.
+_RETURN_S = 0.5
+
+
+class Generation:
+    """A request that runs, or a finished one that is read again.
+
+    Attributes:
+        request_id: The request's id.
+        stream: Its output.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        stream: ClientStream,
+        deadline: float | None,
+        cell: Cell | None = None,
+        request: pb.GenerateRequest | None = None,
+    ) -> None:
+        self.request_id = stream.request_id
+        self.stream = stream
+        self._runner = runner
+        self._deadline = deadline
+        self._cell = cell
+        self._request = request
+        self._attachment: Attachment | None = None
+        self._is_reading = request is not None
+        self._num_failures = 0  # since the last output
+
+    async def take(self) -> list[Chunk]:
+        """The next output, at least one chunk; the final one comes last, and after it nothing may be taken.
+
+        Raises:
+            MidstreamError: The stream cannot go on.
+        """
+        if not self._is_reading:
+            self._is_reading = True
+            self._runner.readers.enter(self.request_id)
+        if self._attachment is None:
+            await self._attach()
+        while True:
+            try:
+                chunks = await self.stream.take()
+            except (UnavailableError, NotFoundError) as error:
+                await self._recover(error)
+            else:
+                self._num_failures = 0
+                return chunks
+
+    async def _attach(self, avoid: Attachment | None = None) -> None:
+        """Asks a detokenizer for the output from where the stream is."""
+        try:
+            async with asyncio.timeout_at(self._runner.give_up_at(self._deadline)):
+                link = avoid.link if avoid else None
+                self._attachment = await self._runner.pool.attach(self.stream, avoid=link)
+        except TimeoutError:
+            raise UnavailableError("no detokenizer can be reached") from None
+
+    async def _recover(self, error: UnavailableError | NotFoundError) -> None:
+        """Attaches at another detokenizer, and submits again what its scheduler has forgotten."""
+        now = asyncio.get_running_loop().time()
+        if not self._num_failures:
+            self._give_up_at = self._runner.give_up_at(self._deadline)
+        is_forgotten = isinstance(error, NotFoundError)
+        if now >= self._give_up_at or (is_forgotten and self._request is None):
+            raise error
+        logger.info("attaching anew: %s", error.message)
+        lost, self._attachment = self._attachment, None
+        if lost is not None:
+            lost.detach()
+        if self._num_failures:
+            await asyncio.sleep(min(_REATTACH_S * 2 ** min(self._num_failures, 10), 1.0))
+        self._num_failures += 1
+        if is_forgotten and self._request is not None and self._cell is not None:
+            self._cell = await self._runner.submit(self._cell, self._request, self._deadline)
+        await self._attach(avoid=lost)
+
+    def close(self, *, abort: bool) -> None:
+        """The client has its output, or has left; with `abort` a request that is not detached ends."""
+        if self._attachment is not None:
+            self._attachment.detach()
+        if self._is_reading:
+            self._is_reading = False
+            self._runner.readers.leave(self.request_id)
+        # A deadline that has passed is the scheduler's to tell.
+        is_late = self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline
+        if abort and not is_late and not self.stream.is_final and self._request and not self._request.detached:
+            self._runner.abort_soon(self.request_id)
+
+
+class Runner:
+    """Runs requests on the cells and detokenizers of this router.
+
+    Attributes:
+        readers: Clients that wait for a request's output, or for its scheduler to take it.
+    """
+
+    def __init__(
+        self,
+        model: ModelFolder,
+        prompts: PromptBuilder,
+        cells: Cells,
+        pool: DetokenizerPool,
+        *,
+        max_pending_bytes: int,
+        unavailable_timeout_s: float,
+        max_tensor_bytes: int = 256 << 20,
+    ) -> None:
+        self.model = model
+        self.cells = cells
+        self.pool = pool
+        self._prompts = prompts
+        self._max_pending_bytes = max_pending_bytes
+        self._unavailable_timeout_s = unavailable_timeout_s
+        self._max_tensor_bytes = max_tensor_bytes
+        self._grammars = GrammarChecker(model)
+        self._aborting: set[asyncio.Task[None]] = set()
+        self.readers = Readers()
+
+    async def start(
+        self, request: pb.GenerateRequest, timeout_s: float | None, on_overflow: Callable[[], None] = lambda: None
+    ) -> Generation:
+        """Runs a request; `request` is changed to what the scheduler gets.
+
+        Args:
+            request: As it came from the client.
+            timeout_s: Time left by the call's deadline.
+            on_overflow: Called when the client reads too slowly; its next `take` raises.
+
+        Raises:
+            MidstreamError: The request is refused.
+        """
+        timeout_s = _shorter(timeout_s, request.timeout_ms / 1000 if request.HasField("timeout_ms") else None)
+        if timeout_s is not None and timeout_s <= 0:
+            raise DeadlineError("the deadline had passed on arrival")
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        check_request(request, self.model)
+        await self._normalize(request)
+        cell = self.cells.choose(request.token_ids.values, request.cache_salt)
+        if cell.features is not None:
+            check_supported(request, cell.features)
+            check_post_processor(request, cell.features)
+        if request.HasField("guided_decoding"):
+            await self._grammars.check(request.guided_decoding)
+        self.readers.enter(request.request_id)
+        try:
+            cell = await self.submit(cell, request, deadline)
+        except BaseException as error:
+            self.readers.leave(request.request_id)
+            # Where its client has left, the scheduler may have the request all the same.
+            if isinstance(error, asyncio.CancelledError) and not request.detached:
+                self.abort_soon(request.request_id)
+            raise
+        stream = ClientStream(request.request_id, self._max_pending_bytes, on_overflow=on_overflow)
+        return Generation(self, stream, deadline, cell, request)
+
+    def resume(
+        self,
+        request_id: str,
+        from_token: int,
+        from_token_by_sequence: Sequence[int],
+        timeout_s: float | None,
+        on_overflow: Callable[[], None] = lambda: None,
+    ) -> Generation:
+        """The rest of a running or recently finished request.
+
+        Raises:
+            InvalidArgumentError: No request id, or one that cannot be.
+        """
+        if not request_id:
+            raise InvalidArgumentError("must be set", field="request_id")
+        check_name(request_id, "request_id")
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        stream = ClientStream(
+            current_caller.get().scope(request_id),
+            self._max_pending_bytes,
+            from_token=from_token,
+            from_token_by_sequence=from_token_by_sequence,
+            on_overflow=on_overflow,
+        )
+        return Generation(self, stream, deadline)
+
+    def close(self) -> None:
+        """Ends what runs beside."""
+        self._grammars.close()
+
+    async def submit(self, cell: Cell, request: pb.GenerateRequest, deadline: float | None) -> Cell:
+        """Hands the request to its scheduler, or to another where that one is gone; returns which has it."""
+        give_up_at = self.give_up_at(deadline)
+        while True:
+            try:
+                await cell.submit(request, give_up_at, deadline)
+            except UnavailableError:
+                if not cell.is_gone or asyncio.get_running_loop().time() >= give_up_at:
+                    raise
+                cell = self.cells.choose(request.token_ids.values, request.cache_salt)
+            else:
+                return cell
+
+    def give_up_at(self, deadline: float | None) -> float:
+        """Loop time until which a part that is away now is waited for."""
+        limit = asyncio.get_running_loop().time() + self._unavailable_timeout_s
+        return limit if deadline is None else min(limit, deadline)
+
+    def abort_soon(self, request_id: str) -> None:
+        """Aborts a request whose client left, without waiting for it.
+
+        A client whose connection was cut is back at once, over another one; so it is aborted a moment later, unless
+        somebody reads it then.
+        """
+        task = asyncio.create_task(self._abort(request_id))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+
+    async def _abort(self, request_id: str) -> None:
+        await asyncio.sleep(_RETURN_S)
+        if request_id in self.readers:
+            return
+        try:
+            await self.cells.abort(request_id, only_if_unread=True)
+        except MidstreamError as error:
+            # The scheduler ends it by itself when nobody has been attached for a while.
+            logger.warning("abort failed: %s", error, extra={"request_id": request_id})
+
+    async def _normalize(self, request: pb.GenerateRequest) -> None:
+        """Fills what is unset: after it the input is token ids, and the same request gives the same contents."""
+        kind = request.WhichOneof("input") or "input"
+        take_embeddings(request, self.model)
+        token_ids = put_table_first(request, await self._prompts.token_ids(request), self.model)
+        asked = request.max_tokens if request.HasField("max_tokens") else None
+        if request.WhichOneof("input") != "token_ids" or len(request.token_ids.values) != len(token_ids):
+            request.token_ids.values[:] = token_ids
+        request.max_tokens = fit_to_context(len(token_ids), asked, self.model, kind)
+        check_tensors(request, self.model, self._max_tensor_bytes)
+        bad_words = request.stopping.bad_words
+        if bad_words:
+            for ids in await self._prompts.bad_word_ids(list(bad_words)):
+                request.stopping.bad_word_token_ids.add(values=ids)
+        request.request_id = current_caller.get().scope(request.request_id or uuid.uuid4().hex)
+        request.model = self.model.name
+        if not request.sampling.HasField("seed"):
+            # Drawn from the id, so that the same request sent to another router has the same contents.
+            digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
+            request.sampling.seed = int.from_bytes(digest, "little")
+        if not request.arrival_time_unix_ns:
+            request.arrival_time_unix_ns = time.time_ns()
+
+
+def _shorter(first: float | None, second: float | None) -> float | None:
+    return first if second is None else second if first is None else min(first, second)

@@ -1,0 +1,215 @@
+"""What every front door does with a request's output: take it, count it, and abort when its client leaves.
+
+    async with await front.start(request, timeout_s) as output:
+        while not output.is_final:
+            for chunk in await output.take():
+                await write(chunk)
+
+While a write waits for the client, what comes is merged in `generation.stream`; past its limit the task that opened the
+output is cancelled, to get out of a write that the client does not take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from prometheus_client import Counter, Histogram
+
+from midstream.chunk import Chunk, FinishReason
+from midstream.errors import DeadlineError, ExecutionError, OverloadedError
+from midstream.telemetry import Metrics, current_request_id
+from protos import generation_pb2 as pb
+from router.authentication import current_caller
+from router.pipeline.generation import Generation, Runner
+from router.pipeline.request_traces import RequestSpan, RequestTraces
+from router.pipeline.stream_limits import StreamLimits
+
+logger = logging.getLogger(__name__)
+
+
+class RouterMetrics:
+    """What clients of this router see."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.first_token: Histogram = metrics.histogram("time_to_first_token_seconds", "Arrival to first output.")
+        self.inter_token: Histogram = metrics.histogram(
+            "inter_token_latency_seconds", "Time per token after the first."
+        )
+        self.request: Histogram = metrics.histogram("e2e_request_latency_seconds", "Arrival to last output.")
+        self.success: Counter = metrics.counter("request_success", "Requests that ended.", ("finished_reason",))
+        self.tokens: Counter = metrics.counter("relayed_tokens", "Tokens sent to clients.")
+
+
+class Output:
+    """A request's output on its way to one client. Leaving it before the end means that the client has left.
+
+    Attributes:
+        request_id: The request's id.
+        is_final: The final chunk has been taken.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        generation: Generation,
+        metrics: RouterMetrics,
+        draining: asyncio.Event,
+        release: Callable[[], None],
+        arrival: float | None = None,
+        span: RequestSpan | None = None,
+    ) -> None:
+        """`release` is called when the output is left."""
+        self.request_id = request_id
+        self.is_final = False
+        self._generation = generation
+        self._metrics = metrics
+        self._draining = draining
+        self._release = release
+        self._arrival = time.monotonic() if arrival is None else arrival
+        self._last: float | None = None
+        self._end: Chunk | None = None
+        self._span = span
+
+    async def take(self) -> list[Chunk]:
+        """The next output, at least one chunk; the final one comes last.
+
+        Raises:
+            MidstreamError: The stream cannot go on.
+        """
+        chunks = await self._generation.take()
+        now = time.monotonic()
+        for chunk in chunks:
+            self._observe(chunk, now)
+        if chunks[-1].is_final:
+            self.is_final, self._end = True, chunks[-1]
+        return chunks
+
+    def raise_failure(self) -> None:
+        """After the final chunk: raises what ended the request, where that is not one of the ordinary reasons."""
+        if self._end is None:
+            return
+        if self._end.finish_reason is FinishReason.DEADLINE:
+            raise DeadlineError("the request's deadline passed")
+        if self._end.finish_reason is FinishReason.ERROR:
+            raise self._end.error or ExecutionError("the request failed")
+
+    async def __aenter__(self) -> Output:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._release()
+        if self._span is not None:
+            self._span.end(self._end, error)
+        cancelled = isinstance(error, asyncio.CancelledError)
+        self._generation.close(abort=cancelled and not self._draining.is_set())
+        if cancelled and self._generation.stream.overflowed:
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+            raise OverloadedError("the client reads too slowly") from None
+        reason = self._end.finish_reason if self._end is not None else f"left: {error!r}"
+        logger.debug("a request ended: %s", reason)
+        if error is None and self._end is not None:
+            self._metrics.request.observe(time.monotonic() - self._arrival)
+            self._metrics.success.labels(self._end.finish_reason or "").inc()
+
+    def _observe(self, chunk: Chunk, now: float) -> None:
+        num_tokens = len(chunk.token_ids)
+        if self._last is None:
+            self._metrics.first_token.observe(now - self._arrival)
+            if self._span is not None:
+                self._span.note("first output")
+        elif num_tokens:
+            self._metrics.inter_token.observe((now - self._last) / num_tokens)
+        self._metrics.tokens.inc(num_tokens)
+        self._last = now
+
+
+class FrontDoor:
+    """Opens outputs, for whatever protocol the client speaks.
+
+    Attributes:
+        runner: The one path that requests take.
+        draining: Set while what runs is finished and nothing new is taken.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        metrics: RouterMetrics,
+        draining: asyncio.Event,
+        limits: StreamLimits | None = None,
+        traces: RequestTraces | None = None,
+    ) -> None:
+        self.runner = runner
+        self.draining = draining
+        self._metrics = metrics
+        self._limits = limits or StreamLimits()
+        self._traces = traces
+
+    async def start(self, request: pb.GenerateRequest, timeout_s: float | None) -> Output:
+        """Runs a request, of which nobody else holds a reference.
+
+        Raises:
+            MidstreamError: It is refused.
+        """
+        arrival, caller = time.monotonic(), current_caller.get()
+        request_id = request.request_id or uuid.uuid4().hex
+        current_request_id.set(request_id)
+        request.request_id = request_id
+        if caller.is_authenticated:
+            request.client_id = caller.name
+        release = self._limits.take(caller.name)
+        span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
+        request.trace_parent = str(span.span) if span is not None else ""
+        try:
+            generation = await self.runner.start(request, timeout_s, _canceller())
+        except BaseException as error:
+            release()
+            if span is not None:
+                span.end(None, error)
+            raise
+        if span is not None:
+            span.note("submitted")
+        return Output(request_id, generation, self._metrics, self.draining, release, arrival, span)
+
+    def resume(
+        self, request_id: str, from_token: int, from_token_by_sequence: Sequence[int], timeout_s: float | None
+    ) -> Output:
+        """The rest of a request.
+
+        Raises:
+            InvalidArgumentError: The request id is empty or cannot be.
+            OverloadedError: The client has too many streams.
+        """
+        current_request_id.set(request_id)
+        generation = self.runner.resume(request_id, from_token, from_token_by_sequence, timeout_s, _canceller())
+        release = self._limits.take(current_caller.get().name)
+        span = self._traces.begin("router.resume", request_id) if self._traces is not None else None
+        return Output(request_id, generation, self._metrics, self.draining, release, span=span)
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request of the caller; whether it was running."""
+        current_request_id.set(request_id)
+        return await self.runner.cells.abort(current_caller.get().scope(request_id))
+
+    def abort_soon(self, request_id: str) -> None:
+        """Ends a request of the caller, without waiting for it."""
+        self.runner.abort_soon(current_caller.get().scope(request_id))
+
+
+def _canceller() -> Callable[[], None]:
+    task = asyncio.current_task()
+
+    def cancel() -> None:
+        if task is not None:
+            task.cancel()
+
+    return cancel

@@ -1,0 +1,133 @@
+"""From a request's input to token ids, in a thread pool: neither templates nor tokenizing run on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from midstream.errors import InvalidArgumentError, UnsupportedError
+from midstream.model.folder import ModelFolder
+from midstream.model.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from router.pipeline.chat_template import ChatTemplate
+
+_T = TypeVar("_T")
+# A prompt of fewer characters is tokenized before the next loop iteration would have begun.
+_INLINE_CHARACTERS = 256
+
+
+class PromptBuilder:
+    """Renders and tokenizes the prompts of one model."""
+
+    def __init__(self, folder: ModelFolder, num_threads: int) -> None:
+        """Loads tokenizer and chat template.
+
+        Raises:
+            ConfigError: Either is damaged.
+        """
+        self.tokenizer = Tokenizer(folder.path)
+        self._max_tokens = folder.max_sequence_length
+        self._template: ChatTemplate | None = None
+        if folder.chat_template is not None:
+            ends = folder.end_ids[:1]
+            ids = {"bos_token": folder.bos_id, "eos_token": ends[0] if ends else None, "pad_token": folder.pad_id}
+            tokens = {name: self.tokenizer.token(value) or "" for name, value in ids.items() if value is not None}
+            self._template = ChatTemplate(folder.chat_template, tokens, num_threads)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._template is not None:
+            self._template.close()
+
+    async def token_ids(self, request: pb.GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of the request's input, at least one; a text's with those that the tokenizer adds, or without.
+
+        Raises:
+            InvalidArgumentError: No input, an empty one, one that is too long, or a conversation that does not parse.
+            UnsupportedError: A conversation for a model without a chat template, or an input this version lacks.
+        """
+        kind = request.WhichOneof("input")
+        if kind == "token_ids":
+            ids = request.token_ids.values[:]
+        elif kind == "prompt":
+            self._check_length(request.prompt, "prompt")
+            ids = await self._run(
+                len(request.prompt),
+                lambda: self.tokenizer.encode(request.prompt, add_special_tokens=add_special_tokens),
+            )
+        elif kind == "chat":
+            ids = await self._run(_INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat))
+        else:
+            names = "prompt, token_ids, chat and prompt_embeddings"
+            raise InvalidArgumentError(f"one of {names} must be set", field="input")
+        if not ids:
+            raise InvalidArgumentError("must not be empty", field=str(kind))
+        return ids
+
+    async def bad_word_ids(self, words: list[str]) -> list[list[int]]:
+        """Token sequences of words that may not appear: each as it is and with a space before it."""
+
+        def encode() -> list[list[int]]:
+            spellings = [spelling for word in words for spelling in (word, " " + word)]
+            return [self.tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
+
+        return [ids for ids in await self._run(sum(map(len, words)), encode) if ids] if words else []
+
+    async def _run(self, num_characters: int, function: Callable[[], _T]) -> _T:
+        if num_characters <= _INLINE_CHARACTERS:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    def _chat_ids(self, chat: pb.ChatInput) -> list[int]:
+        if self._template is None:
+            raise UnsupportedError("this model has no chat template", field="chat")
+        if not chat.messages:
+            raise InvalidArgumentError("must not be empty", field="chat.messages")
+        tools = _parse(chat.tools_json, list, "chat.tools_json")
+        variables = _parse(chat.template_variables_json, dict, "chat.template_variables_json")
+        text = self._template.render(
+            [_message(message, i) for i, message in enumerate(chat.messages)],
+            tools=tools,
+            add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+            variables=variables,
+        )
+        self._check_length(text, "chat")
+        # The template writes the special tokens itself.
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Refuses, before tokenizing, what is certainly longer than the model's context."""
+        if len(text) > self._max_tokens * self.tokenizer.longest_token:
+            raise InvalidArgumentError(f"is longer than the model's context of {self._max_tokens} tokens", field=field)
+
+
+def _message(message: pb.ChatMessage, index: int) -> dict[str, object]:
+    path = f"chat.messages[{index}]"
+    if not message.role:
+        raise InvalidArgumentError("must be set", field=f"{path}.role")
+    turn: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.tool_calls_json:
+        turn["tool_calls"] = _parse(message.tool_calls_json, list, f"{path}.tool_calls_json")
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.name:
+        turn["name"] = message.name
+    return turn
+
+
+def _parse(text: str, kind: type[_T], field: str) -> _T | None:
+    """The JSON value in `text`, which must be of `kind`; None where it is empty."""
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"is not JSON: {error}", field=field) from None
+    if not isinstance(value, kind):
+        raise InvalidArgumentError(f"must be a JSON {'array' if kind is list else 'object'}", field=field)
+    return value

@@ -1,0 +1,299 @@
+"""Checks every field of a request, before anything is scheduled, against the ranges of protos/generation.proto."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from midstream.extras import tensor_bytes
+from midstream.model.folder import ModelFolder
+from protos import generation_pb2 as pb
+from router.pipeline.virtual_tokens import check_virtual_tokens, num_token_ids
+
+MAX_NAME = 128
+MAX_STOP_WORDS = 64
+MAX_STOP_WORD_CHARACTERS = 256
+MAX_STOP_TOKENS = 64
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 256
+MAX_GUIDE_CHARACTERS = 1 << 20
+MAX_LOG_PROBS = 20
+MAX_TOKEN_RANGES = 64
+MAX_DEFAULT_TOKENS = 16_384
+
+MAX_TOPK_LOGITS = 1024
+MAX_NGRAM_SIZE = 64
+MAX_DURATION_MS = 1 << 40  # 34 years; in nanoseconds and behind any time of day it fits into 64 bits
+
+_ADDITIONAL_OUTPUT = re.compile(r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[1-9]\d{0,3}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """low <= value <= high, or low < value where low is excluded. NaN is in no range."""
+
+    low: float
+    high: float
+    excludes_low: bool = False
+
+    def check(self, value: float, field: str) -> None:
+        if (self.low < value if self.excludes_low else self.low <= value) and value <= self.high:
+            return
+        open_end = "]" if math.isfinite(self.high) else ")"
+        bounds = f"{'(' if self.excludes_low else '['}{self.low:g}, {self.high:g}{open_end}"
+        raise InvalidArgumentError(f"is {value:g}; must be in {bounds}", field=field)
+
+
+_MAX_FLOAT = 3.4028234663852886e38
+_FINITE = _Range(-_MAX_FLOAT, _MAX_FLOAT)
+_POSITIVE = _Range(0, _MAX_FLOAT, excludes_low=True)
+_SAMPLING: dict[str, _Range] = {
+    "beam_width": _Range(1, 16),
+    "top_p": _Range(0, 1, excludes_low=True),
+    "top_p_decay": _Range(0, 1, excludes_low=True),
+    "top_p_min": _Range(0, 1, excludes_low=True),
+    "min_p": _Range(0, 1),
+    "temperature": _Range(0, 100),
+    "beam_search_diversity_rate": _Range(0, _MAX_FLOAT),
+    "repetition_penalty": _POSITIVE,
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+    "length_penalty": _FINITE,
+    "num_return_sequences": _Range(1, 128),
+}
+# Feature -> whether a request uses it. A worker names those it has.
+FEATURES: dict[str, Callable[[pb.GenerateRequest], bool]] = {
+    "beam_search": lambda request: request.sampling.beam_width > 1,
+    "guided_decoding": lambda request: request.HasField("guided_decoding"),
+    "lora": lambda request: request.HasField("lora"),
+    "prompt_tuning": lambda request: request.HasField("prompt_tuning"),
+    "speculative": lambda request: request.HasField("speculative"),
+    "draft_model": lambda request: request.speculative.method == pb.SpeculativeConfig.METHOD_DRAFT_MODEL,
+    "logits_post_processor": lambda request: bool(request.logits_post_processor_name),
+    "log_probs": lambda request: request.output.HasField("log_probs"),
+    "prompt_log_probs": lambda request: request.output.HasField("prompt_log_probs"),
+    "context_logits": lambda request: request.output.return_context_logits,
+    "generation_logits": lambda request: request.output.return_generation_logits,
+    "additional_outputs": lambda request: bool(request.output.additional_outputs),
+    "bad_words": lambda request: bool(request.stopping.bad_words or request.stopping.bad_word_token_ids),
+    "embedding_bias": lambda request: bool(request.sampling.embedding_bias),
+    "no_repeat_ngram": lambda request: request.sampling.no_repeat_ngram_size > 0,
+    "top_p_decay": lambda request: request.sampling.HasField("top_p_decay"),
+    "penalties": lambda request: any(
+        request.sampling.HasField(name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    ),
+    "min_tokens": lambda request: request.sampling.min_tokens > 0,
+}
+_FEATURE_FIELDS = {
+    "beam_search": "sampling.beam_width",
+    "draft_model": "speculative.method",
+    "logits_post_processor": "logits_post_processor_name",
+    "log_probs": "output.log_probs",
+    "prompt_log_probs": "output.prompt_log_probs",
+    "context_logits": "output.return_context_logits",
+    "generation_logits": "output.return_generation_logits",
+    "additional_outputs": "output.additional_outputs",
+    "bad_words": "stopping.bad_words",
+    "embedding_bias": "sampling.embedding_bias",
+    "no_repeat_ngram": "sampling.no_repeat_ngram_size",
+    "top_p_decay": "sampling.top_p_decay",
+    "penalties": "sampling",
+    "min_tokens": "sampling.min_tokens",
+}
+
+
+def check_request(request: pb.GenerateRequest, model: ModelFolder) -> None:
+    """Checks all fields but the input's length.
+
+    Raises:
+        InvalidArgumentError: Names the field.
+        NotFoundError: Another model than the one that is served.
+    """
+    for field in ("request_id", "client_id", "cache_salt", "logits_post_processor_name"):
+        check_name(getattr(request, field), field)
+    check_model(request.model, model)
+    _Range(-100, 100).check(request.priority, "priority")
+    _at_most(request.timeout_ms, MAX_DURATION_MS, "timeout_ms")
+    _Range(0, 1 << 62).check(request.arrival_time_unix_ns, "arrival_time_unix_ns")
+    if request.HasField("max_tokens"):
+        _at_least_one(request.max_tokens, "max_tokens")
+    check_virtual_tokens(request, model)
+    _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
+    _check_sampling(request.sampling, model)
+    _check_stopping(request.stopping, model)
+    _check_output(request.output, model)
+    _check_features(request)
+
+
+def check_model(name: str, model: ModelFolder) -> None:
+    """Raises NotFoundError unless `name` is empty or the served model's."""
+    if name and name != model.name:
+        raise NotFoundError(f"no model {name[:MAX_NAME]!r} here; this is {model.name!r}", field="model")
+
+
+def check_name(value: str, field: str) -> None:
+    """Raises InvalidArgumentError where a name is too long."""
+    if len(value) > MAX_NAME:
+        raise InvalidArgumentError(f"has {len(value)} characters; at most {MAX_NAME}", field=field)
+
+
+def check_supported(request: pb.GenerateRequest, features: Iterable[str]) -> None:
+    """Raises UnsupportedError where the request uses a feature that is not among the workers' `features`."""
+    features = frozenset(features)
+    missing = FEATURES.keys() - features
+    for feature in sorted(missing):
+        if FEATURES[feature](request):
+            raise UnsupportedError(
+                f"the workers lack {feature.replace('_', ' ')}", field=_FEATURE_FIELDS.get(feature, feature)
+            )
+
+
+def check_post_processor(request: pb.GenerateRequest, features: frozenset[str]) -> None:
+    """Raises InvalidArgumentError where the workers have no post-processor of the request's name."""
+    name = request.logits_post_processor_name
+    if name and f"logits_post_processor.{name}" not in features:
+        raise InvalidArgumentError("the workers have none of that name", field="logits_post_processor_name")
+
+
+def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelFolder, field: str = "prompt") -> int:
+    """Output tokens that a sequence may have: what was asked for, as far as the model's context goes.
+
+    Raises:
+        InvalidArgumentError: The prompt leaves no room for a token.
+    """
+    room = model.max_sequence_length - num_prompt_tokens
+    if room < 1:
+        raise InvalidArgumentError(
+            f"has {num_prompt_tokens} tokens; the model's context of {model.max_sequence_length} must hold it and at "
+            "least one more",
+            field=field,
+        )
+    return min(room, MAX_DEFAULT_TOKENS if max_tokens is None else max_tokens)
+
+
+def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_bytes: int) -> None:
+    """Checks the tensors that a normalized request asks for.
+
+    Raises:
+        InvalidArgumentError: They are larger than is let through.
+        UnsupportedError: Of beams, which do not report any.
+    """
+    num_bytes = tensor_bytes(request, len(request.token_ids.values), model.vocab_size, model.hidden_size)
+    if num_bytes and request.sampling.beam_width > 1:
+        raise UnsupportedError("logits and hidden states are not reported of beams", field="output")
+    if num_bytes > max_tensor_bytes:
+        raise InvalidArgumentError(
+            f"logits and hidden states for prompt and max_tokens take {num_bytes} bytes; at most {max_tensor_bytes}",
+            field="output",
+        )
+
+
+def _check_sampling(sampling: pb.SamplingConfig, model: ModelFolder) -> None:
+    for name, bounds in _SAMPLING.items():
+        if sampling.HasField(name):  # type: ignore[arg-type]
+            bounds.check(getattr(sampling, name), f"sampling.{name}")
+    if sampling.HasField("top_p_reset_id"):
+        _check_ids((sampling.top_p_reset_id,), model.vocab_size, "sampling.top_p_reset_id")
+    _Range(0, model.max_sequence_length).check(sampling.no_repeat_ngram_size, "sampling.no_repeat_ngram_size")
+    _Range(0, model.max_sequence_length).check(sampling.min_tokens, "sampling.min_tokens")
+    if sampling.beam_width > 1 and sampling.num_return_sequences > sampling.beam_width:
+        raise InvalidArgumentError("is more than the beam width", field="sampling.num_return_sequences")
+    for token_id, bias in sampling.embedding_bias.items():
+        _check_ids((token_id,), model.vocab_size, "sampling.embedding_bias")
+        _FINITE.check(bias, "sampling.embedding_bias")
+
+
+def _check_stopping(stopping: pb.StoppingConfig, model: ModelFolder) -> None:
+    _check_words(stopping.stop_words, MAX_STOP_WORDS, "stopping.stop_words")
+    _check_words(stopping.bad_words, MAX_BAD_WORDS, "stopping.bad_words")
+    _at_most(len(stopping.stop_token_ids), MAX_STOP_TOKENS, "stopping.stop_token_ids")
+    _check_ids(stopping.stop_token_ids, model.vocab_size, "stopping.stop_token_ids")
+    _at_most(len(stopping.bad_word_token_ids), MAX_BAD_WORDS, "stopping.bad_word_token_ids")
+    for ids in stopping.bad_word_token_ids:
+        _at_least_one(len(ids.values), "stopping.bad_word_token_ids")
+        _at_most(len(ids.values), MAX_BAD_WORD_TOKENS, "stopping.bad_word_token_ids")
+        _check_ids(ids.values, model.vocab_size, "stopping.bad_word_token_ids")
+    for name in ("end_id", "pad_id"):
+        if stopping.HasField(name):
+            _check_ids((getattr(stopping, name),), model.vocab_size, f"stopping.{name}")
+
+
+def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
+    _at_most(output.log_probs, MAX_LOG_PROBS, "output.log_probs")
+    _at_most(output.prompt_log_probs, MAX_LOG_PROBS, "output.prompt_log_probs")
+    _at_most(len(output.additional_outputs), 16, "output.additional_outputs")
+    for additional in output.additional_outputs:
+        field = "output.additional_outputs.name"
+        if not _ADDITIONAL_OUTPUT.fullmatch(additional.name):
+            raise InvalidArgumentError("must be hidden_states.LAYER or topk_logits.K", field=field)
+        kind, _, number = additional.name.partition(".")
+        _at_most(int(number), model.num_layers if kind == "hidden_states" else MAX_TOPK_LOGITS, field)
+    names = [additional.name for additional in output.additional_outputs]
+    if len(set(names)) < len(names):
+        raise InvalidArgumentError("must not come twice", field="output.additional_outputs.name")
+
+
+def _check_guide(guided: pb.GuidedDecodingConfig) -> None:
+    if guided.guide_type not in pb.GuideType.values()[1:]:
+        raise InvalidArgumentError("must be set", field="guided_decoding.guide_type")
+    if not guided.guide and guided.guide_type != pb.GUIDE_TYPE_JSON:
+        raise InvalidArgumentError("must not be empty", field="guided_decoding.guide")
+    _at_most(len(guided.guide), MAX_GUIDE_CHARACTERS, "guided_decoding.guide")
+
+
+def _check_features(request: pb.GenerateRequest) -> None:
+    if request.HasField("guided_decoding"):
+        _check_guide(request.guided_decoding)
+        if request.sampling.beam_width > 1:
+            raise UnsupportedError("beams do not follow a grammar", field="guided_decoding")
+    if request.HasField("lora"):
+        _at_least_one(len(request.lora.name), "lora.name")
+        check_name(request.lora.name, "lora.name")
+        if request.lora.HasField("resolved"):
+            raise InvalidArgumentError("is not for clients", field="lora.resolved")
+    check_name(request.prompt_tuning.name, "prompt_tuning.name")
+    if request.HasField("speculative"):
+        if request.speculative.method not in (1, 2):
+            raise InvalidArgumentError("must be set", field="speculative.method")
+        _Range(1, 16).check(request.speculative.num_draft_tokens, "speculative.num_draft_tokens")
+        if request.speculative.HasField("max_ngram_size"):
+            _Range(1, MAX_NGRAM_SIZE).check(request.speculative.max_ngram_size, "speculative.max_ngram_size")
+    _at_most(len(request.kv_retention.token_ranges), MAX_TOKEN_RANGES, "kv_retention.token_ranges")
+    for token_range in request.kv_retention.token_ranges:
+        _at_most(token_range.priority, 100, "kv_retention.token_ranges.priority")
+        _at_most(token_range.duration_ms, MAX_DURATION_MS, "kv_retention.token_ranges.duration_ms")
+        if token_range.HasField("end") and token_range.end <= token_range.start:
+            raise InvalidArgumentError("must be after start", field="kv_retention.token_ranges.end")
+    _at_most(request.kv_retention.decode_priority, 100, "kv_retention.decode_priority")
+    _at_most(request.kv_retention.decode_duration_ms, MAX_DURATION_MS, "kv_retention.decode_duration_ms")
+
+
+def _check_words(words: Iterable[str], limit: int, field: str) -> None:
+    words = tuple(words)
+    _at_most(len(words), limit, field)
+    for word in words:
+        if not word:
+            raise InvalidArgumentError("must not hold an empty word", field=field)
+        if len(word) > MAX_STOP_WORD_CHARACTERS:
+            raise InvalidArgumentError(
+                f"holds a word of {len(word)} characters; at most {MAX_STOP_WORD_CHARACTERS}", field=field
+            )
+
+
+def _check_ids(ids: Iterable[int], vocab_size: int, field: str) -> None:
+    worst = max(ids, default=0)
+    if worst >= vocab_size:
+        raise InvalidArgumentError(f"{worst} is not a token id; must be in 0..{vocab_size - 1}", field=field)
+
+
+def _at_most(value: int, limit: int, field: str) -> None:
+    if value > limit:
+        raise InvalidArgumentError(f"is {value}; at most {limit}", field=field)
+
+
+def _at_least_one(value: int, field: str) -> None:
+    if value < 1:
+        raise InvalidArgumentError("must be at least 1", field=field)

@@ -1,0 +1,115 @@
+"""The router's span of each traced request: what its client waited for.
+
+The client's `traceparent` comes as gRPC metadata or as an HTTP header; `admit` and `TracedApp` keep it where the front
+door finds it. Without one, a share of the requests begins traces of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from contextvars import ContextVar
+from typing import Any
+
+import grpc.aio
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from midstream.chunk import Chunk
+from midstream.rpc.serving import Admit
+from midstream.telemetry.tracing import TRACE_PARENT_KEY, TraceParent, Tracer, new_trace
+
+_client_parent: ContextVar[str] = ContextVar("client_parent", default="")
+
+
+class RequestTraces:
+    """Begins spans."""
+
+    def __init__(self, tracer: Tracer, ratio: float) -> None:
+        """`ratio` is the share, 0 to 1, of requests that are traced where their clients do not say."""
+        self._tracer = tracer
+        self._ratio = ratio
+
+    def begin(self, name: str, request_id: str) -> RequestSpan | None:
+        """A span of the request that the running task answers; None where it is not traced."""
+        client = TraceParent.parse(_client_parent.get())
+        if client is None:
+            if random.random() >= self._ratio:
+                return None
+            return RequestSpan(self._tracer, name, None, new_trace(is_sampled=True), request_id)
+        return RequestSpan(self._tracer, name, client, client.new_child(), request_id) if client.is_sampled else None
+
+
+class RequestSpan:
+    """From a request's arrival to its last output.
+
+    Attributes:
+        span: What the other parts' spans are children of.
+    """
+
+    def __init__(
+        self, tracer: Tracer, name: str, parent: TraceParent | None, span: TraceParent, request_id: str
+    ) -> None:
+        self.span = span
+        self._tracer = tracer
+        self._name = name
+        self._parent = parent
+        self._start_ns = time.time_ns()
+        self._events: list[tuple[str, int]] = []
+        self._attributes: dict[str, str | int] = {"midstream.request_id": request_id}
+
+    def note(self, event: str) -> None:
+        """Something happened now."""
+        self._events.append((event, time.time_ns()))
+
+    def end(self, final: Chunk | None, error: BaseException | None) -> None:
+        """It is over: with the final chunk, or because of an error; with neither the client has left."""
+        attributes, failure = self._attributes, ""
+        if final is not None:
+            attributes["gen_ai.response.finish_reason"] = final.finish_reason or ""
+            if final.usage is not None:
+                attributes["gen_ai.usage.input_tokens"] = final.usage.prompt_tokens
+                attributes["gen_ai.usage.output_tokens"] = final.usage.completion_tokens
+            failure = final.error.message if final.error is not None else ""
+        elif error is not None:
+            failure = str(error) or type(error).__name__
+        end_ns = time.time_ns()
+        self._tracer.record(
+            self._name,
+            self._parent,
+            self._start_ns,
+            end_ns,
+            attributes,
+            span=self.span,
+            error=failure,
+            events=self._events,
+            is_server=True,
+        )
+
+
+def remember_client(admit: Admit) -> Admit:
+    """`admit`, which also keeps the `traceparent` of gRPC calls."""
+
+    def admit_and_remember(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        admit(method, context)
+        found = ""
+        for key, value in context.invocation_metadata() or ():
+            if key == TRACE_PARENT_KEY:
+                found = str(value)
+        _client_parent.set(found)
+
+    return admit_and_remember
+
+
+class TracedApp:
+    """An ASGI application; it keeps the `traceparent` of HTTP requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] == "http":
+            key = TRACE_PARENT_KEY.encode()
+            values = [value for name, value in scope["headers"] if name == key]
+            _client_parent.set(values[-1].decode("latin-1") if values else "")
+        await self._app(scope, receive, send)

@@ -1,0 +1,144 @@
+"""Run a model's chat template in a process of its own: `python -m router.pipeline.template_renderer`.
+
+Templates come with models, which are not trusted. Jinja's sandbox keeps them from Python's objects; this process keeps
+what gets past that from everything else: its memory and each rendering's CPU time are limited, it can open no file and
+no socket, and it writes no more than the limit. It is told the template once, then renders until its input ends.
+
+Messages, each way: four bytes of length, then JSON.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+import jinja2
+import jinja2.debug  # Jinja imports it where something fails, when no file can be opened any more.
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+CPU_LIMIT_S = 1.0
+MEMORY_LIMIT_BYTES = 512 << 20
+MAX_OUTPUT_CHARACTERS = 8 << 20
+LENGTH = struct.Struct("<I")
+
+
+class Renderer:
+    """One compiled template."""
+
+    def __init__(self, source: str) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals = {
+            "range": range,
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "namespace": environment.globals["namespace"],
+            "dict": dict,
+        }
+        environment.filters["tojson"] = _to_json
+        self._template = environment.from_string(source)
+
+    def render(self, variables: Mapping[str, object]) -> dict[str, str]:
+        """`text`, or what went wrong as `error`."""
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in self._template.generate(variables):
+                size += len(part)
+                if size > MAX_OUTPUT_CHARACTERS:
+                    return {"error": "writes too much"}
+                parts.append(part)
+            return {"text": "".join(parts)}
+        except jinja2.TemplateError as error:
+            return {"error": f"refuses: {str(error)[:500]}"}
+        except MemoryError:
+            parts.clear()
+            return {"error": "takes too much memory"}
+        except Exception as error:  # noqa: BLE001 (whatever a template does, it is its own fault)
+            return {"error": f"fails: {str(error)[:500] or type(error).__name__}"}
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now(tz=datetime.UTC).strftime(pattern)
+
+
+def _to_json(value: object, *, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    # Jinja's own escapes for HTML, which a prompt is not.
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+
+
+def _confine() -> None:
+    # What Jinja and Python load where something fails must be there before no file can be opened.
+    Renderer("{% for m in messages %}{{ m.x.y | tojson }}{% endfor %}").render({"messages": [{}]})
+    Renderer("{{ raise_exception('x') ~ strftime_now('%B') }}").render({})
+    for limit, value in (
+        (resource.RLIMIT_AS, MEMORY_LIMIT_BYTES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, 0),  # those that are open stay so
+    ):
+        resource.setrlimit(limit, (value, value))
+
+
+def _read(stream_number: int) -> dict[str, object] | None:
+    head = _read_exactly(stream_number, LENGTH.size)
+    if head is None:
+        return None
+    body = _read_exactly(stream_number, LENGTH.unpack(head)[0])
+    message: dict[str, object] | None = None if body is None else json.loads(body)
+    return message
+
+
+def _read_exactly(stream_number: int, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(stream_number, size - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _write(stream_number: int, message: Mapping[str, str]) -> None:
+    body = json.dumps(message).encode()
+    view = memoryview(LENGTH.pack(len(body)) + body)
+    while view:
+        view = view[os.write(stream_number, view) :]
+
+
+def main() -> int:
+    """Renders until the input ends."""
+    # Only the kernel can end a rendering that is stuck in one call; the signal ends the process.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _confine()
+    renderer: Renderer | None = None
+    while (message := _read(0)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+        if renderer is None:
+            try:
+                renderer = Renderer(str(message["source"]))
+                answer = {"text": ""}
+            except Exception as error:  # noqa: BLE001 (as above)
+                answer = {"error": f"does not compile: {str(error)[:500] or type(error).__name__}"}
+        else:
+            answer = renderer.render(message)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(1, answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""The tensors of TensorRT-LLM's ensemble: name, type, and the field of the native request that each fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from midstream.errors import InvalidArgumentError, MidstreamError
+from protos import generation_pb2 as pb
+from router.pipeline.prompt import PromptBuilder
+from router.protocols.kserve.tensors import InputTensor
+
+_INTEGERS = frozenset({"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"})
+_FLOATS = frozenset({"FP32", "FP64"}) | _INTEGERS
+_DTYPES = {"FP32": "DTYPE_FLOAT32", "FP16": "DTYPE_FLOAT16", "BF16": "DTYPE_BFLOAT16"}
+_GUIDE_TYPES = {
+    "json": pb.GUIDE_TYPE_JSON,
+    "json_schema": pb.GUIDE_TYPE_JSON_SCHEMA,
+    "regex": pb.GUIDE_TYPE_REGEX,
+    "ebnf_grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR,
+}
+
+Fill = Callable[[pb.GenerateRequest, InputTensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One input: its type as clients usually send it, and what it does to the native request."""
+
+    datatype: str
+    fill: Fill
+    is_optional: bool = True
+    dims: tuple[int, ...] = (1,)
+
+
+def _integer(tensor: InputTensor) -> int:
+    return int(_one(tensor, _INTEGERS, "an integer"))
+
+
+def _number(tensor: InputTensor) -> float:
+    return float(_one(tensor, _FLOATS, "a number"))
+
+
+def _flag(tensor: InputTensor) -> bool:
+    return bool(_one(tensor, frozenset({"BOOL"}), "a BOOL"))
+
+
+def _text(tensor: InputTensor) -> str:
+    value = _one(tensor, frozenset({"BYTES"}), "a text (BYTES)")
+    return _decode(tensor, value)
+
+
+def _texts(tensor: InputTensor) -> list[str]:
+    if tensor.datatype != "BYTES":
+        raise InvalidArgumentError("must be texts (BYTES)", field=tensor.name)
+    return [_decode(tensor, value) for value in tensor.values if value]
+
+
+def _one(tensor: InputTensor, datatypes: frozenset[str], what: str) -> bool | int | float | bytes:
+    if tensor.datatype not in datatypes or len(tensor.values) != 1:
+        raise InvalidArgumentError(f"must be {what}, one for each request", field=tensor.name)
+    return tensor.values[0]
+
+
+def _decode(tensor: InputTensor, value: object) -> str:
+    try:
+        return bytes(value).decode() if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError:
+        raise InvalidArgumentError("is not UTF-8", field=tensor.name) from None
+
+
+def _sampling(name: str, read: Callable[[InputTensor], int | float]) -> Fill:
+    return lambda request, tensor: _set(request.sampling, name, read(tensor), tensor)
+
+
+def _set(message: object, name: str, value: object, tensor: InputTensor) -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgumentError(str(error), field=tensor.name) from None
+
+
+def _guide_type(request: pb.GenerateRequest, tensor: InputTensor) -> None:
+    name = _text(tensor)
+    if name not in _GUIDE_TYPES:
+        raise InvalidArgumentError(f"must be one of {', '.join(_GUIDE_TYPES)}", field=tensor.name)
+    request.guided_decoding.guide_type = _GUIDE_TYPES[name]
+
+
+def _prompt_table(request: pb.GenerateRequest, tensor: InputTensor) -> None:
+    if tensor.datatype not in _DTYPES or len(tensor.shape) < 2:
+        raise InvalidArgumentError("must have the shape [virtual tokens, hidden size]", field=tensor.name)
+    data = tensor.data or memoryview(tensor.values).tobytes()  # type: ignore[arg-type]
+    dtype = pb.Tensor.Dtype.Value(_DTYPES[tensor.datatype])
+    table = pb.Tensor(name="table", dtype=dtype, shape=tensor.shape[-2:], data=data, is_last=True)
+    request.prompt_tuning.table.CopyFrom(table)
+
+
+def _log_probs(request: pb.GenerateRequest, tensor: InputTensor) -> None:
+    if _flag(tensor):
+        request.output.log_probs = 0
+
+
+def _ignored(request: pb.GenerateRequest, tensor: InputTensor) -> None:
+    """For what is told by another tensor: here only its type is checked."""
+    _one(tensor, _INTEGERS | {"BOOL"}, "one value")
+
+
+INPUTS: Mapping[str, Field] = {
+    "text_input": Field(
+        "BYTES", lambda request, tensor: _set(request, "prompt", _text(tensor), tensor), is_optional=False
+    ),
+    "max_tokens": Field("INT32", lambda request, tensor: _set(request, "max_tokens", _integer(tensor), tensor)),
+    "bad_words": Field("BYTES", lambda request, tensor: request.stopping.bad_words.extend(_texts(tensor)), dims=(-1,)),
+    "stop_words": Field(
+        "BYTES", lambda request, tensor: request.stopping.stop_words.extend(_texts(tensor)), dims=(-1,)
+    ),
+    "exclude_input_in_output": Field(
+        "BOOL", lambda request, tensor: _set(request.output, "exclude_input_from_output", _flag(tensor), tensor)
+    ),
+    "end_id": Field("INT32", lambda request, tensor: _set(request.stopping, "end_id", _integer(tensor), tensor)),
+    "pad_id": Field("INT32", lambda request, tensor: _set(request.stopping, "pad_id", _integer(tensor), tensor)),
+    "top_k": Field("INT32", _sampling("top_k", _integer)),
+    "top_p": Field("FP32", _sampling("top_p", _number)),
+    "temperature": Field("FP32", _sampling("temperature", _number)),
+    "length_penalty": Field("FP32", _sampling("length_penalty", _number)),
+    "repetition_penalty": Field("FP32", _sampling("repetition_penalty", _number)),
+    "min_tokens": Field("INT32", _sampling("min_tokens", _integer)),
+    "min_length": Field("INT32", _sampling("min_tokens", _integer)),
+    "presence_penalty": Field("FP32", _sampling("presence_penalty", _number)),
+    "frequency_penalty": Field("FP32", _sampling("frequency_penalty", _number)),
+    "seed": Field("UINT64", _sampling("seed", _integer)),
+    "random_seed": Field("UINT64", _sampling("seed", _integer)),
+    "return_log_probs": Field("BOOL", _log_probs),
+    "return_context_logits": Field(
+        "BOOL", lambda request, tensor: _set(request.output, "return_context_logits", _flag(tensor), tensor)
+    ),
+    "return_generation_logits": Field(
+        "BOOL", lambda request, tensor: _set(request.output, "return_generation_logits", _flag(tensor), tensor)
+    ),
+    "num_return_sequences": Field("INT32", _sampling("num_return_sequences", _integer)),
+    "beam_width": Field("INT32", _sampling("beam_width", _integer)),
+    "stream": Field("BOOL", lambda request, tensor: _set(request, "streaming", _flag(tensor), tensor)),
+    "prompt_embedding_table": Field("FP32", _prompt_table, dims=(-1, -1)),
+    "prompt_vocab_size": Field("INT32", _ignored),
+    # Both are read together, in `native_request`.
+    "embedding_bias_words": Field("BYTES", lambda request, tensor: None, dims=(-1,)),
+    "embedding_bias_weights": Field("FP32", lambda request, tensor: None, dims=(-1,)),
+    "lora_task_id": Field("UINT64", lambda request, tensor: _set(request.lora, "name", str(_integer(tensor)), tensor)),
+    "guided_decoding_guide_type": Field("BYTES", _guide_type),
+    "guided_decoding_guide": Field(
+        "BYTES", lambda request, tensor: _set(request.guided_decoding, "guide", _text(tensor), tensor)
+    ),
+}
+
+OUTPUTS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "text_output": ("BYTES", (-1,)),
+    "cum_log_probs": ("FP32", (-1,)),
+    "output_log_probs": ("FP32", (-1, -1)),
+    "context_logits": ("FP32", (-1, -1)),
+    "generation_logits": ("FP32", (-1, -1, -1)),
+    "batch_index": ("INT32", (1,)),
+    "sequence_index": ("INT32", (1,)),
+}
+
+
+def check_outputs(names: Sequence[str]) -> frozenset[str]:
+    """The outputs that a request wants; all where it names none.
+
+    Raises:
+        InvalidArgumentError: One that there is not.
+    """
+    for name in names:
+        if name not in OUTPUTS:
+            raise InvalidArgumentError(f"there is no output {name!r}", field="outputs")
+    return frozenset(names or OUTPUTS)
+
+
+def num_rows(inputs: Mapping[str, InputTensor]) -> int:
+    """Requests in the batch: the rows of text_input.
+
+    Raises:
+        InvalidArgumentError: It is missing, or empty.
+    """
+    if "text_input" not in inputs:
+        raise InvalidArgumentError("must be given", field="text_input")
+    shape = inputs["text_input"].shape
+    rows = shape[0] if len(shape) > 1 else 1
+    if not rows or not inputs["text_input"].values:
+        raise InvalidArgumentError("must not be empty", field="text_input")
+    return rows
+
+
+async def native_request(
+    inputs: Mapping[str, InputTensor], index: int, rows: int, prompts: PromptBuilder
+) -> pb.GenerateRequest:
+    """The native request of one row.
+
+    Raises:
+        InvalidArgumentError: A tensor that there is not, or one of the wrong type or size.
+    """
+    request = pb.GenerateRequest(streaming=False)
+    parts = {name: tensor.row(index, rows) for name, tensor in inputs.items()}
+    for name, tensor in parts.items():
+        if name not in INPUTS:
+            raise InvalidArgumentError("there is no such input", field=name)
+        INPUTS[name].fill(request, tensor)
+    await _fill_bias(request, parts, prompts)
+    return request
+
+
+async def _fill_bias(request: pb.GenerateRequest, parts: Mapping[str, InputTensor], prompts: PromptBuilder) -> None:
+    """Every token of a word is biased by the word's weight."""
+    words, weights = parts.get("embedding_bias_words"), parts.get("embedding_bias_weights")
+    if words is None and weights is None:
+        return
+    if words is None or weights is None or len(words.values) != len(weights.values):
+        raise InvalidArgumentError("must have one weight for each word", field="embedding_bias_weights")
+    if weights.datatype != "FP32":
+        raise InvalidArgumentError("must be FP32", field="embedding_bias_weights")
+    for word, weight in zip(_texts(words), weights.values, strict=False):
+        try:
+            ids = await prompts.token_ids(pb.GenerateRequest(prompt=word))
+        except MidstreamError as error:
+            raise InvalidArgumentError(error.message, field="embedding_bias_words") from None
+        for token in ids:
+            request.sampling.embedding_bias[token] += float(weight)

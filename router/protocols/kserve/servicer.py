@@ -1,0 +1,276 @@
+"""`inference.GRPCInferenceService`: one request becomes the native one, and its output the ensemble's tensors.
+
+1. `ModelInfer` and `ModelStreamInfer` read the tensors (tensors.py), and make a native request of each row
+   (ensemble.py).
+2. The rows run by the native path, at once. `ModelInfer` answers when all have ended.
+3. `ModelStreamInfer` is decoupled: its requests run side by side, and every chunk is a response; the last response of a
+   request says so by the parameter `triton_final_response`. A client that leaves aborts them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from midstream import __version__
+from midstream.chunk import FinishReason
+from midstream.client.result import Result
+from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from protos import kserve_pb2 as pb
+from protos import kserve_pb2_grpc
+from router.pipeline.output import FrontDoor
+from router.pipeline.prompt import PromptBuilder
+from router.protocols.kserve.ensemble import INPUTS, OUTPUTS, check_outputs, native_request, num_rows
+from router.protocols.kserve.outputs import piece_outputs, whole_outputs
+from router.protocols.kserve.tensors import InputTensor, fill_outputs, parse_inputs
+
+logger = logging.getLogger(__name__)
+
+_ALIAS = "ensemble"
+_VERSION = "1"
+_FINAL = "triton_final_response"
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+_TYPES = {"BYTES": pb.TYPE_STRING}
+# Responses that may wait for a slow reader of a stream, beside what waits in each request's own output.
+_MAX_WAITING = 64
+
+
+class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
+    """Implements protos/kserve.proto. The model has its own name, and `ensemble`."""
+
+    def __init__(self, front: FrontDoor, prompts: PromptBuilder) -> None:
+        self._front = front
+        self._model = front.runner.model
+        self._prompts = prompts
+        self._num_success = self._num_failures = self._success_ns = self._failure_ns = self._last_ms = 0
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: object) -> pb.ServerLiveResponse:  # noqa: N802
+        """The process answers."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: object) -> pb.ServerReadyResponse:  # noqa: N802
+        """Requests are taken."""
+        return pb.ServerReadyResponse(ready=not self._front.draining.is_set())
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: object) -> pb.ModelReadyResponse:  # noqa: N802
+        """The model is served."""
+        known = request.name in (_ALIAS, self._model.name) and request.version in ("", _VERSION)
+        return pb.ModelReadyResponse(ready=known and not self._front.draining.is_set())
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: object) -> pb.ServerMetadataResponse:  # noqa: N802
+        """What answers."""
+        return pb.ServerMetadataResponse(
+            name="midstream", version=__version__, extensions=["model_configuration", "statistics"]
+        )
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: object) -> pb.ModelMetadataResponse:  # noqa: N802
+        """The tensors."""
+        self._check_model(request.name, request.version)
+        response = pb.ModelMetadataResponse(name=request.name, versions=[_VERSION], platform="midstream")
+        for name, field in INPUTS.items():
+            response.inputs.add(name=name, datatype=field.datatype, shape=(-1, *field.dims))
+        for name, (datatype, dims) in OUTPUTS.items():
+            response.outputs.add(name=name, datatype=datatype, shape=dims)
+        return response
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: object) -> pb.ModelConfigResponse:  # noqa: N802
+        """The same, as Triton's configuration."""
+        self._check_model(request.name, request.version)
+        config = pb.ModelConfig(name=request.name, platform="midstream", backend="midstream")
+        config.model_transaction_policy.decoupled = True
+        for name, field in INPUTS.items():
+            config.input.add(
+                name=name, data_type=_data_type(field.datatype), dims=field.dims, optional=field.is_optional
+            )
+        for name, (datatype, dims) in OUTPUTS.items():
+            config.output.add(name=name, data_type=_data_type(datatype), dims=dims)
+        return pb.ModelConfigResponse(config=config)
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: object) -> pb.ModelStatisticsResponse:  # noqa: N802
+        """Counts of this router's KServe requests."""
+        if request.name:
+            self._check_model(request.name, request.version)
+        done = self._num_success + self._num_failures
+        statistics = pb.ModelStatistics(
+            name=self._model.name, version=_VERSION, last_inference=self._last_ms, inference_count=done
+        )
+        statistics.execution_count = done
+        statistics.inference_stats.success.count, statistics.inference_stats.success.ns = (
+            self._num_success,
+            self._success_ns,
+        )
+        statistics.inference_stats.fail.count, statistics.inference_stats.fail.ns = (
+            self._num_failures,
+            self._failure_ns,
+        )
+        return pb.ModelStatisticsResponse(model_stats=[statistics])
+
+    async def ModelInfer(  # noqa: N802
+        self,
+        request: pb.ModelInferRequest,
+        context: grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelInferResponse],
+    ) -> pb.ModelInferResponse:
+        """Runs every row of the batch, and answers with all sequences of all of them."""
+        started = time.monotonic_ns()
+        try:
+            inputs, wanted = self._read(request)
+            if "stream" in inputs and any(inputs["stream"].values):
+                raise InvalidArgumentError("streams come from ModelStreamInfer", field="stream")
+            rows = num_rows(inputs)
+            work = [self._collect(request, inputs, index, rows, context.time_remaining()) for index in range(rows)]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(item) for item in work]
+        except BaseExceptionGroup as errors:
+            self._count(started, failed=True)
+            raise _first(errors) from None
+        except MidstreamError:
+            self._count(started, failed=True)
+            raise
+        self._count(started, failed=False)
+        response = self._response(request)
+        fill_outputs(response, [t for t in whole_outputs([task.result() for task in tasks]) if t.name in wanted])
+        return response
+
+    async def ModelStreamInfer(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[pb.ModelInferRequest],
+        context: grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse],
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        """Runs requests as they come; each tells of its own failure, and the others go on."""
+        responses: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_WAITING)
+        is_broken = False
+
+        async def read() -> None:
+            nonlocal is_broken
+            try:
+                async with asyncio.TaskGroup() as group:
+                    async for request in request_iterator:
+                        group.create_task(self._stream(request, responses, context.time_remaining()))
+            except* Exception:  # of gRPC: each request's own are told in the stream
+                logger.debug("a stream of requests broke", exc_info=True)
+                is_broken = True
+            await responses.put(None)
+
+        reading = asyncio.create_task(read())
+        try:
+            while (response := await responses.get()) is not None:
+                yield response
+            if is_broken:
+                raise InvalidArgumentError("what came is no ModelInferRequest")
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _stream(
+        self,
+        request: pb.ModelInferRequest,
+        responses: asyncio.Queue[pb.ModelStreamInferResponse | None],
+        timeout_s: float | None,
+    ) -> None:
+        started, response = time.monotonic_ns(), self._response(request)
+        try:
+            inputs, wanted = self._read(request)
+            rows = num_rows(inputs)
+            async with asyncio.TaskGroup() as group:
+                for index in range(rows):
+                    group.create_task(self._stream_row(request, inputs, index, rows, wanted, responses, timeout_s))
+        except* Exception as errors:  # it may not take the stream's other requests along
+            self._count(started, failed=True)
+            error = _first(errors)
+            if not isinstance(error, MidstreamError):
+                logger.error("unexpected error in a stream", exc_info=error)
+                error = ExecutionError("internal error; the log has its details")
+            response.parameters[_FINAL].bool_param = True
+            await responses.put(pb.ModelStreamInferResponse(error_message=str(error), infer_response=response))
+        else:
+            self._count(started, failed=False)
+            if rows > 1 or request.parameters[_EMPTY_FINAL].bool_param:
+                response.parameters[_FINAL].bool_param = True
+                await responses.put(pb.ModelStreamInferResponse(infer_response=response))
+
+    async def _stream_row(
+        self,
+        request: pb.ModelInferRequest,
+        inputs: Mapping[str, InputTensor],
+        index: int,
+        rows: int,
+        wanted: frozenset[str],
+        responses: asyncio.Queue[pb.ModelStreamInferResponse | None],
+        timeout_s: float | None,
+    ) -> None:
+        native = await native_request(inputs, index, rows, self._prompts)
+        native.request_id = _request_id(request, index, rows)
+        last_is_marked = rows == 1 and not request.parameters[_EMPTY_FINAL].bool_param
+        async with await self._front.start(native, timeout_s) as output:
+            while not output.is_final:
+                for chunk in await output.take():
+                    if chunk.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
+                        continue  # the error follows
+                    response = self._response(request)
+                    fill_outputs(response, [tensor for tensor in piece_outputs(chunk, index) if tensor.name in wanted])
+                    response.parameters[_FINAL].bool_param = last_is_marked and chunk.is_final
+                    await responses.put(pb.ModelStreamInferResponse(infer_response=response))
+        output.raise_failure()
+
+    async def _collect(
+        self,
+        request: pb.ModelInferRequest,
+        inputs: Mapping[str, InputTensor],
+        index: int,
+        rows: int,
+        timeout_s: float | None,
+    ) -> Result:
+        native = await native_request(inputs, index, rows, self._prompts)
+        native.request_id = _request_id(request, index, rows)
+        result = Result(native.request_id)
+        async with await self._front.start(native, timeout_s) as output:
+            while not output.is_final:
+                for chunk in await output.take():
+                    result.add(chunk)
+        output.raise_failure()
+        return result
+
+    def _read(self, request: pb.ModelInferRequest) -> tuple[dict[str, InputTensor], frozenset[str]]:
+        self._check_model(request.model_name, request.model_version)
+        if self._front.draining.is_set():
+            raise UnavailableError("this router is draining")
+        return parse_inputs(request), check_outputs([item.name for item in request.outputs])
+
+    def _check_model(self, name: str, version: str) -> None:
+        if name not in (_ALIAS, self._model.name) or version not in ("", _VERSION):
+            wanted = f"{name} version {version}" if version else name
+            raise NotFoundError(f"{wanted!r} is not served; {self._model.name!r} is", field="model_name")
+
+    def _response(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        return pb.ModelInferResponse(model_name=request.model_name, model_version=_VERSION, id=request.id)
+
+    def _count(self, started_ns: int, *, failed: bool) -> None:
+        took, self._last_ms = time.monotonic_ns() - started_ns, time.time_ns() // 1_000_000
+        if failed:
+            self._num_failures, self._failure_ns = self._num_failures + 1, self._failure_ns + took
+        else:
+            self._num_success, self._success_ns = self._num_success + 1, self._success_ns + took
+
+
+def _request_id(request: pb.ModelInferRequest, index: int, rows: int) -> str:
+    """Clients number their requests from 1, each for itself, so their ids alone would meet."""
+    return f"kserve-{uuid.uuid4().hex}-{index}" if rows > 1 else f"kserve-{uuid.uuid4().hex}"
+
+
+def _data_type(datatype: str) -> pb.DataType.ValueType:
+    return _TYPES.get(datatype) or pb.DataType.Value(f"TYPE_{datatype}")
+
+
+def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
+    """One of a group's errors: what went wrong with one row ends the batch."""
+    first: BaseException = errors.exceptions[0]
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first

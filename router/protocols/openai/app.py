@@ -1,0 +1,153 @@
+"""The routes of the router's HTTP port."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
+from midstream.telemetry import Metrics
+from protos import generation_pb2 as pb
+from router.pipeline.output import FrontDoor
+from router.pipeline.prompt import PromptBuilder
+from router.pipeline.request_checks import check_model
+from router.protocols.openai.body import Body
+from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
+from router.protocols.openai.models import Models
+from router.protocols.openai.openapi import document
+from router.protocols.openai.reply import Reply
+from router.protocols.openai.tool_calls import format_of
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class OpenAiApi:
+    """OpenAI's endpoints over the native path, with the process's /health and /metrics."""
+
+    def __init__(
+        self,
+        front: FrontDoor,
+        prompts: PromptBuilder,
+        metrics: Metrics,
+        problems: Callable[[], list[str]],
+        max_body_bytes: int,
+    ) -> None:
+        self._front = front
+        self._model = front.runner.model
+        self._prompts = prompts
+        self._metrics = metrics
+        self._problems = problems
+        self._max_body_bytes = max_body_bytes
+        self._models = Models(self._model, front.runner.cells)
+        self._vocabulary = Vocabulary(self._spell, format_of(self._model.chat_template))
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        posts: dict[str, Endpoint] = {
+            "/v1/completions": lambda request: self._generate(request, completion_job),
+            "/v1/chat/completions": lambda request: self._generate(request, chat_job),
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        gets: dict[str, Endpoint] = {
+            "/v1/models": self._list_models,
+            "/v1/models/{name:path}": self._one_model,
+            "/health": self._health,
+            "/metrics": self._show_metrics,
+            "/openapi.json": self._describe,
+        }
+        routes = [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+        routes += [Route(path, _mapped(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+    async def _generate(self, request: Request, make: Callable[[Body, Vocabulary], Job]) -> Response:
+        if self._front.draining.is_set():
+            raise UnavailableError("this router is draining")
+        job = make(await self._body(request), self._vocabulary)
+        await self._models.resolve(job.requests)
+        return Reply(self._front, job, request.headers.get("last-event-id"))
+
+    async def _list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await self._models.cards()})
+
+    async def _one_model(self, request: Request) -> Response:
+        return JSONResponse(await self._models.card(request.path_params["name"]))
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        check_model(body.text("model") or "", self._model)
+        native = pb.GenerateRequest()
+        if body.has("messages"):
+            native.chat.CopyFrom(chat_job(body, self._vocabulary).requests[0].chat)
+        else:
+            native.prompt = body.text("prompt") or ""
+        ids = await self._prompts.token_ids(native, add_special_tokens=body.flag("add_special_tokens") is not False)
+        answer = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_sequence_length}
+        if body.flag("return_token_strs"):
+            answer["token_strs"] = [self._prompts.tokenizer.token(token) or "" for token in ids]
+        return JSONResponse(answer)
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        check_model(body.text("model") or "", self._model)
+        ids = body.token_ids("tokens")
+        if max(ids, default=0) >= self._model.vocab_size:
+            raise InvalidArgumentError(f"must be in 0..{self._model.vocab_size - 1}", field="tokens")
+        return JSONResponse({"prompt": self._prompts.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    async def _health(self, request: Request) -> Response:
+        problems = self._problems()
+        body = {"status": "NOT_SERVING" if problems else "SERVING", "stalled": problems}
+        return JSONResponse(body, 503 if problems else 200)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _describe(self, request: Request) -> Response:
+        return JSONResponse(document(self._model))
+
+    async def _body(self, request: Request) -> Body:
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > self._max_body_bytes:
+                raise InvalidArgumentError(f"the body has more than {self._max_body_bytes} bytes")
+        return Body.parse(bytes(data))
+
+    def _spell(self, token_id: int) -> str:
+        return self._prompts.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _mapped(endpoint: Endpoint) -> Endpoint:
+    """The endpoint, its errors in OpenAI's shape."""
+
+    async def call(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except MidstreamError as error:
+            return JSONResponse(error_body(error), http_status(error), headers=headers(error))
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    return call
+
+
+async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request that does not come to an endpoint with `error`."""
+    await JSONResponse(error_body(error), http_status(error), headers=headers(error))(scope, receive, send)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    detail = error.detail if isinstance(error, HTTPException) else "internal error"
+    body = {"error": {"message": detail, "type": "invalid_request_error", "param": None, "code": None}}
+    return Response(json.dumps(body), status, media_type="application/json")

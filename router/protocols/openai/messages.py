@@ -1,0 +1,58 @@
+"""The turns of a conversation, as the native request has them."""
+
+from __future__ import annotations
+
+import json
+
+from midstream.errors import InvalidArgumentError, UnsupportedError
+from protos import generation_pb2 as pb
+from router.protocols.openai.body import Body
+
+
+def chat_messages(body: Body) -> list[pb.ChatMessage]:
+    """The body's messages.
+
+    Raises:
+        InvalidArgumentError: One is not what it should be.
+        UnsupportedError: One has content that is not text.
+    """
+    return [_message(message) for message in body.objects("messages")]
+
+
+def _message(message: Body) -> pb.ChatMessage:
+    turn = pb.ChatMessage(
+        role=message.text("role") or "",
+        content=_content(message),
+        tool_call_id=message.text("tool_call_id") or "",
+        name=message.text("name") or "",
+    )
+    calls = [_tool_call(call) for call in message.objects("tool_calls")]
+    if calls:
+        turn.tool_calls_json = json.dumps(calls)
+    return turn
+
+
+def _content(message: Body) -> str:
+    if not isinstance(message.get("content"), list):
+        return message.text("content") or ""
+    texts = []
+    for part in message.objects("content"):
+        if part.text("type") not in ("text", "refusal"):
+            raise UnsupportedError("only text is supported", field=part.path("type"))
+        texts.append(part.text("text") or part.text("refusal") or "")
+    return "\n".join(texts)
+
+
+def _tool_call(call: Body) -> dict[str, object]:
+    """Templates expect the arguments as an object; OpenAI's clients send them as text."""
+    function = call.child("function")
+    if function is None:
+        raise InvalidArgumentError("must be an object", field=call.path("function"))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise InvalidArgumentError("is not JSON", field=function.path("arguments")) from None
+    function_fields = {"name": function.text("name") or "", "arguments": arguments}
+    return {"id": call.text("id") or "", "type": "function", "function": function_fields}

@@ -1,0 +1,88 @@
+"""What `model` may name: the model that is served, and the adapters that are loaded on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import grpc
+import grpc.aio
+
+from midstream.errors import DeadlineError, NotFoundError, UnavailableError
+from midstream.model.folder import ModelFolder
+from midstream.rpc.errors import error_from_rpc
+from protos import generation_pb2 as pb
+from protos import loads_pb2
+from router.pipeline.cells import Cells
+from router.pipeline.request_checks import MAX_NAME
+
+_TIMEOUT_S = 5.0
+_FRESH_S = 1.0
+
+
+class Models:
+    """Names of models, as OpenAI's clients list and choose them."""
+
+    def __init__(self, model: ModelFolder, cells: Cells) -> None:
+        self._model = model
+        self._cells = cells
+        self._adapters: dict[str, loads_pb2.LoraInfo] = {}
+        self._fresh_until = 0.0
+
+    async def cards(self) -> list[dict[str, object]]:
+        """All of them; while no scheduler answers, the model alone."""
+        try:
+            adapters = await self._listed()
+        except (UnavailableError, DeadlineError):
+            adapters = {}
+        return [self._card(), *map(self._adapter_card, adapters.values())]
+
+    async def card(self, name: str) -> dict[str, object]:
+        """One of them.
+
+        Raises:
+            NotFoundError: There is no such.
+            MidstreamError: No scheduler tells.
+        """
+        if name == self._model.name:
+            return self._card()
+        adapter = await self._adapter(name)
+        if adapter is None:
+            raise NotFoundError(f"{name[:MAX_NAME]!r} is not served; {self._model.name!r} is", field="model")
+        return self._adapter_card(adapter)
+
+    async def resolve(self, requests: Iterable[pb.GenerateRequest]) -> None:
+        """Turns an adapter's name in the place of the model's into a request for that adapter."""
+        for request in requests:
+            if request.model in ("", self._model.name):
+                continue
+            adapter = await self._adapter(request.model)
+            if adapter is None:
+                continue  # refused where every request is checked
+            request.model = ""
+            if adapter.num_virtual_tokens:
+                request.prompt_tuning.name = adapter.name
+            else:
+                request.lora.name = adapter.name
+
+    async def _adapter(self, name: str) -> loads_pb2.LoraInfo | None:
+        """The adapter of a name, as it was known a moment ago; one that was not known is asked for."""
+        if name not in self._adapters or asyncio.get_running_loop().time() >= self._fresh_until:
+            await self._listed()
+        return self._adapters.get(name)
+
+    async def _listed(self) -> dict[str, loads_pb2.LoraInfo]:
+        try:
+            listed = await self._cells.any().stub.ListLoras(loads_pb2.ListLorasRequest(), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        self._adapters = {item.name: item for item in listed.loras}
+        self._fresh_until = asyncio.get_running_loop().time() + _FRESH_S
+        return self._adapters
+
+    def _card(self) -> dict[str, object]:
+        card = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "midstream"}
+        return {**card, "root": self._model.name, "parent": None, "max_model_len": self._model.max_sequence_length}
+
+    def _adapter_card(self, adapter: loads_pb2.LoraInfo) -> dict[str, object]:
+        return {**self._card(), "id": adapter.name, "root": adapter.path, "parent": self._model.name}

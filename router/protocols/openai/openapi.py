@@ -1,0 +1,245 @@
+"""The OpenAPI document of the HTTP port."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream import __version__
+from midstream.model.folder import ModelFolder
+from router.pipeline.request_checks import (
+    MAX_LOG_PROBS,
+    MAX_NAME,
+    MAX_STOP_TOKENS,
+    MAX_STOP_WORD_CHARACTERS,
+    MAX_STOP_WORDS,
+)
+
+# A JSON schema, or another part of the document.
+Part = dict[str, Any]
+
+_TEXT: Part = {"type": "string"}
+_FLAG: Part = {"type": "boolean"}
+_OBJECT: Part = {"type": "object"}
+_NAME: Part = {"type": "string", "maxLength": MAX_NAME}
+_ANY_TEXTS: Part = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
+
+
+def document(model: ModelFolder) -> Part:
+    """The document for a router that serves `model`."""
+    token = _integer(0, model.vocab_size - 1)
+    names = {"anyOf": [{"const": model.name}, {"type": "string", "description": "An adapter that is loaded on it."}]}
+    common = _common_fields(model, token, names)
+    tokens = {"type": "array", "items": token, "minItems": 1}
+    text = {"type": "string", "minLength": 1}
+    prompts = {"anyOf": [{"type": "array", "items": item, "minItems": 1, "maxItems": 256} for item in (text, tokens)]}
+    completion = {
+        **common,
+        "prompt": {"anyOf": [text, tokens, *prompts["anyOf"]]},
+        "best_of": _integer(1, 128),
+        "echo": _FLAG,
+        "logprobs": _integer(0, MAX_LOG_PROBS),
+    }
+    chat = {
+        **common,
+        "messages": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1},
+        "max_completion_tokens": _integer(1, 0xFFFFFFFF),
+        "logprobs": _FLAG,
+        "top_logprobs": _integer(0, MAX_LOG_PROBS),
+        "tools": {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT]},
+        "parallel_tool_calls": _FLAG,
+        "add_generation_prompt": _FLAG,
+        "chat_template_kwargs": _OBJECT,
+    }
+    event_id = {
+        "name": "Last-Event-ID",
+        "in": "header",
+        "schema": _TEXT,
+        "description": "Id of the last event that was read: the stream goes on after it, at any router.",
+    }
+    tokenize = {"model": names, "prompt": text, "messages": chat["messages"], "tools": chat["tools"]}
+    tokenize |= {"add_special_tokens": _FLAG, "return_token_strs": _FLAG}
+    detokenize = {"model": names, "tokens": tokens}
+    named = {"name": "name", "in": "path", "required": True, "schema": text}
+    paths = {
+        "/v1/completions": {"post": _post("Completes prompts.", completion, ["prompt"], stream=True) | _with(event_id)},
+        "/v1/chat/completions": {
+            "post": _post("Answers a conversation.", chat, ["messages"], stream=True) | _with(event_id)
+        },
+        "/tokenize": {"post": _post("Token ids of a text or a conversation.", tokenize, [])},
+        "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
+        "/v1/models": {"get": _get("The model and the adapters that are loaded on it.")},
+        "/v1/models/{name}": {"get": _get("One of them.") | _with(named)},
+        "/health": {"get": _get("Whether this router works; 503 where it does not.")},
+        "/metrics": {"get": _get("Prometheus' metrics.", "text/plain")},
+        "/openapi.json": {"get": _get("This document.")},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Midstream", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": {"Error": _ERROR, "Message": _MESSAGE, "Tool": _TOOL}},
+    }
+
+
+def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
+    """Of completions and chat completions."""
+    words = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_WORD_CHARACTERS}
+    return {
+        "model": names,
+        "max_tokens": _integer(1, 0xFFFFFFFF),
+        "n": _integer(1, 128),
+        "seed": {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 64) - 1},
+        "temperature": _number(0, 100),
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "top_k": _integer(-1, 0xFFFFFFFF),
+        "min_p": _number(0, 1),
+        "presence_penalty": _number(-2, 2),
+        "frequency_penalty": _number(-2, 2),
+        "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e38},
+        "logit_bias": {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,4}$"},
+            "additionalProperties": _number(-100, 100),
+        },
+        "stop": {"anyOf": [words, {"type": "array", "items": words, "maxItems": MAX_STOP_WORDS}]},
+        "stop_token_ids": {"type": "array", "items": token, "maxItems": MAX_STOP_TOKENS},
+        "bad_words": {"type": "array", "items": words, "maxItems": MAX_STOP_WORDS},
+        "min_tokens": _integer(0, model.max_sequence_length),
+        "ignore_eos": _FLAG,
+        "include_stop_str_in_output": _FLAG,
+        "skip_special_tokens": _FLAG,
+        "return_token_ids": _FLAG,
+        "stream": _FLAG,
+        "stream_options": {"type": "object", "properties": {"include_usage": _FLAG}},
+        "response_format": {
+            "type": "object",
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema"]},
+                "json_schema": {"type": "object", "properties": {"name": _TEXT, "schema": _OBJECT}},
+            },
+            "required": ["type"],
+        },
+        "guided_json": {"anyOf": [_OBJECT, _TEXT]},
+        "guided_regex": _TEXT,
+        "guided_grammar": _TEXT,
+        "guided_choice": _ANY_TEXTS,
+        "structured_outputs": {
+            "type": "object",
+            "properties": {
+                "json": {"anyOf": [_OBJECT, _TEXT]},
+                "regex": _TEXT,
+                "grammar": _TEXT,
+                "choice": _ANY_TEXTS,
+                "json_object": _FLAG,
+            },
+        },
+        "priority": _integer(-100, 100),
+        "request_id": _NAME,
+        "cache_salt": _NAME,
+        "user": _NAME,
+        "detached": _FLAG,
+        "timeout_ms": _integer(0, 1 << 53),
+    }
+
+
+_MESSAGE: Part = {
+    "type": "object",
+    "properties": {
+        "role": {"type": "string", "minLength": 1},
+        "content": {
+            "anyOf": [
+                _TEXT,
+                {"type": "null"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": _TEXT},
+                        "required": ["type", "text"],
+                    },
+                },
+            ]
+        },
+        "name": _TEXT,
+        "tool_call_id": _TEXT,
+        "tool_calls": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "id": _TEXT,
+                    "type": {"const": "function"},
+                    "function": {"type": "object", "properties": {"name": _TEXT, "arguments": _TEXT}},
+                },
+                "required": ["function"],
+            },
+        },
+    },
+    "required": ["role"],
+}
+_TOOL: Part = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "minLength": 1}, "description": _TEXT, "parameters": _OBJECT},
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+_ERROR: Part = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+
+
+def _integer(low: int, high: int) -> Part:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _number(low: float, high: float) -> Part:
+    return {"type": "number", "minimum": low, "maximum": high}
+
+
+def _with(*parameters: Part) -> Part:
+    return {"parameters": list(parameters)}
+
+
+def _post(summary: str, fields: Part, required: list[str], *, stream: bool = False) -> Part:
+    # null is unset; OpenAI's clients send it for what they do not set.
+    properties = {
+        name: schema if name in required else {"anyOf": [schema, {"type": "null"}]} for name, schema in fields.items()
+    }
+    schema = {"type": "object", "properties": properties, "required": required}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"summary": summary, "requestBody": body, "responses": _responses("text/event-stream" if stream else "")}
+
+
+def _get(summary: str, media_type: str = "") -> Part:
+    return {"summary": summary, "responses": _responses(media_type)}
+
+
+def _responses(media_type: str) -> Part:
+    content: Part = {"application/json": {"schema": _OBJECT}}
+    if media_type:
+        content[media_type] = {"schema": _TEXT}
+    failed = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {
+        "200": {"description": "What was asked for.", "content": content},
+        "default": {"description": "What is wrong, and with which parameter.", "content": failed},
+    }

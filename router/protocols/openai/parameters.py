@@ -1,0 +1,152 @@
+"""What completions and chat completions have in common, as fields of the native request. vLLM's extras among them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from midstream.errors import InvalidArgumentError, UnsupportedError
+from protos import generation_pb2 as pb
+from router.protocols.openai.body import Body
+
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+# Of vLLM's extras, those that would be missed in the output.
+_NOT_SUPPORTED = (
+    "allowed_token_ids", "logits_processors", "prompt_logprobs", "return_tokens_as_token_ids", "truncate_prompt_tokens",
+)  # fmt: skip
+_SEED_RANGE = 1 << 64
+_GUIDES = {
+    "json": pb.GUIDE_TYPE_JSON_SCHEMA,
+    "regex": pb.GUIDE_TYPE_REGEX,
+    "grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR,
+}
+_REGEX_SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
+
+
+def native_request(body: Body) -> pb.GenerateRequest:
+    """The request without its input.
+
+    Raises:
+        InvalidArgumentError: A field is not what it should be.
+        UnsupportedError: A field that this service will not have.
+    """
+    refuse(body, *_NOT_SUPPORTED)
+    request = pb.GenerateRequest(
+        request_id=body.text("request_id") or "",
+        model=body.text("model") or "",
+        streaming=bool(body.flag("stream")),
+        client_id=body.text("user") or "",
+        # vLLM's lower priorities go first.
+        priority=-(body.integer("priority", -100, 100) or 0),
+        cache_salt=body.text("cache_salt") or "",
+        detached=bool(body.flag("detached")),
+        timeout_ms=body.integer("timeout_ms", 0, (1 << 53)),
+    )
+    _fill_sampling(body, request.sampling)
+    _fill_stopping(body, request.stopping)
+    skip = body.flag("skip_special_tokens")
+    if skip is not None:
+        request.output.skip_special_tokens = skip
+    guide = _guide(body)
+    if guide is not None:
+        request.guided_decoding.CopyFrom(guide)
+    return request
+
+
+def _fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:
+    for name in _NUMBERS:
+        value = body.number(name)
+        if value is not None:
+            setattr(sampling, name, value)
+    top_k = body.integer("top_k", -1)
+    if top_k is not None:
+        sampling.top_k = max(top_k, 0)
+    seed = body.integer("seed", -_SEED_RANGE // 2, _SEED_RANGE - 1)
+    if seed is not None:
+        sampling.seed = seed % _SEED_RANGE
+    sampling.min_tokens = body.integer("min_tokens") or 0
+    num_sequences = body.integer("n")
+    if num_sequences is not None:
+        sampling.num_return_sequences = num_sequences
+    if body.flag("use_beam_search"):
+        sampling.beam_width = num_sequences or 1
+        penalty = body.number("length_penalty")
+        sampling.length_penalty = 1.0 if penalty is None else penalty
+    bias = body.get("logit_bias")
+    if bias is not None:
+        _fill_bias(bias, sampling)
+
+
+def _fill_bias(bias: object, sampling: pb.SamplingConfig) -> None:
+    if not isinstance(bias, dict):
+        raise InvalidArgumentError("must be an object", field="logit_bias")
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and int(key[:11]) < 1 << 32):
+            raise InvalidArgumentError(f"{key[:32]!r} is not a token id", field="logit_bias")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise InvalidArgumentError("must be in -100..100", field=f"logit_bias.{key}")
+        sampling.embedding_bias[int(key)] = value
+
+
+def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
+    stopping.stop_words.extend(body.texts("stop"))
+    stopping.stop_token_ids.extend(body.token_ids("stop_token_ids"))
+    stopping.bad_words.extend(body.texts("bad_words"))
+    stopping.ignore_eos = bool(body.flag("ignore_eos"))
+    stopping.include_stop_in_output = bool(body.flag("include_stop_str_in_output"))
+
+
+def _guide(body: Body) -> pb.GuidedDecodingConfig | None:
+    """Of response_format, vLLM's guided_* and its newer structured_outputs, the one that is set."""
+    guides = [_response_format(body), *_named_guides(body, "guided_")]
+    structured = body.child("structured_outputs")
+    if structured is not None:
+        refuse(structured, "structural_tag")
+        guides += _named_guides(structured, "")
+    found = [guide for guide in guides if guide is not None]
+    if len(found) > 1:
+        raise InvalidArgumentError("only one kind of guided decoding at once", field="response_format")
+    return found[0] if found else None
+
+
+def _response_format(body: Body) -> pb.GuidedDecodingConfig | None:
+    response_format = body.child("response_format")
+    if response_format is None:
+        return None
+    kind = response_format.text("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON)
+    if kind == "json_schema":
+        schema = response_format.child("json_schema")
+        if schema is None or not isinstance(schema.get("schema"), dict):
+            raise InvalidArgumentError("must be an object", field="response_format.json_schema.schema")
+        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=json.dumps(schema.get("schema")))
+    raise InvalidArgumentError("must be text, json_object or json_schema", field="response_format.type")
+
+
+def _named_guides(body: Body, prefix: str) -> list[pb.GuidedDecodingConfig | None]:
+    guides: list[pb.GuidedDecodingConfig | None] = []
+    for name, guide_type in _GUIDES.items():
+        value = body.get(prefix + name)
+        if name == "json" and isinstance(value, dict):
+            value = json.dumps(value)
+        if value is not None and not isinstance(value, str):
+            raise InvalidArgumentError("must be a string", field=body.path(prefix + name))
+        if value is not None:
+            guides.append(pb.GuidedDecodingConfig(guide_type=guide_type, guide=value))
+    choices = body.texts(prefix + "choice")
+    if choices:
+        expression = "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices)
+        guides.append(pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide=f"({expression})"))
+    if body.flag(prefix + "json_object"):
+        guides.append(pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON))
+    return guides
+
+
+def refuse(body: Body, *names: str) -> None:
+    """Raises UnsupportedError where one of `names` is set, to anything but an empty or false value."""
+    for name in names:
+        if body.get(name):
+            raise UnsupportedError("is not supported", field=body.path(name))

@@ -1,0 +1,220 @@
+"""Answers one job: runs its requests, and writes their output as JSON or as server-sent events.
+
+Each event's id says what its reader has (positions.py). The same body sent with that as Last-Event-ID, to any router,
+gets the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Coroutine, Mapping
+from contextlib import AsyncExitStack
+from urllib.parse import quote
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from midstream.chunk import Chunk, Usage
+from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
+from router.pipeline.output import FrontDoor, Output
+from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.jobs import Job, request_ids
+from router.protocols.openai.positions import Position, event_id, read_event_id
+from router.protocols.openai.shapes import usage_fields
+
+logger = logging.getLogger(__name__)
+
+_SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class Reply(Response):
+    """A response that runs while its client is there."""
+
+    def __init__(self, front: FrontDoor, job: Job, last_event_id: str | None) -> None:
+        super().__init__()
+        self._front = front
+        self._job = job
+        self._last_event_id = last_event_id
+        self._is_resumed = last_event_id is not None
+        self._positions = [Position() for _ in job.requests]
+        self._usages: list[Usage] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers; a connection that drops aborts the requests."""
+        await _while_connected(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+        try:
+            async with AsyncExitStack() as stack:
+                outputs = await self._open(stack)
+                if not self._job.is_stream:
+                    response = JSONResponse(await self._whole(outputs), headers={"x-request-id": self._header_id()})
+                    await stack.aclose()
+                    await response(scope, receive, send)
+                    return
+                has_begun = True
+                id_header = (b"x-request-id", self._header_id().encode())
+                await send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, id_header]})
+                await self._stream(outputs, send)
+        except MidstreamError as error:
+            await self._fail(error, has_begun, scope, receive, send)
+        except Exception:
+            logger.exception("unexpected error in a call")
+            hidden = ExecutionError("internal error; the log has its details")
+            await self._fail(hidden, has_begun, scope, receive, send)
+
+    async def _fail(self, error: MidstreamError, has_begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        if has_begun and isinstance(error, OverloadedError):
+            # A client that reads too slowly would not read this either: the connection is cut.
+            return
+        if has_begun:
+            await _write(send, f"data: {json.dumps(error_body(error))}\n\ndata: [DONE]\n\n", more=False)
+        else:
+            response = JSONResponse(error_body(error), http_status(error), headers=headers(error))
+            await response(scope, receive, send)
+
+    def _header_id(self) -> str:
+        return quote(self._job.request_id, safe="")
+
+    async def _open(self, stack: AsyncExitStack) -> list[Output]:
+        if self._last_event_id is not None:
+            self._read_positions(self._last_event_id)
+        outputs: list[Output] = []
+        names = request_ids(self._job.request_id, len(self._job.requests))
+        try:
+            for name, request, position in zip(names, self._job.requests, self._positions, strict=True):
+                if self._is_resumed:
+                    offsets = [] if self._job.reads_calls else position.next_offsets
+                    output = self._front.resume(name, 0, offsets, None)
+                else:
+                    output = await self._front.start(request, None)
+                outputs.append(await stack.enter_async_context(output))
+        except MidstreamError:
+            # Those that were taken are of no use without the one that was not.
+            for output in outputs:
+                self._front.abort_soon(output.request_id)
+            raise
+        return outputs
+
+    def _read_positions(self, text: str) -> None:
+        if not self._job.is_stream:
+            raise InvalidArgumentError("is of a stream, which this request is not", field="Last-Event-ID")
+        self._job.request_id, self._positions = read_event_id(text, len(self._job.requests))
+
+    async def _whole(self, outputs: list[Output]) -> Mapping[str, object]:
+        choices: list[dict[str, object]] = []
+        for output in outputs:
+            sequences: dict[int, Chunk] = {}
+            while not output.is_final:
+                for chunk in await output.take():
+                    self._count(chunk)
+                    known = sequences.setdefault(chunk.sequence_index, chunk)
+                    if known is not chunk:
+                        known.append(chunk)
+            output.raise_failure()
+            ordered = [sequences[index] for index in sorted(sequences)]
+            if len(ordered) > self._job.num_choices:
+                ordered.sort(key=_mean_log_prob, reverse=True)
+            for chunk in ordered[: self._job.num_choices]:
+                choices.append(self._job.shape.whole(len(choices), chunk))
+        return {**self._envelope(self._job.shape.name), "choices": choices, "usage": self._usage()}
+
+    async def _stream(self, outputs: list[Output], send: Send) -> None:
+        if not self._is_resumed:
+            for index in range(len(outputs) * self._job.num_choices):
+                opening = self._job.shape.opening(index)
+                if opening is not None:
+                    await self._event(send, opening)
+        if len(outputs) == 1:
+            await self._relay(0, outputs[0], send)
+        else:
+            relays = [asyncio.create_task(self._relay(i, output, send)) for i, output in enumerate(outputs)]
+            try:
+                await asyncio.gather(*relays)
+            finally:
+                for relay in relays:
+                    relay.cancel()
+        for output in outputs:
+            output.raise_failure()
+        if self._job.includes_usage:
+            await self._event(send, None)
+        await _write(send, "data: [DONE]\n\n", more=False)
+
+    async def _relay(self, number: int, output: Output, send: Send) -> None:
+        while not output.is_final:
+            for chunk in await output.take():
+                self._count(chunk)
+                choice = self._choice(number, chunk)
+                if choice is not None:
+                    await self._event(send, choice)
+
+    def _choice(self, number: int, chunk: Chunk) -> dict[str, object] | None:
+        """One choice's news; None where the reader has it."""
+        job, position, index = self._job, self._positions[number], chunk.sequence_index
+        if index in position.ended:
+            return None
+        shown = number * job.num_choices + index
+        if job.reads_calls and self._is_resumed:
+            known, chunk = position.known_part(chunk)
+            job.shape.read_again(shown, known)
+            if not (chunk.token_ids or chunk.text or chunk.is_sequence_final):
+                return None
+        position.advance(chunk, counts_characters=job.reads_calls)
+        return job.shape.part(shown, chunk)
+
+    async def _event(self, send: Send, choice: dict[str, object] | None) -> None:
+        """Writes one choice's news, or the usage."""
+        event = self._envelope(self._job.shape.chunk_name)
+        event["choices"] = [choice] if choice is not None else []
+        if self._job.includes_usage:
+            event["usage"] = self._usage() if choice is None else None
+        name = event_id(self._job.request_id, self._positions)
+        await _write(send, f"id: {name}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n", more=True)
+
+    def _envelope(self, name: str) -> dict[str, object]:
+        job = self._job
+        model = job.model or self._front.runner.model.name
+        return {"id": job.shape.prefix + job.request_id, "object": name, "created": job.created, "model": model}
+
+    def _count(self, chunk: Chunk) -> None:
+        if chunk.usage is not None:
+            self._usages.append(chunk.usage)
+
+    def _usage(self) -> dict[str, object]:
+        usages = self._usages
+        return usage_fields(
+            Usage(
+                sum(usage.prompt_tokens for usage in usages),
+                sum(usage.completion_tokens for usage in usages),
+                sum(usage.cached_tokens for usage in usages),
+            )
+        )
+
+
+def _mean_log_prob(chunk: Chunk) -> float:
+    return (chunk.cumulative_log_prob or 0.0) / max(chunk.next_offset, 1)
+
+
+async def _write(send: Send, text: str, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+
+async def _while_connected(receive: Receive, work: Coroutine[object, object, None]) -> None:
+    """Runs `work` until it ends or the client leaves."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,47 @@
+"""Which requests cannot be run here, however long they wait."""
+
+from __future__ import annotations
+
+from scheduler.core.config import CoreConfig
+from scheduler.core.failure import INVALID_ARGUMENT, Failure
+from scheduler.core.request import Request
+from scheduler.core.request_spec import RequestSpec
+from scheduler.core.worker_group import WorkerGroup
+
+
+def impossible(spec: RequestSpec, config: CoreConfig) -> Failure | None:
+    """Why no worker of this model could run a request; None: one might."""
+    if not spec.prompt:
+        return Failure(INVALID_ARGUMENT, "the prompt is empty", "token_ids")
+    num_ids = config.vocab_size + spec.num_virtual_tokens
+    if max(spec.prompt) >= num_ids:
+        return Failure(INVALID_ARGUMENT, f"token ids are below {num_ids}", "token_ids")
+    if spec.max_tokens < 1:
+        return Failure(INVALID_ARGUMENT, "at least 1 is needed", "max_tokens")
+    if len(spec.prompt) + spec.max_tokens > config.max_sequence_length:
+        most = config.max_sequence_length
+        return Failure(INVALID_ARGUMENT, f"prompt and output take more than the model's {most} tokens", "max_tokens")
+    if spec.tensor_bytes > config.max_tensor_bytes:
+        most = config.max_tensor_bytes
+        return Failure(INVALID_ARGUMENT, f"asks for {spec.tensor_bytes} bytes of tensors; at most {most}", "output")
+    if not config.enable_chunked_context and len(spec.prompt) > config.max_num_tokens:
+        most = config.max_num_tokens
+        return Failure(INVALID_ARGUMENT, f"without chunked context a prompt has at most {most} tokens", "token_ids")
+    return None
+
+
+def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int) -> Failure:
+    """Why a request is too large for each of the groups that there are."""
+    spec = request.spec
+    most = max(group.max_batch_size for group in groups)
+    if spec.num_sequences > most:
+        return Failure(INVALID_ARGUMENT, f"the workers run at most {most} at once", "sampling.num_return_sequences")
+    most = max(group.registration.max_sequence_length for group in groups)
+    if spec.max_num_tokens >= most:
+        return Failure(INVALID_ARGUMENT, f"prompt and output take more than the workers' {most} tokens", "max_tokens")
+    if not any(group.adapters.fits_alone(spec) for group in groups):
+        return Failure(INVALID_ARGUMENT, f"{spec.lora_name!r} takes more than the workers' adapter cache", "lora.name")
+    needed = min(group.blocks_alone(request) for group in groups) * tokens_per_block
+    most = max(group.blocks.num_blocks for group in groups) * tokens_per_block
+    message = f"prompt and output may take {needed} tokens of KV cache, the workers have {most}"
+    return Failure(INVALID_ARGUMENT, message, "max_tokens")

@@ -1,0 +1,255 @@
+"""The block tables of a worker group's sequences: filled when one starts, grown as it generates, given back at its end.
+
+Blocks that hold the same tokens as another's are shared. What a sequence will compute can be found by others from its
+start on (prefix_cache says how they wait for it); blocks of generated tokens can be found once they are full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from scheduler.core.adoption import AdoptedBlock, Adoption
+from scheduler.core.block_manager import BlockManager, Retention
+from scheduler.core.config import CoreConfig
+from scheduler.core.prefix_cache import extend_hashes
+from scheduler.core.request import NO_RESULTS, Sequence
+from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY, RequestSpec
+from scheduler.core.timers import Clock
+
+
+class BlockTables:
+    """Tables over the blocks of one group.
+
+    Attributes:
+        has_window: Blocks behind an attention window are given back.
+        num_reserved_blocks: Set aside for sequences with tables: what they may still take; with a window, all that they
+            may hold.
+    """
+
+    def __init__(self, config: CoreConfig, blocks: BlockManager, clock: Clock) -> None:
+        self.blocks = blocks
+        self.tokens_per_block = config.tokens_per_block
+        self.has_window = config.attention_window > 0
+        self.num_reserved_blocks = 0
+        self._prefix_cache = blocks.prefix_cache
+        self._clock = clock
+        self._enable_reuse = config.enable_block_reuse
+        self._window = config.attention_window
+        self._window_blocks = self.blocks_of(self._window) + 2
+
+    @property
+    def num_blocks_to_reserve(self) -> int:
+        """Blocks that are neither taken nor set aside for those who run."""
+        blocks = self.blocks.num_blocks if self.has_window else self.blocks.num_available
+        return blocks - self.num_reserved_blocks
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.tokens_per_block)
+
+    def max_blocks(self, max_num_tokens: int, num_known: int) -> int:
+        """Blocks that a sequence holds at most at one time."""
+        most = self.blocks_of(max_num_tokens)
+        if self.has_window:
+            most = min(most, self._window_blocks)
+        return max(most, self.blocks_of(num_known))
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """Cached blocks for the sequence's beginning; the last known token is always left to compute."""
+        if not self._reuses(sequence):
+            return []
+        num_blocks = (sequence.num_tokens - 1) // self.tokens_per_block
+        return self._prefix_cache.find(extend_hashes(sequence, num_blocks, self.tokens_per_block)[:num_blocks])
+
+    def _reuses(self, sequence: Sequence) -> bool:
+        return self._enable_reuse and sequence.request.spec.is_cacheable
+
+    def fill(self, sequence: Sequence, leader: Sequence | None, adoption: Adoption | None = None) -> int:
+        """Gives a sequence blocks for all its known tokens.
+
+        Precondition: they are available.
+
+        Args:
+            sequence: One without a table.
+            leader: Another sequence of its request that has a table; they share the prompt's full blocks.
+            adoption: Where full blocks go that a dead worker may have left; None: there are none.
+
+        Returns:
+            Leading blocks that others compute or computed.
+        """
+        spec, block_size = sequence.request.spec, self.tokens_per_block
+        known = sequence.num_tokens
+        shared = self.find(sequence)
+        num_prompt_shared = (len(spec.prompt) - 1) // block_size
+        if leader is not None and len(shared) < num_prompt_shared:
+            shared = leader.table[:num_prompt_shared]
+        self.blocks.share(shared)
+        num_own = self.blocks_of(known) - len(shared)
+        sequence.table = shared + self.blocks.allocate(num_own, self._clock.now_ns)
+        sequence.num_hit_blocks = len(shared)
+        # With a window, a block given back may stay with others who share it: then all that it may hold is set aside.
+        most = self.max_blocks(spec.max_num_tokens, known)
+        sequence.num_reserved = most if self.has_window else most - len(sequence.table)
+        self.num_reserved_blocks += sequence.num_reserved
+        self._promise(sequence, len(shared), known // block_size)
+        if adoption is not None and self._reuses(sequence):
+            self._adopt(sequence, adoption)
+        if leader is None:
+            self.blocks.counts.missed += max(0, num_prompt_shared - len(shared)) if self._reuses(sequence) else 0
+        return len(shared)
+
+    def num_to_reserve(self, spec: RequestSpec, num_known: int) -> int:
+        """Blocks to set aside for a spare lane of a beam search whose lanes know `num_known` tokens."""
+        most = self.max_blocks(spec.max_num_tokens, num_known)
+        return most if self.has_window else most - num_known // self.tokens_per_block
+
+    def reserve(self, lane: Sequence, num_known: int) -> None:
+        """Sets blocks aside for a spare lane."""
+        lane.num_reserved = self.num_to_reserve(lane.request.spec, num_known)
+        self.num_reserved_blocks += lane.num_reserved
+        lane.next_publish = NO_RESULTS
+
+    def num_missing_for_forks(self, forks: Iterable[tuple[Sequence, Sequence]]) -> int:
+        """Blocks that forks take, beyond those that they give back."""
+        num_missing = 0
+        for source, target in forks:
+            num_missing += source.num_computed % self.tokens_per_block > 0
+            num_missing -= sum(1 for block in target.table[target.num_freed :] if self.blocks.num_owners(block) == 1)
+        return num_missing
+
+    def fork(self, forks: Iterable[tuple[Sequence, Sequence]]) -> list[tuple[int, int]]:
+        """Gives each target the table of its source, in place of its own; a partly filled block becomes two.
+
+        Precondition: no source is a target, and `num_missing_for_forks` blocks are available.
+
+        Returns:
+            The blocks to copy, as (from, to).
+        """
+        dropped: list[int] = []
+        for source, target in forks:
+            dropped += target.table[target.num_freed :]
+            shared = source.table[source.num_freed : source.num_computed // self.tokens_per_block]
+            self.blocks.share(shared)
+            target.table = source.table[: source.num_freed] + shared
+            target.num_freed = source.num_freed
+            target.num_computed = source.num_computed
+        self.blocks.release(reversed(dropped), self._clock.now_ns)
+        copies: list[tuple[int, int]] = []
+        for source, target in forks:
+            if source.num_computed % self.tokens_per_block:
+                (block,) = self.blocks.allocate(1, self._clock.now_ns)
+                copies.append((source.table[len(target.table)], block))
+                target.table.append(block)
+            self._set_reserved(target, len(target.table))
+        return copies
+
+    def empty(self, lane: Sequence) -> None:
+        """Takes the blocks of a lane that has no beam any more; it may get one again."""
+        self.blocks.release(reversed(lane.table[lane.num_freed :]), self._clock.now_ns)
+        lane.table, lane.num_freed = [], 0
+        self._set_reserved(lane, lane.num_computed // self.tokens_per_block)
+
+    def _set_reserved(self, lane: Sequence, num_held: int) -> None:
+        """Sets aside what a lane may still take: all but those it holds, or will share with the beam it gets."""
+        if not self.has_window:
+            num_reserved = self.blocks_of(lane.request.spec.max_num_tokens) - num_held
+            self.num_reserved_blocks += num_reserved - lane.num_reserved
+            lane.num_reserved = num_reserved
+
+    def _promise(self, sequence: Sequence, first: int, end: int) -> None:
+        """Publishes the blocks [first, end) that the sequence will compute, and marks them as pending."""
+        cache = self._prefix_cache
+        if self._reuses(sequence):
+            hashes = extend_hashes(sequence, end, self.tokens_per_block)
+            for index in range(first, end):
+                block = sequence.table[index]
+                if cache.publish(block, hashes[index]):
+                    self._retain(sequence, index)
+                cache.pending[block] = sequence
+            # A block of generated tokens is full, and its last token computed, once the token after it is known.
+            sequence.next_publish = (end + 1) * self.tokens_per_block - len(sequence.request.spec.prompt) + 1
+        else:
+            cache.pending.update((block, sequence) for block in sequence.table[first:end])
+            sequence.next_publish = NO_RESULTS
+
+    def _adopt(self, sequence: Sequence, adoption: Adoption) -> None:
+        """Leaves the blocks that the sequence was to compute to an adoption; its last known token stays to compute."""
+        end = (sequence.num_tokens - 1) // self.tokens_per_block
+        for index in range(sequence.num_hit_blocks, end):
+            block = sequence.table[index]
+            adoption.entries.append(AdoptedBlock(sequence, index, block))
+            self._prefix_cache.pending[block] = adoption
+        sequence.num_hit_blocks = max(sequence.num_hit_blocks, end)
+
+    def settle(self, adoption: Adoption, missing: Collection[int]) -> None:
+        """Takes in what an adoption came to: blocks that were found are computed, its sequences compute the others."""
+        pending = self._prefix_cache.pending
+        for entry in adoption.entries:
+            if pending.get(entry.block) is not adoption:
+                continue  # it was given back, and may be another's
+            if not entry.is_held:
+                pending[entry.block] = None
+                continue
+            if entry.block in missing:
+                pending[entry.block] = entry.sequence
+                entry.sequence.num_hit_blocks = min(entry.sequence.num_hit_blocks, entry.index)
+                continue
+            del pending[entry.block]
+            if self._prefix_cache.contains(entry.block):
+                self._prefix_cache.note_stored(entry.sequence, entry.index, 1, self.tokens_per_block)
+
+    def grow(self, sequence: Sequence) -> int:
+        """Adds a block to a sequence and gives back those that its attention window has left behind.
+
+        Precondition: a block is available.
+        """
+        if self.has_window:
+            self._free_behind_window(sequence)
+        else:
+            sequence.num_reserved -= 1
+            self.num_reserved_blocks -= 1
+        (block,) = self.blocks.allocate(1, self._clock.now_ns)
+        sequence.table.append(block)
+        return block
+
+    def _free_behind_window(self, sequence: Sequence) -> None:
+        # The next query attends to positions above num_computed - window.
+        num_behind = max(0, sequence.num_computed - self._window + 1) // self.tokens_per_block
+        if num_behind > sequence.num_freed:
+            self.blocks.release(reversed(sequence.table[sequence.num_freed : num_behind]), self._clock.now_ns)
+            sequence.num_freed = num_behind
+
+    def publish_generated(self, sequence: Sequence) -> None:
+        """Publishes the block of generated tokens that has just become full."""
+        sequence.next_publish += self.tokens_per_block
+        index = (sequence.num_tokens - 1) // self.tokens_per_block - 1
+        if index < sequence.num_freed:
+            return
+        extend_hashes(sequence, index + 1, self.tokens_per_block)
+        if self._prefix_cache.publish(sequence.table[index], sequence.block_hashes[index]):
+            self._retain(sequence, index)
+            self._prefix_cache.note_stored(sequence, index, 1, self.tokens_per_block)
+
+    def _retain(self, sequence: Sequence, index: int) -> None:
+        spec, start = sequence.request.spec, index * self.tokens_per_block
+        retention: Retention | None = None
+        if start >= len(spec.prompt):
+            if spec.decode_priority != DEFAULT_RETENTION_PRIORITY or spec.decode_duration_ns is not None:
+                retention = Retention(spec.decode_priority, spec.decode_duration_ns)
+        else:
+            for item in spec.retention:
+                if item.start <= start and (item.end is None or start < item.end):
+                    retention = Retention(item.priority, item.duration_ns)
+        self.blocks.retain(sequence.table[index], retention)
+
+    def break_promises(self, sequence: Sequence) -> None:
+        """Blocks that a sequence in its context phase was to compute are left to whoever else holds them."""
+        pending = self._prefix_cache.pending
+        for block in sequence.table[sequence.num_freed :]:
+            if pending.get(block) is sequence:
+                pending[block] = None
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes a sequence's blocks back. Its table stays as it is: the caller clears it."""
+        self.blocks.release(reversed(sequence.table[sequence.num_freed :]), self._clock.now_ns)
+        self.num_reserved_blocks -= sequence.num_reserved

@@ -1,0 +1,121 @@
+"""Capacity policies: which requests may hold KV blocks of a worker group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from scheduler.core.fairness import leaves_room
+from scheduler.core.request import Request
+from scheduler.core.worker_group import WorkerGroup
+
+
+class CapacityScheduler(ABC):
+    """Says which requests hold blocks. A policy keeps no state of its own: everything it needs is in the group."""
+
+    @abstractmethod
+    def can_start(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether the request, which is queued, may take rows and blocks of the group now. Changes nothing.
+
+        A request that `group.blocks` could not hold if it were empty has been refused before.
+        """
+
+    def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
+        """Active requests that must give their blocks back so that the others can take their next step.
+
+        They are queued again ahead of newcomers, and resume by computing their tokens anew. Changes nothing.
+        """
+        return []
+
+
+class GuaranteedNoEvict(CapacityScheduler):
+    """Admits only what can run to its end: blocks for a request's longest output are set aside at its start."""
+
+    def can_start(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether all blocks that it may ever take are there, beside those that others may still take."""
+        return wants_context(request, group) and has_room_to_the_end(request, group, leave_room=True)
+
+
+class MaxUtilization(CapacityScheduler):
+    """Packs as much as fits now; when blocks run short, the newest requests of the lowest priority are paused."""
+
+    def can_start(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether its known tokens and the next one fit, with a little room for the others' growth."""
+        if not wants_context(request, group) or not _has_rows(request, group):
+            return False
+        cost = group.start_cost(request)
+        headroom = min(len(group.active), group.blocks.num_blocks // 32)
+        num_blocks = cost.num_blocks + cost.num_blocks_next
+        num_left = group.blocks.num_available - num_blocks - headroom
+        return num_left >= 0 and leaves_room(request, group, cost, num_blocks, num_left)
+
+    def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
+        """The newest requests, until every other sequence can take the block that its next step needs."""
+        num_missing = _num_blocks_for_generation(group) - group.blocks.num_available
+        if num_missing <= 0:
+            return []
+        paused: list[Request] = []
+        for request in sorted(group.active, key=lambda r: r.order, reverse=True)[: len(group.active) - 1]:
+            paused.append(request)
+            num_missing -= _num_blocks_given_back(request, group)
+            if num_missing <= 0:
+                break
+        return paused
+
+
+class StaticBatch(CapacityScheduler):
+    """Starts a new batch only when the last one has finished; a batch is what can run to its end together."""
+
+    def can_start(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether no request of the batch has run yet, and it fits to its end."""
+        return group.num_on_worker == 0 and has_room_to_the_end(request, group)
+
+
+def wants_context(request: Request, group: WorkerGroup) -> bool:
+    """Whether the group's next step has tokens to spare, or none of its contexts are of the request's client.
+
+    What waits longer can still be overtaken by the urgent; and no client waits until another's long contexts are done.
+    """
+    if group.num_context_tokens < max(1, group.max_num_tokens - len(group.generating)):
+        return True
+    client_id = request.spec.client_id
+    return all(sequence.request.spec.client_id != client_id for sequence in group.context)
+
+
+def has_room_to_the_end(request: Request, group: WorkerGroup, *, leave_room: bool = False) -> bool:
+    """Whether rows and blocks for the request's longest output are there, beside what others may still take.
+
+    With `leave_room`, other clients must also find some room when they come.
+    """
+    if not _has_rows(request, group):
+        return False
+    cost = group.start_cost(request)
+    num_left = group.tables.num_blocks_to_reserve - cost.num_blocks_to_end
+    return num_left >= 0 and (not leave_room or leaves_room(request, group, cost, cost.num_blocks_to_end, num_left))
+
+
+def _has_rows(request: Request, group: WorkerGroup) -> bool:
+    return request.spec.num_rows <= group.num_free_rows
+
+
+def _num_blocks_for_generation(group: WorkerGroup) -> int:
+    return sum(
+        1
+        for sequence in group.generating
+        if sequence.num_computed == sequence.checkpoint and sequence.num_computed < sequence.request.spec.max_num_tokens
+    )
+
+
+def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
+    """Blocks that nobody else holds, and those that the request would have taken itself."""
+    num_blocks = 0
+    for sequence in request.placed_sequences:
+        num_blocks += sum(1 for block in sequence.table[sequence.num_freed :] if group.blocks.num_owners(block) == 1)
+        num_blocks += sequence.num_computed == sequence.checkpoint < request.spec.max_num_tokens
+    return num_blocks
+
+
+CAPACITY_SCHEDULERS: dict[str, type[CapacityScheduler]] = {
+    "guaranteed_no_evict": GuaranteedNoEvict,
+    "max_utilization": MaxUtilization,
+    "static_batch": StaticBatch,
+}

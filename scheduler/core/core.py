@@ -1,0 +1,261 @@
+"""The core: events in, effects out. It has no socket, clock, randomness or thread, so it can be simulated and replayed.
+
+One request's journey:
+
+1. `Submitted` puts it into the queue (lifecycle, queue), or refuses it.
+2. A `Turn` starts it on the worker group that has most of its prefix and least to do, once the capacity policy lets it
+   (placement); it gets rows and blocks there (groups).
+3. The same turn plans steps for every group with room in its pipeline (`_plan`): the micro-batch policy fills a step
+   (step_builder), and the StepPlan goes out. Two steps are in flight, so the next one waits at the worker when one
+   ends.
+4. `StepDone` brings tokens: they are appended, and sequences that reached their end are ended (results). What they held
+   is free at once, because steps run strictly in order.
+5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and starts again at 2.
+6. It ends once, is kept a while for those who resume, and is forgotten (lifecycle).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from scheduler.core.config import CoreConfig
+from scheduler.core.effects import Effect
+from scheduler.core.events import (
+    AbortRequested,
+    Attached,
+    Detached,
+    DrainStarted,
+    Event,
+    Recovered,
+    StepDone,
+    StopWordFound,
+    Submitted,
+    Turn,
+    WorkerBeat,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRegistered,
+)
+from scheduler.core.fairness import Clients
+from scheduler.core.lifecycle import Lifecycle
+from scheduler.core.membership import Membership
+from scheduler.core.placement import Placement
+from scheduler.core.queue import RequestQueue
+from scheduler.core.request import Request
+from scheduler.core.request_scheduler import RequestScheduler
+from scheduler.core.results import Results
+from scheduler.core.stats import IterationStats, Totals
+from scheduler.core.step_builder import StepBuilder
+from scheduler.core.timers import Clock, Timers
+from scheduler.core.worker_group import WorkerGroup
+
+
+class SchedulerCore:
+    """All requests and worker groups of one scheduler.
+
+    Attributes:
+        queue: Requests that wait for a group.
+        lifecycle: All requests by id.
+        membership: The worker groups.
+        totals: Counts since the start.
+    """
+
+    def __init__(self, config: CoreConfig, scheduler: RequestScheduler) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.queue = RequestQueue(config.max_queue_size)
+        self.totals = Totals()
+        self._clock = Clock()
+        self._effects: list[Effect] = []
+        self._timers = Timers()
+        self._clients = Clients(self._clock)
+        self.lifecycle = Lifecycle(
+            config,
+            queue=self.queue,
+            timers=self._timers,
+            totals=self.totals,
+            clock=self._clock,
+            effects=self._effects,
+        )
+        self.membership = Membership(
+            config,
+            lifecycle=self.lifecycle,
+            queue=self.queue,
+            timers=self._timers,
+            totals=self.totals,
+            clock=self._clock,
+            clients=self._clients,
+            effects=self._effects,
+        )
+        self._results = Results(
+            lifecycle=self.lifecycle,
+            queue=self.queue,
+            totals=self.totals,
+            clock=self._clock,
+            effects=self._effects,
+            try_again=lambda group, request: self._pause(group, [request]),
+        )
+        self._placement = Placement(
+            config,
+            scheduler,
+            membership=self.membership,
+            lifecycle=self.lifecycle,
+            queue=self.queue,
+            totals=self.totals,
+            clock=self._clock,
+        )
+        self._num_steps = 0
+        self._handlers: dict[type[Any], Callable[[Any], object]] = {
+            Submitted: self._submit,
+            Recovered: self._recover,
+            AbortRequested: self.lifecycle.abort,
+            Attached: self.lifecycle.attach,
+            Detached: self.lifecycle.detach,
+            StopWordFound: self.lifecycle.stop_word,
+            WorkerRegistered: self.membership.register,
+            WorkerBeat: self.membership.beat,
+            WorkerLeft: self.membership.leave,
+            WorkerLost: self.membership.lose,
+            StepDone: self._take_result,
+            Turn: self._turn,
+            DrainStarted: self._start_drain,
+        }
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Takes an event in.
+
+        Events change what is known; a `Turn` after them makes plans of it. Times never go backwards: an event from the
+        past counts as happening at the time of the one before.
+
+        Returns:
+            What is to be done, in order.
+        """
+        self._clock.now_ns = max(self._clock.now_ns, event.time_ns)
+        self._handlers[type(event)](event)
+        effects = self._effects[:]
+        self._effects.clear()
+        return effects
+
+    @property
+    def next_turn_ns(self) -> int | None:
+        """When a Turn is due though nothing else happens."""
+        return self._timers.next_ns
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """The worker groups, oldest epoch first."""
+        return list(self.membership.groups.values())
+
+    def current_stats(self, time_ns: int) -> IterationStats:
+        """The state of all groups together, with what the last step ran."""
+        return self._results.statistics(self.groups, time_ns, "")
+
+    @property
+    def num_active_requests(self) -> int:
+        """Requests that hold blocks."""
+        return sum(len(group.active) for group in self.membership.groups.values())
+
+    def _submit(self, event: Submitted) -> None:
+        if self.lifecycle.submit(event) is None:
+            return
+        self._clients.note(event.spec.client_id)
+        if not self.membership.groups:
+            self.membership.watch_lack_of_workers()
+
+    def _recover(self, event: Recovered) -> None:
+        self.lifecycle.recover(event)
+        self._clients.note(event.spec.client_id)
+        if not self.membership.groups:
+            self.membership.watch_lack_of_workers()
+
+    def _start_drain(self, _: DrainStarted) -> None:
+        self.lifecycle.is_draining = True
+
+    def _take_result(self, event: StepDone) -> None:
+        group = self.membership.group_of(event)
+        if group is None:
+            return
+        group.last_heard_ns = event.time_ns
+        if not group.in_flight or event.step_id < group.in_flight[0].step_id:
+            self.totals.num_stale_messages += 1  # it came twice
+            return
+        if event.step_id > group.in_flight[-1].step_id:
+            self.membership.end_epoch(group, "it reports a step that was not sent", is_death=False)
+            return
+        group.early_results[event.step_id] = event
+        while group.in_flight and (result := group.early_results.pop(group.in_flight[0].step_id, None)) is not None:
+            if not self._commit(group, result):
+                return
+        self.membership.flush_kv_changes(group)
+
+    def _commit(self, group: WorkerGroup, event: StepDone) -> bool:
+        problem = self._results.problem(group, group.in_flight[0], event, self.config.vocab_size)
+        if problem:
+            self.membership.end_epoch(group, f"wrong result: {problem}", is_death=True)
+            return False
+        group.last_progress_ns = event.time_ns
+        group.num_beats_ahead = 0
+        step = group.in_flight.popleft()
+        group.pace.note_result(step, event.time_ns)
+        group.tables.settle(step.adoption, event.missing_blocks)
+        self._results.commit(group, step, event)
+        return True
+
+    def _turn(self, event: Turn) -> None:
+        self._timers.run_due(self._clock.now_ns)
+        self._placement.start_queued(self._num_steps)
+        while self._plan_round():
+            self._placement.start_queued(self._num_steps)
+        for group in self.membership.groups.values():
+            self.membership.flush_kv_changes(group)
+        num_rows = sum(group.max_batch_size for group in self.membership.groups.values())
+        self.totals.max_num_active_requests = self.config.max_queue_size + num_rows
+
+    def _plan_round(self) -> bool:
+        """Plans a step for each group with room in its pipeline; False when there was nothing to plan."""
+        groups = [group for group in self.membership.groups.values() if self._is_due(group)]
+        return sum(self._plan(group) for group in groups) > 0
+
+    def _is_due(self, group: WorkerGroup) -> bool:
+        """Whether it is time for the group's next step."""
+        if not group.in_flight:
+            return True
+        if len(group.in_flight) >= self.config.pipeline_depth:
+            return False
+        due_ns = group.pace.next_plan_ns(group.in_flight[0])
+        if due_ns > self._clock.now_ns:
+            self._timers.at(due_ns, _take_a_turn)
+            return False
+        return True
+
+    def _plan(self, group: WorkerGroup) -> bool:
+        """Plans the group's next step and sends it; False when nothing is to run."""
+        paused = self.scheduler.requests_to_pause(group)
+        self._pause(group, paused)
+        while (step := self._fill(group, paused)).is_empty:
+            if not step.num_stalled or group.in_flight or len(group.active) < 2:
+                return False
+            # A policy has let more in than fits: the newest makes room, or nothing would ever move.
+            newest = max(group.active, key=lambda request: request.order)
+            self._pause(group, [newest])
+            paused = [*paused, newest]
+        self._num_steps += 1
+        self._effects.append(step.finish())
+        return True
+
+    def _fill(self, group: WorkerGroup, paused: list[Request]) -> StepBuilder:
+        step = StepBuilder(group, self._clock.now_ns, self._num_steps, paused)
+        self.scheduler.schedule(group, step)
+        return step
+
+    def _pause(self, group: WorkerGroup, requests: list[Request]) -> None:
+        for request in requests:
+            group.release(request)
+            request.num_preemptions += 1
+            self.totals.num_preemptions += 1
+            self.membership.requeue(request)
+
+
+def _take_a_turn(_: int) -> None:
+    """What is due is seen by the turn that runs this."""

@@ -1,0 +1,201 @@
+"""What happens to the core. Each event carries the time at which the edge saw it, in Unix nanoseconds."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from scheduler.core.beams import BeamStep
+from scheduler.core.failure import Failure
+from scheduler.core.request import ExtraOutput, Finish, SequenceEnd
+from scheduler.core.request_spec import RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A router hands in a request. Answered by Accepted or Refused."""
+
+    time_ns: int
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A request of the journal.
+
+    Attributes:
+        outputs: Output tokens so far, by sequence.
+        ends: How sequences ended that did, by their index.
+        extras: Extra outputs of workers, by sequence; empty where there are none at all.
+        finish: Set when the request had ended.
+        beam_steps: Of its beam search.
+    """
+
+    time_ns: int
+    spec: RequestSpec
+    outputs: tuple[array[int], ...]
+    ends: tuple[tuple[int, SequenceEnd], ...] = ()
+    extras: tuple[tuple[ExtraOutput, ...], ...] = ()
+    finish: Finish | None = None
+    beam_steps: tuple[BeamStep, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequested:
+    """A client ends a request."""
+
+    time_ns: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A detokenizer reads the request's feed."""
+
+    time_ns: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """A detokenizer reads it no more."""
+
+    time_ns: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopWordFound:
+    """A detokenizer found a stop word: the sequence ends with its first `num_tokens` tokens."""
+
+    time_ns: int
+    request_id: str
+    sequence_index: int
+    num_tokens: int
+    stop_word: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRegistered:
+    """A worker group offers itself. Answered by GroupJoined or GroupRefused.
+
+    Attributes:
+        connection: The edge's name for where it came from; messages to the group go there.
+        max_batch_size: Rows. max_num_tokens: Tokens in one step.
+        lora_cache_bytes: Device memory for adapters. max_loras: How many usual ones that holds.
+        kept_blocks: Blocks whose contents an earlier epoch left. kept_hashes: What they hold.
+        kv_store: Groups of the same name can take over blocks of those among them that died; empty: of none.
+    """
+
+    time_ns: int
+    connection: bytes
+    group_id: str
+    incarnation: int
+    model_fingerprint: str
+    tokens_per_block: int
+    num_blocks: int
+    vocab_size: int
+    max_sequence_length: int
+    max_batch_size: int
+    max_num_tokens: int
+    protocol_version: int
+    world_size: int = 1
+    device: str = ""
+    dtype: str = ""
+    features: tuple[str, ...] = ()
+    lora_cache_bytes: int = 0
+    max_loras: int = 0
+    kept_blocks: tuple[int, ...] = ()
+    kept_hashes: tuple[int, ...] = ()
+    kv_store: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBeat:
+    """A heartbeat."""
+
+    time_ns: int
+    connection: bytes
+    epoch: int
+    last_step_id: int
+    memory: tuple[int, int, int] = (0, 0, 0)  # bytes: host, device, pinned
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """A worker group says goodbye; its requests go elsewhere."""
+
+    time_ns: int
+    connection: bytes
+    epoch: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The link of a worker group is gone: its process has died, or the network has cut it."""
+
+    time_ns: int
+    connection: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step's result.
+
+    Attributes:
+        token_ids: Tokens of the sampled rows, in the order of the step.
+        num_tokens: Tokens of each sampled row; empty is one each.
+        failures: Rows that failed.
+        outputs: Serialized extra outputs, by row.
+        candidate_log_probs: Of the candidates of all rows that are beams, in order.
+        num_drafts: Drafts that were verified, of each sampled row; empty is none.
+        missing_blocks: Blocks to adopt that nothing was found for.
+    """
+
+    time_ns: int
+    connection: bytes
+    epoch: int
+    step_id: int
+    token_ids: list[int]
+    num_tokens: list[int] = field(default_factory=list)
+    failures: tuple[tuple[int, Failure], ...] = ()
+    outputs: tuple[tuple[int, bytes], ...] = ()
+    forward_us: int = 0
+    waiting_us: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    candidate_log_probs: list[float] = field(default_factory=list)
+    num_drafts: list[int] = field(default_factory=list)
+    missing_blocks: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The events at hand are all in: look at the timers, place requests, plan steps."""
+
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """The scheduler takes no new requests."""
+
+    time_ns: int
+
+
+Event = (
+    Submitted
+    | Recovered
+    | AbortRequested
+    | Attached
+    | Detached
+    | StopWordFound
+    | WorkerRegistered
+    | WorkerBeat
+    | WorkerLeft
+    | WorkerLost
+    | StepDone
+    | Turn
+    | DrainStarted
+)

@@ -1,0 +1,60 @@
+"""A step that was sent to a worker group and has not come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler.core.adoption import Adoption
+from scheduler.core.request import Request, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class LastGeneration:
+    """The generating rows that the worker would repeat, and the `generation_version` they are of; -1 is none."""
+
+    version: int = -1
+    sequences: tuple[Sequence, ...] = ()
+    rows: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step that was sent and whose result is awaited.
+
+    Attributes:
+        ordinal: Counts the steps of all groups.
+        context: (row, sequence, tokens, samples) of each chunk.
+        generation: Sequences in ascending order of their rows.
+        draft_limits: Most drafts that are verified for a sequence; none for others.
+        adoption: Blocks that the worker looks for in what dead ones left.
+    """
+
+    step_id: int
+    ordinal: int
+    planned_ns: int
+    context: list[tuple[int, Sequence, int, bool]]
+    generation: tuple[Sequence, ...]
+    generation_rows: tuple[int, ...]
+    num_paused: int
+    queue_latency_ns: int
+    num_empty_slots: int
+    draft_limits: dict[Sequence, int] = field(default_factory=dict)
+    adoption: Adoption = field(default_factory=Adoption)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens in its context chunks."""
+        return sum(chunk[2] for chunk in self.context)
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows that give a token."""
+        return sum(1 for chunk in self.context if chunk[3]) + len(self.generation)
+
+    def sampled(self) -> list[Sequence]:
+        """Sequences of the rows that give a token, in the order of the result."""
+        return [chunk[1] for chunk in self.context if chunk[3]] + list(self.generation)
+
+    def requests(self) -> set[Request]:
+        """Requests that take part."""
+        return {chunk[1].request for chunk in self.context} | {sequence.request for sequence in self.generation}

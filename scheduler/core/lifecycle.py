@@ -1,0 +1,274 @@
+"""The life of requests: taken in or refused, attached to and left, ended once, kept a while, forgotten."""
+
+from __future__ import annotations
+
+from array import array
+from functools import partial
+
+from scheduler.core.admission import impossible
+from scheduler.core.beam_lanes import BeamLanes
+from scheduler.core.config import CoreConfig
+from scheduler.core.effects import (
+    Accepted,
+    Effect,
+    Refused,
+    RequestEnded,
+    RequestForgotten,
+    SequenceEnded,
+)
+from scheduler.core.events import AbortRequested, Attached, Detached, Recovered, StopWordFound, Submitted
+from scheduler.core.failure import (
+    ALREADY_EXISTS,
+    DEADLINE_EXCEEDED,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    Failure,
+)
+from scheduler.core.finished import FinishedRequests
+from scheduler.core.queue import RequestQueue
+from scheduler.core.request import Finish, FinishReason, Request, RequestState, Sequence, SequenceEnd
+from scheduler.core.request_spec import RequestSpec
+from scheduler.core.stats import Totals
+from scheduler.core.timers import Clock, Timers
+
+_MIN_RETRY_MS, _MAX_RETRY_MS = 100, 30_000
+
+
+class Lifecycle:
+    """Every request that is known, by id.
+
+    Attributes:
+        requests: Unfinished requests and those finished ones that are still kept.
+        is_draining: Newcomers are refused.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        *,
+        queue: RequestQueue,
+        timers: Timers,
+        totals: Totals,
+        clock: Clock,
+        effects: list[Effect],
+    ) -> None:
+        self.requests: dict[str, Request] = {}
+        self.is_draining = False
+        self.last_queue_time_ns = 0
+        self._config = config
+        self._queue = queue
+        self._timers = timers
+        self._totals = totals
+        self._clock = clock
+        self._effects = effects
+        self._finished = FinishedRequests(config, timers, self._forget)
+        self._num_tensor_bytes = 0
+        self._num_seen = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self.requests) - len(self._finished)
+
+    def submit(self, event: Submitted) -> Request | None:
+        """Takes a request in, attaches to the one that is known, or refuses.
+
+        Returns:
+            The request, when it is new.
+        """
+        spec = event.spec
+        known = self.requests.get(spec.request_id)
+        if known is not None:
+            if known.spec.digest == spec.digest:
+                self._effects.append(Accepted(known, is_attached=True))
+            else:
+                self._refuse(spec, ALREADY_EXISTS, "another request has this id", "request_id")
+            return None
+        if self.is_draining:
+            self._refuse(spec, UNAVAILABLE, "the scheduler is draining")
+            return None
+        if self._queue.is_full:
+            self._refuse(spec, RESOURCE_EXHAUSTED, f"{len(self._queue)} requests wait already")
+            return None
+        failure = impossible(spec, self._config)
+        if failure is not None:
+            self._effects.append(Refused(spec.request_id, failure))
+            return None
+        if spec.tensor_bytes and not self._make_room(spec.tensor_bytes):
+            self._refuse(spec, RESOURCE_EXHAUSTED, "other requests' logits and hidden states fill the memory for them")
+            return None
+        request = self._take_in(spec)
+        self._queue.push(request)
+        self._effects.append(Accepted(request, is_attached=False))
+        return request
+
+    def recover(self, event: Recovered) -> Request:
+        """Takes a request of the journal back in, with what it has put out so far."""
+        request = self._restore_finished(event, event.finish) if event.finish else self._take_in(event.spec)
+        for sequence, tokens in zip(request.sequences, event.outputs, strict=True):
+            sequence.output = array("I", tokens)
+        for sequence, extras in zip(request.sequences, event.extras, strict=False):
+            sequence.outputs = list(extras)
+        for index, end in event.ends:
+            request.sequences[index].end = end
+        if event.finish is not None:
+            self._finished.keep(request)
+            return request
+        request.num_recoveries = 1
+        if request.beams is not None and request.live_sequences:
+            request.beams.restore(event.beam_steps)
+        if request.live_sequences:
+            self._queue.put_back(request)
+        else:
+            self._finish(request)
+        return request
+
+    def _restore_finished(self, event: Recovered, finish: Finish) -> Request:
+        """Keeps a request that ended before for those who resume it; it is not counted again."""
+        self._num_seen += 1
+        request = Request(event.spec, self._num_seen, times=finish.times, state=RequestState.FINISHED)
+        request.failure = finish.failure
+        request.num_cached_tokens = finish.num_cached_tokens
+        request.num_preemptions = finish.num_preemptions
+        request.num_recoveries = finish.num_recoveries
+        request.num_steps = finish.num_steps
+        request.num_draft_tokens = finish.num_draft_tokens
+        request.num_accepted_tokens = finish.num_accepted_tokens
+        self.requests[request.request_id] = request
+        return request
+
+    def _refuse(self, spec: RequestSpec, code: int, message: str, field: str = "") -> None:
+        retry_ms = 0
+        if code == RESOURCE_EXHAUSTED:
+            retry_ms = min(max(self.last_queue_time_ns // 1_000_000, _MIN_RETRY_MS), _MAX_RETRY_MS)
+        self._effects.append(Refused(spec.request_id, Failure(code, message, field), retry_ms))
+
+    def _take_in(self, spec: RequestSpec) -> Request:
+        now = self._clock.now_ns
+        self._num_seen += 1
+        request = Request(spec, self._num_seen)
+        self._num_tensor_bytes += spec.tensor_bytes
+        if spec.beam_width > 1:
+            request.beams = BeamLanes(request)
+        request.times.arrival_ns = spec.arrival_ns or now
+        request.times.queued_ns = request.orphaned_ns = request.waiting_since_ns = now
+        self.requests[spec.request_id] = request
+        if spec.deadline_ns is not None:
+            self._timers.at(spec.deadline_ns, partial(self._on_deadline, spec.request_id, request.ordinal))
+        if not spec.is_detached:
+            self._timers.at(now + self._config.orphan_grace_ns, partial(self._on_orphaned, spec.request_id))
+        return request
+
+    def abort(self, event: AbortRequested) -> bool:
+        """Ends a request at a client's wish; False when it had ended, or is not known."""
+        request = self.requests.get(event.request_id)
+        if request is None or request.state is RequestState.FINISHED:
+            return False
+        self.end(request, FinishReason.ABORT)
+        return True
+
+    def attach(self, event: Attached) -> None:
+        """Counts a reader of the request's feed."""
+        request = self.requests.get(event.request_id)
+        if request is not None:
+            request.num_attached += 1
+
+    def detach(self, event: Detached) -> None:
+        """Counts a reader less; the last one starts the grace of an orphan."""
+        request = self.requests.get(event.request_id)
+        if request is None or request.num_attached == 0:
+            return
+        request.num_attached -= 1
+        if request.num_attached == 0 and request.state is not RequestState.FINISHED and not request.spec.is_detached:
+            request.orphaned_ns = self._clock.now_ns
+            due = self._clock.now_ns + self._config.orphan_grace_ns
+            self._timers.at(due, partial(self._on_orphaned, event.request_id))
+
+    def stop_word(self, event: StopWordFound) -> None:
+        """Ends a sequence where its stop word ends, also one that went on to a later end of its own."""
+        request = self.requests.get(event.request_id)
+        if request is None or event.sequence_index >= len(request.sequences):
+            return
+        sequence = request.sequences[event.sequence_index]
+        if event.num_tokens > len(sequence.output):
+            return
+        end = SequenceEnd(FinishReason.STOP, event.num_tokens, event.stop_word)
+        if sequence.end is None:
+            self.end_sequence(sequence, end)
+        elif _is_overtaken(sequence.end, end):
+            sequence.end = end
+            self._effects.append(SequenceEnded(sequence))
+
+    def end(self, request: Request, reason: FinishReason, failure: Failure | None = None) -> None:
+        """Ends all of a request, wherever it is. Precondition: it has not ended."""
+        request.failure = failure
+        for sequence in request.live_sequences:
+            self.end_sequence(sequence, SequenceEnd(reason, len(sequence.output)))
+
+    def end_sequence(self, sequence: Sequence, end: SequenceEnd) -> None:
+        """Ends one sequence, and its request with the last one; what it held is free at once."""
+        request = sequence.request
+        sequence.end = end
+        if request.group is not None and sequence.row is not None:
+            request.group.release_sequence(sequence)
+        self._effects.append(SequenceEnded(sequence))
+        if not request.live_sequences:
+            self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        if request.group is not None:
+            request.group.release(request)
+        if request in self._queue:
+            self._queue.remove(request)
+        request.state = RequestState.FINISHED
+        request.times.finished_ns = self._clock.now_ns
+        request.times.last_token_ns = max(sequence.last_token_ns for sequence in request.sequences)
+        unused = request.spec.max_tokens * request.spec.num_sequences - request.num_output_tokens
+        self._queue.refund(request, unused)
+        self._count_finished(request)
+        self._effects.append(RequestEnded(request))
+        self._finished.keep(request)
+
+    def _count_finished(self, request: Request) -> None:
+        totals, end = self._totals, request.sequences[0].end
+        assert end is not None
+        name = end.reason.name.lower()
+        totals.num_completed += 1
+        totals.num_finished_by_reason[name] = totals.num_finished_by_reason.get(name, 0) + 1
+        totals.e2e_request_latency.observe(self._clock.now_ns - request.times.arrival_ns)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Room for a request's tensors, in place of ended requests that nobody reads; False where there is none."""
+        limit = self._config.max_tensor_bytes - num_bytes
+        if self._num_tensor_bytes > limit:
+            for request in list(self._finished):
+                if request.spec.tensor_bytes and not request.num_attached and self._num_tensor_bytes > limit:
+                    self._finished.forget(request)
+        return self._num_tensor_bytes <= limit
+
+    def _forget(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        self._num_tensor_bytes -= request.spec.tensor_bytes
+        self._effects.append(RequestForgotten(request))
+
+    def _on_deadline(self, request_id: str, ordinal: int, _: int) -> None:
+        request = self.requests.get(request_id)
+        if request is None or request.ordinal != ordinal or request.state is RequestState.FINISHED:
+            return
+        failure = None
+        if not request.num_output_tokens:
+            failure = Failure(DEADLINE_EXCEEDED, "the deadline passed before the first token")
+        self.end(request, FinishReason.DEADLINE, failure)
+
+    def _on_orphaned(self, request_id: str, now_ns: int) -> None:
+        request = self.requests.get(request_id)
+        if request is None or request.num_attached or request.state is RequestState.FINISHED:
+            return
+        if now_ns - request.orphaned_ns >= self._config.orphan_grace_ns:
+            self.end(request, FinishReason.ABORT)
+
+
+def _is_overtaken(known: SequenceEnd, found: SequenceEnd) -> bool:
+    """Whether a stop word was there before the end that its sequence came to while nobody had read so far."""
+    came_by_itself = known.reason in (FinishReason.STOP, FinishReason.LENGTH) and not known.stop_word
+    return came_by_itself and found.num_tokens <= known.num_tokens

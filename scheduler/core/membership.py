@@ -1,0 +1,262 @@
+"""Worker groups as they come and go: who fits, who is alive, and what becomes of the requests of those that are not."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+
+from scheduler.core.config import PROTOCOL_VERSION, CoreConfig
+from scheduler.core.effects import Effect, EpochEnded, GroupJoined, GroupRefused, KvChanged
+from scheduler.core.events import StepDone, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.core.failure import INTERNAL, UNAVAILABLE, Failure
+from scheduler.core.fairness import Clients
+from scheduler.core.lifecycle import Lifecycle
+from scheduler.core.prefix_cache import CacheCleared, KvChange
+from scheduler.core.queue import RequestQueue
+from scheduler.core.request import FinishReason, Request, RequestState
+from scheduler.core.stats import Totals
+from scheduler.core.timers import Clock, Timers
+from scheduler.core.worker_group import WorkerGroup
+
+# Epochs grow from scheduler to scheduler: its own epoch stands above a count of registrations.
+_REGISTRATION_BITS = 20
+# Accounts cost some 50 bytes a block, so a hostile number may not reserve memory.
+_MAX_NUM_BLOCKS = 1 << 22
+_MAX_LOST = 256
+
+
+class Membership:
+    """The worker groups of this scheduler.
+
+    Attributes:
+        groups: By epoch.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        *,
+        lifecycle: Lifecycle,
+        queue: RequestQueue,
+        timers: Timers,
+        totals: Totals,
+        clock: Clock,
+        clients: Clients,
+        effects: list[Effect],
+    ) -> None:
+        self.groups: dict[int, WorkerGroup] = {}
+        self._config = config
+        self._lifecycle = lifecycle
+        self._queue = queue
+        self._timers = timers
+        self._totals = totals
+        self._clock = clock
+        self._clients = clients
+        self._effects = effects
+        self._num_registrations = 0
+        # By group id: the incarnation whose link was lost, and the requests that were blamed for its death.
+        self._lost: OrderedDict[str, tuple[int, list[str]]] = OrderedDict()
+        self._no_worker_since_ns = 0
+
+    def register(self, event: WorkerRegistered) -> None:
+        """Takes a group in under a new epoch, in place of an older epoch of the same group, or refuses it."""
+        problem = self._problem(event)
+        if problem is not None:
+            field, reason = problem
+            self._effects.append(GroupRefused(event.connection, reason, field))
+            return
+        for group in list(self.groups.values()):
+            if group.group_id == event.group_id:
+                is_restart = group.registration.incarnation != event.incarnation
+                self.end_epoch(
+                    group, "registered again", is_death=is_restart, tell=group.connection != event.connection
+                )
+        self._forgive(event)
+        self._num_registrations += 1
+        epoch = (self._config.scheduler_epoch << _REGISTRATION_BITS) + self._num_registrations
+        group = WorkerGroup(event, epoch, self._config, self._clock, self._clients)
+        self.groups[epoch] = group
+        self._effects.append(GroupJoined(event.connection, event.group_id, epoch))
+        self._note_kv_changes(group, [CacheCleared()])
+        self._timers.at(self._clock.now_ns + self._config.worker_timeout_ns, partial(self._check_alive, group))
+
+    def _problem(self, event: WorkerRegistered) -> tuple[str, str] | None:
+        config = self._config
+        wanted: tuple[tuple[str, object, object], ...] = (
+            ("protocol_version", event.protocol_version, PROTOCOL_VERSION),
+            ("tokens_per_block", event.tokens_per_block, config.tokens_per_block),
+            ("vocab_size", event.vocab_size, config.vocab_size),
+            ("model_fingerprint", event.model_fingerprint, config.model_fingerprint or event.model_fingerprint),
+        )
+        for field, given, needed in wanted:
+            if given != needed:
+                return field, f"{field} is {given}, this scheduler needs {needed}"
+        for field in ("num_blocks", "max_batch_size", "max_num_tokens", "max_sequence_length"):
+            if getattr(event, field) < 1:
+                return field, f"{field} is {getattr(event, field)}, at least 1 is needed"
+        if event.num_blocks > _MAX_NUM_BLOCKS:
+            return "num_blocks", f"num_blocks is {event.num_blocks}, at most {_MAX_NUM_BLOCKS} can be kept account of"
+        if not event.group_id:
+            return "group_id", "group_id is empty"
+        kept = set(event.kept_blocks)
+        if not len(event.kept_blocks) == len(kept) == len(event.kept_hashes):
+            return "kept_blocks", "kept_blocks must name each block once, with one of kept_hashes each"
+        if kept and max(kept) >= event.num_blocks:
+            return "kept_blocks", f"block {max(kept)} is kept, there are {event.num_blocks}"
+        return None
+
+    def beat(self, event: WorkerBeat) -> None:
+        """Notes a sign of life."""
+        group = self.groups.get(event.epoch)
+        if group is None:
+            self.reject_stale(event.connection, event.epoch)
+            return
+        if event.connection != group.connection:
+            # Its link was made anew: what was on its way over the old one is lost.
+            self.end_epoch(group, "its link was cut", is_death=False, tell=False)
+            self._effects.append(EpochEnded(event.connection, event.epoch))
+            return
+        group.last_heard_ns = event.time_ns
+        group.memory = event.memory
+        if not group.in_flight or event.last_step_id < group.in_flight[0].step_id:
+            group.num_beats_ahead = 0
+        else:
+            # It finished a step whose result did not come. Once may be overtaking, twice is a loss.
+            group.num_beats_ahead += 1
+            if group.num_beats_ahead >= 2:
+                self.end_epoch(group, "a step's result was lost", is_death=False)
+
+    def leave(self, event: WorkerLeft) -> None:
+        """Lets a group go; its requests go on elsewhere."""
+        group = self.groups.get(event.epoch)
+        if group is not None:
+            self.end_epoch(group, event.reason or "it left", is_death=False, tell=False)
+
+    def lose(self, event: WorkerLost) -> None:
+        """Gives up the group behind a link that is gone: its worker has died, unless it comes back."""
+        group = next((group for group in self.groups.values() if group.connection == event.connection), None)
+        if group is None:
+            return
+        blamed = [request.request_id for request in _running(group)]
+        self.end_epoch(group, "its link is gone", is_death=True, tell=False)
+        self._lost[group.group_id] = (group.registration.incarnation, blamed)
+        if len(self._lost) > _MAX_LOST:
+            self._lost.popitem(last=False)
+
+    def _forgive(self, event: WorkerRegistered) -> None:
+        """The link of a worker that comes back was cut, and nobody died."""
+        incarnation, blamed = self._lost.pop(event.group_id, (0, []))
+        for request_id in blamed if incarnation == event.incarnation else ():
+            request = self._lifecycle.requests.get(request_id)
+            if request is not None and request.num_deaths:
+                request.num_deaths -= 1
+
+    def group_of(self, event: StepDone) -> WorkerGroup | None:
+        """The group that a result is from; a stale one is counted and its sender told."""
+        group = self.groups.get(event.epoch)
+        if group is None:
+            self.reject_stale(event.connection, event.epoch)
+        return group
+
+    def reject_stale(self, connection: bytes, epoch: int) -> None:
+        """Counts a message of an epoch that is over, and tells its sender."""
+        self._totals.num_stale_messages += 1
+        self._effects.append(EpochEnded(connection, epoch))
+
+    def end_epoch(self, group: WorkerGroup, reason: str, *, is_death: bool, tell: bool = True) -> None:
+        """Gives a group up: its requests are queued again with their tokens, and what it says from now on is stale.
+
+        Args:
+            group: A current group.
+            reason: For the log.
+            is_death: The worker died or hangs; what it was running may be why.
+            tell: Send it word, in case it still listens.
+        """
+        del self.groups[group.epoch]
+        if tell:
+            self._effects.append(EpochEnded(group.connection, group.epoch, reason))
+        culprit = self._blame(group) if is_death else None
+        # What a worker died of while it looked for lost blocks might be just these: they are looked for once.
+        adopting = group.adopting_requests
+        for request in list(group.active):
+            group.release(request)
+            request.lost_store = group.registration.kv_store if is_death and request not in adopting else ""
+            if request is not culprit:
+                request.num_recoveries += 1
+                self._totals.num_recoveries += 1
+                self.requeue(request)
+        if culprit is not None:
+            self._quarantine(culprit)
+        self._note_kv_changes(group, [CacheCleared()])
+        if not self.groups:
+            self.wait_for_workers()
+
+    def requeue(self, request: Request) -> None:
+        """Queues a request again that has been released from its group."""
+        request.state = RequestState.QUEUED
+        request.waiting_since_ns = self._clock.now_ns
+        self._queue.put_back(request)
+
+    def is_suspect(self, request: Request) -> bool:
+        """Workers died in a row while they ran it: it runs with no other suspect, so that blame is certain."""
+        return request.num_deaths >= self._config.max_worker_deaths
+
+    def _blame(self, group: WorkerGroup) -> Request | None:
+        """Counts the death against all that was in flight; the request to end, when there is only one to blame."""
+        self._totals.num_worker_deaths += 1
+        running = _running(group)
+        for request in running:
+            request.num_deaths += 1
+        suspects = [request for request in running if self.is_suspect(request)]
+        return suspects[0] if len(suspects) == 1 else None
+
+    def _quarantine(self, request: Request) -> None:
+        self._totals.num_quarantined += 1
+        message = f"{request.num_deaths} workers in a row died while they ran this request"
+        self._lifecycle.end(request, FinishReason.ERROR, Failure(INTERNAL, message))
+
+    def _check_alive(self, group: WorkerGroup, now_ns: int) -> None:
+        if self.groups.get(group.epoch) is not group:
+            return
+        due_ns = group.last_heard_ns + self._config.worker_timeout_ns
+        if now_ns >= due_ns:
+            self.end_epoch(group, "it is silent", is_death=True)
+            return
+        if group.in_flight:
+            since_ns = max(group.last_progress_ns, group.in_flight[0].planned_ns)
+            if now_ns >= since_ns + self._config.progress_timeout_ns:
+                self.end_epoch(group, "it makes no progress", is_death=True)
+                return
+            due_ns = min(due_ns, since_ns + self._config.progress_timeout_ns)
+        self._timers.at(due_ns, partial(self._check_alive, group))
+
+    def wait_for_workers(self) -> None:
+        """Starts the time that requests without a deadline wait while there is no worker at all."""
+        self._no_worker_since_ns = self._clock.now_ns
+        self.watch_lack_of_workers()
+
+    def watch_lack_of_workers(self) -> None:
+        """Looks again when what waits now has waited long enough."""
+        self._timers.at(self._clock.now_ns + self._config.no_worker_timeout_ns, self._give_up_waiting)
+
+    def _give_up_waiting(self, now_ns: int) -> None:
+        if self.groups:
+            return
+        for request in list(self._queue):
+            since_ns = max(request.waiting_since_ns, self._no_worker_since_ns)
+            if request.spec.deadline_ns is None and now_ns - since_ns >= self._config.no_worker_timeout_ns:
+                failure = Failure(UNAVAILABLE, "no worker has come")
+                self._lifecycle.end(request, FinishReason.ERROR, failure)
+
+    def flush_kv_changes(self, group: WorkerGroup) -> None:
+        """Reports what became findable or not in a group's prefix cache."""
+        if group.prefix_cache.changes:
+            self._note_kv_changes(group, group.prefix_cache.take_changes())
+
+    def _note_kv_changes(self, group: WorkerGroup, changes: list[KvChange]) -> None:
+        self._effects.append(KvChanged(group.group_id, changes))
+
+
+def _running(group: WorkerGroup) -> set[Request]:
+    """Requests that the group was computing."""
+    return {request for step in group.in_flight for request in step.requests() if request.group is group}

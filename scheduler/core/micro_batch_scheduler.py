@@ -1,0 +1,102 @@
+"""Micro-batch policies: which of the requests that hold blocks run in the next step, and how many tokens each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from scheduler.core.request import Sequence
+from scheduler.core.step_builder import StepBuilder
+from scheduler.core.worker_group import WorkerGroup
+
+# One part in so many of a step's context tokens is for clients other than the one that is served first.
+_PART_FOR_OTHERS = 16
+
+
+class MicroBatchScheduler(ABC):
+    """Fills a step. A policy keeps no state of its own."""
+
+    @abstractmethod
+    def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
+        """Adds context chunks and generating sequences of the group to the step.
+
+        Args:
+            group: What holds blocks: `group.context` and `group.generating`. Requests whose last step has not returned
+                are in `group.inflight_request_ids`; they may run again, because a worker knows a step's tokens before
+                it runs the next.
+            step: Takes `add_context` in order, and `add_generation` at most once.
+        """
+
+
+class InflightFused(MicroBatchScheduler):
+    """Context chunks and generation in one step: generation first, then as much context as the budget leaves."""
+
+    def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
+        """Fills the step with both."""
+        step.add_generation()
+        add_contexts(group, step)
+
+
+class Inflight(MicroBatchScheduler):
+    """Context and generation in separate steps, by turns while there is both."""
+
+    def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
+        """Fills the step with the kind that did not run last, else with the other."""
+        was_context = not group.last_generation.rows
+        if was_context and step.add_generation():
+            return
+        add_contexts(group, step)
+        if not was_context and not step.context_requests:
+            step.add_generation()
+
+
+class StaticLockstep(MicroBatchScheduler):
+    """First all context, then generation in lockstep."""
+
+    def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
+        """Fills the step with context while there is any."""
+        if group.context:
+            add_contexts(group, step)
+        else:
+            step.add_generation()
+
+
+def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
+    """Adds context chunks until the budget is used up; of each client in the order in which its sequences started.
+
+    Who asks for least is served first, and the others get as much each, so that its step does not become a long one.
+    At least a part of the budget is for the others, so that nobody waits for the end of another's contexts.
+    """
+    limit = group.config.max_context_chunk or group.max_num_tokens
+    clients: dict[str, list[Sequence]] = {}
+    for sequence in group.context:
+        clients.setdefault(sequence.request.spec.client_id, []).append(sequence)
+    # What must be in one piece may not fit into a share.
+    if len(clients) < 2 or not group.config.enable_chunked_context:
+        budget = step.num_tokens_left
+        if group.clients.are_several and group.config.enable_chunked_context:
+            budget = min(budget, max(1, group.max_num_tokens // 2))  # another may come before this step ends
+        _add_chunks(group.context, step, limit, budget)
+        return
+    least, *others = sorted(clients.values(), key=lambda waiting: sum(item.num_context_tokens for item in waiting))
+    for_others = max(1, step.num_tokens_left // _PART_FOR_OTHERS)
+    num_first = _add_chunks(least, step, limit, max(1, step.num_tokens_left - for_others))
+    for num_served, waiting in enumerate(others):
+        equal_share = -(-step.num_tokens_left // (len(others) - num_served))
+        _add_chunks(waiting, step, limit, min(equal_share, max(num_first, for_others)))
+
+
+def _add_chunks(waiting: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:
+    """Adds chunks of at most `limit` tokens, `budget` in all; how many it were."""
+    left = budget
+    for sequence in waiting:
+        if left <= 0:
+            break
+        left -= step.add_context(sequence, min(limit, left))
+    return budget - left
+
+
+MICRO_BATCH_SCHEDULERS: dict[str, type[MicroBatchScheduler]] = {
+    "inflight_fused": InflightFused,
+    "inflight": Inflight,
+    "static": StaticLockstep,
+}

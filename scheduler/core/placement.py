@@ -1,0 +1,87 @@
+"""Which worker group a queued request starts on: the one with most of its prefix and least to do."""
+
+from __future__ import annotations
+
+from scheduler.core.admission import too_large
+from scheduler.core.config import CoreConfig
+from scheduler.core.lifecycle import Lifecycle
+from scheduler.core.membership import Membership
+from scheduler.core.queue import RequestQueue
+from scheduler.core.request import FinishReason, Request
+from scheduler.core.request_scheduler import RequestScheduler
+from scheduler.core.stats import Totals
+from scheduler.core.timers import Clock
+from scheduler.core.worker_group import WorkerGroup
+
+# A generating sequence weighs as much as this many context tokens when groups are compared.
+_TOKENS_PER_ACTIVE_SEQUENCE = 16
+
+
+class Placement:
+    """Starts queued requests, once the capacity policy lets them."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        scheduler: RequestScheduler,
+        *,
+        membership: Membership,
+        lifecycle: Lifecycle,
+        queue: RequestQueue,
+        totals: Totals,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._membership = membership
+        self._lifecycle = lifecycle
+        self._queue = queue
+        self._totals = totals
+        self._clock = clock
+
+    def start_queued(self, num_steps: int) -> None:
+        """Starts queued requests in order, until one has to wait; `num_steps` were planned so far."""
+        while (request := self._queue.head()) is not None:
+            group = self._choose_group(request)
+            if group is None:
+                if not self._refuse_impossible(request):
+                    return
+                continue
+            self._queue.pop(request)
+            num_cached_tokens = group.start(request, num_steps)
+            if request.times.first_scheduled_ns == 0:
+                request.num_cached_tokens = num_cached_tokens
+                self._totals.prefix_cache_queries += len(request.spec.prompt)
+                self._totals.prefix_cache_hits += request.num_cached_tokens
+                self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
+
+    def _choose_group(self, request: Request) -> WorkerGroup | None:
+        """The group that can take the request and has the least to do until it is computed."""
+        groups = [group for group in self._membership.groups.values() if self._can_start(request, group)]
+        if len(groups) < 2:
+            return groups[0] if groups else None
+
+        def work(group: WorkerGroup) -> int:
+            cost = group.start_cost(request)
+            others = group.num_context_tokens + _TOKENS_PER_ACTIVE_SEQUENCE * len(group.active)
+            return cost.num_tokens - cost.num_cached_tokens + others
+
+        return min(groups, key=work)
+
+    def _can_start(self, request: Request, group: WorkerGroup) -> bool:
+        if self._membership.is_suspect(request) and any(self._membership.is_suspect(other) for other in group.active):
+            return False
+        if not group.adapters.fits(request.spec):
+            return False
+        return group.is_large_enough(request) and self._scheduler.can_start(request, group)
+
+    def _refuse_impossible(self, request: Request) -> bool:
+        """Ends a request that no group here could run even if it were empty."""
+        groups = self._membership.groups.values()
+        if not groups:
+            return False
+        if any(group.is_large_enough(request) for group in groups):
+            return False
+        failure = too_large(request, list(groups), self._config.tokens_per_block)
+        self._lifecycle.end(request, FinishReason.ERROR, failure)
+        return True

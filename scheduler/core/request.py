@@ -1,0 +1,261 @@
+"""Requests and their sequences, as the core sees them.
+
+A request has one or more sequences; each gives one output. A sequence's tokens are its request's prompt and its own
+output so far, and everything else here can be rebuilt from these: a sequence that is paused, or whose worker died,
+starts again as if its output were a part of its prompt.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence as TypingSequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scheduler.core.failure import Failure
+from scheduler.core.request_spec import RequestSpec
+
+if TYPE_CHECKING:
+    from scheduler.core.beam_lanes import BeamLanes
+    from scheduler.core.worker_group import WorkerGroup
+
+# First step ordinal of a sequence that takes no results: it is not on a worker, or has ended.
+NO_RESULTS = 1 << 62
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sequence ended; the numbers are those of the protocol."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+class RequestState(enum.Enum):
+    """Where a request is; it moves back to QUEUED when it is paused or loses its worker."""
+
+    QUEUED = "queued"
+    ACTIVE = "active"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class SequenceEnd:
+    """How a sequence ended: with its first `num_tokens` output tokens."""
+
+    reason: FinishReason
+    num_tokens: int
+    stop_word: str = ""
+    stop_token_id: int | None = None
+    cumulative_log_prob: float | None = None
+
+
+@dataclass(slots=True)
+class ExtraOutput:
+    """What a worker gave beside a token: a serialized RowOutputs, for output tokens from `token_offset` on."""
+
+    token_offset: int
+    data: bytes
+
+
+class Sequence:
+    """One output of a request, and its place on a worker group.
+
+    Attributes:
+        output: Output tokens so far.
+        table: Blocks that hold its tokens' keys and values; those before `num_freed` were given back (sliding window).
+        num_hit_blocks: Leading blocks that others compute or computed.
+        num_reserved: Blocks set aside for it until its end.
+        num_computed: Tokens whose keys and values are in the cache once all planned steps have run.
+        checkpoint: Value of num_computed at which generation needs another block or has reached its length.
+        waits_for_result: What it runs next depends on its last result: beams and speculation are not planned ahead.
+        row: Row at the worker; None while it holds none.
+        is_on_worker: The row was sent to the worker.
+        first_ordinal: Results of steps before this one are not for it.
+        next_publish: Output length at which the next block of generated tokens can be published.
+        block_hashes: Hash chain over its full blocks, as far as it was needed.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "checkpoint",
+        "end",
+        "first_ordinal",
+        "index",
+        "is_on_worker",
+        "last_token_ns",
+        "next_publish",
+        "num_computed",
+        "num_freed",
+        "num_hit_blocks",
+        "num_reserved",
+        "output",
+        "outputs",
+        "request",
+        "row",
+        "table",
+        "waits_for_result",
+    )
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.output: array[int] = array("I")
+        self.outputs: list[ExtraOutput] = []
+        self.end: SequenceEnd | None = None
+        self.block_hashes: list[int] = []
+        self.last_token_ns = 0
+        self.waits_for_result = request.spec.beam_width > 1 or request.spec.num_draft_tokens > 0
+        self.clear_placement()
+
+    def clear_placement(self) -> None:
+        """Forgets its place at a worker; the tokens stay."""
+        if not self.output:
+            self.outputs = []  # what was reported of the prompt so far comes again
+        self.table: list[int] = []
+        self.num_freed = 0
+        self.num_hit_blocks = 0
+        self.num_reserved = 0
+        self.num_computed = 0
+        self.checkpoint = 0
+        self.next_publish = 0
+        self.row: int | None = None
+        self.is_on_worker = False
+        self.first_ordinal = NO_RESULTS
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known: prompt and output so far."""
+        return len(self.request.spec.prompt) + len(self.output)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Known tokens that are still to be computed before generation; at least 1 while in its context phase."""
+        return len(self.request.spec.prompt) + len(self.output) - self.num_computed
+
+    def tokens_between(self, start: int, end: int) -> array[int]:
+        """Known tokens [start, end)."""
+        prompt = self.request.spec.prompt
+        num_prompt = len(prompt)
+        if end <= num_prompt:
+            return prompt[start:end]
+        if start >= num_prompt:
+            return self.output[start - num_prompt : end - num_prompt]
+        return prompt[start:] + self.output[: end - num_prompt]
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.request.spec.request_id}/{self.index}, {self.num_computed} of {self.num_tokens})"
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Unix nanoseconds by the scheduler's clock; 0 is "did not happen"."""
+
+    arrival_ns: int = 0
+    queued_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    finished_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What is known of a request beside its output once it has ended."""
+
+    times: RequestTimes
+    failure: Failure | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recoveries: int = 0
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request on its way.
+
+    Attributes:
+        ordinal: Place in the order of arrival; smaller is older.
+        group: The worker group whose blocks it holds; None while queued or finished.
+        num_cached_tokens: Prompt tokens whose keys and values were in the cache when it first started.
+        lost_store: Where the blocks may still lie that it held on a worker that died: the worker's kv_store.
+        num_deaths: Workers that died in a row while they ran it, without a new token in between.
+        num_attached: Detokenizers that read its feed.
+        last_ordinal: The last step that was counted in num_steps by its result.
+        failure: Set when it ended in error.
+        beams: Its beam search, where it is one.
+    """
+
+    spec: RequestSpec
+    ordinal: int
+    times: RequestTimes = field(default_factory=RequestTimes)
+    state: RequestState = RequestState.QUEUED
+    sequences: list[Sequence] = field(default_factory=list)
+    group: WorkerGroup | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recoveries: int = 0
+    lost_store: str = ""
+    num_deaths: int = 0
+    num_steps: int = 0
+    last_ordinal: int = -1
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_attached: int = 0
+    orphaned_ns: int = 0
+    waiting_since_ns: int = 0
+    failure: Failure | None = None
+    beams: BeamLanes | None = None
+
+    def __post_init__(self) -> None:
+        self.sequences = [Sequence(self, index) for index in range(self.spec.num_sequences)]
+
+    @property
+    def request_id(self) -> str:
+        """The id it was submitted under."""
+        return self.spec.request_id
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts by urgency: higher priority first, then older first."""
+        return (-self.spec.priority, self.ordinal)
+
+    @property
+    def finish(self) -> Finish:
+        """What is to be kept of it beside its output. Precondition: it has ended."""
+        return Finish(
+            times=self.times,
+            failure=self.failure,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            num_recoveries=self.num_recoveries,
+            num_steps=self.num_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+        )
+
+    @property
+    def live_sequences(self) -> TypingSequence[Sequence]:
+        """Sequences that have not ended."""
+        return [sequence for sequence in self.sequences if sequence.end is None]
+
+    @property
+    def running_sequences(self) -> TypingSequence[Sequence]:
+        """Those that run, or will: of a beam search the lanes of its beams."""
+        return self.beams.running if self.beams is not None else self.live_sequences
+
+    @property
+    def placed_sequences(self) -> TypingSequence[Sequence]:
+        """Those that may hold rows and blocks."""
+        return self.beams.lanes if self.beams is not None else self.sequences
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens over all sequences, as far as they count."""
+        return sum(s.end.num_tokens if s.end else len(s.output) for s in self.sequences)

@@ -1,0 +1,52 @@
+"""A whole scheduler: what the core asks, and the usual answer, a capacity policy and a micro-batch policy together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from scheduler.core.capacity_scheduler import CapacityScheduler
+from scheduler.core.micro_batch_scheduler import MicroBatchScheduler
+from scheduler.core.request import Request
+from scheduler.core.step_builder import StepBuilder
+from scheduler.core.worker_group import WorkerGroup
+
+
+class RequestScheduler(ABC):
+    """What the core asks: `can_start` for the head of the queue, and before each step first `requests_to_pause`, then
+    `schedule`.
+
+    The outcome of a step is in its StepBuilder: `fitting_requests`, `paused_requests`, `context_requests` and
+    `generation_requests`; `group.inflight_request_ids` are those that a step in flight runs.
+    """
+
+    @abstractmethod
+    def can_start(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether a queued request may take rows and blocks of the group now. Changes nothing."""
+
+    @abstractmethod
+    def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
+        """Active requests that give their blocks back before the next step. Changes nothing."""
+
+    @abstractmethod
+    def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
+        """Fills the step; see MicroBatchScheduler.schedule."""
+
+
+class SimpleScheduler(RequestScheduler):
+    """A capacity policy and a micro-batch policy."""
+
+    def __init__(self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler) -> None:
+        self.capacity_scheduler = capacity_scheduler
+        self.micro_batch_scheduler = micro_batch_scheduler
+
+    def can_start(self, request: Request, group: WorkerGroup) -> bool:
+        """As the capacity policy says."""
+        return self.capacity_scheduler.can_start(request, group)
+
+    def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
+        """As the capacity policy says."""
+        return self.capacity_scheduler.requests_to_pause(group)
+
+    def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
+        """As the micro-batch policy says."""
+        self.micro_batch_scheduler.schedule(group, step)

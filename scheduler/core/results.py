@@ -1,0 +1,274 @@
+"""Takes in what a step gave: tokens are appended, sequences that reached their end are ended, statistics are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduler.core.effects import Effect, Emitted, IterationDone
+from scheduler.core.events import StepDone
+from scheduler.core.failure import UNAVAILABLE, Failure
+from scheduler.core.in_flight import InFlightStep
+from scheduler.core.lifecycle import Lifecycle
+from scheduler.core.queue import RequestQueue
+from scheduler.core.request import ExtraOutput, FinishReason, Request, Sequence, SequenceEnd
+from scheduler.core.runs import End, Taken, runs_problem, take_runs
+from scheduler.core.stats import IterationStats, KvStats, RequestCounts, StepStats, Totals
+from scheduler.core.timers import Clock
+from scheduler.core.worker_group import WorkerGroup
+
+_SHARES_NOTHING = Failure(UNAVAILABLE, "blocks that it shares were not computed")
+
+
+class Results:
+    """Applies results to sequences."""
+
+    def __init__(
+        self,
+        *,
+        lifecycle: Lifecycle,
+        queue: RequestQueue,
+        totals: Totals,
+        clock: Clock,
+        effects: list[Effect],
+        try_again: Callable[[WorkerGroup, Request], None],
+    ) -> None:
+        """`try_again` queues a request anew that its worker could not run yet."""
+        self.last_step = StepStats()
+        self._lifecycle = lifecycle
+        self._queue = queue
+        self._totals = totals
+        self._clock = clock
+        self._effects = effects
+        self._try_again = try_again
+
+    def problem(self, group: WorkerGroup, step: InFlightStep, event: StepDone, vocab_size: int) -> str:
+        """What is wrong with the shape of a result; empty when nothing is."""
+        num_tokens = len(event.token_ids)
+        if event.num_tokens:
+            if len(event.num_tokens) != step.num_sampled or sum(event.num_tokens) != num_tokens:
+                return f"{len(event.num_tokens)} rows with {num_tokens} tokens, {step.num_sampled} rows were asked for"
+        elif num_tokens != step.num_sampled:
+            return f"{num_tokens} tokens, {step.num_sampled} were asked for"
+        if num_tokens and max(event.token_ids) >= vocab_size:
+            return f"token {max(event.token_ids)} is not in the vocabulary"
+        if not event.missing_blocks.issubset(step.adoption.blocks):
+            return "a block is missing that was not asked for"
+        return runs_problem(step, event) if group.num_waiting or event.num_tokens else ""
+
+    def commit(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:
+        """Takes in the result of the group's oldest step in flight, whose shape is right."""
+        first_sampled = [chunk[1] for chunk in step.context if chunk[3]]
+        if event.outputs:
+            self._keep_outputs(step, event)
+        failed = self._failed_rows(group, step, event)
+        ends: list[End] = []
+        if group.num_waiting or event.num_tokens or failed:
+            taken = take_runs(group, step, event, failed, self, ends, self._effects)
+            emitted = taken.emitted
+        else:
+            num_first = len(first_sampled)
+            emitted = self._append_first(group, first_sampled, step, event.token_ids, ends)
+            tokens = event.token_ids[num_first:] if num_first else event.token_ids
+            emitted += self._append_next(group, step, tokens, ends)
+            taken = Taken(emitted, len(emitted), len(emitted))
+        self._totals.num_wasted_tokens += max(0, step.num_sampled - taken.num_rows)
+        self._totals.num_generation_tokens += taken.num_tokens
+        self._totals.num_draft_tokens += event.num_draft_tokens
+        self._totals.num_accepted_tokens += event.num_accepted_tokens
+        self._totals.num_prompt_tokens += sum(chunk[2] for chunk in step.context)
+        if emitted:
+            self._effects.append(Emitted(emitted, [len(sequence.output) for sequence in emitted]))
+        for sequence, end in ends:
+            if sequence.end is None:
+                self._lifecycle.end_sequence(sequence, end)
+        self._fail_rows(failed)
+        self._report(group, step, event, taken.num_tokens)
+
+    def _append_first(
+        self, group: WorkerGroup, sequences: list[Sequence], step: InFlightStep, tokens: list[int], ends: list[End]
+    ) -> list[Sequence]:
+        """First tokens after a context phase."""
+        emitted: list[Sequence] = []
+        for sequence, token in zip(sequences, tokens, strict=False):
+            if sequence.first_ordinal <= step.ordinal:
+                self.note_first_token(sequence)
+                emitted.append(sequence)
+                self.append(group, sequence, token, ends)
+        return emitted
+
+    def _append_next(
+        self, group: WorkerGroup, step: InFlightStep, tokens: list[int], ends: list[End]
+    ) -> list[Sequence]:
+        """One token for each generating sequence. This is the loop that every token passes."""
+        emitted: list[Sequence] = []
+        ordinal, now_ns = step.ordinal, self._clock.now_ns
+        before_ns, num_alike = 0, 0  # most had their last token in the same step: they are counted together
+        for sequence, token in zip(step.generation, tokens, strict=True):
+            if sequence.first_ordinal > ordinal:
+                continue  # it ended, or was paused, after the step was planned
+            emitted.append(sequence)
+            if sequence.last_token_ns != before_ns:
+                self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
+                before_ns, num_alike = sequence.last_token_ns, 0
+            num_alike += 1
+            sequence.last_token_ns = now_ns
+            output, spec = sequence.output, sequence.request.spec
+            output.append(token)
+            num_output = len(output)
+            if num_output == sequence.next_publish or num_output == spec.max_tokens or token in spec.stop_token_ids:
+                self._look_at_last(group, sequence, ends)
+        self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
+        return emitted
+
+    def append(self, group: WorkerGroup, sequence: Sequence, token: int, ends: list[End]) -> None:
+        """Appends a token to a sequence, and notes its end where it is one."""
+        sequence.output.append(token)
+        sequence.last_token_ns = self._clock.now_ns
+        self._look_at_last(group, sequence, ends)
+
+    def _look_at_last(self, group: WorkerGroup, sequence: Sequence, ends: list[End]) -> None:
+        """Publishes the block that a sequence's last token has filled, and notes the end that it is."""
+        spec, num_output, token = sequence.request.spec, len(sequence.output), sequence.output[-1]
+        if num_output == sequence.next_publish:
+            group.tables.publish_generated(sequence)
+        if token in spec.stop_token_ids and num_output >= spec.min_tokens:
+            ends.append((sequence, SequenceEnd(FinishReason.STOP, num_output, stop_token_id=token)))
+        elif num_output == spec.max_tokens:
+            ends.append((sequence, SequenceEnd(FinishReason.LENGTH, num_output)))
+
+    def note_latency(self, sequence: Sequence, num_tokens: int) -> None:
+        """Notes the time since the sequence's last token, in equal parts for each of the new ones."""
+        if sequence.last_token_ns:
+            since_ns = self._clock.now_ns - sequence.last_token_ns
+            self._totals.inter_token_latency.observe(since_ns // num_tokens, num_tokens)
+
+    def note_first_token(self, sequence: Sequence) -> None:
+        """Notes that a sequence made progress."""
+        request, now_ns = sequence.request, self._clock.now_ns
+        request.num_deaths = 0
+        if request.times.first_token_ns == 0:
+            request.times.first_token_ns = now_ns
+            self._totals.time_to_first_token.observe(now_ns - request.times.arrival_ns)
+            self._totals.request_queue_time.observe(request.times.first_scheduled_ns - request.times.queued_ns)
+
+    def _rows(self, step: InFlightStep) -> dict[int, Sequence]:
+        rows = {chunk[0]: chunk[1] for chunk in step.context}
+        rows.update(zip(step.generation_rows, step.generation, strict=True))
+        return rows
+
+    def _keep_outputs(self, step: InFlightStep, event: StepDone) -> None:
+        rows = self._rows(step)
+        nums_before: dict[Sequence, int] = {}  # a run has outputs token by token
+        for row, data in event.outputs:
+            sequence = rows.get(row)
+            if sequence is None or sequence.first_ordinal > step.ordinal:
+                continue
+            offset = len(sequence.output)
+            if sequence in step.draft_limits:
+                num_before = nums_before.get(sequence, 0)
+                offset, nums_before[sequence] = offset + num_before, num_before + 1
+            if sequence.request.beams is not None:
+                sequence = sequence.request.sequences[0]  # what is said of the prompt comes with the first output
+                offset = 0
+            sequence.outputs.append(ExtraOutput(offset, data))
+
+    def _failed_rows(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> dict[Sequence, Failure]:
+        """Sequences that failed, and those that share what a failed one was to compute: they start again."""
+        if not event.failures:
+            return {}
+        rows = self._rows(step)
+        failed = {
+            rows[row]: failure
+            for row, failure in event.failures
+            if row in rows and rows[row].first_ordinal <= step.ordinal
+        }
+        for _, sequence, _, _ in step.context:
+            if sequence in failed and failed[sequence].code != UNAVAILABLE:
+                for sharer in group.sharers(sequence):
+                    failed.setdefault(sharer, _SHARES_NOTHING)
+        return failed
+
+    def _fail_rows(self, failed: dict[Sequence, Failure]) -> None:
+        for sequence, failure in failed.items():
+            request = sequence.request
+            if request.group is not None and (failure.code != UNAVAILABLE or failure is _SHARES_NOTHING):
+                # It may have failed before anything of it was computed.
+                for block in sequence.table[sequence.num_freed :]:
+                    request.group.prefix_cache.withdraw(block)
+            if failure.code == UNAVAILABLE and request.group is not None and sequence.end is None:
+                self._try_again(request.group, request)
+            elif failure.code != UNAVAILABLE and sequence.end is None:
+                self._lifecycle.end(request, FinishReason.ERROR, failure)
+
+    def _report(self, group: WorkerGroup, step: InFlightStep, event: StepDone, num_decoded: int) -> None:
+        self._totals.num_iterations += 1
+        if not group.blocks.is_conserved:
+            self._totals.num_conservation_violations += 1
+        self.last_step = step_stats(step, event, num_decoded)
+        self._effects.append(IterationDone(self.statistics([group], event.time_ns, group.group_id)))
+
+    def statistics(self, groups: list[WorkerGroup], time_ns: int, group_id: str) -> IterationStats:
+        """The state of some groups, with what the last step ran."""
+        totals = self._totals
+        return IterationStats(
+            time_ns=time_ns,
+            iteration=totals.num_iterations,
+            group_id=group_id,
+            requests=RequestCounts(
+                num_active=self._lifecycle.num_unfinished,
+                num_queued=len(self._queue),
+                num_completed=totals.num_completed,
+                max_num_active=totals.max_num_active_requests,
+            ),
+            kv=kv_stats(groups),
+            step=self.last_step,
+            memory=memory_of(groups),
+            num_finished_by_reason=dict(totals.num_finished_by_reason),
+            num_stale_messages=totals.num_stale_messages,
+            num_conservation_violations=totals.num_conservation_violations,
+            num_preemptions=totals.num_preemptions,
+        )
+
+
+def step_stats(step: InFlightStep, event: StepDone, num_decoded: int) -> StepStats:
+    """What a step ran and gave."""
+    return StepStats(
+        micro_batch_id=step.step_id,
+        latency_ns=event.time_ns - step.planned_ns,
+        queue_latency_ns=step.queue_latency_ns,
+        num_context_requests=len({chunk[1].request for chunk in step.context}),
+        num_generation_requests=len(step.generation),
+        num_paused_requests=step.num_paused,
+        num_context_tokens=sum(chunk[2] for chunk in step.context),
+        num_generation_tokens=len(step.generation),
+        num_decoded_tokens=num_decoded,
+        empty_generation_slots=step.num_empty_slots,
+        num_draft_tokens=event.num_draft_tokens,
+        num_accepted_tokens=event.num_accepted_tokens,
+    )
+
+
+def kv_stats(groups: list[WorkerGroup]) -> KvStats:
+    """Blocks of some groups together."""
+    blocks = [group.blocks for group in groups]
+    return KvStats(
+        num_blocks=sum(b.num_blocks for b in blocks),
+        num_free=sum(b.num_available for b in blocks),
+        num_used=sum(b.num_held for b in blocks),
+        num_cached=sum(b.num_cached for b in blocks),
+        tokens_per_block=groups[0].tokens_per_block if groups else 0,
+        allocated=sum(b.counts.allocated for b in blocks),
+        allocated_new=sum(b.counts.allocated_new for b in blocks),
+        reused=sum(b.counts.reused for b in blocks),
+        missed=sum(b.counts.missed for b in blocks),
+        evicted=sum(b.counts.evicted for b in blocks),
+    )
+
+
+def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
+    """Bytes that some groups use: host, device, pinned."""
+    return (
+        sum(group.memory[0] for group in groups),
+        sum(group.memory[1] for group in groups),
+        sum(group.memory[2] for group in groups),
+    )

@@ -1,0 +1,274 @@
+"""Builds one step of a worker group: schedulers say what runs, this keeps the accounts and writes the plan.
+
+Rows persist at the worker, and so does the set of generating rows: a steady step says "as before" and ships the blocks
+by which some tables grew. Nothing here looks at a sequence that does not run.
+"""
+
+from __future__ import annotations
+
+from scheduler.core.adoption import Adoption
+from scheduler.core.drafts import plan_drafts
+from scheduler.core.effects import AddedSequence, StepPlan
+from scheduler.core.fork_beams import fork_beams
+from scheduler.core.in_flight import InFlightStep
+from scheduler.core.request import Request, Sequence
+from scheduler.core.worker_group import WorkerGroup
+
+
+class StepBuilder:
+    """What the next step of `group` runs, so far.
+
+    Attributes:
+        paused_requests: Requests that gave their blocks back before the step.
+        num_tokens_left: Of the step's token budget.
+        num_stalled: Sequences that no block is available for.
+    """
+
+    def __init__(self, group: WorkerGroup, time_ns: int, ordinal: int, paused_requests: list[Request]) -> None:
+        self.group = group
+        self.paused_requests = paused_requests
+        self.num_tokens_left = group.max_num_tokens
+        self.num_stalled = 0
+        self._time_ns = time_ns
+        self._ordinal = ordinal
+        self._plan = StepPlan(group.connection, group.group_id, group.epoch, group.next_step_id)
+        self._context: list[tuple[int, Sequence, int, bool]] = []
+        self._planned_now: set[Sequence] = set()
+        self._generation: list[Sequence] | None = None
+        self._is_whole_generation = False
+        self._draft_limits: dict[Sequence, int] = {}
+        self._queue_latency_ns = 0
+
+    @property
+    def fitting_requests(self) -> list[Request]:
+        """Requests that hold blocks."""
+        return list(self.group.active)
+
+    @property
+    def context_requests(self) -> list[Request]:
+        """Requests with a chunk in the step, in order."""
+        return list(dict.fromkeys(chunk[1].request for chunk in self._context))
+
+    @property
+    def generation_requests(self) -> list[Request]:
+        """Requests with a generating sequence in the step, in the order of their rows."""
+        return list(dict.fromkeys(sequence.request for sequence in self._generation or ()))
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing to do."""
+        return not (self._context or self._generation or self._plan.beam_rows or self.group.adoption.entries)
+
+    def add_context(self, sequence: Sequence, max_tokens: int) -> int:
+        """Runs the next chunk of a sequence's known tokens.
+
+        Args:
+            sequence: One of `group.context`.
+            max_tokens: Most tokens in the chunk.
+
+        Returns:
+            Tokens in it; 0 when the sequence must wait for blocks that another one is about to compute, or when
+            `max_tokens` is too small for anything.
+        """
+        most = min(max_tokens, self.num_tokens_left)
+        if most <= 0 or sequence in self._planned_now or not self._is_ready(sequence):
+            return 0
+        remaining = sequence.num_context_tokens
+        length = min(remaining, most)
+        if length < remaining and not self.group.config.enable_chunked_context:
+            return 0
+        self._add_chunk(sequence, length, is_last=length == remaining)
+        return length
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Skips blocks that others have computed; False while another sequence has yet to compute the next one."""
+        pending, block_size = self.group.prefix_cache.pending, self.group.tokens_per_block
+        while (index := sequence.num_computed // block_size) < sequence.num_hit_blocks:
+            block = sequence.table[index]
+            if block in pending:
+                writer = pending[block]
+                if writer is None:
+                    pending[block] = sequence
+                    sequence.num_hit_blocks = index
+                elif writer is not sequence:
+                    return False
+                return True
+            sequence.num_computed = (index + 1) * block_size
+        return sequence.index == 0 or self._copy_from_leader(sequence)
+
+    def _copy_from_leader(self, sequence: Sequence) -> bool:
+        """Copies the prompt's last, partly filled block from another sequence of the request (copy-on-write).
+
+        Returns:
+            False while that sequence has not computed it; copies happen before a step's forward pass.
+        """
+        block_size, num_prompt = self.group.tokens_per_block, len(sequence.request.spec.prompt)
+        index, num_partial = divmod(num_prompt - 1, block_size)
+        leader = next((s for s in sequence.request.placed_sequences if s.row is not None), sequence)
+        if leader is sequence or num_partial == 0 or sequence.num_computed != index * block_size:
+            return True
+        if leader.num_computed < num_prompt or leader in self._planned_now:
+            return False
+        if leader.num_freed <= index:
+            self._plan.copy_source_blocks.append(leader.table[index])
+            self._plan.copy_target_blocks.append(sequence.table[index])
+            sequence.num_computed = num_prompt - 1
+        return True
+
+    def _add_chunk(self, sequence: Sequence, length: int, *, is_last: bool) -> None:
+        group, row = self.group, sequence.row
+        assert row is not None
+        if not sequence.is_on_worker:
+            sequence.is_on_worker = True
+            group.num_on_worker += 1
+            self._plan.added.append(AddedSequence(row, sequence, len(sequence.output), tuple(sequence.table)))
+            self._note_first_scheduled(sequence.request)
+        start = sequence.num_computed
+        sequence.num_computed = start + length
+        self._settle_blocks(sequence, start // group.tokens_per_block, sequence.num_computed // group.tokens_per_block)
+        self._plan.context_rows.append(row)
+        self._plan.context_starts.append(start)
+        self._plan.context_lengths.append(length)
+        self._context.append((row, sequence, length, is_last))
+        self._planned_now.add(sequence)
+        self.num_tokens_left -= length
+
+    def _note_first_scheduled(self, request: Request) -> None:
+        if request.times.first_scheduled_ns == 0:
+            request.times.first_scheduled_ns = self._time_ns
+            self._queue_latency_ns += self._time_ns - request.times.queued_ns
+
+    def _settle_blocks(self, sequence: Sequence, first: int, end: int) -> None:
+        """The blocks [first, end) are computed by this step: whoever waits for them may go on, in this step even."""
+        cache, group = self.group.prefix_cache, self.group
+        run = first
+        for index in range(first, end):
+            block = sequence.table[index]
+            was_pending = cache.pending.pop(block, cache) is not cache
+            if not (was_pending and cache.contains(block)):
+                if run < index:
+                    cache.note_stored(sequence, run, index - run, group.tokens_per_block)
+                run = index + 1
+        if run < end:
+            cache.note_stored(sequence, run, end - run, group.tokens_per_block)
+
+    def add_generation(self, sequences: list[Sequence] | None = None) -> int:
+        """Runs one generation step of sequences.
+
+        Args:
+            sequences: Some of `group.generating`; None is all of it, as far as the token budget goes.
+
+        Returns:
+            How many run; those whose length is planned out are left out, and those that no block is available for.
+        """
+        group = self.group
+        chosen = group.generating
+        if sequences is not None:
+            wanted = set(sequences)
+            chosen = [s for s in chosen if s in wanted]
+        if group.num_waiting:
+            chosen = self._without_stalled_beams(chosen)
+        due = [s for s in chosen if s.num_computed == s.checkpoint]
+        leave_out = {s for s in due if not self._settle_checkpoint(s)}
+        if leave_out:
+            chosen = [s for s in chosen if s not in leave_out]
+        if len(chosen) > self.num_tokens_left:
+            chosen = self._least_advanced(chosen)
+        self._is_whole_generation = chosen is group.generating
+        self._generation = list(chosen)
+        self.num_tokens_left -= len(chosen)
+        if group.num_waiting:
+            self.num_tokens_left -= plan_drafts(group, chosen, self.num_tokens_left, self._plan, self._draft_limits)
+        for sequence in chosen:
+            sequence.num_computed += 1
+        return len(chosen)
+
+    def _without_stalled_beams(self, chosen: list[Sequence]) -> list[Sequence]:
+        """Forks the beams that parted; those for whose forks no blocks are available are left out."""
+        stalled = {
+            request
+            for request in dict.fromkeys(sequence.request for sequence in chosen)
+            if request.beams is not None and request.beams.has_news and not fork_beams(self.group, request, self._plan)
+        }
+        self.num_stalled += len(stalled)
+        return [sequence for sequence in chosen if sequence.request not in stalled] if stalled else chosen
+
+    def _settle_checkpoint(self, sequence: Sequence) -> bool:
+        """Grows a table that is full; False when the sequence is planned out, or no block is available."""
+        group = self.group
+        if sequence.num_computed >= sequence.request.spec.max_num_tokens:
+            group.end_generation(sequence)
+            return False
+        if group.blocks.num_available == 0:
+            self.num_stalled += 1
+            return False
+        assert sequence.row is not None
+        self._plan.block_rows.append(sequence.row)
+        self._plan.block_ids.append(group.tables.grow(sequence))
+        group.set_checkpoint(sequence)
+        return True
+
+    def _least_advanced(self, sequences: list[Sequence]) -> list[Sequence]:
+        """As many as the budget allows, those with the fewest planned output tokens, so that all get their turn."""
+
+        def num_planned(sequence: Sequence) -> int:
+            return sequence.num_computed - len(sequence.request.spec.prompt)
+
+        chosen = set(sorted(sequences, key=num_planned)[: self.num_tokens_left])
+        return [sequence for sequence in sequences if sequence in chosen]
+
+    def finish(self) -> StepPlan:
+        """Closes the step and puts it in flight. Precondition: it is not empty."""
+        group, plan = self.group, self._plan
+        plan.released_rows, group.released_rows = group.released_rows, []
+        for block, value in group.prefix_cache.take_news():
+            plan.hashed_blocks.append(block)
+            plan.block_hashes.append(value)
+        plan.adopted_blocks, plan.adopted_hashes = group.adoption.blocks, group.adoption.hashes
+        generation, rows = self._write_generation()
+        num_scheduled = len(self._context) + len(generation)
+        group.in_flight.append(
+            InFlightStep(
+                step_id=plan.step_id,
+                ordinal=self._ordinal,
+                planned_ns=self._time_ns,
+                context=self._context,
+                generation=generation,
+                generation_rows=rows,
+                num_paused=len(self.paused_requests),
+                queue_latency_ns=self._queue_latency_ns,
+                num_empty_slots=max(0, group.batch_size - num_scheduled),
+                draft_limits=self._draft_limits,
+                adoption=group.adoption,
+            )
+        )
+        group.adoption = Adoption()
+        if group.num_waiting:
+            group.rest(generation)
+        group.next_step_id += 1
+        for _, sequence, _, is_last in self._context:
+            if is_last:
+                group.begin_generation(sequence)
+            else:
+                sequence.request.num_steps += 1  # those that give a token are counted by their tokens
+        return plan
+
+    def _write_generation(self) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
+        """Writes which rows generate, as the difference from the step before."""
+        group, plan, last = self.group, self._plan, self.group.last_generation
+        if self._is_whole_generation and last.version == group.generation_version:
+            plan.repeats_generation = bool(last.rows)
+            return last.sequences, last.rows
+        chosen = self._generation or []
+        rows = tuple(s.row for s in chosen if s.row is not None)
+        before = set(last.rows).difference(plan.released_rows)
+        now = set(rows)
+        if now and len(before & now) * 2 >= len(now):
+            plan.repeats_generation = True
+            plan.generation_rows = sorted(now - before)
+            plan.idle_rows = sorted(before - now)
+        else:
+            plan.generation_rows = list(rows)
+        version = group.generation_version if self._is_whole_generation else -1
+        group.last_generation = type(last)(version, tuple(chosen), rows)
+        return group.last_generation.sequences, rows

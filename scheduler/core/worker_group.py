@@ -1,0 +1,290 @@
+"""A worker group as the core sees it: its blocks, its rows, and what runs on it.
+
+A request is *started* on a group: each of its sequences gets a row and blocks for all its known tokens, those that hold
+the same tokens as another's are shared. Its *context* phase computes the known tokens chunk by chunk; the last chunk
+samples a token and the *generation* phase begins, one token a step. `release` takes all of it back, whatever the
+reason.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from scheduler.core.adapter_room import AdapterRoom
+from scheduler.core.adoption import Adoption
+from scheduler.core.block_manager import BlockManager
+from scheduler.core.block_tables import BlockTables
+from scheduler.core.config import CoreConfig
+from scheduler.core.events import StepDone, WorkerRegistered
+from scheduler.core.fairness import Clients, Pace
+from scheduler.core.in_flight import InFlightStep, LastGeneration
+from scheduler.core.prefix_cache import PrefixCache
+from scheduler.core.request import Request, RequestState, Sequence
+from scheduler.core.timers import Clock
+
+_BY_ROW = attrgetter("row")
+
+
+@dataclass(frozen=True, slots=True)
+class StartCost:
+    """What starting a request takes from a group.
+
+    Attributes:
+        num_rows: Rows.
+        num_blocks: Available blocks that are taken at once.
+        num_blocks_next: Blocks that its first generation step takes besides.
+        num_blocks_to_end: Blocks to set aside so that it can run to its end.
+        num_cached_tokens: Known tokens that need no computing.
+        num_tokens: Known tokens.
+    """
+
+    num_rows: int
+    num_blocks: int
+    num_blocks_next: int
+    num_blocks_to_end: int
+    num_cached_tokens: int
+    num_tokens: int
+
+
+class WorkerGroup:
+    """One epoch of one worker group.
+
+    Attributes:
+        tables: Which blocks each sequence holds.
+        clients: Whether several send requests. pace: When the next step is planned.
+        active: Requests that hold blocks here, in the order in which they started.
+        context: Sequences in their context phase, in the order in which they started.
+        generating: Sequences in their generation phase, by row.
+        generation_version: Changes whenever `generating` does.
+        num_waiting: Sequences with rows that wait for each result before they run again.
+        released_rows: Rows that the next step frees at the worker.
+        adoption: Blocks that the next step asks the worker to look for in what dead ones left.
+        batch_size: Sequences started since the group was last empty.
+    """
+
+    def __init__(
+        self, registration: WorkerRegistered, epoch: int, config: CoreConfig, clock: Clock, clients: Clients
+    ) -> None:
+        self.group_id = registration.group_id
+        self.connection = registration.connection
+        self.registration = registration
+        self.epoch = epoch
+        self.config = config
+        self.tokens_per_block = config.tokens_per_block
+        self.max_batch_size = min(config.max_batch_size, registration.max_batch_size)
+        self.max_num_tokens = min(config.max_num_tokens, registration.max_num_tokens)
+        self.prefix_cache = PrefixCache()
+        self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
+        self.tables = BlockTables(config, self.blocks, clock)
+        self.adapters = AdapterRoom(registration.lora_cache_bytes)
+        self.clients = clients
+        self.pace = Pace(clients)
+        self.last_heard_ns = registration.time_ns
+        self.last_progress_ns = registration.time_ns
+        self.active: dict[Request, None] = {}
+        self.context: list[Sequence] = []
+        self.generating: list[Sequence] = []
+        self.generation_version = 0
+        self.num_on_worker = 0
+        self.num_waiting = 0
+        self.batch_size = 0
+        self.released_rows: list[int] = []
+        self.adoption = Adoption()
+        self.in_flight: deque[InFlightStep] = deque()
+        self.last_generation = LastGeneration()
+        self.next_step_id = 1
+        self.num_placed = 0
+        self.num_beats_ahead = 0
+        self.early_results: dict[int, StepDone] = {}
+        self.memory = (0, 0, 0)
+        self._free_rows = list(range(self.max_batch_size))
+        self._take_kept(registration, clock.now_ns)
+
+    def _take_kept(self, registration: WorkerRegistered, now_ns: int) -> None:
+        """Takes over what the worker's blocks still hold, and tells it which of them will change."""
+        kept = list(zip(registration.kept_blocks, registration.kept_hashes, strict=True))
+        if self.config.enable_block_reuse:
+            self.blocks.adopt(kept, now_ns)
+        self.prefix_cache.news += [(block, 0) for block, _ in kept if not self.prefix_cache.contains(block)]
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that can still be started."""
+        return len(self._free_rows)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Known tokens that are still to be computed."""
+        block = self.tokens_per_block
+        return sum(s.num_tokens - max(s.num_computed, s.num_hit_blocks * block) for s in self.context)
+
+    @property
+    def adopting_requests(self) -> set[Request]:
+        """Requests that wait for what a dead worker left."""
+        adoptions = [self.adoption, *(step.adoption for step in self.in_flight)]
+        return {request for adoption in adoptions for request in adoption.requests}
+
+    @property
+    def inflight_request_ids(self) -> frozenset[str]:
+        """Requests that a step in flight runs."""
+        return frozenset(request.request_id for step in self.in_flight for request in step.requests())
+
+    def blocks_alone(self, request: Request) -> int:
+        """Blocks that the request takes at most, on an empty group, also when it has to start again near its end."""
+        each = self.tables.blocks_of(request.spec.max_num_tokens)
+        shared = 0 if self.tables.has_window else (len(request.spec.prompt) - 1) // self.tokens_per_block
+        return each + (request.spec.num_rows - 1) * (each - shared)
+
+    def is_large_enough(self, request: Request) -> bool:
+        """Whether the request could run here if the group were empty."""
+        spec = request.spec
+        return (
+            spec.num_rows <= self.max_batch_size
+            and spec.max_num_tokens < self.registration.max_sequence_length
+            and self.blocks_alone(request) <= self.blocks.num_blocks
+            and self.adapters.fits_alone(spec)
+        )
+
+    def start_cost(self, request: Request) -> StartCost:
+        """What starting the request would take; changes nothing."""
+        live, tables = request.running_sequences, self.tables
+        shared = (len(request.spec.prompt) - 1) // self.tokens_per_block
+        hits = tables.find(live[0])
+        num_blocks = sum(1 for block in hits if self.blocks.num_owners(block) == 0) - len(hits)
+        num_next = num_to_end = num_tokens = 0
+        for position, sequence in enumerate(live):
+            known = sequence.num_tokens
+            own = tables.blocks_of(known)
+            num_blocks += own - shared if position else own
+            num_next += known % self.tokens_per_block == 0 and known < request.spec.max_num_tokens
+            most = tables.max_blocks(request.spec.max_num_tokens, known)
+            num_to_end += most if tables.has_window else most - own
+            num_tokens += known
+        num_cached = len(hits) * self.tokens_per_block
+        num_spare = len(request.beams.spare) if request.beams is not None else 0
+        if num_spare:
+            num_next += num_spare
+            num_to_end += num_spare * tables.num_to_reserve(request.spec, live[0].num_tokens)
+        num_to_end += 0 if tables.has_window else num_blocks
+        return StartCost(len(live) + num_spare, num_blocks, num_next, num_to_end, num_cached, num_tokens)
+
+    def start(self, request: Request, ordinal: int) -> int:
+        """Gives each live sequence a row and blocks for its known tokens.
+
+        Precondition: rows and blocks as in `start_cost` are there.
+
+        Args:
+            request: A queued request.
+            ordinal: Number of the next step; results of steps before it are not for this request.
+
+        Returns:
+            Tokens whose keys and values others compute or computed.
+        """
+        self.active[request] = None
+        self.adapters.take(request.spec)
+        request.group = self
+        request.state = RequestState.ACTIVE
+        self.num_placed += 1
+        leader: Sequence | None = None
+        can_adopt = request.lost_store != "" and request.lost_store == self.registration.kv_store
+        request.lost_store = ""
+        num_found = 0
+        for sequence in request.running_sequences:
+            num_blocks = self.tables.fill(sequence, leader, self.adoption if can_adopt else None)
+            num_found = num_found if leader else num_blocks
+            self._take_row(sequence, ordinal)
+            self.context.append(sequence)
+            leader = leader or sequence
+        if request.beams is not None and leader is not None:
+            for lane in request.beams.spare:
+                self.tables.reserve(lane, leader.num_tokens)
+                self._take_row(lane, ordinal)
+        return num_found * self.tokens_per_block
+
+    def _take_row(self, sequence: Sequence, ordinal: int) -> None:
+        sequence.row = heapq.heappop(self._free_rows)
+        sequence.first_ordinal = ordinal
+        self.batch_size += 1
+        self.num_waiting += sequence.waits_for_result
+
+    def begin_generation(self, sequence: Sequence) -> None:
+        """Moves a sequence whose context is planned on, unless all its tokens are planned."""
+        self.context.remove(sequence)
+        if not sequence.waits_for_result:
+            self.resume_generation(sequence)
+
+    def resume_generation(self, sequence: Sequence) -> None:
+        """Lets a sequence generate, unless all its tokens are planned."""
+        if not self.set_checkpoint(sequence):
+            return
+        insort(self.generating, sequence, key=_BY_ROW)
+        self.generation_version += 1
+
+    def rest(self, sequences: Iterable[Sequence]) -> None:
+        """Lets sequences that a step runs wait for its result, where they have to."""
+        resting = {sequence for sequence in sequences if sequence.waits_for_result}
+        if resting:
+            self.generating = [sequence for sequence in self.generating if sequence not in resting]
+            self.generation_version += 1
+
+    def set_checkpoint(self, sequence: Sequence) -> bool:
+        """Sets when the sequence next needs attention; False when all its tokens are planned."""
+        limit = sequence.request.spec.max_num_tokens
+        sequence.checkpoint = min(len(sequence.table) * self.tokens_per_block, limit)
+        return sequence.num_computed < limit
+
+    def end_generation(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the generation phase; it keeps its row and blocks."""
+        self.generating.remove(sequence)
+        self.generation_version += 1
+
+    def sharers(self, sequence: Sequence) -> list[Sequence]:
+        """Sequences of other requests that hold blocks which this one was to compute."""
+        blocks = set(sequence.table[max(sequence.num_freed, sequence.num_hit_blocks) :])
+        return [
+            other
+            for request in self.active
+            if request is not sequence.request
+            for other in request.placed_sequences
+            if not blocks.isdisjoint(other.table[other.num_freed :])
+        ]
+
+    def release(self, request: Request) -> None:
+        """Takes rows and blocks of all its sequences back; nothing of the request is left on the group."""
+        for sequence in request.placed_sequences:
+            if sequence.row is not None:
+                self.release_sequence(sequence)
+        if request.beams is not None:
+            request.beams.forget_placement()
+        del self.active[request]
+        self.adapters.give_back(request.spec)
+        request.group = None
+        if not self.active:
+            self.batch_size = 0
+
+    def release_sequence(self, sequence: Sequence) -> None:
+        """Takes a sequence's row and blocks back. Steps in flight may still write there: later steps run after them."""
+        if sequence in self.context:
+            self.context.remove(sequence)
+            self.tables.break_promises(sequence)
+        elif sequence in self.generating:
+            self.end_generation(sequence)
+        self.tables.release(sequence)
+        assert sequence.row is not None
+        heapq.heappush(self._free_rows, sequence.row)
+        if sequence.is_on_worker:
+            self.released_rows.append(sequence.row)
+            self.num_on_worker -= 1
+        self.num_waiting -= sequence.waits_for_result
+        sequence.clear_placement()
+
+    def held_tables(self) -> Iterable[Iterable[int]]:
+        """Blocks of each sequence on the group, for the full check."""
+        for request in self.active:
+            for sequence in request.placed_sequences:
+                yield sequence.table[sequence.num_freed :]

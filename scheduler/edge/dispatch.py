@@ -1,0 +1,231 @@
+"""The ZeroMQ port that workers dial: steps go out, results come in.
+
+Each message is one frame with one protobuf message. What does not parse is dropped and counted, and the socket itself
+drops frames above `max_frame_bytes` and cuts the link they came over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from midstream.rpc.health import LoopProgress
+from protos import worker_pb2
+from scheduler.core.effects import EpochEnded, GroupJoined, GroupRefused, StepPlan
+from scheduler.core.events import StepDone, WorkerLost
+from scheduler.edge.worker_keys import WorkerKeys
+from scheduler.wire.prompt_tables import table_parts
+from scheduler.wire.requests import ModelLimits
+from scheduler.wire.worker_messages import WorkerEvent, decode_worker_message, encode_step
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 64 << 20
+_HIGH_WATER_MARK = 1000
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+# When to look which link it was that closed: the socket learns of it a little later than its monitor.
+_LOOK_AFTER_S = (0.0, 0.002, 0.02, 0.1)
+
+
+class Dispatcher:
+    """The scheduler's end of the links to all workers.
+
+    Attributes:
+        port: The bound port.
+        num_malformed: Messages dropped because they did not parse.
+        num_refused: Connections that did not get through the handshake: no key, a wrong one, or not ZeroMQ at all.
+        num_unsent: Messages dropped because their worker was gone or did not read.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        limits: ModelLimits,
+        heartbeat_interval_ms: int,
+        worker_timeout_ms: int,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        keys: WorkerKeys | None = None,
+    ) -> None:
+        """Binds the port; 0 takes a free one. With `keys` only workers that they name get through.
+
+        Raises:
+            zmq.ZMQError: The port is taken.
+        """
+        self.num_malformed = 0
+        self.num_unsent = 0
+        self.num_refused = 0
+        self.on_adapter_result: Callable[[worker_pb2.LoraResult], None] = lambda _: None
+        self._limits = limits
+        self._heartbeat_interval_ms = heartbeat_interval_ms
+        self._worker_timeout_ms = worker_timeout_ms
+        self._outputs: dict[bytes, worker_pb2.StepOutputs] = {}  # by connection: of the step whose result comes next
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._epochs: dict[bytes, int] = {}  # by connection
+        self._authenticator = keys.secure(self._context, self._socket) if keys is not None else None
+        address = f"[{host}]" if ":" in host else host
+        self._socket.bind(f"tcp://{address}:{port}")
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    async def run(self, on_event: Callable[[WorkerEvent], None], progress: LoopProgress) -> None:
+        """Hands in what workers say, and which links are gone, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._receive(on_event, progress))
+            group.create_task(self._watch_links(on_event))
+
+    async def _watch_links(self, on_event: Callable[[WorkerEvent], None]) -> None:
+        """Notices the death of a worker by its closed connection, long before its silence."""
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
+        try:
+            while True:
+                if parse_monitor_message(await monitor.recv_multipart())["event"] != zmq.EVENT_DISCONNECTED:
+                    self.num_refused += 1
+                    continue
+                for delay_s in _LOOK_AFTER_S:
+                    await asyncio.sleep(delay_s)
+                    for connection in await self._lost_links():
+                        on_event(WorkerLost(time.time_ns(), connection))
+        finally:
+            monitor.close()
+
+    async def _lost_links(self) -> list[bytes]:
+        """Connections with an epoch that nothing can be sent to; they are forgotten."""
+        lost = []
+        for connection, epoch in list(self._epochs.items()):
+            try:
+                await self._socket.send_multipart([connection, _heartbeat_ack(epoch)], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EHOSTUNREACH:
+                    logger.warning("the link of a worker is gone", extra={"epoch": self._epochs.pop(connection)})
+                    lost.append(connection)
+        return lost
+
+    async def _receive(self, on_event: Callable[[WorkerEvent], None], progress: LoopProgress) -> None:
+        while True:
+            progress.idle()
+            frames = await self._socket.recv_multipart()
+            progress.touch()
+            event = self._decode(frames)
+            if event is not None:
+                on_event(event)
+
+    def _decode(self, frames: list[bytes]) -> WorkerEvent | None:
+        connection = frames[0]
+        try:
+            if len(frames) != 2:
+                raise ValueError(f"{len(frames) - 1} frames, 1 is expected")
+            event = decode_worker_message(frames[1], connection, time.time_ns())
+        except ValueError as error:
+            self.num_malformed += 1
+            logger.warning("dropped a malformed message on the worker port: %s", error)
+            return None
+        if isinstance(event, worker_pb2.StepOutputs):
+            self._hold_outputs(connection, event)
+            return None
+        if isinstance(event, StepDone) and connection in self._outputs:
+            return self._with_outputs(event, self._outputs.pop(connection))
+        if isinstance(event, worker_pb2.LoraResult):
+            self.on_adapter_result(event)
+            return None
+        return event
+
+    def _hold_outputs(self, connection: bytes, outputs: worker_pb2.StepOutputs) -> None:
+        held = self._outputs.setdefault(connection, outputs)
+        if held is outputs:
+            return
+        if (held.epoch, held.step_id) == (outputs.epoch, outputs.step_id):
+            held.outputs.extend(outputs.outputs)
+        else:
+            self._outputs[connection] = outputs
+
+    def _with_outputs(self, event: StepDone, held: worker_pb2.StepOutputs) -> StepDone:
+        if (held.epoch, held.step_id) != (event.epoch, event.step_id):
+            return event
+        tensors = tuple((item.row, item.SerializeToString()) for item in held.outputs)
+        return replace(event, outputs=tensors + event.outputs)
+
+    def send_step(self, plan: StepPlan) -> None:
+        """Sends a step, behind what its new sequences need."""
+        for part in table_parts(plan):
+            self._send(plan.connection, part)
+        self._send(plan.connection, encode_step(plan, self._limits))
+
+    def send_joined(self, effect: GroupJoined) -> None:
+        """Tells a worker its epoch."""
+        logger.info("worker group %s joined", effect.group_id, extra={"epoch": effect.epoch})
+        registered = worker_pb2.Registered(
+            epoch=effect.epoch,
+            heartbeat_interval_ms=self._heartbeat_interval_ms,
+            timeout_ms=self._worker_timeout_ms,
+        )
+        self._epochs[effect.connection] = effect.epoch
+        self._send_message(effect.connection, worker_pb2.SchedulerMessage(registered=registered))
+
+    def send_refused(self, effect: GroupRefused) -> None:
+        """Tells a worker that it does not fit."""
+        logger.warning("refused a worker: %s", effect.reason, extra={"field": effect.field})
+        rejected = worker_pb2.Rejected(reason=effect.reason, field=effect.field)
+        self._send_message(effect.connection, worker_pb2.SchedulerMessage(rejected=rejected))
+
+    def send_epoch_ended(self, effect: EpochEnded) -> None:
+        """Tells a worker to begin anew."""
+        self._outputs.pop(effect.connection, None)
+        if effect.reason:
+            logger.warning("gave a worker group up: %s", effect.reason, extra={"epoch": effect.epoch})
+        if self._epochs.get(effect.connection) == effect.epoch:
+            del self._epochs[effect.connection]
+        ended = worker_pb2.EpochEnded(epoch=effect.epoch)
+        self._send_message(effect.connection, worker_pb2.SchedulerMessage(epoch_ended=ended))
+
+    def send_load_adapter(self, connection: bytes, epoch: int, name: str, path: str) -> None:
+        """Has a worker read an adapter; `on_adapter_result` gets its answer."""
+        load = worker_pb2.LoadLoraAdapter(name=name, path=path, epoch=epoch)
+        self._send_message(connection, worker_pb2.SchedulerMessage(load_lora=load))
+
+    def send_unload_adapter(self, connection: bytes, epoch: int, fingerprint: str) -> None:
+        """Has a worker forget an adapter."""
+        unload = worker_pb2.UnloadLoraAdapter(fingerprint=fingerprint, epoch=epoch)
+        self._send_message(connection, worker_pb2.SchedulerMessage(unload_lora=unload))
+
+    def send_heartbeat_ack(self, connection: bytes, epoch: int) -> None:
+        """Answers a heartbeat."""
+        self._send(connection, _heartbeat_ack(epoch))
+
+    def _send_message(self, connection: bytes, message: worker_pb2.SchedulerMessage) -> None:
+        self._send(connection, message.SerializeToString())
+
+    def _send(self, connection: bytes, frame: bytes) -> None:
+        # A worker that is gone or does not read loses its epoch soon, by its silence.
+        sent = asyncio.ensure_future(self._socket.send_multipart([connection, frame], zmq.NOBLOCK))
+        sent.add_done_callback(self._on_sent)
+
+    def _on_sent(self, future: asyncio.Task[zmq.MessageTracker | None]) -> None:
+        if not future.cancelled() and future.exception() is not None:
+            self.num_unsent += 1
+
+    def close(self) -> None:
+        """Closes the port."""
+        self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+
+def _heartbeat_ack(epoch: int) -> bytes:
+    return worker_pb2.SchedulerMessage(heartbeat_ack=worker_pb2.HeartbeatAck(epoch=epoch)).SerializeToString()

@@ -1,0 +1,195 @@
+"""Joins the pure core to the world: hands it events with the time in them, carries its effects out, keeps its timers.
+
+Whatever comes in within one round of the event loop is followed by one Turn, so a burst of submits is planned together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from midstream.errors import OverloadedError, from_status
+from scheduler.core.core import SchedulerCore
+from scheduler.core.effects import (
+    Accepted,
+    BeamsAdvanced,
+    Effect,
+    EpochEnded,
+    GroupJoined,
+    GroupRefused,
+    IterationDone,
+    KvChanged,
+    Refused,
+    StepPlan,
+)
+from scheduler.core.events import Attached, Detached, Event, Recovered, Submitted, Turn, WorkerBeat
+from scheduler.core.prefix_cache import KvChange
+from scheduler.core.request_spec import RequestSpec
+from scheduler.core.stats import IterationStats
+from scheduler.edge.beam_outputs import report_beams
+from scheduler.edge.broadcast import Broadcast
+from scheduler.edge.dispatch import Dispatcher
+from scheduler.edge.feed import FeedHub
+from scheduler.journal import Journal, JournalEntry, is_entry
+from scheduler.wire.worker_messages import WorkerEvent
+
+Observer = Callable[[Event, list[Effect]], None]
+
+_MAX_ITERATIONS = 1_000
+_MAX_KV_EVENTS = 10_000
+
+
+class Engine:
+    """One running scheduler.
+
+    Attributes:
+        core: Its state; read it, change it by events only.
+        hub: The feeds.
+        iterations: Statistics of the last iterations.
+        kv_events: The last KV events, as (group id, change), under their sequence numbers.
+        on_joined: Told of each worker's connection and epoch, once the worker was told itself.
+    """
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        *,
+        journal: Journal,
+        dispatcher: Dispatcher,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """`observers` see each event with what followed."""
+        self.core = core
+        self.hub = FeedHub(core.config.scheduler_epoch, self._on_attach, self._on_detach)
+        self.iterations: Broadcast[IterationStats] = Broadcast(_MAX_ITERATIONS)
+        self.kv_events: Broadcast[tuple[str, KvChange]] = Broadcast(_MAX_KV_EVENTS)
+        self._journal = journal
+        self._dispatcher = dispatcher
+        self._observers = observers
+        self._loop = asyncio.get_running_loop()
+        self._is_turn_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._uncommitted: dict[str, asyncio.Event] = {}
+        self.on_joined: Callable[[bytes, int], None] = lambda *_: None
+
+    def now_ns(self) -> int:
+        """The time that events carry."""
+        return time.time_ns()
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Hands an event to the core and carries out what follows."""
+        effects: list[Effect] = []
+        try:
+            effects = self.core.handle(event)
+        finally:  # an event that the core fails at is what a recording is read for
+            for observe in self._observers:
+                observe(event, effects)
+        entries: list[JournalEntry] = []
+        for effect in effects:
+            if isinstance(effect, BeamsAdvanced):
+                report_beams(effect.request)
+            if is_entry(effect):
+                entries.append(effect)  # type: ignore[arg-type]
+            else:
+                self._carry_out(effect)
+        if entries:
+            self._journal.commit(entries, lambda: self._on_committed(entries))
+        if not isinstance(event, Turn):
+            self._turn_soon()
+        return effects
+
+    def recover(self, requests: list[Recovered]) -> None:
+        """Goes on with the requests of the journal."""
+        for event in requests:
+            self.handle(event)
+            request = self.core.lifecycle.requests.get(event.spec.request_id)
+            if request is not None:
+                self.hub.restore(request)
+
+    def handle_worker_event(self, event: WorkerEvent) -> None:
+        """Takes in what a worker said."""
+        self.handle(event)
+        if isinstance(event, WorkerBeat) and event.epoch in self.core.membership.groups:
+            self._dispatcher.send_heartbeat_ack(event.connection, event.epoch)
+
+    async def submit(self, spec: RequestSpec) -> Accepted:
+        """Takes a request in; returns once it is committed.
+
+        Raises:
+            MidstreamError: It is refused.
+        """
+        answer: Accepted | None = None
+        for effect in self.handle(Submitted(self.now_ns(), spec)):
+            if isinstance(effect, Refused):
+                failure = effect.failure
+                error = from_status(failure.code, failure.message, failure.field)
+                if isinstance(error, OverloadedError):
+                    error.retry_after_ms = effect.retry_after_ms
+                raise error
+            if isinstance(effect, Accepted):
+                answer = effect
+        assert answer is not None
+        if spec.request_id not in self.hub.logs:
+            await self._uncommitted.setdefault(spec.request_id, asyncio.Event()).wait()
+        return answer
+
+    async def wait_until_idle(self) -> None:
+        """Returns when every request has ended and been read to its end by those who read it."""
+        self._idle.clear()
+        self._turn_soon()
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Keeps no more timers."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, StepPlan):
+            self._dispatcher.send_step(effect)
+        elif isinstance(effect, IterationDone):
+            self.iterations.append(effect.stats)
+        elif isinstance(effect, GroupJoined):
+            self._dispatcher.send_joined(effect)
+            self.on_joined(effect.connection, effect.epoch)
+        elif isinstance(effect, GroupRefused):
+            self._dispatcher.send_refused(effect)
+        elif isinstance(effect, EpochEnded):
+            self._dispatcher.send_epoch_ended(effect)
+        elif isinstance(effect, KvChanged):
+            for change in effect.changes:
+                self.kv_events.append((effect.group_id, change))
+
+    def _on_committed(self, entries: list[JournalEntry]) -> None:
+        self.hub.publish(entries)
+        if self._uncommitted:
+            for entry in entries:
+                if isinstance(entry, Accepted):
+                    waiting = self._uncommitted.pop(entry.request.request_id, None)
+                    if waiting is not None:
+                        waiting.set()
+
+    def _on_attach(self, request_id: str) -> None:
+        self.handle(Attached(self.now_ns(), request_id))
+
+    def _on_detach(self, request_id: str) -> None:
+        self.handle(Detached(self.now_ns(), request_id))
+
+    def _turn_soon(self) -> None:
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_turn_due = False
+        self.handle(Turn(self.now_ns()))
+        if not self.core.lifecycle.num_unfinished and not any(feed.num_attached for feed in self.hub.feeds):
+            self._idle.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        next_ns = self.core.next_turn_ns
+        if next_ns is not None:
+            self._timer = self._loop.call_later(max(0, next_ns - self.now_ns()) / 1e9, self._turn_soon)

@@ -1,0 +1,231 @@
+"""Feeds detokenizers with tokens.
+
+Tokens live in their sequence's output; a reader has a cursor on each. When its stream can take more, a feed collects
+all that is new behind its cursors into one batch. So a slow reader costs a cursor and no queue, and everything new
+since the last batch goes out together. Only committed tokens are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from midstream.errors import InvalidArgumentError
+from protos import scheduler_pb2
+from scheduler.core.effects import Accepted, Emitted, RequestEnded, RequestForgotten, SequenceEnded
+from scheduler.core.request import Request
+from scheduler.edge.feed_batch import FeedBatchBuilder
+from scheduler.journal import JournalEntry
+
+MAX_TOKENS_PER_BATCH = 65_536
+
+
+class RequestLog:
+    """What may be shown of a request.
+
+    Attributes:
+        num_committed: Committed output tokens of each sequence.
+        has_ended: Whether each sequence's end is committed.
+        is_over: The request's end is committed.
+        is_awaited: Its last reader was lost and did not leave, so that it is expected back.
+    """
+
+    __slots__ = ("has_ended", "is_awaited", "is_over", "num_committed", "readers", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.num_committed = [0] * len(request.sequences)
+        self.has_ended = [False] * len(request.sequences)
+        self.is_over = False
+        self.is_awaited = False
+        self.readers: set[Attachment] = set()
+
+
+class Attachment:
+    """A reader of one request on one feed.
+
+    Attributes:
+        stream: The detokenizer's number for it.
+        cursors: Tokens of each sequence that were sent.
+        num_outputs: Extra outputs of each sequence that were sent.
+        ends_sent: Whether each sequence's end was sent.
+    """
+
+    __slots__ = ("cursors", "ends_sent", "feed", "is_opened", "log", "num_outputs", "stream")
+
+    def __init__(self, feed: DetokenizerFeed, stream: int, log: RequestLog) -> None:
+        self.feed = feed
+        self.stream = stream
+        self.log = log
+        self.is_opened = False
+        self.cursors = [0] * len(log.num_committed)
+        self.num_outputs = [0] * len(log.num_committed)
+        self.ends_sent = [False] * len(log.num_committed)
+
+
+class FeedHub:
+    """All requests' logs, and the feeds that read them."""
+
+    def __init__(
+        self, scheduler_epoch: int, on_attach: Callable[[str], None], on_detach: Callable[[str], None]
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            scheduler_epoch: Carried by every batch.
+            on_attach: Called with the id of a request that has a reader more.
+            on_detach: Called with the id of a request that has a reader less.
+        """
+        self.scheduler_epoch = scheduler_epoch
+        self.on_attach = on_attach
+        self.on_detach = on_detach
+        self.logs: dict[str, RequestLog] = {}
+        self.feeds: list[DetokenizerFeed] = []
+
+    def restore(self, request: Request) -> None:
+        """Shows a request of the journal, with all it holds."""
+        log = self.logs[request.request_id] = RequestLog(request)
+        log.num_committed = [len(sequence.output) for sequence in request.sequences]
+        log.has_ended = [sequence.end is not None for sequence in request.sequences]
+        log.is_over = not request.live_sequences
+        log.is_awaited = True
+
+    def is_read(self, request_id: str) -> bool:
+        """Whether some detokenizer reads a request, or did until it was lost."""
+        log = self.logs.get(request_id)
+        return log is not None and (bool(log.readers) or log.is_awaited)
+
+    def publish(self, entries: list[JournalEntry]) -> None:
+        """Shows what has been committed."""
+        for entry in entries:
+            if isinstance(entry, Emitted):
+                self._publish_tokens(entry)
+            elif isinstance(entry, Accepted):
+                self.logs[entry.request.request_id] = RequestLog(entry.request)
+            elif isinstance(entry, SequenceEnded):
+                log = self.logs[entry.sequence.request.request_id]
+                log.has_ended[entry.sequence.index] = True
+                _wake(log)
+            elif isinstance(entry, RequestEnded):
+                log = self.logs[entry.request.request_id]
+                log.is_over = True
+                _wake(log)
+            elif isinstance(entry, RequestForgotten):
+                self.logs.pop(entry.request.request_id, None)
+
+    def _publish_tokens(self, entry: Emitted) -> None:
+        logs = self.logs
+        for sequence, length in zip(entry.sequences, entry.lengths, strict=True):
+            log = logs[sequence.request.spec.request_id]
+            log.num_committed[sequence.index] = length
+            for reader in log.readers:
+                reader.feed.mark(reader)
+
+    def connect(self, detokenizer_id: str) -> DetokenizerFeed:
+        """Opens a feed."""
+        feed = DetokenizerFeed(self, detokenizer_id)
+        self.feeds.append(feed)
+        return feed
+
+
+def _wake(log: RequestLog) -> None:
+    for reader in log.readers:
+        reader.feed.mark(reader)
+
+
+class DetokenizerFeed:
+    """One detokenizer's feed.
+
+    Attributes:
+        num_attached_total: Requests that it has read.
+    """
+
+    def __init__(self, hub: FeedHub, detokenizer_id: str) -> None:
+        self.detokenizer_id = detokenizer_id
+        self.num_attached_total = 0
+        self._hub = hub
+        self._attachments: dict[int, Attachment] = {}
+        self._unknown: list[tuple[int, str]] = []
+        self._dirty: dict[Attachment, None] = {}
+        self._wake = asyncio.Event()
+        self._is_closed = False
+
+    @property
+    def num_attached(self) -> int:
+        """Requests that it reads now."""
+        return len(self._attachments)
+
+    def mark(self, attachment: Attachment) -> None:
+        """Notes that there is something new for a reader."""
+        self._dirty[attachment] = None
+        self._wake.set()
+
+    def attach(self, stream: int, request_id: str) -> None:
+        """Begins to feed a request from its first token; an unknown one is answered with an error.
+
+        Raises:
+            InvalidArgumentError: The stream number is in use.
+        """
+        if stream in self._attachments:
+            raise InvalidArgumentError(f"{stream} is in use on this feed", field="attach.stream")
+        log = self._hub.logs.get(request_id)
+        if log is None:
+            self._unknown.append((stream, request_id))
+            self._wake.set()
+            return
+        attachment = Attachment(self, stream, log)
+        self._attachments[stream] = attachment
+        self.num_attached_total += 1
+        log.readers.add(attachment)
+        self._hub.on_attach(request_id)
+        self.mark(attachment)
+
+    def detach(self, stream: int) -> None:
+        """Ends feeding a request; unknown streams are ended already."""
+        attachment = self._attachments.pop(stream, None)
+        if attachment is not None:
+            attachment.log.readers.discard(attachment)
+            attachment.log.is_awaited = False
+            self._dirty.pop(attachment, None)
+            self._hub.on_detach(attachment.log.request.request_id)
+
+    def request_of(self, stream: int) -> Request | None:
+        """The request that a stream stands for."""
+        attachment = self._attachments.get(stream)
+        return attachment.log.request if attachment is not None else None
+
+    def close(self) -> None:
+        """Detaches everything; `batches` ends."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._hub.feeds.remove(self)
+        for stream, attachment in list(self._attachments.items()):
+            self.detach(stream)
+            attachment.log.is_awaited = True
+        self._wake.set()
+
+    async def batches(self) -> AsyncIterator[scheduler_pb2.FeedBatch]:
+        """What is new, as fast as they are taken."""
+        while not self._is_closed:
+            await self._wake.wait()
+            self._wake.clear()
+            while not self._is_closed and (batch := self.collect()) is not None:
+                yield batch
+
+    def collect(self) -> scheduler_pb2.FeedBatch | None:
+        """Everything new, up to about MAX_TOKENS_PER_BATCH tokens; None when there is nothing."""
+        if not self._dirty and not self._unknown:
+            return None
+        builder = FeedBatchBuilder(self._hub.scheduler_epoch)
+        for stream, request_id in self._unknown:
+            builder.add_unknown(stream, request_id)
+        self._unknown.clear()
+        while self._dirty and builder.num_tokens < MAX_TOKENS_PER_BATCH and not builder.is_full:
+            attachment = next(iter(self._dirty))
+            del self._dirty[attachment]
+            if not builder.add(attachment):
+                self.mark(attachment)
+            elif attachment.log.is_over:
+                self.detach(attachment.stream)
+        return builder.finish()

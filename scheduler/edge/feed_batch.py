@@ -1,0 +1,176 @@
+"""Writes a FeedBatch: what is new behind the cursors of some readers."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from midstream.errors import NotFoundError
+from protos import generation_pb2, scheduler_pb2, worker_pb2
+from scheduler.core.request import Request, Sequence, SequenceEnd
+
+if TYPE_CHECKING:
+    from scheduler.edge.feed import Attachment
+
+
+MAX_OUTPUT_BYTES = 8 << 20
+
+
+class FeedBatchBuilder:
+    """One batch in the making."""
+
+    def __init__(self, scheduler_epoch: int) -> None:
+        self._batch = scheduler_pb2.FeedBatch(scheduler_epoch=scheduler_epoch)
+        self._streams: list[int] = []
+        self._indices: list[int] = []
+        self._offsets: list[int] = []
+        self._counts: list[int] = []
+        self._tokens: array[int] = array("I")
+        self._is_several = False
+        self._num_output_bytes = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._tokens)
+
+    def add_unknown(self, stream: int, request_id: str) -> None:
+        """Answers an attach to a request that is not known."""
+        opened = self._batch.opened.add(stream=stream, request_id=request_id)
+        opened.error.CopyFrom(NotFoundError(f"no request {request_id!r} is known here").to_proto())
+
+    @property
+    def is_full(self) -> bool:
+        """No more extra outputs fit."""
+        return self._num_output_bytes >= MAX_OUTPUT_BYTES
+
+    def add(self, reader: Attachment) -> bool:
+        """Adds what is new for a reader, and moves its cursors; False when not all of it fits."""
+        log = reader.log
+        if not reader.is_opened:
+            reader.is_opened = True
+            self._open(reader.stream, log.request)
+        cursors = reader.cursors
+        limits = log.num_committed
+        if log.request.sequences[0].outputs or len(cursors) > 1:
+            limits = [self._add_outputs(reader, index) for index in range(len(cursors))]
+        for index, num_committed in enumerate(limits):
+            cursor = cursors[index]
+            if num_committed > cursor:
+                self._add_run(reader.stream, log.request.sequences[index], cursor, num_committed)
+                cursors[index] = num_committed
+        if limits is not log.num_committed and limits != log.num_committed:
+            return False
+        for index, has_ended in enumerate(log.has_ended):
+            if has_ended and not reader.ends_sent[index]:
+                reader.ends_sent[index] = True
+                self._add_end(reader.stream, log.request.sequences[index])
+        if log.is_over:
+            self._add_over(reader.stream, log.request)
+        return True
+
+    def _open(self, stream: int, request: Request) -> None:
+        contents = generation_pb2.GenerateRequest.FromString(request.spec.payload)
+        opened = self._batch.opened.add(
+            stream=stream,
+            request_id=request.request_id,
+            num_prompt_tokens=len(request.spec.prompt),
+            num_sequences=len(request.sequences),
+            stopping=contents.stopping,
+            output=contents.output,
+            min_tokens=request.spec.min_tokens,
+            streaming=contents.streaming if contents.HasField("streaming") else True,
+            trace_parent=contents.trace_parent,
+        )
+        output = contents.output
+        if output.HasField("exclude_input_from_output") and not output.exclude_input_from_output:
+            opened.prompt_token_ids.extend(request.spec.prompt)
+
+    def _add_run(self, stream: int, sequence: Sequence, start: int, end: int) -> None:
+        self._streams.append(stream)
+        self._indices.append(sequence.index)
+        self._offsets.append(start)
+        self._counts.append(end - start)
+        if end - start == 1:
+            self._tokens.append(sequence.output[start])
+        else:
+            self._is_several = True
+            self._tokens.extend(sequence.output[start:end])
+
+    def _add_outputs(self, reader: Attachment, index: int) -> int:
+        """Adds extra outputs of a sequence; returns how many of its tokens may be shown, all of whose outputs are."""
+        sequence, num_committed = reader.log.request.sequences[index], reader.log.num_committed[index]
+        for extra in sequence.outputs[reader.num_outputs[index] :]:
+            if extra.token_offset >= num_committed:
+                break
+            if self.is_full:
+                return extra.token_offset
+            reader.num_outputs[index] += 1
+            self._num_output_bytes += len(extra.data)
+            row = worker_pb2.RowOutputs.FromString(extra.data)
+            outputs = self._batch.outputs.add(
+                stream=reader.stream, sequence_index=index, token_offset=extra.token_offset, tensors=row.tensors
+            )
+            if row.HasField("log_probs"):
+                outputs.log_probs.CopyFrom(row.log_probs)
+            if row.HasField("prompt_log_probs"):
+                outputs.prompt_log_probs.CopyFrom(row.prompt_log_probs)
+        return num_committed
+
+    def _add_end(self, stream: int, sequence: Sequence) -> None:
+        end = sequence.end
+        assert isinstance(end, SequenceEnd)
+        self._batch.sequence_ends.add(
+            stream=stream,
+            sequence_index=sequence.index,
+            finish_reason=generation_pb2.FinishReason.ValueType(end.reason),
+            num_tokens=end.num_tokens,
+            matched_stop_word=end.stop_word,
+            matched_stop_token_id=end.stop_token_id,
+            cumulative_log_prob=end.cumulative_log_prob,
+        )
+
+    def _add_over(self, stream: int, request: Request) -> None:
+        ended = self._batch.ended.add(stream=stream, usage=usage_of(request), perf_metrics=perf_metrics_of(request))
+        if request.failure is not None:
+            failure = request.failure
+            ended.error.code, ended.error.message, ended.error.field = failure.code, failure.message, failure.field
+
+    def finish(self) -> scheduler_pb2.FeedBatch:
+        """The batch."""
+        batch = self._batch
+        batch.streams.extend(self._streams)
+        batch.token_offsets.extend(self._offsets)
+        batch.token_ids.extend(self._tokens)
+        if any(self._indices):
+            batch.sequence_indices.extend(self._indices)
+        if self._is_several:
+            batch.num_tokens.extend(self._counts)
+        return batch
+
+
+def usage_of(request: Request) -> generation_pb2.Usage:
+    """Tokens that a request took."""
+    return generation_pb2.Usage(
+        prompt_tokens=len(request.spec.prompt),
+        completion_tokens=request.num_output_tokens,
+        cached_tokens=request.num_cached_tokens,
+    )
+
+
+def perf_metrics_of(request: Request) -> generation_pb2.PerfMetrics:
+    """When things happened to a request."""
+    times, num_steps = request.times, request.num_steps
+    if not request.placed_sequences[0].waits_for_result:
+        num_steps += max(len(sequence.output) for sequence in request.sequences)
+    return generation_pb2.PerfMetrics(
+        arrival_unix_ns=times.arrival_ns,
+        first_scheduled_unix_ns=times.first_scheduled_ns,
+        first_token_unix_ns=times.first_token_ns,
+        last_token_unix_ns=times.last_token_ns,
+        num_preemptions=request.num_preemptions,
+        num_recoveries=request.num_recoveries,
+        num_draft_tokens=request.num_draft_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
+        num_steps=num_steps,
+    )

@@ -1,0 +1,106 @@
+"""The scheduler's Prometheus metrics, computed from the core's state when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from midstream.telemetry import PREFIX
+from scheduler.core.core import SchedulerCore
+from scheduler.core.stats import LATENCY_BUCKETS_S, Histogram
+from scheduler.edge.dispatch import Dispatcher
+from scheduler.journal import Journal
+
+
+class SchedulerCollector(Collector):
+    """Reads the core. It runs in the metrics thread: it copies plain numbers, and changes nothing."""
+
+    def __init__(self, core: SchedulerCore, dispatcher: Dispatcher, journal: Journal) -> None:
+        self._core = core
+        self._dispatcher = dispatcher
+        self._journal = journal
+
+    def collect(self) -> Iterator[Metric]:
+        """All metric families."""
+        yield from self._gauges()
+        yield from self._counters()
+        totals = self._core.totals
+        yield _histogram("time_to_first_token_seconds", "From arrival to the first token.", totals.time_to_first_token)
+        yield _histogram("inter_token_latency_seconds", "Between tokens of a sequence.", totals.inter_token_latency)
+        yield _histogram("e2e_request_latency_seconds", "From arrival to the end.", totals.e2e_request_latency)
+        yield _histogram("request_queue_time_seconds", "From arrival to the first step.", totals.request_queue_time)
+
+    def _gauges(self) -> Iterator[Metric]:
+        core = self._core
+        groups = core.groups
+        num_blocks = sum(group.blocks.num_blocks for group in groups)
+        num_held = sum(group.blocks.num_held for group in groups)
+        yield _gauge("num_requests_running", "Requests that hold KV blocks.", core.num_active_requests)
+        yield _gauge("num_requests_waiting", "Requests in the queue.", len(core.queue))
+        yield _gauge("kv_cache_usage_perc", "Held share of the KV blocks, 0 to 1.", num_held / max(num_blocks, 1))
+        yield _gauge("num_worker_groups", "Worker groups that are registered.", len(groups))
+        info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache.", labels=("block_size", "num_gpu_blocks"))
+        info.add_metric((str(core.config.tokens_per_block), str(num_blocks)), 1.0)
+        yield info
+        yield lora_requests(core)
+
+    def _counters(self) -> Iterator[Metric]:
+        totals, dispatcher = self._core.totals, self._dispatcher
+        yield _counter("prefix_cache_queries", "Prompt tokens looked up.", totals.prefix_cache_queries)
+        yield _counter("prefix_cache_hits", "Prompt tokens found.", totals.prefix_cache_hits)
+        yield _counter("num_preemptions", "Times that a request was paused.", totals.num_preemptions)
+        yield _counter("num_recoveries", "Times that a request lost its worker.", totals.num_recoveries)
+        yield _counter("num_worker_deaths", "Worker groups that died.", totals.num_worker_deaths)
+        yield _counter("num_quarantined", "Requests ended because workers died of them.", totals.num_quarantined)
+        yield _counter("prompt_tokens", "Context tokens computed.", totals.num_prompt_tokens)
+        yield _counter("generation_tokens", "Tokens generated.", totals.num_generation_tokens)
+        yield _counter("num_draft_tokens", "Drafts that were verified.", totals.num_draft_tokens)
+        yield _counter("num_accepted_tokens", "Drafts that were accepted.", totals.num_accepted_tokens)
+        yield _counter("num_wasted_tokens", "Tokens computed for ended sequences.", totals.num_wasted_tokens)
+        yield _counter("num_stale_messages", "Messages of epochs that were over.", totals.num_stale_messages)
+        yield _counter("num_malformed_messages", "Messages that did not parse.", dispatcher.num_malformed)
+        yield _counter("num_refused_connections", "Connections refused on the worker port.", dispatcher.num_refused)
+        yield _counter("num_unsent_messages", "Messages whose worker was gone.", dispatcher.num_unsent)
+        yield _counter("journal_commits", "Transactions of the journal.", self._journal.num_commits)
+        yield _counter("journal_damaged_records", "Records lost to damage at the start.", self._journal.num_damaged)
+        yield _counter(
+            "kv_conservation_violations",
+            "Iterations after which free, cached and held blocks were not all blocks.",
+            totals.num_conservation_violations,
+        )
+        finished = CounterMetricFamily(PREFIX + "request_success", "Requests that ended.", labels=("finished_reason",))
+        for reason, count in list(totals.num_finished_by_reason.items()):
+            finished.add_metric((reason,), count)
+        yield finished
+
+
+def lora_requests(core: SchedulerCore) -> Metric:
+    """Which adapters run and wait, as gateways read it: 1, with the names in its labels."""
+    groups = core.groups
+    running = {request.spec.lora_name for group in groups for request in list(group.active)}
+    waiting = {request.spec.lora_name for request in list(core.queue)}
+    most = min((group.registration.max_loras for group in groups), default=0)
+    names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    info = GaugeMetricFamily(PREFIX + "lora_requests_info", "LoRA adapters of requests.", labels=names)
+    info.add_metric((str(most), *(",".join(sorted(found - {""})) for found in (running, waiting))), 1.0)
+    return info
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, text, value)
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
+    counts = list(histogram.counts)
+    total, buckets = 0, []
+    for bound, count in zip((*LATENCY_BUCKETS_S, float("inf")), counts, strict=True):
+        total += count
+        buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
+    return HistogramMetricFamily(PREFIX + name, text, buckets, histogram.sum_ns / 1e9)

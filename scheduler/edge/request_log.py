@@ -1,0 +1,38 @@
+"""A line in the log for each request that ends, under its id: failures always, the others where they are asked for."""
+
+from __future__ import annotations
+
+import logging
+
+from scheduler.core.effects import Accepted, Effect, RequestEnded
+from scheduler.core.events import Event
+from scheduler.core.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+
+def log_requests(_: Event, effects: list[Effect]) -> None:
+    """Looks at what followed an event."""
+    for effect in effects:
+        if isinstance(effect, RequestEnded):
+            _log_end(effect.request)
+        elif isinstance(effect, Accepted) and not effect.is_attached:
+            logger.debug("took a request", extra={"request_id": effect.request.request_id})
+
+
+def _log_end(request: Request) -> None:
+    failure, ends = request.failure, [sequence.end for sequence in request.sequences]
+    reasons = sorted({end.reason.name.lower() for end in ends if end is not None})
+    has_failed = any(end is not None and end.reason is FinishReason.ERROR for end in ends)
+    logger.log(
+        logging.WARNING if has_failed else logging.DEBUG,
+        "a request ended: %s",
+        failure.message if failure is not None else ", ".join(reasons),
+        extra={
+            "request_id": request.request_id,
+            "finish_reason": ",".join(reasons),
+            "num_tokens": request.num_output_tokens,
+            "num_preemptions": request.num_preemptions,
+            "num_recoveries": request.num_recoveries,
+        },
+    )

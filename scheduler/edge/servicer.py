@@ -1,0 +1,295 @@
+"""The scheduler's gRPC service: what routers and detokenizers call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from grpc.aio import ServicerContext
+
+import midstream
+from midstream.errors import InvalidArgumentError, NotFoundError
+from midstream.model.folder import ModelFolder
+from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
+from scheduler.core.events import AbortRequested, StopWordFound
+from scheduler.core.prefix_cache import CacheCleared
+from scheduler.core.request_spec import RequestSpec
+from scheduler.edge.engine import Engine
+from scheduler.edge.feed import DetokenizerFeed
+from scheduler.edge.lora_registry import Adapters
+from scheduler.edge.status import CellStatusReport, detokenizer_infos
+from scheduler.journal import LoadedAdapter
+from scheduler.wire.requests import ModelLimits, spec_from_proto
+from scheduler.wire.stats import iteration_stats_proto, kv_event_proto
+
+Commands = AsyncIterator[scheduler_pb2.FeedCommand]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
+    """Answers for one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        adapters: Adapters,
+        *,
+        model: ModelFolder,
+        limits: ModelLimits,
+        cell: str,
+        policies: tuple[str, str, str],
+    ) -> None:
+        """Serves `engine`.
+
+        Args:
+            engine: The running scheduler.
+            adapters: What requests can name.
+            model: What is served.
+            limits: Of the model.
+            cell: This scheduler's name among several.
+            policies: Names of capacity policy, batching type and journal, for GetServerInfo.
+        """
+        self._engine = engine
+        self._adapters = adapters
+        self._model = model
+        self._limits = limits
+        self._cell = cell
+        self._policies = policies
+        self._started_ns = time.time_ns()
+        self._status = CellStatusReport(engine.core, engine.hub, cell)
+
+    async def Submit(  # noqa: N802
+        self,
+        request: scheduler_pb2.SubmitRequest,
+        context: ServicerContext[scheduler_pb2.SubmitRequest, scheduler_pb2.SubmitResponse],
+    ) -> scheduler_pb2.SubmitResponse:
+        """Takes a request, or attaches to the one that has its id."""
+        if not request.request.request_id:
+            raise InvalidArgumentError("it is empty", field="request_id")
+        if request.request.request_id not in self._engine.core.lifecycle.requests:
+            await self._adapters.resolve(request.request)
+        answer = await self._engine.submit(await self._spec(request.request))
+        return scheduler_pb2.SubmitResponse(
+            scheduler_epoch=self._engine.core.config.scheduler_epoch,
+            attached=answer.is_attached,
+            num_sequences=len(answer.request.sequences),
+        )
+
+    async def _spec(self, request: generation_pb2.GenerateRequest) -> RequestSpec:
+        now_ns = time.time_ns()
+        if request.prompt_tuning.HasField("table"):  # megabytes to hash and to copy
+            return await asyncio.to_thread(spec_from_proto, request, self._limits, now_ns)
+        return spec_from_proto(request, self._limits, now_ns)
+
+    async def Abort(  # noqa: N802
+        self,
+        request: loads_pb2.AbortRequest,
+        context: ServicerContext[loads_pb2.AbortRequest, loads_pb2.AbortResponse],
+    ) -> loads_pb2.AbortResponse:
+        """Ends a request."""
+        if request.only_if_unread and self._engine.hub.is_read(request.request_id):
+            return loads_pb2.AbortResponse()
+        effects = self._engine.handle(AbortRequested(time.time_ns(), request.request_id))
+        return loads_pb2.AbortResponse(was_running=bool(effects))
+
+    async def TokenFeed(  # noqa: N802
+        self,
+        request_iterator: Commands,
+        context: ServicerContext[scheduler_pb2.FeedCommand, scheduler_pb2.FeedBatch],
+    ) -> AsyncIterator[scheduler_pb2.FeedBatch]:
+        """Feeds one detokenizer until it goes."""
+        hello = await anext(request_iterator, None)
+        if hello is None:
+            return
+        if hello.WhichOneof("command") != "hello":
+            raise InvalidArgumentError("the first command of a feed is hello", field="command")
+        feed = self._engine.hub.connect(hello.hello.detokenizer_id)
+        reader = asyncio.create_task(self._obey(request_iterator, feed))
+        try:
+            async for batch in feed.batches():
+                yield batch
+            await reader
+        finally:
+            feed.close()
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError, InvalidArgumentError):
+                await reader
+
+    async def _obey(self, commands: Commands, feed: DetokenizerFeed) -> None:
+        try:
+            async for command in commands:
+                kind = command.WhichOneof("command")
+                if kind == "attach":
+                    feed.attach(command.attach.stream, command.attach.request_id)
+                elif kind == "detach":
+                    feed.detach(command.detach.stream)
+                elif kind == "stop":
+                    self._stop(command.stop, feed)
+                else:
+                    raise InvalidArgumentError("hello comes once, and every command is set", field="command")
+        finally:
+            feed.close()
+
+    def _stop(self, stop: scheduler_pb2.FeedStop, feed: DetokenizerFeed) -> None:
+        request = feed.request_of(stop.stream)
+        if request is not None:
+            now_ns = time.time_ns()
+            self._engine.handle(
+                StopWordFound(now_ns, request.request_id, stop.sequence_index, stop.num_tokens, stop.stop_word)
+            )
+
+    async def GetModelInfo(  # noqa: N802
+        self,
+        request: loads_pb2.GetModelInfoRequest,
+        context: ServicerContext[loads_pb2.GetModelInfoRequest, loads_pb2.ModelInfo],
+    ) -> loads_pb2.ModelInfo:
+        """Says what is served."""
+        model = self._model
+        if request.model not in ("", model.name):
+            raise NotFoundError(f"{request.model!r} is not served here, {model.name!r} is", field="model")
+        features = [set(group.registration.features) for group in self._engine.core.groups]
+        return loads_pb2.ModelInfo(
+            model=model.name,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.max_sequence_length,
+            end_ids=model.end_ids,
+            pad_id=model.pad_id,
+            fingerprint=model.fingerprint,
+            has_chat_template=model.chat_template is not None,
+            features=sorted(set.intersection(*features)) if features else [],
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+        )
+
+    async def GetServerInfo(  # noqa: N802
+        self,
+        request: loads_pb2.GetServerInfoRequest,
+        context: ServicerContext[loads_pb2.GetServerInfoRequest, loads_pb2.ServerInfo],
+    ) -> loads_pb2.ServerInfo:
+        """Says who takes part."""
+        core = self._engine.core
+        capacity_policy, batching_type, journal = self._policies
+        return loads_pb2.ServerInfo(
+            version=midstream.__version__,
+            scheduler_epoch=core.config.scheduler_epoch,
+            started_unix_ns=self._started_ns,
+            worker_groups=[
+                loads_pb2.WorkerGroupInfo(
+                    group_id=group.group_id,
+                    epoch=group.epoch,
+                    num_blocks=group.blocks.num_blocks,
+                    world_size=group.registration.world_size,
+                    device=group.registration.device,
+                    dtype=group.registration.dtype,
+                    num_active_sequences=group.max_batch_size - group.num_free_rows,
+                    num_placed_requests=group.num_placed,
+                    num_steps=group.next_step_id - 1,
+                )
+                for group in core.groups
+            ],
+            detokenizers=detokenizer_infos(self._engine.hub),
+            tokens_per_block=core.config.tokens_per_block,
+            capacity_policy=capacity_policy,
+            batching_type=batching_type,
+            journal=journal,
+        )
+
+    async def GetLoads(  # noqa: N802
+        self,
+        request: loads_pb2.GetLoadsRequest,
+        context: ServicerContext[loads_pb2.GetLoadsRequest, loads_pb2.GetLoadsResponse],
+    ) -> loads_pb2.GetLoadsResponse:
+        """Says how much there is to do."""
+        core = self._engine.core
+        load = loads_pb2.CellLoad(
+            cell=self._cell,
+            scheduler_epoch=core.config.scheduler_epoch,
+            num_running_requests=core.num_active_requests,
+            num_queued_requests=len(core.queue),
+            max_num_queued_requests=core.queue.max_size,
+            num_blocks=sum(group.blocks.num_blocks for group in core.groups),
+            num_free_blocks=sum(group.blocks.num_available for group in core.groups),
+            num_queued_tokens=core.queue.num_tokens + sum(group.num_context_tokens for group in core.groups),
+        )
+        return loads_pb2.GetLoadsResponse(cells=[load])
+
+    async def GetIterationStats(  # noqa: N802
+        self,
+        request: stats_pb2.GetIterationStatsRequest,
+        context: ServicerContext[stats_pb2.GetIterationStatsRequest, stats_pb2.IterationStats],
+    ) -> AsyncIterator[stats_pb2.IterationStats]:
+        """The state now; then, with `stream`, every iteration."""
+        if not request.stream:
+            yield iteration_stats_proto(self._engine.core.current_stats(time.time_ns()))
+            return
+        iterations = self._engine.iterations
+        first = iterations.last_number + 1
+        await context.send_initial_metadata(())  # so that the caller knows from where on it follows
+        async for run in iterations.follow(first):
+            for _, stats in run if request.min_interval_ms == 0 else run[-1:]:
+                yield iteration_stats_proto(stats)
+            await asyncio.sleep(request.min_interval_ms / 1e3)
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self,
+        request: stats_pb2.SubscribeKvEventsRequest,
+        context: ServicerContext[stats_pb2.SubscribeKvEventsRequest, stats_pb2.KvEventBatch],
+    ) -> AsyncIterator[stats_pb2.KvEventBatch]:
+        """KV events from a sequence number on; `cleared` stands for those that are lost."""
+        events, tokens_per_block = self._engine.kv_events, self._engine.core.config.tokens_per_block
+        expected = request.start_sequence_number or events.last_number + 1
+        await context.send_initial_metadata(())
+        async for run in events.follow(expected):
+            batch = stats_pb2.KvEventBatch()
+            if run[0][0] > expected:
+                batch.events.append(kv_event_proto(run[0][0] - 1, "", CacheCleared(), tokens_per_block))
+            for number, (group_id, change) in run:
+                batch.events.append(kv_event_proto(number, group_id, change, tokens_per_block))
+            expected = run[-1][0] + 1
+            yield batch
+
+    async def GetStatus(  # noqa: N802
+        self,
+        request: status_pb2.GetCellStatusRequest,
+        context: ServicerContext[status_pb2.GetCellStatusRequest, status_pb2.CellStatus],
+    ) -> status_pb2.CellStatus:
+        """Says what everything does, for those who watch."""
+        return self._status.answer(request, time.time_ns())
+
+    async def LoadLora(  # noqa: N802
+        self,
+        request: loads_pb2.LoadLoraRequest,
+        context: ServicerContext[loads_pb2.LoadLoraRequest, loads_pb2.LoadLoraResponse],
+    ) -> loads_pb2.LoadLoraResponse:
+        """Makes an adapter known."""
+        return loads_pb2.LoadLoraResponse(lora=_lora_info(await self._adapters.load(request.name, request.path)))
+
+    async def UnloadLora(  # noqa: N802
+        self,
+        request: loads_pb2.UnloadLoraRequest,
+        context: ServicerContext[loads_pb2.UnloadLoraRequest, loads_pb2.UnloadLoraResponse],
+    ) -> loads_pb2.UnloadLoraResponse:
+        """Lets no more requests name an adapter."""
+        await self._adapters.unload(request.name)
+        return loads_pb2.UnloadLoraResponse()
+
+    async def ListLoras(  # noqa: N802
+        self,
+        request: loads_pb2.ListLorasRequest,
+        context: ServicerContext[loads_pb2.ListLorasRequest, loads_pb2.ListLorasResponse],
+    ) -> loads_pb2.ListLorasResponse:
+        """What is loaded."""
+        return loads_pb2.ListLorasResponse(loras=map(_lora_info, self._adapters.loaded()))
+
+
+def _lora_info(adapter: LoadedAdapter) -> loads_pb2.LoraInfo:
+    return loads_pb2.LoraInfo(
+        name=adapter.name,
+        path=adapter.path,
+        rank=adapter.rank,
+        num_virtual_tokens=adapter.num_virtual_tokens,
+        fingerprint=adapter.fingerprint,
+        num_bytes=adapter.num_bytes,
+    )

@@ -1,0 +1,135 @@
+"""What this scheduler says of its cell to routers, for those who watch. It reads the core and never changes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from protos import loads_pb2, status_pb2
+from scheduler.core.block_manager import BlockManager
+from scheduler.core.core import SchedulerCore
+from scheduler.core.stats import LATENCY_BUCKETS_S, Histogram, Totals
+from scheduler.core.worker_group import WorkerGroup
+from scheduler.edge.feed import FeedHub
+
+_ROUTER_TTL_S = 5.0
+_MAX_ROUTERS = 256
+_MAX_NAME = 128
+_NS_PER_MS = 1_000_000
+
+
+class CellStatusReport:
+    """Answers GetStatus, and remembers which routers asked lately."""
+
+    def __init__(
+        self, core: SchedulerCore, hub: FeedHub, cell: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._core = core
+        self._hub = hub
+        self._cell = cell
+        self._clock = clock
+        # Router id -> (when it asked, what it said of itself), the latest last.
+        self._routers: dict[str, tuple[float, status_pb2.RouterStatus]] = {}
+
+    def answer(self, request: status_pb2.GetCellStatusRequest, now_ns: int) -> status_pb2.CellStatus:
+        """The cell as it is now."""
+        self._note(request.router)
+        core = self._core
+        totals = core.totals
+        return status_pb2.CellStatus(
+            cell=self._cell,
+            scheduler_epoch=core.config.scheduler_epoch,
+            is_draining=core.lifecycle.is_draining,
+            requests=self._request_counts(),
+            groups=[self._group(group, request.max_map_cells, now_ns) for group in core.groups],
+            detokenizers=detokenizer_infos(self._hub),
+            routers=[router for _, router in self._routers.values()],
+            counts=_counts(totals),
+            time_to_first_token=_duration_counts(totals.time_to_first_token),
+            inter_token_latency=_duration_counts(totals.inter_token_latency),
+            queue_time=_duration_counts(totals.request_queue_time),
+        )
+
+    def _note(self, router: status_pb2.RouterStatus) -> None:
+        now = self._clock()
+        if 0 < len(router.router_id) <= _MAX_NAME:
+            self._routers.pop(router.router_id, None)
+            self._routers[router.router_id] = (now, router)
+        for router_id, (asked_at, _) in list(self._routers.items()):
+            if asked_at > now - _ROUTER_TTL_S and len(self._routers) <= _MAX_ROUTERS:
+                break
+            del self._routers[router_id]
+
+    def _request_counts(self) -> status_pb2.RequestCounts:
+        core = self._core
+        num_paused = sum(1 for request in core.queue if request.times.first_scheduled_ns)
+        num_context = sum(len({sequence.request for sequence in group.context}) for group in core.groups)
+        return status_pb2.RequestCounts(
+            num_queued=len(core.queue) - num_paused,
+            num_paused=num_paused,
+            num_context=num_context,
+            num_generation=core.num_active_requests - num_context,
+            max_num_queued=core.queue.max_size,
+        )
+
+    def _group(self, group: WorkerGroup, max_map_cells: int, now_ns: int) -> status_pb2.GroupStatus:
+        blocks, registration = group.blocks, group.registration
+        status = status_pb2.GroupStatus(
+            group_id=group.group_id,
+            cell=self._cell,
+            epoch=group.epoch,
+            device=registration.device,
+            dtype=registration.dtype,
+            world_size=registration.world_size,
+            num_sequences=group.max_batch_size - group.num_free_rows,
+            max_num_sequences=group.max_batch_size,
+            num_steps_in_flight=len(group.in_flight),
+            num_steps=group.next_step_id - 1 - len(group.in_flight),
+            silent_ms=max(0, now_ns - group.last_heard_ns) // _NS_PER_MS,
+            num_blocks=blocks.num_blocks,
+            tokens_per_block=group.tokens_per_block,
+            num_held_blocks=blocks.num_held,
+            num_cached_blocks=blocks.num_cached,
+        )
+        if group.in_flight:
+            since_ns = max(group.last_progress_ns, group.in_flight[0].planned_ns)
+            status.stalled_ms = max(0, now_ns - since_ns) // _NS_PER_MS
+        if max_map_cells:
+            status.block_map.CopyFrom(_block_map(blocks, max_map_cells))
+            status.num_shared_blocks = sum(status.block_map.shared)
+        return status
+
+
+def detokenizer_infos(hub: FeedHub) -> list[loads_pb2.DetokenizerInfo]:
+    """The detokenizers that have a feed."""
+    return [
+        loads_pb2.DetokenizerInfo(
+            detokenizer_id=feed.detokenizer_id,
+            num_attached=feed.num_attached,
+            num_attached_total=feed.num_attached_total,
+        )
+        for feed in hub.feeds
+    ]
+
+
+def _block_map(blocks: BlockManager, max_cells: int) -> status_pb2.BlockMap:
+    size = max(1, -(-blocks.num_blocks // max_cells))
+    held, shared, cached = blocks.occupancy(size)
+    return status_pb2.BlockMap(blocks_per_cell=size, held=held, shared=shared, cached=cached)
+
+
+def _counts(totals: Totals) -> status_pb2.CountsSinceStart:
+    return status_pb2.CountsSinceStart(
+        num_finished_by_reason=totals.num_finished_by_reason,
+        num_preemptions=totals.num_preemptions,
+        num_recoveries=totals.num_recoveries,
+        num_worker_deaths=totals.num_worker_deaths,
+        num_prompt_tokens=totals.num_prompt_tokens,
+        num_generated_tokens=totals.num_generation_tokens,
+        prefix_cache_queries=totals.prefix_cache_queries,
+        prefix_cache_hits=totals.prefix_cache_hits,
+    )
+
+
+def _duration_counts(histogram: Histogram) -> status_pb2.DurationCounts:
+    return status_pb2.DurationCounts(bounds_ms=[bound * 1e3 for bound in LATENCY_BUCKETS_S], counts=histogram.counts)

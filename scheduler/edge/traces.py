@@ -1,0 +1,48 @@
+"""What the scheduler tells of a traced request, once it has ended: its time in the queue, its prefill, its decoding."""
+
+from __future__ import annotations
+
+from midstream.telemetry.tracing import TraceParent, Tracer
+from protos import generation_pb2
+from scheduler.core.effects import Effect, RequestEnded
+from scheduler.core.events import Event
+from scheduler.core.request import Request
+
+
+class RequestTraces:
+    """Looks at the core's effects for requests that end."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def note(self, _: Event, effects: list[Effect]) -> None:
+        """Takes in what followed an event."""
+        for effect in effects:
+            if isinstance(effect, RequestEnded):
+                self._tell(effect.request)
+
+    def _tell(self, request: Request) -> None:
+        contents = generation_pb2.GenerateRequest.FromString(request.spec.payload)
+        parent = TraceParent.sampled(contents.trace_parent)
+        if parent is None:
+            return
+        span, times, record = parent.scheduler_span(), request.times, self._tracer.record
+        last_ns = times.finished_ns
+        attributes: dict[str, str | int] = {
+            "midstream.request_id": request.request_id,
+            "gen_ai.request.model": contents.model,
+            "gen_ai.usage.input_tokens": len(request.spec.prompt),
+            "gen_ai.usage.output_tokens": request.num_output_tokens,
+            "midstream.cached_tokens": request.num_cached_tokens,
+            "midstream.preemptions": request.num_preemptions,
+            "midstream.recoveries": request.num_recoveries,
+        }
+        error = request.failure.message if request.failure is not None else ""
+        record("scheduler.request", parent, times.queued_ns, last_ns, attributes, span=span, error=error)
+        name = {"midstream.request_id": request.request_id}
+        scheduled_ns, token_ns = times.first_scheduled_ns or last_ns, times.first_token_ns or last_ns
+        record("scheduler.queue", span, times.queued_ns, scheduled_ns, name)
+        if times.first_scheduled_ns:
+            record("scheduler.prefill", span, scheduled_ns, token_ns, name)
+        if times.first_token_ns:
+            record("scheduler.decode", span, token_ns, last_ns, name)

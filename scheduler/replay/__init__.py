@@ -1,0 +1,1 @@
+"""Record a core, run a recording again, and simulate workers in virtual time."""

@@ -1,0 +1,192 @@
+"""What a run of the core gave, over time and in all: from a replay or a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.table import Table
+
+from midstream.errors import ConfigError
+from scheduler.core.effects import Effect, IterationDone, Refused, RequestEnded
+from scheduler.core.request import Request
+from scheduler.core.stats import IterationStats
+
+_NS_PER_S = 1e9
+_NS_PER_MS = 1e6
+# Time is cut into this many buckets at most; when it takes more, two become one.
+_MAX_BUCKETS = 512
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Sums over the iterations of one stretch of time."""
+
+    num_iterations: int = 0
+    batch_size: int = 0
+    queue: int = 0
+    kv_use: float = 0.0
+    num_tokens: int = 0
+    num_first_tokens: int = 0
+    first_token_ns: int = 0
+
+    def add(self, other: Bucket) -> None:
+        """Takes in another stretch."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def mean(self, name: str) -> float:
+        """Of one iteration."""
+        total: float = getattr(self, name)
+        return total / self.num_iterations if self.num_iterations else 0.0
+
+
+@dataclass(slots=True)
+class Measures:
+    """Attributes: times are nanoseconds; `tokens_ns` are means between the tokens of each request."""
+
+    buckets: dict[int, Bucket] = field(default_factory=dict)
+    bucket_ns: int = 10_000_000
+    begin_ns: int = 0
+    end_ns: int = 0
+    num_by_reason: dict[str, int] = field(default_factory=dict)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    max_queue: int = 0
+    max_kv_use: float = 0.0
+    first_token_ns: list[int] = field(default_factory=list)
+    tokens_ns: list[float] = field(default_factory=list)
+    end_to_end_ns: list[int] = field(default_factory=list)
+
+    def note(self, effects: Iterable[Effect]) -> None:
+        """Takes in what followed an event."""
+        for effect in effects:
+            if isinstance(effect, IterationDone):
+                self._note_iteration(effect.stats)
+            elif isinstance(effect, RequestEnded):
+                self._note_end(effect.request)
+            elif isinstance(effect, Refused):
+                self.num_by_reason["refused"] = self.num_by_reason.get("refused", 0) + 1
+
+    def _note_iteration(self, stats: IterationStats) -> None:
+        bucket = self._bucket(stats.time_ns)
+        bucket.num_iterations += 1
+        bucket.batch_size += stats.step.num_scheduled_requests
+        bucket.queue += stats.requests.num_queued
+        bucket.num_tokens += stats.step.num_decoded_tokens
+        kv_use = stats.kv.num_used / stats.kv.num_blocks
+        bucket.kv_use += kv_use
+        self.max_queue = max(self.max_queue, stats.requests.num_queued)
+        self.max_kv_use = max(self.max_kv_use, kv_use)
+        self.end_ns = max(self.end_ns, stats.time_ns)
+
+    def _note_end(self, request: Request) -> None:
+        times, end = request.times, request.sequences[0].end
+        assert end is not None
+        reason = end.reason.name.lower()
+        self.num_by_reason[reason] = self.num_by_reason.get(reason, 0) + 1
+        self.num_prompt_tokens += len(request.spec.prompt)
+        self.num_cached_tokens += request.num_cached_tokens
+        self.num_output_tokens += request.num_output_tokens
+        self.num_preemptions += request.num_preemptions
+        if times.first_token_ns:
+            first_ns = times.first_token_ns - times.queued_ns
+            self.first_token_ns.append(first_ns)
+            self.end_to_end_ns.append(times.finished_ns - times.queued_ns)
+            bucket = self._bucket(times.first_token_ns)
+            bucket.num_first_tokens += 1
+            bucket.first_token_ns += first_ns
+            if end.num_tokens > 1:
+                self.tokens_ns.append((times.last_token_ns - times.first_token_ns) / (end.num_tokens - 1))
+
+    def _bucket(self, time_ns: int) -> Bucket:
+        if not self.begin_ns:
+            self.begin_ns = time_ns
+        while (index := (time_ns - self.begin_ns) // self.bucket_ns) >= _MAX_BUCKETS:
+            self.bucket_ns *= 2
+            buckets, self.buckets = self.buckets, {}
+            for number, bucket in buckets.items():
+                self.buckets.setdefault(number // 2, Bucket()).add(bucket)
+        return self.buckets.setdefault(index, Bucket())
+
+    @property
+    def duration_s(self) -> float:
+        """From the first iteration to the last."""
+        return max(self.end_ns - self.begin_ns, 1) / _NS_PER_S
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(name, value) for a table."""
+        total = Bucket()
+        for bucket in self.buckets.values():
+            total.add(bucket)
+        ended = ", ".join(f"{count} {reason}" for reason, count in sorted(self.num_by_reason.items()))
+        cached = self.num_cached_tokens / max(self.num_prompt_tokens, 1)
+        return [
+            ("requests ended", ended or "none"),
+            ("duration, s", f"{self.duration_s:.1f}"),
+            ("steps", f"{total.num_iterations}"),
+            ("output tokens per s", f"{self.num_output_tokens / self.duration_s:.1f}"),
+            ("prompt tokens cached", f"{cached:.1%}"),
+            *quantile_rows("time to first token", self.first_token_ns),
+            *quantile_rows("between tokens", self.tokens_ns),
+            *quantile_rows("end to end", self.end_to_end_ns),
+            ("rows per step, mean", f"{total.mean('batch_size'):.1f}"),
+            ("queue: mean / most", f"{total.mean('queue'):.1f} / {self.max_queue}"),
+            ("KV use: mean / most", f"{total.mean('kv_use'):.1%} / {self.max_kv_use:.1%}"),
+            ("pauses", str(self.num_preemptions)),
+        ]
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The value below which `share` of the values lie; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
+
+
+def quantile_rows(name: str, values_ns: list[int] | list[float]) -> list[tuple[str, str]]:
+    """Median, 95th and 99th percentile in milliseconds, for a table."""
+    return [(f"{name}, ms: p{p}", f"{quantile(values_ns, p / 100) / _NS_PER_MS:.1f}") for p in (50, 95, 99)]
+
+
+def table(columns: dict[str, Measures]) -> Table:
+    """Runs side by side."""
+    result = Table(box=None)
+    result.add_column("", no_wrap=True)
+    for name in columns:
+        result.add_column(name, justify="right", no_wrap=True)
+    for lines in zip(*(measures.rows() for measures in columns.values()), strict=True):
+        result.add_row(lines[0][0], *(value for _, value in lines))
+    return result
+
+
+def plot(columns: dict[str, Measures], path: Path) -> None:
+    """Draws rows per step, queue, KV use and time to first token over time.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file's format is not known.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("needs matplotlib: pip install 'midstream[plots]'", field="--plot") from None
+    figure = Figure(figsize=(10, 10), layout="constrained")
+    titles = {"batch_size": "rows per step", "queue": "queue", "kv_use": "KV use", "first_token": "first token, ms"}
+    for axes, (name, title) in zip(figure.subplots(4, 1, sharex=True), titles.items(), strict=True):
+        for label, measures in columns.items():
+            points = [(index * measures.bucket_ns / _NS_PER_S, b) for index, b in sorted(measures.buckets.items())]
+            if name == "first_token":
+                ys = [(x, b.first_token_ns / b.num_first_tokens / _NS_PER_MS) for x, b in points if b.num_first_tokens]
+            else:
+                ys = [(x, b.mean(name)) for x, b in points if b.num_iterations]
+            axes.plot([x for x, _ in ys], [y for _, y in ys], label=label, linewidth=1)
+        axes.set_ylabel(title)
+        axes.set_ylim(bottom=0)
+    figure.axes[0].legend(loc="upper right")
+    figure.axes[-1].set_xlabel("seconds")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error), field="--plot") from None

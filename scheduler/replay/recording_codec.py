@@ -1,0 +1,240 @@
+"""Between the core's events and what followed, and the records of a recording."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Sequence as TypingSequence
+
+from protos import recording_pb2 as pb
+from protos import worker_pb2
+from scheduler.core.beams import BeamStep
+from scheduler.core.config import CoreConfig
+from scheduler.core.effects import Effect, RequestEnded, StepPlan
+from scheduler.core.events import (
+    AbortRequested,
+    Attached,
+    Detached,
+    DrainStarted,
+    Event,
+    Recovered,
+    StepDone,
+    StopWordFound,
+    Submitted,
+    Turn,
+    WorkerBeat,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRegistered,
+)
+from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
+from scheduler.core.request_spec import RequestSpec, RetentionRange
+from scheduler.wire.worker_messages import decode_worker_message
+
+_SPEC_FIELDS = tuple(
+    item.name
+    for item in dataclasses.fields(RequestSpec)
+    if item.name not in ("prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns", "payload")
+)
+_OF_A_REQUEST: dict[type[AbortRequested | Attached | Detached], str] = {
+    AbortRequested: "abort_requested",
+    Attached: "attached",
+    Detached: "detached",
+}
+# Without the hashes of blocks, which follow from tables and tokens.
+_PLAN_LISTS = (
+    "released_rows", "context_rows", "context_starts", "context_lengths", "generation_rows", "idle_rows", "block_rows",
+    "block_ids", "copy_source_blocks", "copy_target_blocks", "beam_rows", "beam_token_ids", "draft_rows",
+    "draft_limits", "adopted_blocks",
+)  # fmt: skip
+
+
+def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
+    """An event and what it led to."""
+    record = pb.Record(time_ns=event.time_ns)
+    if isinstance(event, Turn):
+        record.turn = True
+    elif isinstance(event, StepDone | WorkerBeat | WorkerRegistered | WorkerLeft):
+        record.worker_message.connection = event.connection
+        record.worker_message.frame = _encode_worker_event(event)
+    elif isinstance(event, WorkerLost):
+        record.worker_lost = event.connection
+    elif isinstance(event, Submitted):
+        _encode_spec(event.spec, record.submitted)
+    elif isinstance(event, Recovered):
+        _encode_recovered(event, record.recovered)
+    elif isinstance(event, AbortRequested | Attached | Detached):
+        setattr(record, _OF_A_REQUEST[type(event)], event.request_id)
+    elif isinstance(event, StopWordFound):
+        for name in ("request_id", "sequence_index", "num_tokens", "stop_word"):
+            setattr(record.stop_word_found, name, getattr(event, name))
+    else:
+        record.drain_started = True
+    encode_outcome(effects, record)
+    return record
+
+
+def encode_outcome(effects: TypingSequence[Effect], record: pb.Record) -> None:
+    """Adds the plans and ends among `effects` to a record."""
+    for effect in effects:
+        if isinstance(effect, StepPlan):
+            _encode_plan(effect, record.plans.add())
+        elif isinstance(effect, RequestEnded):
+            end = record.ends.add(request_id=effect.request.request_id)
+            for sequence in effect.request.sequences:
+                assert sequence.end is not None
+                _encode_end(sequence.index, sequence.end, end.sequences.add())
+
+
+def decode_event(record: pb.Record) -> Event:
+    """The event of a record that is not a start.
+
+    Raises:
+        ValueError: It holds no event that this version knows.
+    """
+    kind, time_ns = record.WhichOneof("event"), record.time_ns
+    if kind == "turn":
+        return Turn(time_ns)
+    if kind == "worker_message":
+        message = record.worker_message
+        event = decode_worker_message(message.frame, message.connection, time_ns)
+        assert not isinstance(event, worker_pb2.LoraResult | worker_pb2.StepOutputs)
+        return event
+    if kind == "worker_lost":
+        return WorkerLost(time_ns, record.worker_lost)
+    if kind == "submitted":
+        return Submitted(time_ns, _decode_spec(record.submitted))
+    if kind == "recovered":
+        return _decode_recovered(record.recovered, time_ns)
+    if kind == "stop_word_found":
+        found = record.stop_word_found
+        return StopWordFound(time_ns, found.request_id, found.sequence_index, found.num_tokens, found.stop_word)
+    if kind == "drain_started":
+        return DrainStarted(time_ns)
+    for event_type, name in _OF_A_REQUEST.items():
+        if kind == name:
+            return event_type(time_ns, getattr(record, name))
+    raise ValueError(f"a record holds {kind or 'no event'}")
+
+
+def encode_config(config: CoreConfig) -> pb.RecordedCoreConfig:
+    """The core's settings."""
+    return pb.RecordedCoreConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(config)})
+
+
+def decode_config(config: pb.RecordedCoreConfig) -> CoreConfig:
+    """The core's settings."""
+    return CoreConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(CoreConfig)})
+
+
+def _encode_recovered(event: Recovered, message: pb.RecordedRecovery) -> None:
+    _encode_spec(event.spec, message.request)
+    for output in event.outputs:
+        message.outputs.add(token_ids=output)
+    for index, end in event.ends:
+        _encode_end(index, end, message.ends.add())
+    for step in event.beam_steps:
+        message.beam_steps.add(parents=step.parents, token_ids=step.token_ids, log_probs=step.log_probs)
+    if event.finish is not None:
+        message.finished_ns = event.finish.times.finished_ns
+
+
+def _decode_recovered(message: pb.RecordedRecovery, time_ns: int) -> Recovered:
+    return Recovered(
+        time_ns,
+        _decode_spec(message.request),
+        tuple(array("I", output.token_ids) for output in message.outputs),
+        tuple(
+            (end.sequence_index, SequenceEnd(FinishReason(end.reason), end.num_tokens, end.stop_word))
+            for end in message.ends
+        ),
+        finish=Finish(RequestTimes(finished_ns=message.finished_ns)) if message.HasField("finished_ns") else None,
+        beam_steps=tuple(
+            BeamStep(tuple(step.parents), tuple(step.token_ids), tuple(step.log_probs)) for step in message.beam_steps
+        ),
+    )
+
+
+def _encode_end(index: int, end: SequenceEnd, message: pb.RecordedSequenceEnd) -> None:
+    message.sequence_index, message.reason = index, end.reason
+    message.num_tokens, message.stop_word = end.num_tokens, end.stop_word
+
+
+def _encode_spec(spec: RequestSpec, message: pb.RecordedRequest) -> None:
+    for name in _SPEC_FIELDS:
+        setattr(message, name, getattr(spec, name))
+    message.prompt.extend(spec.prompt)
+    message.stop_token_ids.extend(sorted(spec.stop_token_ids))
+    if spec.deadline_ns is not None:
+        message.deadline_ns = spec.deadline_ns
+    if spec.decode_duration_ns is not None:
+        message.decode_duration_ns = spec.decode_duration_ns
+    for item in spec.retention:
+        message.retention.add(start=item.start, end=item.end, priority=item.priority, duration_ns=item.duration_ns)
+
+
+def _decode_spec(message: pb.RecordedRequest) -> RequestSpec:
+    return RequestSpec(
+        **{name: getattr(message, name) for name in _SPEC_FIELDS},
+        prompt=array("I", message.prompt),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        deadline_ns=message.deadline_ns if message.HasField("deadline_ns") else None,
+        decode_duration_ns=message.decode_duration_ns if message.HasField("decode_duration_ns") else None,
+        retention=tuple(
+            RetentionRange(
+                start=item.start,
+                end=item.end if item.HasField("end") else None,
+                priority=item.priority,
+                duration_ns=item.duration_ns if item.HasField("duration_ns") else None,
+            )
+            for item in message.retention
+        ),
+    )
+
+
+def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegistered) -> bytes:
+    message = worker_pb2.WorkerMessage()
+    if isinstance(event, StepDone):
+        result = message.step_result
+        for name in ("epoch", "step_id", "forward_us", "waiting_us", "num_draft_tokens", "num_accepted_tokens"):
+            setattr(result, name, getattr(event, name))
+        result.token_ids.extend(event.token_ids)
+        result.num_tokens.extend(event.num_tokens)
+        result.candidate_log_probs.extend(event.candidate_log_probs)
+        result.num_drafts.extend(event.num_drafts)
+        result.missing_blocks.extend(sorted(event.missing_blocks))
+        for row, failure in event.failures:
+            error = result.errors.add(row=row).error
+            error.code, error.message, error.field = failure.code, failure.message, failure.field
+    elif isinstance(event, WorkerBeat):
+        message.heartbeat.epoch, message.heartbeat.last_step_id = event.epoch, event.last_step_id
+        memory = message.heartbeat.memory
+        memory.cpu_bytes, memory.gpu_bytes, memory.pinned_bytes = event.memory
+    elif isinstance(event, WorkerLeft):
+        message.leave.epoch, message.leave.reason = event.epoch, event.reason
+    else:
+        for item in dataclasses.fields(event):
+            if item.name in ("features", "kept_blocks", "kept_hashes"):
+                getattr(message.register, item.name).extend(getattr(event, item.name))
+            elif item.name not in ("time_ns", "connection"):
+                setattr(message.register, item.name, getattr(event, item.name))
+    return message.SerializeToString()
+
+
+def _encode_plan(plan: StepPlan, message: pb.RecordedPlan) -> None:
+    message.group_id, message.epoch, message.step_id = plan.group_id, plan.epoch, plan.step_id
+    message.repeats_generation = plan.repeats_generation
+    for name in _PLAN_LISTS:
+        values = getattr(plan, name)
+        if values:
+            getattr(message, name).extend(values)
+    for fork in plan.forks:
+        message.forks.add(from_row=fork.from_row, to_row=fork.to_row, block_ids=fork.block_ids)
+    for added in plan.added:
+        message.added.add(
+            row=added.row,
+            request_id=added.sequence.request.request_id,
+            sequence_index=added.sequence.index,
+            num_output_tokens=added.num_output_tokens,
+            block_ids=added.block_ids,
+        )

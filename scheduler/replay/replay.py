@@ -1,0 +1,226 @@
+"""`python -m scheduler.replay FILE`: a recorded core again.
+
+Without changes every plan must come out as it was, bit for bit. With changes ("what if") results would be others, so
+workers are simulated: from the recorded arrivals, outputs and aborts, with step times as a cost model fitted to the
+recorded ones gives them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from midstream.errors import MidstreamError
+from protos import recording_pb2 as pb
+from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
+from scheduler.core.config import CoreConfig
+from scheduler.core.core import SchedulerCore
+from scheduler.core.cost_model import CostFit
+from scheduler.core.effects import Effect, IterationDone, RequestEnded, StepPlan
+from scheduler.core.events import Event, StepDone, WorkerRegistered
+from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
+from scheduler.plugins import load_scheduler
+from scheduler.replay.measures import Measures, plot, table
+from scheduler.replay.recording import read_recording
+from scheduler.replay.recording_codec import decode_config, decode_event, encode_outcome
+from scheduler.replay.simulation import Script, Simulation, from_outside
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a recording holds, and whether it came out as it was.
+
+    Attributes:
+        difference: The first one; empty when there is none.
+        outside: What came from outside, for a simulation. scripts: What each sequence put out.
+        duration_ns: From the first event to the last.
+    """
+
+    started: pb.RecordingStarted = field(default_factory=pb.RecordingStarted)
+    difference: str = ""
+    num_events: int = 0
+    num_plans: int = 0
+    duration_ns: int = 0
+    measures: Measures = field(default_factory=Measures)
+    cost: CostFit = field(default_factory=CostFit)
+    outside: list[Event] = field(default_factory=list)
+    scripts: dict[tuple[str, int], Script] = field(default_factory=dict)
+
+
+def replay(path: Path, *, keep_outside: bool = False) -> Replay:
+    """Runs a recording through the core it was made of, up to the first difference.
+
+    Args:
+        path: The file.
+        keep_outside: Gather what a simulation needs; takes memory for every request.
+
+    Raises:
+        ConfigError: The file is not a recording, or its scheduler plug-in is not installed.
+    """
+    result, core, first_ns = Replay(), None, 0
+    for record in read_recording(path):
+        if record.HasField("started"):
+            core = make_core(record.started, decode_config(record.started.config))
+            if not first_ns:
+                result.started, first_ns = record.started, record.time_ns
+            continue
+        assert core is not None
+        event = decode_event(record)
+        effects = core.handle(event)
+        result.num_events += 1
+        result.num_plans += len(record.plans)
+        result.duration_ns = max(result.duration_ns, event.time_ns - first_ns)
+        result.difference = _difference(record, effects)
+        if result.difference:
+            result.difference = f"event {result.num_events}, {_kind(event)}: {result.difference}"
+            break
+        result.measures.note(effects)
+        if keep_outside:
+            _keep(result, event, effects)
+    return result
+
+
+def make_core(started: pb.RecordingStarted, config: CoreConfig) -> SchedulerCore:
+    """A core with the policies that were recorded."""
+    return SchedulerCore(
+        config, load_scheduler(started.scheduler_plugin, started.capacity_policy, started.batching_type)
+    )
+
+
+def _difference(record: pb.Record, effects: list[Effect]) -> str:
+    if not (record.plans or record.ends) and not any(isinstance(effect, StepPlan | RequestEnded) for effect in effects):
+        return ""
+    replayed = pb.Record()
+    encode_outcome(effects, replayed)
+    if replayed.plans == record.plans and replayed.ends == record.ends:
+        return ""
+    for was, now in zip(record.plans, replayed.plans, strict=False):
+        for item in was.DESCRIPTOR.fields:
+            if getattr(was, item.name) != getattr(now, item.name):
+                before, after = (str(getattr(plan, item.name)).replace("\n", " ") for plan in (was, now))
+                return f"step {was.step_id} of {was.group_id}: {item.name} was {before}, is {after}"
+    if len(record.plans) != len(replayed.plans):
+        return f"it planned {len(record.plans)} steps, and plans {len(replayed.plans)}"
+    was_ended, is_ended = ([end.request_id for end in ends] for ends in (record.ends, replayed.ends))
+    return f"requests that end were {was_ended}, are {is_ended}, or end otherwise"
+
+
+def _kind(event: Event) -> str:
+    return f"{type(event).__name__} at {event.time_ns}"
+
+
+def _keep(result: Replay, event: Event, effects: list[Effect]) -> None:
+    taken = from_outside(event)
+    if taken is not None:
+        result.outside.append(taken)
+    for effect in effects:
+        if isinstance(effect, RequestEnded):
+            for sequence in effect.request.sequences:
+                assert sequence.end is not None
+                stop_after = sequence.end.num_tokens if sequence.end.stop_word else None
+                tokens = sequence.output[: sequence.end.num_tokens]
+                result.scripts[effect.request.request_id, sequence.index] = Script(tokens, stop_after)
+        elif isinstance(effect, IterationDone) and isinstance(event, StepDone):
+            step = effect.stats.step
+            duration_us = event.forward_us or step.latency_ns / 1_000
+            result.cost.add(step.num_context_tokens, step.num_generation_requests, duration_us)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What is other than it was recorded; None and 0 are as recorded."""
+
+    policy: str | None = None
+    batching_type: str | None = None
+    max_num_tokens: int = 0
+    max_batch_size: int = 0
+    num_blocks: int = 0
+
+    def __bool__(self) -> bool:
+        return self != Changes()
+
+    def __str__(self) -> str:
+        values = (getattr(self, name) for name in self.__slots__)
+        return "\n".join(f"{name} {value}" for name, value in zip(self.__slots__, values, strict=True) if value)
+
+
+def simulate(recorded: Replay, changes: Changes) -> Measures:
+    """What would have been, had `changes` been made."""
+    started = pb.RecordingStarted()
+    started.CopyFrom(recorded.started)
+    started.capacity_policy = changes.policy or started.capacity_policy
+    started.batching_type = changes.batching_type or started.batching_type
+    config = decode_config(started.config)
+    limits = {name: getattr(changes, name) for name in ("max_num_tokens", "max_batch_size") if getattr(changes, name)}
+    config = replace(config, **limits)
+    if changes.num_blocks:
+        limits["num_blocks"] = changes.num_blocks
+    outside = (replace(event, **limits) if isinstance(event, WorkerRegistered) else event for event in recorded.outside)
+    core = make_core(started, config)
+    simulation = Simulation(core, outside, cost=recorded.cost.model(), scripts=recorded.scripts)
+    simulation.run()
+    return simulation.measures
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Replays; 1 at a difference, 2 when the file is not a recording."""
+    parser = argparse.ArgumentParser(prog="midstream replay", description="Run a recorded scheduler core again.")
+    parser.add_argument("file", type=Path, metavar="FILE", help="Made by `python -m scheduler --record FILE`.")
+    parser.add_argument("--policy", choices=sorted(CAPACITY_SCHEDULERS), help="What if: another capacity policy.")
+    parser.add_argument(
+        "--batching-type", choices=sorted(MICRO_BATCH_SCHEDULERS), help="What if: another batching type."
+    )
+    for name, text in (
+        ("max-num-tokens", "tokens in one step"),
+        ("max-batch-size", "sequences in one step"),
+        ("num-blocks", "KV blocks of each worker group"),
+    ):
+        parser.add_argument(f"--{name}", type=_positive, default=0, metavar="N", help=f"What if: so many {text}.")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="Draw what happened over time to a PNG or SVG file.")
+    arguments = parser.parse_args(words)
+    try:
+        return _run(arguments)
+    except MidstreamError as error:
+        print(f"midstream replay: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    console = Console(highlight=False, soft_wrap=True)
+    changes = Changes(**{name: getattr(arguments, name) for name in Changes.__slots__})
+    begin = time.perf_counter()
+    recorded = replay(arguments.file, keep_outside=bool(changes))
+    took_s = time.perf_counter() - begin
+    if recorded.difference:
+        console.print(f"differs at {recorded.difference}", markup=False)
+        return 1
+    speed = recorded.duration_ns / 1e9 / max(took_s, 1e-9)
+    console.print(
+        f"{recorded.num_events} events, {recorded.num_plans} plans, all as recorded; "
+        f"{recorded.duration_ns / 1e9:.1f} s in {took_s:.1f} s, {speed:.0f} times real time"
+    )
+    columns = {"recorded": recorded.measures}
+    if changes:
+        columns["simulated\nas recorded"] = simulate(recorded, Changes())
+        columns[str(changes)] = simulate(recorded, changes)
+    console.print(table(columns))
+    if arguments.plot:
+        plot(columns, arguments.plot)
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

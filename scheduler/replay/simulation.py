@@ -1,0 +1,227 @@
+"""The real core with simulated workers, in virtual time.
+
+One request's journey: its Submitted event waits in a heap of events by time; the core plans; a simulated worker runs
+each plan as it comes, so its result is known at once and waits in the heap until the cost model says that it is there.
+All events of one instant are followed by one Turn, as they are in a running scheduler.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from scheduler.core.core import SchedulerCore
+from scheduler.core.cost_model import CostModel
+from scheduler.core.effects import Effect, Emitted, EpochEnded, GroupJoined, StepPlan
+from scheduler.core.events import (
+    AbortRequested,
+    Event,
+    StepDone,
+    StopWordFound,
+    Submitted,
+    Turn,
+    WorkerBeat,
+    WorkerLeft,
+    WorkerRegistered,
+)
+from scheduler.core.request import Sequence
+from scheduler.replay.measures import Measures
+
+_BEAT_NS = 500_000_000
+_NS_PER_US = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a sequence puts out: these tokens, then filler; a stop word is found after `stop_after` of them."""
+
+    tokens: array[int]
+    stop_after: int | None = None
+
+
+class _Row:
+    __slots__ = ("filler", "num_known", "num_output", "script")
+
+    def __init__(self, sequence: Sequence, num_output: int, script: Script | None) -> None:
+        self.num_output = num_output
+        self.num_known = len(sequence.request.spec.prompt) + num_output
+        self.script = script.tokens if script else array("I")
+        self.filler = next(token for token in range(3, 1 << 20) if token not in sequence.request.spec.stop_token_ids)
+
+    def sample(self) -> int:
+        position = self.num_output
+        self.num_output += 1
+        self.num_known += 1
+        return self.script[position] if position < len(self.script) else self.filler
+
+
+class SimulatedWorker:
+    """One worker group: a server that runs its steps in order."""
+
+    def __init__(
+        self, registration: WorkerRegistered, cost: CostModel, scripts: Mapping[tuple[str, int], Script]
+    ) -> None:
+        self.registration = registration
+        self._cost = cost
+        self._scripts = scripts
+        self.join(0)
+
+    def join(self, epoch: int) -> None:
+        """Starts an epoch with empty rows."""
+        self.epoch = epoch
+        self._rows: dict[int, _Row] = {}
+        self._generating: list[int] = []
+        self._free_ns = 0
+
+    def run(self, plan: StepPlan, now_ns: int) -> StepDone:
+        """Runs a plan that was sent at `now_ns`; the result, with the time at which it is there."""
+        self._update_rows(plan)
+        tokens: list[int] = []
+        for number, start, length in zip(plan.context_rows, plan.context_starts, plan.context_lengths, strict=True):
+            row = self._rows[number]
+            if start + length == row.num_known:
+                tokens.append(row.sample())
+        tokens += [self._rows[number].sample() for number in self._generating]
+        wire_ns = int(self._cost.wire_us * _NS_PER_US)
+        duration_ns = self._cost.step_ns(sum(plan.context_lengths), len(self._generating))
+        self._free_ns = max(self._free_ns, now_ns + wire_ns // 2) + duration_ns
+        return StepDone(
+            self._free_ns + wire_ns // 2,
+            plan.connection,
+            plan.epoch,
+            plan.step_id,
+            tokens,
+            forward_us=duration_ns // _NS_PER_US,
+            missing_blocks=frozenset(plan.adopted_blocks),
+        )
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        for number in plan.released_rows:
+            del self._rows[number]
+        for added in plan.added:
+            sequence = added.sequence
+            script = self._scripts.get((sequence.request.request_id, sequence.index))
+            self._rows[added.row] = _Row(sequence, added.num_output_tokens, script)
+        if not plan.repeats_generation:
+            self._generating = sorted(plan.generation_rows)
+        elif plan.generation_rows or plan.idle_rows or plan.released_rows:
+            gone = {*plan.released_rows, *plan.idle_rows}
+            rows = [number for number in self._generating if number not in gone]
+            self._generating = sorted([*rows, *plan.generation_rows])
+
+
+class Simulation:
+    """One core in virtual time.
+
+    Attributes:
+        measures: What was seen.
+        planning_ns: Processor time of the core's turns. num_plans: Steps that they planned.
+    """
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        events: Iterable[Event],
+        *,
+        cost: CostModel,
+        scripts: Mapping[tuple[str, int], Script] | None = None,
+    ) -> None:
+        """Takes events in order of their times: what comes from outside. Results and beats are made here."""
+        self.core = core
+        self.measures = Measures()
+        self.planning_ns = 0
+        self.num_plans = 0
+        self.now_ns = 0
+        self._cost = cost
+        self._scripts = scripts or {}
+        self._has_stops = any(script.stop_after is not None for script in self._scripts.values())
+        self._outside = iter(events)
+        self._next = next(self._outside, None)
+        self._heap: list[tuple[int, int, Event]] = []
+        self._num_pushed = 0
+        self._workers: dict[bytes, SimulatedWorker] = {}
+
+    def run(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Runs until everything has ended and nothing more comes from outside.
+
+        Args:
+            on_progress: Called with the virtual time and the requests ended so far, about once in 1,000 turns.
+        """
+        num_turns = 0
+        while self._next is not None or self.core.lifecycle.num_unfinished:
+            at_ns = min(
+                (self._heap[0][0] if self._heap else 1 << 62),
+                (self._next.time_ns if self._next is not None else 1 << 62),
+                self.core.next_turn_ns or 1 << 62,
+            )
+            if at_ns == 1 << 62:
+                raise RuntimeError("requests wait for something that never comes")
+            self.now_ns = max(self.now_ns, at_ns)
+            while self._heap and self._heap[0][0] <= self.now_ns:
+                self._handle(heapq.heappop(self._heap)[2])
+            while self._next is not None and self._next.time_ns <= self.now_ns:
+                event, self._next = self._next, next(self._outside, None)
+                self._handle(event)
+            begin = time.thread_time_ns()
+            effects = self.core.handle(Turn(self.now_ns))
+            self.planning_ns += time.thread_time_ns() - begin
+            self._carry_out(effects)
+            num_turns += 1
+            if on_progress is not None and num_turns % 1_000 == 0:
+                on_progress(self.now_ns, self.core.totals.num_completed)
+
+    def _push(self, event: Event) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (event.time_ns, self._num_pushed, event))
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, WorkerRegistered):
+            for connection, worker in list(self._workers.items()):
+                if worker.registration.group_id == event.group_id:
+                    del self._workers[connection]
+            self._workers[event.connection] = SimulatedWorker(event, self._cost, self._scripts)
+        elif isinstance(event, WorkerLeft):
+            left = self._workers.pop(event.connection, None)
+            event = replace(event, epoch=left.epoch if left else 0)
+        elif isinstance(event, WorkerBeat):
+            beating = self._workers.get(event.connection)
+            if beating is None or beating.epoch != event.epoch:
+                return
+            self._push(replace(event, time_ns=event.time_ns + _BEAT_NS))
+        self._carry_out(self.core.handle(event))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, StepPlan):
+                self.num_plans += 1
+                self._push(self._workers[effect.connection].run(effect, self.now_ns))
+            elif isinstance(effect, GroupJoined):
+                self._workers[effect.connection].join(effect.epoch)
+                self._push(WorkerBeat(self.now_ns + _BEAT_NS, effect.connection, effect.epoch, 0))
+            elif isinstance(effect, EpochEnded) and effect.connection in self._workers:
+                self._register_again(self._workers[effect.connection], effect.epoch)
+            elif isinstance(effect, Emitted) and self._has_stops:
+                self._find_stop_words(effect)
+        self.measures.note(effects)
+
+    def _register_again(self, worker: SimulatedWorker, epoch: int) -> None:
+        if worker.epoch == epoch:
+            worker.join(0)
+            self._push(replace(worker.registration, time_ns=self.now_ns + 1_000_000))
+
+    def _find_stop_words(self, effect: Emitted) -> None:
+        for sequence, length in zip(effect.sequences, effect.lengths, strict=True):
+            request_id = sequence.request.request_id
+            script = self._scripts.get((request_id, sequence.index))
+            if script is not None and script.stop_after is not None and length >= script.stop_after:
+                self._push(StopWordFound(self.now_ns, request_id, sequence.index, script.stop_after, "stop"))
+
+
+def from_outside(event: Event) -> Event | None:
+    """The event as a simulation takes it: what depends on plans, and the deaths of workers, are left out."""
+    if isinstance(event, Submitted):
+        return replace(event, spec=replace(event.spec, is_detached=True))
+    return event if isinstance(event, AbortRequested | WorkerRegistered | WorkerLeft) else None

@@ -1,0 +1,138 @@
+"""Between GenerateRequest and the core's RequestSpec. Defaults are filled in here, once."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+from midstream.extras import tensor_bytes
+from protos import generation_pb2 as pb
+from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY, RequestSpec, RetentionRange
+
+DEFAULT_MAX_TOKENS = 16_384
+_NS_PER_MS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the codec has to know of the model."""
+
+    max_sequence_length: int
+    end_ids: tuple[int, ...]
+    vocab_size: int = 0
+    hidden_size: int = 0
+
+
+def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: int) -> RequestSpec:
+    """The request as the core takes it.
+
+    Args:
+        request: Checked by a router: token ids, request id and seed are filled.
+        limits: Of the served model.
+        now_ns: Arrival here, from which the timeout counts.
+    """
+    virtual = request.prompt_tuning.resolved
+    named = range(virtual.first_virtual_token, virtual.first_virtual_token + virtual.num_virtual_tokens)
+    prompt = array("I", [*named, *request.token_ids.values])
+    sampling = request.sampling
+    room = limits.max_sequence_length - len(prompt)
+    max_tokens = request.max_tokens if request.HasField("max_tokens") else min(room, DEFAULT_MAX_TOKENS)
+    if named:  # the router did not know how many there are
+        max_tokens = max(1, min(max_tokens, room))
+    retention = request.kv_retention
+    has_decode_priority = retention.HasField("decode_priority")
+    return RequestSpec(
+        request_id=request.request_id,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        num_sequences=sampling.num_return_sequences or 1,
+        stop_token_ids=frozenset(stop_ids(request, limits)),
+        min_tokens=sampling.min_tokens,
+        beam_width=sampling.beam_width or 1,
+        beam_diversity_rate=sampling.beam_search_diversity_rate,
+        length_penalty=sampling.length_penalty,
+        early_stopping=sampling.early_stopping if sampling.HasField("early_stopping") else 1,
+        num_draft_tokens=_num_draft_tokens(request),
+        client_id=request.client_id,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        lora_name=request.lora.name,
+        lora_key=request.lora.resolved.fingerprint,
+        lora_bytes=request.lora.resolved.num_bytes,
+        prompt_key=_prompt_key(request.prompt_tuning),
+        num_virtual_tokens=len(named) or (request.prompt_tuning.table.shape[:1] or [0])[0],
+        is_detached=request.detached,
+        is_cacheable=_is_cacheable(request),
+        tensor_bytes=tensor_bytes(request, len(prompt), limits.vocab_size, limits.hidden_size),
+        arrival_ns=request.arrival_time_unix_ns,
+        deadline_ns=now_ns + request.timeout_ms * _NS_PER_MS if request.HasField("timeout_ms") else None,
+        retention=tuple(_retention_range(item) for item in retention.token_ranges),
+        decode_priority=retention.decode_priority if has_decode_priority else DEFAULT_RETENTION_PRIORITY,
+        decode_duration_ns=(
+            retention.decode_duration_ms * _NS_PER_MS if retention.HasField("decode_duration_ms") else None
+        ),
+        digest=_digest(request),
+        payload=request.SerializeToString(),
+    )
+
+
+def stop_ids(request: pb.GenerateRequest, limits: ModelLimits) -> list[int]:
+    """Tokens that end a sequence: the end ids unless they are ignored, and the stop tokens."""
+    stopping = request.stopping
+    ends: tuple[int, ...] = ()
+    if not stopping.ignore_eos:
+        ends = (stopping.end_id,) if stopping.HasField("end_id") else limits.end_ids
+    return sorted({*ends, *stopping.stop_token_ids})
+
+
+def _num_draft_tokens(request: pb.GenerateRequest) -> int:
+    """Beams, grammars, post-processors and tensors go token by token."""
+    output = request.output
+    has_tensors = output.return_generation_logits or len(output.additional_outputs) > 0
+    is_stepwise = request.HasField("guided_decoding") or bool(request.logits_post_processor_name)
+    if request.sampling.beam_width > 1 or has_tensors or is_stepwise:
+        return 0
+    return request.speculative.num_draft_tokens
+
+
+def _is_cacheable(request: pb.GenerateRequest) -> bool:
+    """Cached blocks hold no logits."""
+    output = request.output
+    wants_prompt = output.HasField("prompt_log_probs") or output.return_context_logits
+    wants_prompt = wants_prompt or any(item.gather_context for item in output.additional_outputs)
+    return not wants_prompt
+
+
+def _prompt_key(tuning: pb.PromptTuningConfig) -> str:
+    """Tells apart what stands behind virtual tokens, as their ids do not."""
+    if not tuning.HasField("table"):
+        return tuning.resolved.fingerprint
+    table = tuning.table
+    digest = hashlib.blake2b(f"{table.dtype} {list(table.shape)} ".encode(), digest_size=16)
+    digest.update(table.data)
+    return digest.hexdigest()
+
+
+def _retention_range(item: pb.KvRetentionConfig.TokenRange) -> RetentionRange:
+    return RetentionRange(
+        start=item.start,
+        end=item.end if item.HasField("end") else None,
+        priority=item.priority,
+        duration_ns=item.duration_ms * _NS_PER_MS if item.HasField("duration_ms") else None,
+    )
+
+
+def _digest(request: pb.GenerateRequest) -> bytes:
+    """Of what was asked for: a second submit differs in its arrival, in the time that it has left, in its span, and in
+    what the names of its adapters stand for by then."""
+    contents = pb.GenerateRequest()
+    contents.CopyFrom(request)
+    contents.ClearField("arrival_time_unix_ns")
+    contents.ClearField("timeout_ms")
+    contents.ClearField("trace_parent")
+    if contents.lora.HasField("resolved"):
+        contents.lora.ClearField("resolved")
+    if contents.prompt_tuning.HasField("resolved"):
+        contents.prompt_tuning.ClearField("resolved")
+    return hashlib.blake2b(contents.SerializeToString(deterministic=True), digest_size=16).digest()

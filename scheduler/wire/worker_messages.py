@@ -1,0 +1,161 @@
+"""Between the worker protocol's messages and the core's events and effects."""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+
+from protos import generation_pb2, worker_pb2
+from scheduler.core.effects import AddedSequence, StepPlan
+from scheduler.core.events import StepDone, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.core.failure import Failure
+from scheduler.wire.requests import ModelLimits, stop_ids
+
+WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | StepDone
+
+
+def decode_worker_message(
+    frame: bytes, connection: bytes, time_ns: int
+) -> WorkerEvent | worker_pb2.LoraResult | worker_pb2.StepOutputs:
+    """What a worker says.
+
+    Args:
+        frame: A serialized WorkerMessage.
+        connection: Where it came from.
+        time_ns: When it came, Unix nanoseconds.
+
+    Raises:
+        ValueError: It is not a WorkerMessage.
+    """
+    message = worker_pb2.WorkerMessage()
+    try:
+        message.ParseFromString(frame)
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
+    kind = message.WhichOneof("message")
+    if kind == "step_result":
+        return _step_done(message.step_result, connection, time_ns)
+    if kind == "heartbeat":
+        beat = message.heartbeat
+        memory = (beat.memory.cpu_bytes, beat.memory.gpu_bytes, beat.memory.pinned_bytes)
+        return WorkerBeat(time_ns, connection, beat.epoch, beat.last_step_id, memory)
+    if kind == "register":
+        return _registered(message.register, connection, time_ns)
+    if kind == "leave":
+        return WorkerLeft(time_ns, connection, message.leave.epoch, message.leave.reason)
+    if kind == "lora_result":
+        return message.lora_result
+    if kind == "step_outputs":
+        return message.step_outputs
+    raise ValueError("the message is empty")
+
+
+def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -> WorkerRegistered:
+    return WorkerRegistered(
+        time_ns=time_ns,
+        connection=connection,
+        group_id=message.group_id,
+        incarnation=message.incarnation,
+        model_fingerprint=message.model_fingerprint,
+        tokens_per_block=message.tokens_per_block,
+        num_blocks=message.num_blocks,
+        vocab_size=message.vocab_size,
+        max_sequence_length=message.max_sequence_length,
+        max_batch_size=message.max_batch_size,
+        max_num_tokens=message.max_num_tokens,
+        protocol_version=message.protocol_version,
+        world_size=message.world_size,
+        device=message.device,
+        dtype=message.dtype,
+        features=tuple(message.features),
+        lora_cache_bytes=message.lora_cache_bytes,
+        max_loras=message.max_loras,
+        kept_blocks=tuple(message.kept_blocks),
+        kept_hashes=tuple(message.kept_hashes),
+        kv_store=message.kv_store,
+    )
+
+
+def _step_done(result: worker_pb2.StepResult, connection: bytes, time_ns: int) -> StepDone:
+    return StepDone(
+        time_ns=time_ns,
+        connection=connection,
+        epoch=result.epoch,
+        step_id=result.step_id,
+        token_ids=list(result.token_ids),
+        num_tokens=list(result.num_tokens),
+        failures=tuple((item.row, _failure(item.error)) for item in result.errors),
+        outputs=tuple((item.row, item.SerializeToString()) for item in result.outputs),
+        forward_us=result.forward_us,
+        waiting_us=result.waiting_us,
+        num_draft_tokens=result.num_draft_tokens,
+        num_accepted_tokens=result.num_accepted_tokens,
+        candidate_log_probs=list(result.candidate_log_probs),
+        num_drafts=list(result.num_drafts),
+        missing_blocks=frozenset(result.missing_blocks),
+    )
+
+
+def _failure(error: generation_pb2.ErrorInfo) -> Failure:
+    return Failure(error.code, error.message, error.field)
+
+
+def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
+    """A serialized SchedulerMessage with the plan as its StepBatch."""
+    message = worker_pb2.SchedulerMessage()
+    batch = message.step_batch
+    batch.epoch = plan.epoch
+    batch.step_id = plan.step_id
+    batch.repeat_generation = plan.repeats_generation
+    for name in (
+        "released_rows",
+        "context_rows",
+        "context_starts",
+        "context_lengths",
+        "generation_rows",
+        "idle_rows",
+        "block_rows",
+        "block_ids",
+        "copy_source_blocks",
+        "copy_target_blocks",
+        "beam_rows",
+        "beam_token_ids",
+        "draft_rows",
+        "draft_limits",
+        "hashed_blocks",
+        "block_hashes",
+        "adopted_blocks",
+        "adopted_hashes",
+    ):
+        values = getattr(plan, name)
+        if values:
+            getattr(batch, name).extend(values)
+    for fork in plan.forks:
+        batch.forks.add(from_row=fork.from_row, to_row=fork.to_row, block_ids=fork.block_ids)
+    for added in plan.added:
+        _encode_added(added, limits, batch.add_sequences.add())
+    return message.SerializeToString()
+
+
+def _encode_added(added: AddedSequence, limits: ModelLimits, message: worker_pb2.AddSequence) -> None:
+    sequence = added.sequence
+    request = generation_pb2.GenerateRequest.FromString(sequence.request.spec.payload)
+    message.row = added.row
+    message.request_id = request.request_id
+    message.sequence_index = sequence.index
+    message.token_ids.extend(sequence.request.spec.prompt)
+    message.token_ids.extend(sequence.output[: added.num_output_tokens])
+    message.num_prompt_tokens = len(sequence.request.spec.prompt)
+    message.block_ids.extend(added.block_ids)
+    message.sampling.CopyFrom(request.sampling)
+    message.end_ids.extend(stop_ids(request, limits))
+    message.bad_words.extend(request.stopping.bad_word_token_ids)
+    message.output.CopyFrom(request.output)
+    for name in ("guided_decoding", "lora", "speculative"):
+        if request.HasField(name):
+            getattr(message, name).CopyFrom(getattr(request, name))
+    if request.prompt_tuning.WhichOneof("source") == "name":
+        message.prompt_tuning.CopyFrom(request.prompt_tuning)
+    message.prompt_table = sequence.request.spec.prompt_key if request.prompt_tuning.HasField("table") else ""
+    message.logits_post_processor_name = request.logits_post_processor_name
+    message.client_id = request.client_id
+    message.trace_parent = request.trace_parent
