@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 PROTO_BIN := .venv-protos/bin
 PROTO_OUT := .
 
-.PHONY: demo test check format protos bench bench-peers images check-manifests e2e-containers e2e-dashboard clean
+.PHONY: demo demo-kill test check format protos bench bench-peers images check-manifests e2e-containers e2e-dashboard clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
+
+# The same while parts are killed one after the other; fails unless every answer is the same as without kills.
+demo-kill: $(VENV)/.ready
+	@$(BIN)/midstream demo --kill
 
 # Tests wait about as often as they compute, so there are more processes than processors. tests/conftest.py says what
 # stays together, and in which order it is handed out.

@@ -1,20 +1,30 @@
-"""`midstream demo`: starts every part, streams a few answers at once, says how fast each was, and stops."""
+"""`midstream demo`: start every part, stream a few answers at once, say how fast each was, and stop.
+
+With `--kill` parts are killed meanwhile (kill_demo.py).
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import functools
 import signal
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from midstream.chunk import Chunk
 from midstream.cli.demo_view import DemoView
 from midstream.cli.display import RunDisplay
+from midstream.cli.kill_demo import MAX_TOKENS, SEED, KillDemo
+from midstream.cli.kill_view import KillView, summarize
 from midstream.cli.pace import Pace
+from midstream.cli.recording import SvgRecording
 from midstream.cli.run_dir import RunDir, RunState, default_run_dir
 from midstream.cli.supervisor import Supervisor
 from midstream.cli.topology import Topology, plan_processes
@@ -45,31 +55,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="PATH", help="Model folder or .gguf file. [smollm2]")
     parser.add_argument("--routers", type=int, default=2, metavar="N", help="[2]")
     parser.add_argument("--detokenizers", type=int, default=2, metavar="N", help="[2]")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="[1]")
+    parser.add_argument("--workers", type=int, metavar="N", help="[1, with --kill 2]")
+    parser.add_argument("--kill", action="store_true", help="Kill parts while answers stream; compare every token.")
+    parser.add_argument("--kills", type=int, default=8, metavar="N", help="With --kill: how many. [8]")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="With --kill: write the view as an animated SVG.")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command; 1 when an answer differs or a kill was not made."""
     console = Console(highlight=False)
-    topology = Topology(arguments.model, arguments.routers, arguments.detokenizers, arguments.workers)
+    num_workers = arguments.workers or (2 if arguments.kill else 1)
+    topology = Topology(arguments.model, arguments.routers, arguments.detokenizers, num_workers)
     begin = time.monotonic()
     prepare_model(topology.model, console)
-    asyncio.run(_demo(topology, console, begin))
+    if arguments.kill:
+        kill = functools.partial(_kill, arguments.kills, arguments.record, console)
+        return asyncio.run(_demo(topology, console, begin, kill))
+    status = asyncio.run(_demo(topology, console, begin, functools.partial(_answer, console)))
     console.print(
         "\nNow yours:  . .venv/bin/activate  &&  midstream up --detach  &&  midstream chat", style="dim", markup=False
     )
-    return 0
+    return status
 
 
-async def _demo(topology: Topology, console: Console, begin: float) -> None:
+async def _demo(
+    topology: Topology,
+    console: Console,
+    begin: float,
+    present: Callable[[Supervisor, asyncio.Event], Coroutine[None, None, int]],
+) -> int:
+    """Start the service, run `present` on it and stop it; return its exit status, 1 when it was interrupted.
+
+    `present` gets the supervisor and an event that is set whenever its state changes.
+    """
     run_dir = RunDir(default_run_dir().with_name("demo"))
-    stop, ready = asyncio.Event(), asyncio.Event()
+    stop, ready, changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with RunDisplay(console) as display:
 
         def show(state: RunState) -> None:
-            if not stop.is_set():
+            changed.set()
+            if not ready.is_set() and not stop.is_set():
                 display.show(state)
 
         supervisor = Supervisor(
@@ -79,17 +106,49 @@ async def _demo(topology: Topology, console: Console, begin: float) -> None:
         started = asyncio.create_task(ready.wait())
         await asyncio.wait((running, started), return_when=asyncio.FIRST_COMPLETED)
     started.cancel()
+    status = 1
     if ready.is_set():
         console.print(f"{_parts(supervisor.state)}: ready after {time.monotonic() - begin:.1f} s\n")
-        streaming = asyncio.create_task(_stream_all(supervisor.state, console))
-        await asyncio.wait((running, streaming), return_when=asyncio.FIRST_COMPLETED)
-        if not streaming.done():
-            streaming.cancel()
+        presenting = asyncio.create_task(present(supervisor, changed))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait((running, stopped, presenting), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not presenting.done():
+            presenting.cancel()
         stop.set()
         with contextlib.suppress(asyncio.CancelledError):
-            _summarize(await streaming, console)
+            status = await presenting
     with console.status("Stopping"):
         await running
+    return status
+
+
+async def _answer(console: Console, supervisor: Supervisor, _: asyncio.Event) -> int:
+    _summarize(await _stream_all(supervisor.state, console), console)
+    return 0
+
+
+async def _kill(
+    num_kills: int, record: Path | None, console: Console, supervisor: Supervisor, changed: asyncio.Event
+) -> int:
+    routers = [router.addresses["grpc"] for router in supervisor.state.of_kind("router")]
+    async with AsyncClient(routers) as client:
+        recording = SvgRecording() if record is not None else None
+        view = KillView(console, lambda: supervisor.state, recording)
+
+        def generate(prompt: str, temperature: float) -> AsyncIterator[Chunk]:
+            sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=SEED)
+            return client.generate(messages=[{"role": "user", "content": prompt}], sampling=sampling)
+
+        demo = view.demo = KillDemo(
+            generate, lambda: supervisor.state, changed, num_kills=num_kills, changed=view.changed
+        )
+        with view:
+            is_good = await demo.run()
+    summarize(demo, console)
+    if recording is not None and record is not None:
+        recording.write(record)
+    return 0 if is_good else 1
 
 
 async def _stream_all(state: RunState, console: Console) -> list[Answer]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from midstream.cli.run_dir import ProcessPhase, RunState
 
-_STYLES = {
+PHASE_STYLES = {
     ProcessPhase.STARTING: "yellow",
     ProcessPhase.READY: "green",
     ProcessPhase.UNHEALTHY: "red",
@@ -65,7 +65,7 @@ class RunDisplay:
             return Text("")
         table = Table.grid(padding=(0, 2))
         for process in self._state.processes:
-            style = _STYLES[process.phase]
+            style = PHASE_STYLES[process.phase]
             mark = "●" if process.phase is ProcessPhase.READY else "○"
             table.add_row(
                 Text(mark, style=style),
