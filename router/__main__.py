@@ -25,6 +25,7 @@ from router.pipeline.generation import Runner
 from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_traces import RequestTraces, TracedApp, remember_client
+from router.pipeline.sampling_defaults import sampling_defaults
 from router.pipeline.stream_limits import StreamLimits
 from router.protocols import ADAPTED_SERVICES, SERVICE, add_servicers
 from router.protocols.http_server import HttpPort
@@ -54,6 +55,7 @@ async def serve(config: RouterConfig) -> None:
         max_pending_bytes=config.max_pending_bytes,
         max_tensor_bytes=config.max_tensor_bytes,
         unavailable_timeout_s=config.unavailable_timeout_s,
+        sampling_defaults=sampling_defaults(folder) if config.generation_config == "auto" else None,
     )
     metrics.gauge("num_live_detokenizers", "Detokenizers that can be used.").set_function(lambda: pool.num_live)
     server = Server(

@@ -27,22 +27,33 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
 def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, max_tokens: int) -> None:
     """Adds the flags that say how tokens are chosen and when to stop; a default of None is the service's own."""
     parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"[{max_tokens}]")
-    default = "1" if temperature is None else str(temperature)
+    default = "the model's" if temperature is None else str(temperature)
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy. [{default}]")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="Keep the likeliest tokens up to this probability. [1]"
+        "--top-p", type=float, metavar="P", help="Keep the likeliest tokens up to this probability. [the model's]"
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0: all. [0]")
-    parser.add_argument("--min-p", type=float, metavar="P", help="Keep tokens this likely against the likeliest. [0]")
-    parser.add_argument("--repetition-penalty", type=float, metavar="R", help="Above 1 against repeating. [1]")
-    parser.add_argument("--presence-penalty", type=float, metavar="P", help="Taken from tokens that have come. [0]")
-    parser.add_argument("--frequency-penalty", type=float, metavar="P", help="The same for each time. [0]")
-    parser.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="No N tokens come twice; 0: any. [0]")
-    parser.add_argument("--min-tokens", type=int, metavar="N", help="No end before this many. [0]")
-    parser.add_argument("--seed", type=int, metavar="N", help="The same seed gives the same answer. [drawn]")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="End before this text; may repeat.")
-    parser.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="Never this; may repeat.")
-    parser.add_argument("--lora", default="", metavar="NAME", help="An adapter that was loaded (see `midstream lora`).")
+    parser.add_argument("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0: all. [the model's]")
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="Keep tokens P times as likely as the likeliest. [the model's]",
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="Above 1: discourage repetition. [the model's]"
+    )
+    parser.add_argument("--presence-penalty", type=float, metavar="P", help="Penalty on tokens already generated. [0]")
+    parser.add_argument(
+        "--frequency-penalty", type=float, metavar="P", help="Penalty per occurrence of a generated token. [0]"
+    )
+    parser.add_argument(
+        "--no-repeat-ngram-size", type=int, metavar="N", help="Never repeat N tokens in a row; 0: no limit. [0]"
+    )
+    parser.add_argument("--min-tokens", type=int, metavar="N", help="Generate at least N tokens. [0]")
+    parser.add_argument("--seed", type=int, metavar="N", help="The same seed gives the same answer. [random]")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="End before this text; repeatable.")
+    parser.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="Text to forbid; repeatable.")
+    parser.add_argument("--lora", default="", metavar="NAME", help="Name of a loaded adapter (see `midstream lora`).")
     parser.add_argument("--system", default="", metavar="TEXT", help="System message, for models with a chat template.")
 
 

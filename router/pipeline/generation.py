@@ -38,6 +38,7 @@ from router.pipeline.request_checks import (
     check_tensors,
     fit_to_context,
 )
+from router.pipeline.sampling_defaults import fill_sampling
 from router.pipeline.streams import ClientStream
 from router.pipeline.virtual_tokens import put_table_first, take_embeddings
 
@@ -152,7 +153,9 @@ class Runner:
         max_pending_bytes: int,
         unavailable_timeout_s: float,
         max_tensor_bytes: int = 256 << 20,
+        sampling_defaults: pb.SamplingConfig | None = None,
     ) -> None:
+        """`sampling_defaults` fill what requests leave unset."""
         self.model = model
         self.cells = cells
         self.pool = pool
@@ -160,6 +163,7 @@ class Runner:
         self._max_pending_bytes = max_pending_bytes
         self._unavailable_timeout_s = unavailable_timeout_s
         self._max_tensor_bytes = max_tensor_bytes
+        self._sampling_defaults = sampling_defaults or pb.SamplingConfig()
         self._grammars = GrammarChecker(model)
         self._aborting: set[asyncio.Task[None]] = set()
         self.readers = Readers()
@@ -285,6 +289,7 @@ class Runner:
                 request.stopping.bad_word_token_ids.add(values=ids)
         request.request_id = current_caller.get().scope(request.request_id or uuid.uuid4().hex)
         request.model = self.model.name
+        fill_sampling(request.sampling, self._sampling_defaults)
         if not request.sampling.HasField("seed"):
             # Drawn from the id, so that the same request sent to another router has the same contents.
             digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()

@@ -122,7 +122,7 @@ def check_request(request: pb.GenerateRequest, model: ModelFolder) -> None:
         _at_least_one(request.max_tokens, "max_tokens")
     check_virtual_tokens(request, model)
     _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
-    _check_sampling(request.sampling, model)
+    check_sampling(request.sampling, model)
     _check_stopping(request.stopping, model)
     _check_output(request.output, model)
     _check_features(request)
@@ -191,7 +191,8 @@ def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_by
         )
 
 
-def _check_sampling(sampling: pb.SamplingConfig, model: ModelFolder) -> None:
+def check_sampling(sampling: pb.SamplingConfig, model: ModelFolder) -> None:
+    """Raise InvalidArgumentError, with the field's name, where a sampling parameter is out of range."""
     for name, bounds in _SAMPLING.items():
         if sampling.HasField(name):  # type: ignore[arg-type]
             bounds.check(getattr(sampling, name), f"sampling.{name}")

@@ -155,7 +155,13 @@ async def test_everything_that_is_reported_agrees(client: AsyncClient, tokenizer
 
 async def test_sequences_share_one_report_of_the_prompt(client: AsyncClient) -> None:
     wanted = SamplingParams(
-        max_tokens=4, num_return_sequences=2, prompt_log_probs=0, return_generation_logits=True, seed=3
+        max_tokens=4,
+        num_return_sequences=2,
+        prompt_log_probs=0,
+        return_generation_logits=True,
+        seed=3,
+        temperature=1.0,
+        top_p=1.0,
     )
     result = await client.generate("A long time ago", sampling=wanted).result()
     first, second = result.sequences

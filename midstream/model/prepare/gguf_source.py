@@ -18,11 +18,21 @@ _ARCHITECTURES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }
+# Names of llama.cpp and of generation_config.json.
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 _ROPE_TYPES = {"linear": "linear", "yarn": "yarn"}
 
 
-def lay_down(gguf_file: Path, folder: Path) -> None:
-    """Fills the empty `folder` with config.json, the tokenizer's files, chat_template.jinja if any, and model.gguf.
+def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> None:
+    """Fill the empty `folder` with config.json, the tokenizer's files, chat_template.jinja if any, and model.gguf.
+
+    Sampling parameters that the file recommends (`general.sampling.*`) go before those of `sampling`.
 
     model.gguf is a hard link to `gguf_file` where the file system allows it, else a copy.
 
@@ -36,7 +46,7 @@ def lay_down(gguf_file: Path, folder: Path) -> None:
     tokenizer, tokenizer_config = build_tokenizer(metadata)
     _write(folder / "tokenizer.json", tokenizer)
     _write(folder / "tokenizer_config.json", tokenizer_config)
-    _write(folder / "generation_config.json", _special_ids(metadata))
+    _write(folder / "generation_config.json", {**_special_ids(metadata), **sampling, **_sampling(metadata)})
     template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -98,6 +108,11 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
     elif scaling != "none":
         raise UnsupportedError(f"rope scaling {scaling!r} is not known", field="model")
     return config
+
+
+def _sampling(metadata: Metadata) -> dict[str, object]:
+    values = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _special_ids(metadata: Metadata) -> dict[str, object]:
