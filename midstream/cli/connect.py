@@ -95,7 +95,7 @@ def open_client(arguments: argparse.Namespace) -> AsyncClient:
     """A client of the service that is meant; close it.
 
     Raises:
-        UnavailableError: Nothing runs.
+        UnavailableError: No service is running.
         ConfigError: Certificates or token cannot be used.
     """
     return AsyncClient(router_addresses(arguments), **credentials_of(arguments))

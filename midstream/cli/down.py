@@ -31,7 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
     state = run_dir.read_state()
     if state is None or not run_dir.is_supervised():
         count = stop_orphans(state)
-        console.print(f"Killed {count} processes without a supervisor." if count else "Nothing runs.")
+        console.print(
+            f"Killed {count} processes without a supervisor."
+            if count
+            else f"No Midstream service is running in {run_dir.path}."
+        )
         return 0
     with console.status("Stopping"):
         _stop(run_dir, state, now=arguments.now)

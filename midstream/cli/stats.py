@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="With --follow, at most one in this time. [1]"
     )
-    parser.add_argument("--json", action="store_true", help="For programs: one object a line.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, one object per line.")
     add_connection(parser)
 
 

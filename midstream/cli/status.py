@@ -21,7 +21,7 @@ from midstream.rpc.serving import open_channel
 from protos import loads_pb2, scheduler_pb2_grpc
 
 _TIMEOUT_S = 2.0
-NOT_RUNNING = "Nothing runs. Start it with: midstream up --detach"
+NOT_RUNNING = "No Midstream service is running here. Start one with: midstream up --detach"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     add_credentials(parser)
     add_run_dir(parser)
-    parser.add_argument("--json", action="store_true", help="For programs.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -40,7 +40,9 @@ class SchedulerConfig(GrpcServiceConfig):
         30_000, "Time without a finished step after which a worker group that still reports is given up."
     )
     max_tensor_bytes: int = setting(1 << 30, "Bytes of logits and hidden states that requests may ask for together.")
-    max_worker_deaths: int = setting(2, "Workers in a row that may die of a request, without a new token in between.")
+    max_worker_deaths: int = setting(
+        2, "Fail a request after it crashes this many workers in a row without a new token."
+    )
     no_worker_timeout_s: float = setting(30.0, "Seconds that a request without a deadline waits for any worker.")
     orphan_grace_s: float = setting(30.0, "Seconds that a request nobody is attached to lives on.")
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")

@@ -35,7 +35,7 @@ class WorkerConfig(ServiceConfig):
     kernels: str = setting("auto", "Which CPU kernels run.", choices=("auto", "native", "torch"))
     implementation: str = setting(
         "auto",
-        "Whose model code runs: our own (native), or transformers' with paged attention; auto: our own where there is.",
+        "Model implementation: native, transformers (with paged attention), or auto (native where it exists).",
         choices=("auto", "native", "transformers"),
     )
     tokens_per_block: int = setting(16, "Tokens in one KV block; must equal the scheduler's.")
