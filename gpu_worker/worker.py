@@ -178,6 +178,8 @@ def _registration(
         protocol_version=PROTOCOL_VERSION,
         lora_cache_bytes=runner.adapters.device_bytes,
         kv_store=runner.kv.store_name,
+        attention_windows=[window or 0 for window in model.description.windows],
+        max_attention_window=config.max_attention_window,
         max_loras=runner.adapters.device_bytes // usual_adapter_bytes(model.description, model.dtype.itemsize),
     )
 

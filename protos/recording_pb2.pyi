@@ -125,7 +125,6 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     MAX_BATCH_SIZE_FIELD_NUMBER: builtins.int
     MAX_NUM_TOKENS_FIELD_NUMBER: builtins.int
     MAX_CONTEXT_CHUNK_FIELD_NUMBER: builtins.int
-    ATTENTION_WINDOW_FIELD_NUMBER: builtins.int
     ENABLE_BLOCK_REUSE_FIELD_NUMBER: builtins.int
     ENABLE_CHUNKED_CONTEXT_FIELD_NUMBER: builtins.int
     PIPELINE_DEPTH_FIELD_NUMBER: builtins.int
@@ -139,6 +138,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     MAX_WORKER_DEATHS_FIELD_NUMBER: builtins.int
     MAX_FINISHED_TOKENS_FIELD_NUMBER: builtins.int
     MAX_TENSOR_BYTES_FIELD_NUMBER: builtins.int
+    MAX_ATTENTION_WINDOW_FIELD_NUMBER: builtins.int
     scheduler_epoch: builtins.int
     vocab_size: builtins.int
     max_sequence_length: builtins.int
@@ -147,7 +147,6 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     max_batch_size: builtins.int
     max_num_tokens: builtins.int
     max_context_chunk: builtins.int
-    attention_window: builtins.int
     enable_block_reuse: builtins.bool
     enable_chunked_context: builtins.bool
     pipeline_depth: builtins.int
@@ -161,6 +160,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     max_worker_deaths: builtins.int
     max_finished_tokens: builtins.int
     max_tensor_bytes: builtins.int
+    max_attention_window: builtins.int
     def __init__(
         self,
         *,
@@ -172,7 +172,6 @@ class RecordedCoreConfig(google.protobuf.message.Message):
         max_batch_size: builtins.int = ...,
         max_num_tokens: builtins.int = ...,
         max_context_chunk: builtins.int = ...,
-        attention_window: builtins.int = ...,
         enable_block_reuse: builtins.bool = ...,
         enable_chunked_context: builtins.bool = ...,
         pipeline_depth: builtins.int = ...,
@@ -186,8 +185,9 @@ class RecordedCoreConfig(google.protobuf.message.Message):
         max_worker_deaths: builtins.int = ...,
         max_finished_tokens: builtins.int = ...,
         max_tensor_bytes: builtins.int = ...,
+        max_attention_window: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_window", b"attention_window", "enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
 
 global___RecordedCoreConfig = RecordedCoreConfig
 

@@ -141,6 +141,8 @@ class Register(google.protobuf.message.Message):
     KEPT_BLOCKS_FIELD_NUMBER: builtins.int
     KEPT_HASHES_FIELD_NUMBER: builtins.int
     KV_STORE_FIELD_NUMBER: builtins.int
+    ATTENTION_WINDOWS_FIELD_NUMBER: builtins.int
+    MAX_ATTENTION_WINDOW_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
     """Random, made anew each time the process starts."""
@@ -168,6 +170,8 @@ class Register(google.protobuf.message.Message):
     """Names the memory that the KV pool lies in, and the kind of its blocks. Workers that give the same name can take over
     what one of them held that has died. Empty: nobody can.
     """
+    max_attention_window: builtins.int
+    """The worker's setting max_attention_window, which attention_windows keep to; 0: none. Must equal the scheduler's."""
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -178,6 +182,12 @@ class Register(google.protobuf.message.Message):
 
     @property
     def kept_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def attention_windows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each layer how many tokens a query attends to, itself included; 0: all before it. Blocks are given back only
+        behind what no layer attends to.
+        """
+
     def __init__(
         self,
         *,
@@ -204,8 +214,10 @@ class Register(google.protobuf.message.Message):
         kept_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         kept_hashes: collections.abc.Iterable[builtins.int] | None = ...,
         kv_store: builtins.str = ...,
+        attention_windows: collections.abc.Iterable[builtins.int] | None = ...,
+        max_attention_window: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "host", b"host", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_dtype", b"kv_dtype", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "host", b"host", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_dtype", b"kv_dtype", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 

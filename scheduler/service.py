@@ -232,7 +232,7 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
         max_batch_size=config.max_batch_size,
         max_num_tokens=config.max_num_tokens,
         max_context_chunk=config.max_context_chunk,
-        attention_window=config.max_attention_window or model.sliding_window or 0,
+        max_attention_window=config.max_attention_window,
         enable_block_reuse=config.enable_block_reuse,
         enable_chunked_context=config.enable_chunked_context,
         pipeline_depth=config.pipeline_depth,

@@ -183,7 +183,6 @@ def random_runner(
         pad_id=None,
         bos_id=None,
         chat_template=None,
-        sliding_window=None,
         fingerprint="random",
         weights_format="safetensors",
         weight_files=(),

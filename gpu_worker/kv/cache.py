@@ -98,7 +98,8 @@ def shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) 
     if not config.shared_kv_folder or model.device.type != "cpu":
         return None
     # Blocks are equal only if the same code made them from the same numbers.
-    numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype)
+    windows = model.description.windows
+    numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, windows)
     code = (midstream.__version__, config.weights, config.activations, config.kernels, config.implementation)
     kind = (numbers, code, type(model.decoder).__name__)
     return KvStore(Path(config.shared_kv_folder), repr(kind), model.description.num_layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ from midstream.errors import ConfigError, UnsupportedError
 
 # model_type -> normalizes q and k.
 _FAMILY = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
+# What transformers takes where config.json is silent.
+_DEFAULT_WINDOW, _DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +40,12 @@ class DecoderDescription:
     max_sequence_length: int
 
 
-def describe(config: Mapping[str, Any]) -> DecoderDescription:
-    """The decoder that `config` (config.json) describes.
+def describe(config: Mapping[str, Any], max_attention_window: int = 0) -> DecoderDescription:
+    """Return the decoder that `config` (config.json) describes.
+
+    Args:
+        config: Contents of config.json.
+        max_attention_window: Most tokens that a layer attends to; 0: as many as the model does.
 
     Raises:
         UnsupportedError: An architecture, activation or rope type that is not native here; names it.
@@ -71,7 +77,7 @@ def describe(config: Mapping[str, Any]) -> DecoderDescription:
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=_rope(config),
-        windows=_windows(config, architecture, num_layers),
+        windows=narrowed(_windows(config, architecture, num_layers), max_attention_window),
         ties_embeddings=bool(config.get("tie_word_embeddings", False)),
         normalizes_qk=_FAMILY[architecture],
         has_mlp_bias=bool(config.get("mlp_bias", False)),
@@ -99,12 +105,30 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
+def narrowed(windows: Sequence[int | None], max_attention_window: int) -> tuple[int | None, ...]:
+    """Return attention windows of layers, none of them above `max_attention_window`, unless that is 0."""
+    if not max_attention_window:
+        return tuple(windows)
+    return tuple(min(window or max_attention_window, max_attention_window) for window in windows)
+
+
 def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if architecture == "llama" or not window or not config.get("use_sliding_window", architecture == "mistral"):
+    """Return the windows that transformers gives a model of this configuration, defaults included."""
+    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    is_used = architecture == "mistral" or (architecture != "llama" and config.get("use_sliding_window", False))
+    if window is None or not is_used:
         return (None,) * num_layers
+    if not isinstance(window, int) or window <= 0:
+        raise ConfigError(f"config.json: sliding_window is {window!r}", field="model")
+    if architecture == "mistral":
+        return (window,) * num_layers
     kinds = config.get("layer_types")
-    if kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = int(config.get("max_window_layers", 0)) if architecture != "mistral" else 0
-    return tuple(window if i >= first else None for i in range(num_layers))
+    if kinds is None:
+        first = int(config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS))
+        return tuple(window if i >= first else None for i in range(num_layers))
+    if len(kinds) != num_layers:
+        raise ConfigError(f"config.json: {len(kinds)} layer_types for {num_layers} layers", field="model")
+    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -114,7 +114,7 @@ def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescri
     if config.implementation == "transformers":
         return None
     try:
-        return describe(folder.config)
+        return describe(folder.config, config.max_attention_window)
     except UnsupportedError as error:
         if config.implementation == "native":
             raise
@@ -131,7 +131,7 @@ def _load_from_transformers(
     kv_dtype = _KV_DTYPES.get(config.kv, dtype)
     if not kv_dtype.is_floating_point:
         raise UnsupportedError(f"a KV cache in {config.kv} needs a model that runs natively", field="kv")
-    decoder = TransformersDecoder(folder, dtype, device, config.weights)
+    decoder = TransformersDecoder(folder, dtype, device, config.weights, config.max_attention_window)
     kind, took = kernels.describe(device), time.perf_counter() - started
     logger.info("loaded %s (transformers' code) on %s with %s in %.1f s", folder.name, device, kind, took)
     return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=False)

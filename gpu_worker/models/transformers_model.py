@@ -5,15 +5,16 @@ own position. Where it asks for attention it comes here, through its attention i
 go into the pool, and each query attends to its own sequence over the block tables. All else of such a model works on
 each token by itself, so it does not see that its neighbours belong to others.
 
-A first pass over two tokens shows what the layers are: their heads, scale, window and soft cap. What cannot be right
-over a paged cache is refused there: attention that transformers does not hand out, state beside keys and values, masks
-and biases of its own.
+A first pass over two tokens shows what the layers are: their heads, scale, window and soft cap. The window is read off
+the mask that transformers makes for the layer, because some models tell their attention nothing else. What cannot be
+right over a paged cache is refused there: attention that transformers does not hand out, state beside keys and values,
+masks and biases of its own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,18 +22,19 @@ from typing import Any, Protocol
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import ForwardInputs, Probe
-from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.description import DecoderDescription, narrowed
 from gpu_worker.models.layers.linear import LinearModule
 from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from midstream.model.folder import ModelFolder
 
-_INTERFACE = "midstream"
+_INTERFACE, _FIRST_LOOK = "midstream", "midstream_first_look"
 # What some models hand on to the attention although it needs none of it.
 _NEEDLESS = {"position_ids", "cache_position", "cos", "sin"}
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -58,6 +60,7 @@ class _Pass(Protocol):
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor: ...
 
 
+_MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, keys -> which keys it sees
 _current: ContextVar[_Pass] = ContextVar("pass")
 
 
@@ -70,17 +73,53 @@ def _attention(
     return _current.get()(module, q, k, v, options)[None], None
 
 
+def _mask(q_length: int, kv_length: int, mask_function: _MaskFunction, **_: Any) -> Tensor:
+    """What transformers calls for a mask in the first pass: a tensor of its shape, which stands for the function."""
+    look = _current.get()
+    assert isinstance(look, _FirstLook)
+    return look.note_mask(torch.zeros(1, 1, q_length, kv_length), mask_function)
+
+
+# Later passes need no mask, so transformers is not told of a way to make one for them.
 ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, _attention)
+ALL_ATTENTION_FUNCTIONS.register(_FIRST_LOOK, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_FIRST_LOOK, _mask)
 
 
 class _FirstLook:
     """A pass that notes what the layers are."""
 
-    def __init__(self, config: transformers.PretrainedConfig) -> None:
+    def __init__(self, config: transformers.PretrainedConfig, max_attention_window: int) -> None:
         self.layers: dict[nn.Module, _Layer] = {}
         self._config = config
+        self._max_attention_window = max_attention_window
+        self._masks: list[tuple[Tensor, int | None]] = []
+
+    def note_mask(self, mask: Tensor, mask_function: _MaskFunction) -> Tensor:
+        """Note the window that a mask stands for; return the mask.
+
+        Raises:
+            UnsupportedError: It is more than causal attention within a window.
+        """
+        last = int(self._config.max_position_embeddings) - 1
+        num_seen: dict[int, int] = {}
+        for place in {last, last - 1, last // 2}:
+            keys = torch.arange(last + 1)
+            is_seen = mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(place), keys).expand(last + 1)
+            num_seen[place] = count = int(is_seen.sum())
+            if not is_seen[place + 1 - count : place + 1].all():
+                raise UnsupportedError(f"the attention of {self._config.model_type!r} is not causal", field="model")
+        window = num_seen[last] if num_seen[last] <= last else None
+        if any(count != min(place + 1, window or place + 1) for place, count in num_seen.items()):
+            raise UnsupportedError(
+                f"the attention of {self._config.model_type!r} is not within a window", field="model"
+            )
+        self._masks.append((mask, window))
+        return mask
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
+        window = self._window(len(self.layers), options)
+        options = {name: value for name, value in options.items() if not self._is_known_mask(value)}
         unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _NEEDLESS]
         if unknown or module in self.layers or not getattr(module, "is_causal", True):
             reason = f"brings {', '.join(unknown)}" if unknown else "is not causal, or is used twice"
@@ -94,13 +133,21 @@ class _FirstLook:
             head_dim=head_dim,
             value_dim=v.shape[-1],
             scale=head_dim**-0.5 if scale is None else float(scale),
-            window=options.get("sliding_window") or self._window(index),
+            window=narrowed([window], self._max_attention_window)[0],
             softcap=float(options.get("softcap") or 0.0),
         )
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
 
-    def _window(self, index: int) -> int | None:
-        """As the configuration says, for models that tell only their mask."""
+    def _is_known_mask(self, value: object) -> bool:
+        return any(value is mask for mask, _ in self._masks)
+
+    def _window(self, index: int, options: Mapping[str, Any]) -> int | None:
+        """As the layer's mask says; without a mask as it says itself, or its configuration."""
+        for mask, window in self._masks:
+            if options["attention_mask"] is mask:
+                return window
+        if options.get("sliding_window"):
+            return int(options["sliding_window"])
         kinds = getattr(self._config, "layer_types", None)
         if not kinds or kinds[index] != "sliding_attention":
             return None
@@ -139,7 +186,14 @@ class TransformersDecoder:
         description: Of the model; settings that only native models have are empty.
     """
 
-    def __init__(self, folder: ModelFolder, dtype: torch.dtype, device: torch.device, weights: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: ModelFolder,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: str = "auto",
+        max_attention_window: int = 0,
+    ) -> None:
         """Loads the model.
 
         Args:
@@ -147,6 +201,7 @@ class TransformersDecoder:
             dtype: What it computes in.
             device: Where it computes.
             weights: How matrices are kept: auto (as `dtype`), f32, bf16 (rounded so) or int8.
+            max_attention_window: Most tokens that a layer attends to; 0: as many as the model does.
 
         Raises:
             ConfigError: Weights are missing or of another shape.
@@ -157,7 +212,7 @@ class TransformersDecoder:
         self._model.to(device)
         self._device = device
         self._takes_places = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        self._layers = self._first_look()
+        self._layers = self._first_look(max_attention_window)
         self._kv: KvCache | None = None
         self.description = _describe(self._model.config, folder, list(self._layers.values()))
 
@@ -198,9 +253,10 @@ class TransformersDecoder:
         return last.float()
 
     @torch.inference_mode()
-    def _first_look(self) -> dict[nn.Module, _Layer]:
+    def _first_look(self, max_attention_window: int) -> dict[nn.Module, _Layer]:
         config = self._model.config
-        look = _FirstLook(config)
+        look = _FirstLook(config, max_attention_window)
+        config._attn_implementation = _FIRST_LOOK
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
         try:
             self._run(look, torch.arange(2, device=self._device)[None], input_ids=tokens)
@@ -208,6 +264,8 @@ class TransformersDecoder:
             raise UnsupportedError(
                 f"transformers' {config.model_type!r} does not run: {error}", field="model"
             ) from error
+        finally:
+            config._attn_implementation = _INTERFACE
         layers = list(look.layers.values())
         if len(layers) != config.num_hidden_layers:
             raise UnsupportedError(

@@ -29,7 +29,9 @@ class SchedulerConfig(GrpcServiceConfig):
     max_batch_size: int = setting(256, "Sequences in one step, over all workers' own limits.")
     max_num_tokens: int = setting(2048, "Tokens in one step, over all workers' own limits.")
     max_context_chunk: int = setting(0, "Context tokens of one request in one step; 0: up to max_num_tokens.")
-    max_attention_window: int = setting(0, "Tokens attended to; 0: as the model says.")
+    max_attention_window: int = setting(
+        0, "Most tokens that any layer attends to; 0: as the model says. Must equal the workers'."
+    )
     enable_block_reuse: bool = setting(True, "Reuse KV blocks of shared prefixes.")
     enable_chunked_context: bool = setting(True, "Split long contexts over steps.")
     pipeline_depth: int = setting(2, "Steps in flight per worker group.")

@@ -39,6 +39,9 @@ class WorkerConfig(ServiceConfig):
         choices=("auto", "native", "transformers"),
     )
     tokens_per_block: int = setting(16, "Tokens in one KV block; must equal the scheduler's.")
+    max_attention_window: int = setting(
+        0, "Most tokens that any layer attends to; 0: as the model says. Must equal the scheduler's."
+    )
     free_memory_fraction: float = setting(
         0.9, "Share of the memory left after loading and warm-up that the KV pool takes on a GPU; on a CPU 0.25 of it."
     )

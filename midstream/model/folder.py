@@ -50,7 +50,6 @@ class ModelFolder:
         max_sequence_length: Prompt and output together, in tokens.
         end_ids: Tokens that end a sequence.
         chat_template: Jinja source, if the model has one.
-        sliding_window: Tokens attended to, where the model limits them.
         fingerprint: sha256 over config.json and the contents of the weight files, in hexadecimal.
         weight_files: Paths of the weights.
         config: The contents of config.json.
@@ -68,7 +67,6 @@ class ModelFolder:
     pad_id: int | None
     bos_id: int | None
     chat_template: str | None
-    sliding_window: int | None
     fingerprint: str
     weights_format: Literal["safetensors", "gguf"]
     weight_files: tuple[Path, ...]
@@ -166,7 +164,6 @@ def _open_folder(path: Path) -> ModelFolder:
     manifest = _manifest(path, weight_files)
     generation = _read_json(path / "generation_config.json", optional=True)
     end_ids = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     architecture = config.get("model_type")
     if not isinstance(architecture, str):
         raise ConfigError(f"{path / 'config.json'} lacks model_type", field="model")
@@ -182,7 +179,6 @@ def _open_folder(path: Path) -> ModelFolder:
         pad_id=next(iter(_ids(generation.get("pad_token_id")) or _ids(config.get("pad_token_id"))), None),
         bos_id=next(iter(_ids(generation.get("bos_token_id")) or _ids(config.get("bos_token_id"))), None),
         chat_template=_chat_template(path),
-        sliding_window=window if isinstance(window, int) and window > 0 else None,
         fingerprint=str(manifest["fingerprint"]),
         weights_format="gguf" if weight_files[0].suffix == ".gguf" else "safetensors",
         weight_files=weight_files,

@@ -26,15 +26,16 @@ class BlockTables:
             may hold.
     """
 
-    def __init__(self, config: CoreConfig, blocks: BlockManager, clock: Clock) -> None:
+    def __init__(self, config: CoreConfig, blocks: BlockManager, clock: Clock, attention_window: int) -> None:
+        """Makes tables over `blocks`; nothing attends further back than `attention_window` tokens, 0: it may."""
         self.blocks = blocks
         self.tokens_per_block = config.tokens_per_block
-        self.has_window = config.attention_window > 0
+        self.has_window = attention_window > 0
         self.num_reserved_blocks = 0
         self._prefix_cache = blocks.prefix_cache
         self._clock = clock
         self._enable_reuse = config.enable_block_reuse
-        self._window = config.attention_window
+        self._window = attention_window
         self._window_blocks = self.blocks_of(self._window) + 2
 
     @property

@@ -15,7 +15,8 @@ class CoreConfig:
         scheduler_epoch: Of this incarnation; greater than any before.
         model_fingerprint: Workers must have the same; empty takes any.
         max_context_chunk: Context tokens of one request in one step; 0 is up to max_num_tokens.
-        attention_window: Tokens attended to; 0 is all. Blocks behind it are given back.
+        max_attention_window: Most tokens that any layer attends to; 0: as many as the model does. Workers must have the
+            same setting, because what they compute depends on it.
         max_tensor_bytes: Of all requests that are known, as far as they ask for tensors.
         max_worker_deaths: Deaths in a row, without a new token in between, that make a request a suspect.
     """
@@ -28,7 +29,7 @@ class CoreConfig:
     max_batch_size: int = 256
     max_num_tokens: int = 2048
     max_context_chunk: int = 0
-    attention_window: int = 0
+    max_attention_window: int = 0
     enable_block_reuse: bool = True
     enable_chunked_context: bool = True
     pipeline_depth: int = 2

@@ -85,6 +85,9 @@ class WorkerRegistered:
         lora_cache_bytes: Device memory for adapters. max_loras: How many usual ones that holds.
         kept_blocks: Blocks whose contents an earlier epoch left. kept_hashes: What they hold.
         kv_store: Groups of the same name can take over blocks of those among them that died; empty: of none.
+        attention_windows: For each layer how many tokens a query attends to, itself included; 0: all before it. Where
+            it is empty, nothing is known, and all are taken to be attended to.
+        max_attention_window: The setting that the windows keep to; 0: none.
     """
 
     time_ns: int
@@ -108,6 +111,16 @@ class WorkerRegistered:
     kept_blocks: tuple[int, ...] = ()
     kept_hashes: tuple[int, ...] = ()
     kv_store: str = ""
+    attention_windows: tuple[int, ...] = ()
+    max_attention_window: int = 0
+
+    @property
+    def attention_window(self) -> int:
+        """Tokens behind which no layer attends to anything; 0: a layer may attend to every token of a sequence."""
+        widest = max(self.attention_windows, default=0)
+        if 0 in self.attention_windows or widest >= self.max_sequence_length:
+            return 0
+        return widest
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ class Membership:
             ("tokens_per_block", event.tokens_per_block, config.tokens_per_block),
             ("vocab_size", event.vocab_size, config.vocab_size),
             ("model_fingerprint", event.model_fingerprint, config.model_fingerprint or event.model_fingerprint),
+            ("max_attention_window", event.max_attention_window, config.max_attention_window),
         )
         for field, given, needed in wanted:
             if given != needed:
@@ -94,6 +95,9 @@ class Membership:
         for field in ("num_blocks", "max_batch_size", "max_num_tokens", "max_sequence_length"):
             if getattr(event, field) < 1:
                 return field, f"{field} is {getattr(event, field)}, at least 1 is needed"
+        limit = config.max_attention_window
+        if limit and not all(0 < window <= limit for window in event.attention_windows):
+            return "attention_windows", f"a layer attends to more than max_attention_window, {limit} tokens"
         if event.num_blocks > _MAX_NUM_BLOCKS:
             return "num_blocks", f"num_blocks is {event.num_blocks}, at most {_MAX_NUM_BLOCKS} can be kept account of"
         if not event.group_id:

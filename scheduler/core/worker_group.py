@@ -80,7 +80,7 @@ class WorkerGroup:
         self.max_num_tokens = min(config.max_num_tokens, registration.max_num_tokens)
         self.prefix_cache = PrefixCache()
         self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
-        self.tables = BlockTables(config, self.blocks, clock)
+        self.tables = BlockTables(config, self.blocks, clock, registration.attention_window)
         self.adapters = AdapterRoom(registration.lora_cache_bytes)
         self.clients = clients
         self.pace = Pace(clients)

@@ -214,7 +214,7 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
     else:
         for item in dataclasses.fields(event):
-            if item.name in ("features", "kept_blocks", "kept_hashes"):
+            if item.name in ("features", "kept_blocks", "kept_hashes", "attention_windows"):
                 getattr(message.register, item.name).extend(getattr(event, item.name))
             elif item.name not in ("time_ns", "connection"):
                 setattr(message.register, item.name, getattr(event, item.name))

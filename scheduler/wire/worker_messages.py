@@ -72,6 +72,8 @@ def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -
         kept_blocks=tuple(message.kept_blocks),
         kept_hashes=tuple(message.kept_hashes),
         kv_store=message.kv_store,
+        attention_windows=tuple(message.attention_windows),
+        max_attention_window=message.max_attention_window,
     )
 
 

@@ -198,6 +198,7 @@ class FakeWorker:
             host="localhost",
             pid=os.getpid(),
             protocol_version=config.protocol_version,
+            attention_windows=[config.attention_window],
         )
 
     def _obey(self, socket: zmq.Socket[bytes], frame: bytes) -> None:

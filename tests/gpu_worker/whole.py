@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,14 +56,22 @@ class Whole:
         max_batch_size: int = 64,
         max_num_tokens: int = 0,
         journal: Path | None = None,
+        capacity: str = "max_utilization",
+        batching: str = "inflight_fused",
+        **config: Any,
     ) -> None:
-        """Keeps a journal where it is told to."""
+        """Keeps a journal where it is told to; `config` are settings of the core."""
         self.runner = runner
         description = runner.model.description
         self.limits = ModelLimits(max_sequence_length=runner.max_sequence_length, end_ids=end_ids)
         self._config = CoreConfig(
-            scheduler_epoch=1, vocab_size=description.vocab_size, max_sequence_length=runner.max_sequence_length
+            scheduler_epoch=1,
+            vocab_size=description.vocab_size,
+            max_sequence_length=runner.max_sequence_length,
+            tokens_per_block=runner.kv.tokens_per_block,
+            **config,
         )
+        self._policies = capacity, batching
         self._journal = journal
         self.stats: list[IterationStats] = []
         self._num_blocks = num_blocks or runner.kv.num_blocks
@@ -74,7 +83,8 @@ class Whole:
         self._start()
 
     def _start(self) -> None:
-        policy = SimpleScheduler(CAPACITY_SCHEDULERS["max_utilization"](), MICRO_BATCH_SCHEDULERS["inflight_fused"]())
+        capacity, batching = self._policies
+        policy = SimpleScheduler(CAPACITY_SCHEDULERS[capacity](), MICRO_BATCH_SCHEDULERS[batching]())
         self.core = SchedulerCore(self._config, policy)
         self._store: Store | None = None
         if self._journal is not None:
@@ -98,7 +108,7 @@ class Whole:
                 group_id=self._connection.decode(),
                 incarnation=1,
                 model_fingerprint="",
-                tokens_per_block=16,
+                tokens_per_block=self.core.config.tokens_per_block,
                 num_blocks=self._num_blocks,
                 vocab_size=self.core.config.vocab_size,
                 max_sequence_length=self.limits.max_sequence_length,
@@ -106,6 +116,8 @@ class Whole:
                 max_num_tokens=self._max_num_tokens,
                 protocol_version=PROTOCOL_VERSION,
                 lora_cache_bytes=self.runner.adapters.device_bytes,
+                attention_windows=tuple(window or 0 for window in self.runner.model.description.windows),
+                max_attention_window=self.core.config.max_attention_window,
             )
         )
 

@@ -85,7 +85,6 @@ def test_a_folder_opens_with_what_its_files_say(folder: Path) -> None:
     assert (model.vocab_size, model.hidden_size, model.num_layers, model.max_sequence_length) == (300, 32, 2, 64)
     assert (model.end_ids, model.pad_id, model.bos_id) == ((7, 8), 3, None)
     assert model.chat_template is None
-    assert model.sliding_window is None
 
 
 def test_generation_config_goes_before_config(folder: Path) -> None:
@@ -111,11 +110,6 @@ def test_the_chat_template_comes_from_its_file_or_the_tokenizer_configuration(fo
     assert open_model_folder(str(folder)).chat_template == "D"
     (folder / "chat_template.jinja").write_text("J")
     assert open_model_folder(str(folder)).chat_template == "J"
-
-
-def test_an_unused_sliding_window_is_none(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"sliding_window": 16, "use_sliding_window": False}))
-    assert open_model_folder(str(folder)).sliding_window is None
 
 
 def test_the_fingerprint_tells_weights_and_configuration_apart(folder: Path) -> None:

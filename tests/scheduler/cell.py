@@ -28,7 +28,6 @@ MODEL = ModelFolder(
     pad_id=None,
     bos_id=None,
     chat_template=None,
-    sliding_window=None,
     fingerprint="print",
     weights_format="gguf",
     weight_files=(),

@@ -52,13 +52,16 @@ class Harness:
         capacity: str = "guaranteed_no_evict",
         batching: str = "inflight_fused",
         scheduler: RequestScheduler | None = None,
+        attention_windows: tuple[int, ...] = (),
         **config: Any,
     ) -> None:
+        """Makes the core; `attention_windows` are those of groups that are given no others."""
         settings = {"tokens_per_block": 4, "vocab_size": VOCAB, "max_sequence_length": 4096, "scheduler_epoch": 7}
         self.config = CoreConfig(**(settings | config))
         chosen = scheduler or SimpleScheduler(CAPACITY_SCHEDULERS[capacity](), MICRO_BATCH_SCHEDULERS[batching]())
         self.core = SchedulerCore(self.config, chosen)
         self.now_ns = 1_000_000_000
+        self._attention_windows = attention_windows
         self.groups: dict[str, FakeGroup] = {}
         self.store: Store = []
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -101,6 +104,8 @@ class Harness:
             kept_blocks=tuple(kept.kept_blocks),
             kept_hashes=tuple(kept.kept_hashes),
             kv_store=more.pop("kv_store", ""),
+            attention_windows=more.pop("attention_windows", self._attention_windows),
+            max_attention_window=more.pop("max_attention_window", self.config.max_attention_window),
         )
         assert not more, more
         model = FakeModel(
@@ -109,7 +114,7 @@ class Harness:
             num_blocks=num_blocks,
             end_after=end_after,
             fail_token=fail_token,
-            attention_window=self.config.attention_window,
+            attention_window=registration.attention_window,
         )
         group = FakeGroup(name, registration, model, self.store)
         if after is not None:

@@ -44,7 +44,7 @@ class Life:
             pipeline_depth=pipeline_depth,
             max_num_tokens=max_num_tokens,
             enable_block_reuse=reuse,
-            attention_window=window,
+            attention_windows=(window,),
             max_queue_size=30,
             max_num_finished=1000,
         )

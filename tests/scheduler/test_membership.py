@@ -20,6 +20,7 @@ from tests.scheduler.harness import MS, Harness
         ("protocol_version", 2),
         ("num_blocks", 0),
         ("max_sequence_length", 0),
+        ("max_attention_window", 64),
     ],
 )
 def test_a_worker_that_does_not_fit_is_told_the_field(field: str, value: object) -> None:
@@ -30,6 +31,27 @@ def test_a_worker_that_does_not_fit_is_told_the_field(field: str, value: object)
     assert isinstance(refused, GroupRefused)
     assert refused.field == field
     assert harness.core.groups == []
+
+
+@pytest.mark.parametrize("windows", [(0,), (8, 9), (8, 0)])
+def test_a_worker_that_attends_to_more_than_the_setting_is_refused(windows: tuple[int, ...]) -> None:
+    harness = Harness(max_attention_window=8)
+    harness.add_group(attention_windows=windows)
+    (refused,) = harness.effects
+    assert isinstance(refused, GroupRefused)
+    assert refused.field == "attention_windows"
+    harness.add_group(attention_windows=(8, 3))
+    assert len(harness.core.groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("windows", "widest"), [((), 0), ((16, 0, 16), 0), ((16, 8), 16), ((16, 100), 0), ((16, 99), 99)]
+)
+def test_blocks_are_given_back_behind_the_widest_window_of_all_layers(windows: tuple[int, ...], widest: int) -> None:
+    harness = Harness()
+    harness.add_group(attention_windows=windows, max_sequence_length=100)
+    assert harness.group().registration.attention_window == widest
+    assert harness.group().tables.has_window == (widest > 0)
 
 
 def test_epochs_grow_with_each_registration_and_with_the_scheduler() -> None:

@@ -155,7 +155,7 @@ def test_sequences_of_a_request_share_its_prompt_and_copy_its_last_block() -> No
 
 
 def test_a_long_window_gives_back_the_blocks_behind_it() -> None:
-    harness = Harness(attention_window=6, pipeline_depth=1)
+    harness = Harness(attention_windows=(6, 6), pipeline_depth=1)
     harness.add_group(num_blocks=8)
     harness.submit("a", 4, 21)  # 24 tokens, 6 blocks
     harness.turn()
@@ -170,7 +170,7 @@ def test_a_long_window_gives_back_the_blocks_behind_it() -> None:
 
 @pytest.mark.parametrize("window", [4, 5, 6, 7, 8, 9])
 def test_a_window_keeps_what_the_next_token_attends_to_and_no_block_more(window: int) -> None:
-    harness = Harness(attention_window=window, pipeline_depth=1)
+    harness = Harness(attention_windows=(window,), pipeline_depth=1)
     harness.add_group(num_blocks=8)
     harness.submit("a", 4, 21)
     harness.turn()

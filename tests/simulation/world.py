@@ -42,7 +42,6 @@ def folder() -> ModelFolder:
         pad_id=None,
         bos_id=None,
         chat_template=None,
-        sliding_window=None,
         fingerprint=fingerprint(),
         weights_format="gguf",
         weight_files=(),

@@ -96,9 +96,8 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
         "torch_dtype": "float32",
         **_special_ids(metadata),
     }
-    window = metadata.get(f"{architecture}.attention.sliding_window")
-    if window:
-        config["sliding_window"] = window
+    # Also where there is none: a configuration that is silent has a default.
+    config["sliding_window"] = metadata.get(f"{architecture}.attention.sliding_window") or None
     scaling = str(metadata.get(f"{architecture}.rope.scaling.type", "none"))
     if scaling in _ROPE_TYPES:
         config["rope_scaling"] = {"rope_type": _ROPE_TYPES[scaling], "factor": get("rope.scaling.factor")}

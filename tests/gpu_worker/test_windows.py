@@ -1,0 +1,211 @@
+"""Layers that attend to a window, under KV pressure: the tokens are those that transformers chooses."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from gpu_worker.models.description import describe, narrowed
+from midstream.errors import ConfigError, UnsupportedError
+from protos import generation_pb2 as pb
+from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
+from tests.gpu_worker.whole import Whole, outputs
+
+WINDOW, NUM_REQUESTS, MAX_TOKENS = 16, 24, 40
+SLIDING, FULL = "sliding_attention", "full_attention"
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", {"head_dim": 32, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3Text", {"head_dim": 32, "layer_types": [SLIDING, FULL, SLIDING]}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+    # As gpt-oss: every other layer.
+    "qwen3": ("Qwen3", {"head_dim": 32, "use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING]}),
+}
+# Which of them may give blocks back.
+ALL_WINDOWED = {"mistral"}
+# Of two tokens whose logits are closer than this, rounding decides.
+MARGIN = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Make transformers' model and its folder, once of each family."""
+
+    @cache
+    def make(name: str) -> tuple[Any, Path]:
+        family, settings = FAMILIES[name]
+        folder = tmp_path_factory.mktemp(name)
+        return make_tiny_model(folder, family, sliding_window=WINDOW, **settings), folder
+
+    return make
+
+
+def requests(seed: int = 0, **fields: Any) -> list[pb.GenerateRequest]:
+    """Prompts of 20 to 60 tokens, half of which begin alike; a third of the requests make drafts."""
+    draw = random.Random(seed)
+    prefix = [draw.randrange(3, 331) for _ in range(40)]
+    made = []
+    for i in range(NUM_REQUESTS):
+        tokens = [draw.randrange(3, 331) for _ in range(draw.randint(20, 60))]
+        if i % 2:
+            num_shared = min(len(tokens) - 1, draw.choice((17, 33, 40)))
+            tokens[:num_shared] = prefix[:num_shared]
+        request = pb.GenerateRequest(
+            request_id=f"r{i}",
+            token_ids=pb.TokenIds(values=tokens),
+            max_tokens=MAX_TOKENS,
+            sampling=pb.SamplingConfig(temperature=0),
+            **fields,
+        )
+        if i % 3 == 0:
+            request.speculative.num_draft_tokens = 3
+        made.append(request)
+    return made
+
+
+def wrong_tokens(model: Any, prompt: list[int], output: list[int]) -> list[int]:
+    """Places of output tokens that transformers would not choose after those before them."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    likeliest = logits.topk(2)
+    is_clear = likeliest.values[:, 0] - likeliest.values[:, 1] > MARGIN
+    places: list[int] = (is_clear & (likeliest.indices[:, 0] != torch.tensor(output))).nonzero()[:, 0].tolist()
+    return places
+
+
+def num_right(model: Any, whole: Whole, made: list[pb.GenerateRequest]) -> int:
+    """How many requests get as many tokens as they ask for, all of them as transformers chooses."""
+    answers = [outputs(answer)[0] for answer in whole.run(made)]
+    pairs = [(list(request.token_ids.values), answer) for request, answer in zip(made, answers, strict=True)]
+    return sum(len(answer) == MAX_TOKENS and not wrong_tokens(model, prompt, answer) for prompt, answer in pairs)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 0])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_under_pressure_are_those_of_transformers(folders: Any, name: str, chunk: int) -> None:
+    model, folder = folders(name)
+    runner = make_runner(folder, kv="f32", max_kv_tokens=800, max_batch_size=32)
+    whole = Whole(runner, (), max_context_chunk=chunk)
+    assert num_right(model, whole, requests(seed=chunk)) == NUM_REQUESTS
+    group = whole.core.groups[0]
+    assert group.tables.has_window == (name in ALL_WINDOWED)
+    assert whole.core.totals.num_preemptions > 0
+    assert group.blocks.counts.reused > 0
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2"])
+def test_what_the_cache_keeps_of_windowed_sequences_serves_others(folders: Any, name: str) -> None:
+    """The same prompts again, over blocks that were given back behind the window, and after the loss of the worker."""
+    model, folder = folders(name)
+    whole = Whole(make_runner(folder, kv="f32", max_kv_tokens=2048, max_batch_size=32), ())
+    assert num_right(model, whole, requests()) == NUM_REQUESTS
+    again = requests()
+    for request in again:
+        request.request_id += " again"
+        whole.submit(request)
+    for _ in range(20):
+        whole.step()
+    whole.lose_worker()
+    whole.run([])
+    answers = [whole.core.lifecycle.requests[request.request_id] for request in again]
+    assert sum(answer.num_cached_tokens for answer in answers) > 0
+    pairs = [
+        (list(request.token_ids.values), outputs(answer)[0]) for request, answer in zip(again, answers, strict=True)
+    ]
+    assert [wrong_tokens(model, *pair) for pair in pairs] == [[]] * NUM_REQUESTS
+
+
+NARROW = 8
+# Family and settings, then how transformers says that no layer attends to more than 8 tokens.
+NARROWED: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "llama": ("Llama", {}, "Mistral", {}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}, "Mistral", {}),
+    "qwen2": ("Qwen2", FAMILIES["qwen2"][1], "Qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
+    "gemma2": ("Gemma2", FAMILIES["gemma2"][1], "Gemma2", {**FAMILIES["gemma2"][1], "layer_types": [SLIDING] * 3}),
+}
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("name", NARROWED)
+def test_a_setting_below_the_models_window_is_what_layers_attend_to(tmp_path: Path, name: str, kernels: str) -> None:
+    family, settings, narrow_family, narrow_settings = NARROWED[name]
+    whole_model = make_tiny_model(tmp_path, family, **settings)
+    config = getattr(transformers, f"{narrow_family}Config")(**{**SHAPE, **narrow_settings, "sliding_window": NARROW})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(whole_model.state_dict())
+    if name == "gemma2" and kernels == "native":
+        kernels = "auto"
+    runner = make_runner(tmp_path, kv="f32", max_attention_window=NARROW, kernels=kernels, max_kv_tokens=800)
+    assert runner.model.description.windows == (NARROW,) * 3
+    whole = Whole(runner, (), max_attention_window=NARROW)
+    made = requests()[:8]
+    assert num_right(model, whole, made) == len(made)
+    assert whole.core.groups[0].tables.has_window
+    assert num_right(whole_model, Whole(runner, (), max_attention_window=NARROW), made) < len(made)
+
+
+def test_blocks_of_another_window_are_not_taken_over(tmp_path: Path) -> None:
+    """What a block holds depends on what its layers attended to."""
+    make_tiny_model(tmp_path, "Llama")
+    store = tmp_path / "store"
+    runners = [
+        make_runner(tmp_path, max_kv_tokens=64, shared_kv_folder=str(store), max_attention_window=window)
+        for window in (0, 8, 16, 8)
+    ]
+    names = [runner.kv.store_name for runner in runners]
+    for runner in runners:
+        runner.close()
+    assert names[1] == names[3] != ""
+    assert len(set(names)) == 3
+
+
+def test_a_setting_above_a_layers_window_leaves_it() -> None:
+    assert narrowed((5, None, 16), 8) == (5, 8, 8)
+    assert narrowed((5, None, 16), 0) == (5, None, 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({"model_type": "mistral"}, (4096, 4096)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, None)),
+        ({"model_type": "mistral", "sliding_window": 7, "use_sliding_window": False}, (7, 7)),
+        ({"model_type": "qwen2", "sliding_window": 7}, (None, None)),
+        ({"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True}, (None, None)),
+        ({"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}, (None, 7)),
+        ({"model_type": "qwen3", "use_sliding_window": True, "layer_types": [FULL, SLIDING]}, (None, 4096)),
+        ({"model_type": "llama", "sliding_window": 7}, (None, None)),
+    ],
+)
+def test_native_windows_are_those_of_transformers(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    shape = {**SHAPE, "num_hidden_layers": 2}
+    assert describe(shape | config).windows == windows
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    family = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[config["model_type"]]
+    theirs = getattr(transformers, f"{family}Config")(**shape, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(theirs)
+    # Only some families tell a layer its window; of the others the model's mask has it.
+    found = (
+        [getattr(layer.self_attn, "sliding_window", theirs.sliding_window) for layer in model.model.layers]
+        if (family != "Llama")
+        else [None, None]
+    )
+    assert tuple(found) == windows
+
+
+@pytest.mark.parametrize("setting", [{"layer_types": [SLIDING]}, {"sliding_window": -1}, {"sliding_window": "many"}])
+def test_windows_that_make_no_sense_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        describe(SHAPE | {"model_type": "qwen2", "use_sliding_window": True} | setting)
+
+
+def test_layers_that_attend_in_another_way_are_refused() -> None:
+    kinds = [FULL, "chunked_attention", SLIDING]
+    with pytest.raises(UnsupportedError, match="chunked_attention"):
+        describe(SHAPE | {"model_type": "qwen2", "use_sliding_window": True, "layer_types": kinds})
