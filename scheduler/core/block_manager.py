@@ -34,6 +34,13 @@ class Retention:
     priority: int
     duration_ns: int | None
 
+    def raised(self, other: Retention) -> Retention:
+        """Return what keeps a block longer: the higher priority, of equal ones the longer duration."""
+        return max(self, other, key=lambda item: (item.priority, item.duration_ns is None, item.duration_ns))
+
+
+_DEFAULT = Retention(DEFAULT_RETENTION_PRIORITY, None)
+
 
 class BlockManager:
     """Blocks 0..num_blocks-1 of one worker group."""
@@ -50,6 +57,8 @@ class BlockManager:
         self._cached: dict[int, OrderedDict[int, None]] = {}
         self._cached_priority: dict[int, int] = {}
         self._retention: dict[int, Retention] = {}
+        # When the retention of cached blocks ends, and the same as a heap, where entries that no longer hold remain.
+        self._expiry_ns: dict[int, int] = {}
         self._expiries: list[tuple[int, int]] = []
 
     @property
@@ -114,8 +123,9 @@ class BlockManager:
         self.counts.allocated_new += count
         return blocks
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share(self, blocks: Iterable[int], now_ns: int) -> None:
         """Adds an owner to each block, held or cached."""
+        self._expire_retention(now_ns)
         for block in blocks:
             if self._num_owners[block] == 0:
                 self._take_cached(block)
@@ -139,12 +149,17 @@ class BlockManager:
             else:
                 self._discard(block)
 
-    def retain(self, block: int, retention: Retention | None) -> None:
-        """Sets how long the block is kept once it is cached; None is the default."""
-        if retention is None:
-            self._retention.pop(block, None)
-        else:
-            self._retention[block] = retention
+    def retain(self, block: int, retention: Retention) -> None:
+        """Set how long a block with new contents is kept once it is cached; what is not set is the default."""
+        self._retention[block] = retention
+
+    def raise_retention(self, block: int, retention: Retention, now_ns: int) -> None:
+        """Keep a block that can be found already at least as long as `retention` says, from now on."""
+        self._expire_retention(now_ns)
+        self._retention[block] = self._retention.get(block, _DEFAULT).raised(retention)
+        if block in self._cached_priority:
+            self._take_cached(block)
+            self._put_cached(block, now_ns)
 
     def _discard(self, block: int) -> None:
         self.prefix_cache.withdraw(block)
@@ -152,14 +167,15 @@ class BlockManager:
         self._free.append(block)
 
     def _put_cached(self, block: int, now_ns: int) -> None:
-        retention = self._retention.get(block)
-        priority = DEFAULT_RETENTION_PRIORITY
-        if retention is not None:
-            priority = retention.priority
-            if retention.duration_ns is not None:
-                heapq.heappush(self._expiries, (now_ns + retention.duration_ns, block))
-        self._cached.setdefault(priority, OrderedDict())[block] = None
-        self._cached_priority[block] = priority
+        retention = self._retention.get(block, _DEFAULT)
+        if retention.duration_ns is not None:
+            self._expiry_ns[block] = due_ns = now_ns + retention.duration_ns
+            heapq.heappush(self._expiries, (due_ns, block))
+            if len(self._expiries) > 2 * self.num_blocks:
+                self._expiries = [(due_ns, block) for block, due_ns in self._expiry_ns.items()]
+                heapq.heapify(self._expiries)
+        self._cached.setdefault(retention.priority, OrderedDict())[block] = None
+        self._cached_priority[block] = retention.priority
         self._num_cached += 1
 
     def _take_cached(self, block: int) -> None:
@@ -168,6 +184,7 @@ class BlockManager:
         del blocks[block]
         if not blocks:
             del self._cached[priority]
+        self._expiry_ns.pop(block, None)
         self._num_cached -= 1
 
     def _evict(self, now_ns: int) -> int:
@@ -182,10 +199,10 @@ class BlockManager:
     def _expire_retention(self, now_ns: int) -> None:
         """Blocks whose duration is over fall back to the default priority, in the place of one just given back."""
         while self._expiries and self._expiries[0][0] <= now_ns:
-            _, block = heapq.heappop(self._expiries)
-            if block in self._cached_priority and block in self._retention:
+            due_ns, block = heapq.heappop(self._expiries)
+            if self._expiry_ns.get(block) == due_ns:
                 self._take_cached(block)
-                self._retention.pop(block)
+                del self._retention[block]
                 self._put_cached(block, now_ns)
 
     def check(self, tables: Iterable[Iterable[int]]) -> list[str]:

@@ -84,7 +84,9 @@ class BlockTables:
         num_prompt_shared = (len(spec.prompt) - 1) // block_size
         if leader is not None and len(shared) < num_prompt_shared:
             shared = leader.table[:num_prompt_shared]
-        self.blocks.share(shared)
+        self.blocks.share(shared, self._clock.now_ns)
+        for index in range(len(shared)):
+            self._raise_retention(sequence, index, shared[index])
         num_own = self.blocks_of(known) - len(shared)
         sequence.table = shared + self.blocks.allocate(num_own, self._clock.now_ns)
         sequence.num_hit_blocks = len(shared)
@@ -130,7 +132,7 @@ class BlockTables:
         for source, target in forks:
             dropped += target.table[target.num_freed :]
             shared = source.table[source.num_freed : source.num_computed // self.tokens_per_block]
-            self.blocks.share(shared)
+            self.blocks.share(shared, self._clock.now_ns)
             target.table = source.table[: source.num_freed] + shared
             target.num_freed = source.num_freed
             target.num_computed = source.num_computed
@@ -161,11 +163,10 @@ class BlockTables:
         """Publishes the blocks [first, end) that the sequence will compute, and marks them as pending."""
         cache = self._prefix_cache
         if self._reuses(sequence):
-            hashes = extend_hashes(sequence, end, self.tokens_per_block)
+            extend_hashes(sequence, end, self.tokens_per_block)
             for index in range(first, end):
                 block = sequence.table[index]
-                if cache.publish(block, hashes[index]):
-                    self._retain(sequence, index)
+                self._publish(sequence, index)
                 cache.pending[block] = sequence
             # A block of generated tokens is full, and its last token computed, once the token after it is known.
             sequence.next_publish = (end + 1) * self.tokens_per_block - len(sequence.request.spec.prompt) + 1
@@ -227,11 +228,27 @@ class BlockTables:
         if index < sequence.num_freed:
             return
         extend_hashes(sequence, index + 1, self.tokens_per_block)
-        if self._prefix_cache.publish(sequence.table[index], sequence.block_hashes[index]):
-            self._retain(sequence, index)
+        if self._publish(sequence, index):
             self._prefix_cache.note_stored(sequence, index, 1, self.tokens_per_block)
 
-    def _retain(self, sequence: Sequence, index: int) -> None:
+    def _publish(self, sequence: Sequence, index: int) -> bool:
+        """Make a block findable, to be kept as long as its request asks; False: another holds the same already."""
+        block, value = sequence.table[index], sequence.block_hashes[index]
+        if not self._prefix_cache.publish(block, value):
+            self._raise_retention(sequence, index, self._prefix_cache.find([value])[0])
+            return False
+        retention = self._retention_asked(sequence, index)
+        if retention is not None:
+            self.blocks.retain(block, retention)
+        return True
+
+    def _raise_retention(self, sequence: Sequence, index: int, block: int) -> None:
+        retention = self._retention_asked(sequence, index)
+        if retention is not None:
+            self.blocks.raise_retention(block, retention, self._clock.now_ns)
+
+    def _retention_asked(self, sequence: Sequence, index: int) -> Retention | None:
+        """What the request asks for a block; None: nothing."""
         spec, start = sequence.request.spec, index * self.tokens_per_block
         retention: Retention | None = None
         if start >= len(spec.prompt):
@@ -241,7 +258,7 @@ class BlockTables:
             for item in spec.retention:
                 if item.start <= start and (item.end is None or start < item.end):
                     retention = Retention(item.priority, item.duration_ns)
-        self.blocks.retain(sequence.table[index], retention)
+        return retention
 
     def break_promises(self, sequence: Sequence) -> None:
         """Blocks that a sequence in its context phase was to compute are left to whoever else holds them."""

@@ -27,7 +27,7 @@ def test_released_blocks_are_free_again_and_published_ones_cached() -> None:
     blocks.prefix_cache.publish(first, 11)
     blocks.release([second, first], 0)
     assert (blocks.num_free, blocks.num_cached, blocks.num_held) == (3, 1, 0)
-    blocks.share([first])
+    blocks.share([first], 0)
     assert (blocks.num_free, blocks.num_cached, blocks.num_held) == (3, 0, 1)
     assert blocks.check([[first]]) == []
 
@@ -48,7 +48,7 @@ def test_the_block_given_back_first_is_evicted_first() -> None:
     taken = blocks.allocate(3, 0)
     for block, value in zip(taken, (11, 12, 13), strict=True):
         cache(blocks, block, value)
-    blocks.share([taken[0]])
+    blocks.share([taken[0]], 0)
     blocks.release([taken[0]], 0)  # used again: now the youngest
     blocks.allocate(2, 0)
     assert blocks.prefix_cache.find([11]) == [taken[0]]
@@ -80,6 +80,77 @@ def test_retention_ends_with_its_duration_after_the_last_use() -> None:
     blocks.release([taken[1]], 99)
     # At 100 the first falls back to the default priority, behind the other.
     assert blocks.allocate(2, 100) == [taken[1], taken[0]]
+
+
+def test_a_duration_counts_from_the_last_use() -> None:
+    blocks = manager(2)
+    kept, other = blocks.allocate(2, 0)
+    blocks.retain(kept, Retention(80, 100))
+    blocks.prefix_cache.publish(kept, 11)
+    blocks.prefix_cache.publish(other, 12)
+    blocks.release([kept], 0)
+    blocks.share([kept], 60)
+    blocks.release([kept], 60)
+    blocks.release([other], 70)
+    # What it was due at before its last use says nothing any more.
+    assert blocks.allocate(1, 159) == [other]
+    blocks.release([other], 159)
+    cache(blocks, blocks.allocate(1, 159)[0], 12)
+    assert blocks.allocate(2, 160) == [other, kept]
+
+
+def test_a_duration_that_is_over_does_not_begin_again_with_a_reuse() -> None:
+    blocks = manager(2)
+    kept, other = blocks.allocate(2, 0)
+    blocks.retain(kept, Retention(80, 100))
+    blocks.prefix_cache.publish(kept, 11)
+    blocks.prefix_cache.publish(other, 12)
+    blocks.release([kept], 0)
+    blocks.share([kept], 200)
+    blocks.release([kept, other], 200)
+    assert blocks.allocate(1, 201) == [kept]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "holds_at_50"),
+    [
+        ((35, None), (90, None), True),
+        ((35, None), (90, 40), False),
+        ((90, 40), (90, 60), True),
+        ((90, 40), (90, None), True),
+        ((90, None), (90, 40), True),
+        ((90, 60), (50, None), True),
+        ((90, None), (10, None), True),
+        ((10, None), (20, None), False),
+    ],
+)
+@pytest.mark.parametrize("is_held", [False, True])
+def test_retention_of_a_block_that_can_be_found_is_only_raised(
+    first: tuple[int, int | None], second: tuple[int, int | None], *, holds_at_50: bool, is_held: bool
+) -> None:
+    blocks = manager(2)
+    kept, other = blocks.allocate(2, 0)
+    blocks.retain(kept, Retention(*first))
+    blocks.prefix_cache.publish(kept, 11)
+    if not is_held:
+        blocks.release([kept], 0)
+    blocks.raise_retention(kept, Retention(*second), 0)
+    if is_held:
+        blocks.release([kept], 0)
+    blocks.retain(other, Retention(40, None))
+    cache(blocks, other, 12)
+    assert blocks.allocate(1, 50) == [other if holds_at_50 else kept]
+
+
+def test_blocks_used_again_and_again_take_no_more_memory() -> None:
+    blocks = manager(2)
+    (block,) = blocks.allocate(1, 0)
+    blocks.retain(block, Retention(80, 1 << 60))
+    cache(blocks, block, 11)
+    for time in range(100):
+        blocks.share([block], time)
+        blocks.release([block], time)
+    assert len(blocks._expiries) <= 4
 
 
 def test_a_second_block_with_the_same_contents_is_not_published() -> None:
@@ -130,7 +201,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def share(self, pick: int) -> None:
         block = sorted(self.values)[pick % len(self.values)]
         assert self.cache.find([self.values[block]]) == [block]
-        self.blocks.share([block])
+        self.blocks.share([block], 0)
         self.tables.append([block])
         if block in self.cached:
             self.cached.remove(block)

@@ -131,6 +131,23 @@ def test_retention_keeps_a_system_prompt() -> None:
     assert harness.core.lifecycle.requests["again"].num_cached_tokens == 8
 
 
+@pytest.mark.parametrize("length", [9, 8])  # of 8 tokens the last block is computed again, in a block of its own
+def test_a_request_raises_the_retention_of_what_is_cached_already(length: int) -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(num_blocks=6)
+    system = [*range(8), 500][:length]
+    harness.submit("before", system, 1)
+    harness.run()
+    harness.submit("system", system, 1, retention=(RetentionRange(start=0, end=8, priority=90),))
+    harness.run()
+    for number in range(5):
+        harness.submit(f"other{number}", [600 + number * 20 + i for i in range(13)], 1)  # 4 blocks
+        harness.run()
+    harness.submit("again", [*range(8), 501], 1)
+    harness.run()
+    assert harness.core.lifecycle.requests["again"].num_cached_tokens == 8
+
+
 def test_requests_go_where_their_prefix_is_until_that_group_has_more_to_do() -> None:
     harness = Harness(tokens_per_block=16)
     harness.add_group("g")

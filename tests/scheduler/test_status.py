@@ -24,7 +24,7 @@ def ask(answers: CellStatusReport, harness: Harness, router: str = "", max_map_c
 def test_occupancy_counts_each_block_by_who_holds_it() -> None:
     blocks = BlockManager(7, PrefixCache())
     first, second, third, fourth = blocks.allocate(4, 0)  # blocks 0 to 3
-    blocks.share([first])
+    blocks.share([first], 0)
     blocks.prefix_cache.publish(fourth, 11)
     blocks.release([fourth], 0)
     assert blocks.occupancy(1) == ([0, 1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 0])
