@@ -61,6 +61,7 @@ class SchedulerService:
             ConfigError: A setting or the model folder is wrong.
             OSError: A port is taken.
         """
+        check(config)
         self.config = config
         self.model = model or open_model_folder(config.model)
         self.limits = ModelLimits(
@@ -218,6 +219,27 @@ class SchedulerService:
         await self.journal.close()
         self.dispatcher.close()
         self._http.stop()
+
+
+_LEAST = {
+    "tokens_per_block": 1,
+    "max_batch_size": 1,
+    "max_num_tokens": 1,
+    "max_context_chunk": 0,
+    "max_attention_window": 0,
+    "pipeline_depth": 1,
+    "max_queue_size": 1,
+    "max_worker_deaths": 1,
+}
+
+
+def check(config: SchedulerConfig) -> None:
+    """Raise ConfigError for settings under which no request could run, or that contradict each other."""
+    for name, least in _LEAST.items():
+        if getattr(config, name) < least:
+            raise ConfigError(f"is {getattr(config, name)}; at least {least}", field=name)
+    if config.max_context_chunk and not config.enable_chunked_context:
+        raise ConfigError("has no meaning without enable_chunked_context; leave it out", field="max_context_chunk")
 
 
 def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: int) -> CoreConfig:

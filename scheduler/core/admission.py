@@ -25,9 +25,12 @@ def impossible(spec: RequestSpec, config: CoreConfig) -> Failure | None:
         most = config.max_tensor_bytes
         return Failure(INVALID_ARGUMENT, f"asks for {spec.tensor_bytes} bytes of tensors; at most {most}", "output")
     if not config.enable_chunked_context and len(spec.prompt) > config.max_num_tokens:
-        most = config.max_num_tokens
-        return Failure(INVALID_ARGUMENT, f"without chunked context a prompt has at most {most} tokens", "token_ids")
+        return _prompt_too_long(config.max_num_tokens)
     return None
+
+
+def _prompt_too_long(most: int) -> Failure:
+    return Failure(INVALID_ARGUMENT, f"without chunked context a prompt has at most {most} tokens", "token_ids")
 
 
 def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int) -> Failure:
@@ -39,9 +42,13 @@ def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int
     most = max(group.registration.max_sequence_length for group in groups)
     if spec.max_num_tokens >= most:
         return Failure(INVALID_ARGUMENT, f"prompt and output take more than the workers' {most} tokens", "max_tokens")
+    if not any(group.takes_prompt(request) for group in groups):
+        return _prompt_too_long(max(group.max_num_tokens for group in groups))
     if not any(group.adapters.fits_alone(spec) for group in groups):
         return Failure(INVALID_ARGUMENT, f"{spec.lora_name!r} takes more than the workers' adapter cache", "lora.name")
     needed = min(group.blocks_alone(request) for group in groups) * tokens_per_block
     most = max(group.blocks.num_blocks for group in groups) * tokens_per_block
-    message = f"prompt and output may take {needed} tokens of KV cache, the workers have {most}"
-    return Failure(INVALID_ARGUMENT, message, "max_tokens")
+    if needed > most:
+        message = f"prompt and output may take {needed} tokens of KV cache, the workers have {most}"
+        return Failure(INVALID_ARGUMENT, message, "max_tokens")
+    return Failure(INVALID_ARGUMENT, "no single worker takes all of it: each is too small in some way", "max_tokens")

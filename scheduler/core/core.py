@@ -157,7 +157,8 @@ class SchedulerCore:
         return sum(len(group.active) for group in self.membership.groups.values())
 
     def _submit(self, event: Submitted) -> None:
-        if self.lifecycle.submit(event) is None:
+        request = self.lifecycle.submit(event)
+        if request is None or self._placement.refuse_impossible(request):
             return
         self._clients.note(event.spec.client_id)
         if not self.membership.groups:

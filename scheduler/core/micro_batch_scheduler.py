@@ -32,8 +32,20 @@ class InflightFused(MicroBatchScheduler):
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
         """Fills the step with both."""
+        if _a_whole_context_waits(group):
+            add_contexts(group, step)
+            step.add_generation()
+            return
         step.add_generation()
         add_contexts(group, step)
+
+
+def _a_whole_context_waits(group: WorkerGroup) -> bool:
+    """Whether a context that is not split does not fit beside generation, which is the one to wait this time."""
+    if group.config.enable_chunked_context or not group.last_generation.rows:
+        return False
+    room = group.max_num_tokens - len(group.generating)
+    return any(room < sequence.num_context_tokens <= group.max_num_tokens for sequence in group.context)
 
 
 class Inflight(MicroBatchScheduler):
@@ -66,7 +78,9 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     Who asks for least is served first, and the others get as much each, so that its step does not become a long one.
     At least a part of the budget is for the others, so that nobody waits for the end of another's contexts.
     """
-    limit = group.config.max_context_chunk or group.max_num_tokens
+    limit = group.max_num_tokens
+    if group.config.enable_chunked_context:
+        limit = group.config.max_context_chunk or limit
     clients: dict[str, list[Sequence]] = {}
     for sequence in group.context:
         clients.setdefault(sequence.request.spec.client_id, []).append(sequence)

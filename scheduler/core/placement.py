@@ -44,7 +44,7 @@ class Placement:
         while (request := self._queue.head()) is not None:
             group = self._choose_group(request)
             if group is None:
-                if not self._refuse_impossible(request):
+                if not self.refuse_impossible(request):
                     return
                 continue
             self._queue.pop(request)
@@ -75,8 +75,8 @@ class Placement:
             return False
         return group.is_large_enough(request) and self._scheduler.can_start(request, group)
 
-    def _refuse_impossible(self, request: Request) -> bool:
-        """Ends a request that no group here could run even if it were empty."""
+    def refuse_impossible(self, request: Request) -> bool:
+        """End a request that no group here could run even if it were empty; return whether it is one."""
         groups = self._membership.groups.values()
         if not groups:
             return False

@@ -222,6 +222,11 @@ class Request:
         return self.spec.request_id
 
     @property
+    def has_run(self) -> bool:
+        """Whether it held blocks before, or an earlier scheduler took it in."""
+        return self.num_preemptions > 0 or self.num_recoveries > 0
+
+    @property
     def order(self) -> tuple[int, int]:
         """Sorts by urgency: higher priority first, then older first."""
         return (-self.spec.priority, self.ordinal)

@@ -75,7 +75,7 @@ class StepBuilder:
             return 0
         remaining = sequence.num_context_tokens
         length = min(remaining, most)
-        if length < remaining and not self.group.config.enable_chunked_context:
+        if length < remaining and not self.group.splits(remaining):
             return 0
         self._add_chunk(sequence, length, is_last=length == remaining)
         return length

@@ -123,6 +123,14 @@ class WorkerGroup:
         block = self.tokens_per_block
         return sum(s.num_tokens - max(s.num_computed, s.num_hit_blocks * block) for s in self.context)
 
+    def splits(self, num_tokens: int) -> bool:
+        """Whether a context of so many tokens may be divided among steps.
+
+        Without chunked context only what no step can hold: a request that ran before and has grown since, or that came
+        from a group with larger steps.
+        """
+        return self.config.enable_chunked_context or num_tokens > self.max_num_tokens
+
     @property
     def adopting_requests(self) -> set[Request]:
         """Requests that wait for what a dead worker left."""
@@ -140,11 +148,16 @@ class WorkerGroup:
         shared = 0 if self.tables.has_window else (len(request.spec.prompt) - 1) // self.tokens_per_block
         return each + (request.spec.num_rows - 1) * (each - shared)
 
+    def takes_prompt(self, request: Request) -> bool:
+        """Whether the request's prompt may run here: without chunked context, whether a step can hold all of it."""
+        return request.has_run or self.config.enable_chunked_context or len(request.spec.prompt) <= self.max_num_tokens
+
     def is_large_enough(self, request: Request) -> bool:
         """Whether the request could run here if the group were empty."""
         spec = request.spec
         return (
-            spec.num_rows <= self.max_batch_size
+            self.takes_prompt(request)
+            and spec.num_rows <= self.max_batch_size
             and spec.max_num_tokens < self.registration.max_sequence_length
             and self.blocks_alone(request) <= self.blocks.num_blocks
             and self.adapters.fits_alone(spec)

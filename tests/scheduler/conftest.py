@@ -5,6 +5,7 @@ from hypothesis import settings
 
 DEFAULT_EXAMPLES = 100
 DEFAULT_SEEDS = 2000
+DEFAULT_COMBINATIONS = 400
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,6 +13,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--examples", type=int, default=DEFAULT_EXAMPLES, help="Runs of each state machine (scheduler tests)."
     )
     parser.addoption("--seeds", type=int, default=DEFAULT_SEEDS, help="Seeded lives of the scheduler's core.")
+    parser.addoption(
+        "--combinations", type=int, default=DEFAULT_COMBINATIONS, help="Random settings of the scheduler's core."
+    )
     parser.addoption("--first-seed", type=int, default=0, help="Where the seeds begin.")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.request import FinishReason
 from tests.scheduler.harness import Harness
 
 
@@ -58,6 +59,51 @@ def test_without_chunked_context_a_prompt_waits_for_a_step_that_holds_all_of_it(
     harness.submit("a", 6, 2)
     harness.submit("b", 6, 1)
     assert schedule(harness) == ["+a[0:6]", "+b[0:6] | a"]
+
+
+def test_without_chunked_context_a_prompt_is_refused_that_no_workers_step_holds() -> None:
+    harness = Harness(enable_chunked_context=False, max_num_tokens=2048)
+    harness.add_group(max_num_tokens=256, num_blocks=128)
+    harness.submit("long", 300, 4)
+    assert harness.ended == {"long": FinishReason.ERROR}
+    failure = harness.core.lifecycle.requests["long"].failure
+    assert failure is not None
+    assert (failure.field, failure.message) == ("token_ids", "without chunked context a prompt has at most 256 tokens")
+    harness.submit("short", 256, 4)
+    harness.run()
+    assert harness.ended["short"] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("batching", ["inflight_fused", "inflight", "static"])
+def test_without_chunked_context_what_outgrew_a_step_is_computed_in_pieces(batching: str) -> None:
+    """The worker dies when prompt and output are longer than a step; so does one with larger steps."""
+    harness = Harness(enable_chunked_context=False, batching=batching)
+    harness.add_group("g", max_num_tokens=8)
+    harness.add_group("h", max_num_tokens=16)
+    harness.submit("long", 12, 9)  # runs on h alone
+    harness.submit("grows", 6, 9)
+    harness.turn()
+    for _ in range(6):
+        harness.step("h")
+        if harness.groups["g"].plans:
+            harness.step("g")
+    harness.cut("h")
+    harness.cut("g")
+    harness.add_group("g", max_num_tokens=8)
+    harness.run()
+    assert harness.ended == {"long": FinishReason.LENGTH, "grows": FinishReason.LENGTH}
+    harness.check_is_empty()
+
+
+def test_without_chunked_context_a_prompt_as_long_as_a_step_takes_turns_with_generation() -> None:
+    harness = Harness(enable_chunked_context=False, pipeline_depth=1)
+    harness.add_group(max_num_tokens=8)
+    harness.submit("a", 2, 7)
+    assert harness.turn() == ["+a[0:2]"]
+    harness.submit("b", 8, 2)
+    harness.submit("c", 8, 1)
+    assert harness.step() == ["a"]
+    assert schedule(harness)[2:] == ["+b[0:8]", "a b", "+c[0:8]", "a", "a", "a", "a"]
 
 
 def test_inflight_steps_are_context_or_generation_by_turns() -> None:

@@ -10,8 +10,11 @@ import grpc.aio
 import pytest
 import zmq
 
+from midstream.config import SchedulerConfig
+from midstream.errors import ConfigError
 from protos import generation_pb2, loads_pb2, scheduler_pb2, worker_pb2
-from tests.scheduler.cell import WAIT_S, run_cell, until
+from scheduler.service import SchedulerService
+from tests.scheduler.cell import MODEL, WAIT_S, run_cell, until
 
 
 class Feed:
@@ -52,6 +55,21 @@ class Feed:
     async def read_until(self, *streams: int) -> None:
         while not set(streams) <= set(self.ended):
             await self.read()
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("pipeline_depth", {"pipeline_depth": 0}),
+        ("max_num_tokens", {"max_num_tokens": 0}),
+        ("tokens_per_block", {"tokens_per_block": -1}),
+        ("max_context_chunk", {"max_context_chunk": 8, "enable_chunked_context": False}),
+    ],
+)
+def test_settings_under_which_nothing_could_run_are_errors(field: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SchedulerService(SchedulerConfig(**settings), MODEL)
+    assert caught.value.field == field
 
 
 async def test_from_submit_to_the_last_token() -> None:
