@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.request import FinishReason
+from scheduler.core.request import FinishReason
 from tests.scheduler.harness import Harness
 
 

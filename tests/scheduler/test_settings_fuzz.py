@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from midstream.config import SchedulerConfig
-from scheduler.capacity_scheduler import CAPACITY_SCHEDULERS
-from scheduler.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
-from scheduler.request import FinishReason
-from scheduler.request_spec import RetentionRange
+from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
+from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
+from scheduler.core.request import FinishReason
+from scheduler.core.request_spec import RetentionRange
 from scheduler.service import check, core_config
 from tests.scheduler.cell import MODEL
 from tests.scheduler.harness import MS, Harness
@@ -47,7 +47,7 @@ def draw_config(draw: random.Random) -> SchedulerConfig:
 
 def draw_group(draw: random.Random, config: SchedulerConfig) -> dict[str, Any]:
     limit = config.max_attention_window
-    windows = draw.choice(((), (), (0, 6), (0, 6), (5, 9), (6,), (16, 3, 16), (1,)))
+    windows: tuple[int, ...] = draw.choice(((), (), (0, 6), (0, 6), (5, 9), (6,), (16, 3, 16), (1,)))
     if limit:
         windows = tuple(min(window or limit, limit) for window in windows or (0,))
     return {
