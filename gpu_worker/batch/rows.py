@@ -229,9 +229,9 @@ class Rows:
         self._resize(max(2 * self.num_rows, row + 1))
 
     def _resize(self, num_rows: int) -> None:
-        old, used = self.num_rows, int(self.lengths.max(initial=0))
+        old = self.num_rows
         tokens = np.zeros((num_rows, self.max_sequence_length), dtype=np.int32)
-        tokens[:old, :used] = self.tokens[:, :used]
+        tokens[:old] = self.tokens  # also what lies behind a row's length: drafts that are about to be verified
         self.tokens = tokens
         tables = np.zeros((num_rows, self.block_tables.shape[1]), dtype=np.int32)
         tables[:old] = self.block_tables

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import GREEDY, NewSequence
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.speculation.drafts import look_up
+from gpu_worker.speculation.verification import Drafts, with_shadows
 from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
@@ -152,3 +155,12 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tiny_folders: tuple[Path
     make_tiny_model(tmp_path, "Llama", vocab_size=SHAPE["vocab_size"] + 1)
     with pytest.raises(ConfigError, match="332 tokens"):
         make_runner(tiny_folders[0], draft_model=str(tmp_path))
+
+
+def test_drafts_are_kept_while_room_is_made_to_verify_them() -> None:
+    """All rows of the worker are taken, and each draft needs one more."""
+    rows = Rows(1, 16, 4, 8, 100)
+    rows.add(NewSequence(row=0, token_ids=ints([5, 6]), num_prompt_tokens=2, block_ids=ints([3]), sampling=GREEDY))
+    assert with_shadows(rows, ints([0]), Drafts({0: ints([7, 8])})).tolist() == [0, 1, 2]
+    assert [rows.tokens[row, : rows.lengths[row]].tolist() for row in range(3)] == [[5, 6], [5, 6, 7], [5, 6, 7, 8]]
+    assert rows.tokens[0, :4].tolist() == [5, 6, 7, 8]  # what the model runs

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from gpu_worker.models.description import describe, narrowed
 from midstream.errors import ConfigError, UnsupportedError
 from protos import generation_pb2 as pb
+from tests.gpu_worker.greedy import wrong_tokens
 from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
 
-WINDOW, NUM_REQUESTS, MAX_TOKENS = 16, 24, 40
+WINDOW, NUM_REQUESTS, MAX_TOKENS = 16, 24, 32
 SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"head_dim": 32, "attn_logit_softcapping": 5.0}),
@@ -29,8 +29,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Which of them may give blocks back.
 ALL_WINDOWED = {"mistral"}
-# Of two tokens whose logits are closer than this, rounding decides.
-MARGIN = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +65,6 @@ def requests(seed: int = 0, **fields: Any) -> list[pb.GenerateRequest]:
             request.speculative.num_draft_tokens = 3
         made.append(request)
     return made
-
-
-def wrong_tokens(model: Any, prompt: list[int], output: list[int]) -> list[int]:
-    """Places of output tokens that transformers would not choose after those before them."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-    likeliest = logits.topk(2)
-    is_clear = likeliest.values[:, 0] - likeliest.values[:, 1] > MARGIN
-    places: list[int] = (is_clear & (likeliest.indices[:, 0] != torch.tensor(output))).nonzero()[:, 0].tolist()
-    return places
 
 
 def num_right(model: Any, whole: Whole, made: list[pb.GenerateRequest]) -> int:

@@ -1,0 +1,137 @@
+"""Random settings on real tiny models: what is accepted gets the tokens that transformers chooses, nothing stalls.
+
+A failing seed can be run alone: pytest tests/gpu_worker/test_settings_fuzz.py -k 'settings[12]'
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from midstream.config import SchedulerConfig
+from protos import generation_pb2 as pb
+from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
+from scheduler.core.effects import Refused
+from scheduler.core.events import Submitted
+from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
+from scheduler.service import check
+from scheduler.wire.requests import spec_from_proto
+from tests.gpu_worker.greedy import wrong_tokens
+from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
+from tests.gpu_worker.whole import Whole, outputs
+
+NUM_COMBINATIONS, NARROW = 32, 8
+# Of each model: its family and settings, and the setting max_attention_window.
+MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
+    ("Llama", {}, 0),
+    ("Llama", {}, NARROW),
+    ("Mistral", {"sliding_window": 16}, 0),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 0),
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Make transformers' model, with the setting, and the folder that knows nothing of it."""
+
+    @cache
+    def make(number: int) -> tuple[Any, Path]:
+        family, settings, narrow = MODELS[number]
+        folder = tmp_path_factory.mktemp(family)
+        model: Any = make_tiny_model(folder, family, **settings)
+        if narrow:  # Mistral is a Llama with a window
+            config = transformers.MistralConfig(**SHAPE, sliding_window=narrow)
+            narrowed = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            narrowed.load_state_dict(model.state_dict())
+            model = narrowed
+        return model, folder
+
+    return make
+
+
+def draw_request(draw: random.Random, number: int, prefix: list[int]) -> pb.GenerateRequest:
+    tokens = prefix[: draw.choice((0, 17, 33))] + [draw.randrange(3, 331) for _ in range(draw.choice((1, 7, 25)))]
+    request = pb.GenerateRequest(
+        request_id=f"r{number}",
+        token_ids=pb.TokenIds(values=tokens),
+        max_tokens=draw.choice((1, 9, 24)),
+        sampling=pb.SamplingConfig(temperature=0, num_return_sequences=draw.choice((1, 1, 2))),
+        client_id=draw.choice(("a", "b")),
+        priority=draw.choice((0, 0, 1)),
+    )
+    if draw.random() < 0.3:
+        request.speculative.num_draft_tokens = draw.choice((1, 4))
+    return request
+
+
+@pytest.mark.parametrize("seed", range(NUM_COMBINATIONS))
+def test_requests_end_with_the_right_tokens_under_any_settings(models: Any, seed: int) -> None:
+    draw = random.Random(seed)
+    number = seed % len(MODELS)
+    chunked = draw.random() < 0.6
+    config = SchedulerConfig(
+        capacity_policy=draw.choice(sorted(CAPACITY_SCHEDULERS)),
+        batching_type=draw.choice(sorted(MICRO_BATCH_SCHEDULERS)),
+        tokens_per_block=draw.choice((4, 16, 32)),
+        max_batch_size=draw.choice((2, 64)),
+        max_num_tokens=draw.choice((7, 30, 2048) if chunked else (40, 2048)),
+        max_context_chunk=draw.choice((0, 5, 16)) if chunked else 0,
+        max_attention_window=MODELS[number][2],
+        enable_block_reuse=draw.random() < 0.7,
+        enable_chunked_context=chunked,
+        pipeline_depth=draw.choice((1, 2, 3)),
+    )
+    check(config)
+    model, folder = models(number)
+    num_rows = draw.choice((2, 8))
+    runner = make_runner(
+        folder,
+        kv="f32",
+        tokens_per_block=config.tokens_per_block,
+        max_kv_tokens=draw.choice((96, 192, 960)),
+        max_batch_size=num_rows,
+        max_num_tokens=draw.choice((9, 64) if chunked else (36, 256)),
+        max_attention_window=config.max_attention_window,
+    )
+    names = ("max_context_chunk", "max_attention_window", "enable_block_reuse", "enable_chunked_context")
+    whole = Whole(
+        runner,
+        (),
+        capacity=config.capacity_policy,
+        batching=config.batching_type,
+        max_batch_size=min(config.max_batch_size, num_rows),
+        max_num_tokens=min(config.max_num_tokens, runner.max_num_tokens),
+        pipeline_depth=config.pipeline_depth,
+        **{name: getattr(config, name) for name in names},
+    )
+    prefix = [draw.randrange(3, 331) for _ in range(33)]
+    requests = [draw_request(draw, i, prefix) for i in range(7)]
+    num_ended = 0
+    for request in requests:
+        effects = whole.handle(Submitted(1, spec_from_proto(request, whole.limits, 1)))
+        refused = [effect.failure.message for effect in effects if isinstance(effect, Refused)]
+        assert all(refused)
+    lost_after = draw.choice((0, 5, 20))
+    for count in range(3000):
+        if not whole.step():
+            break
+        if count + 1 == lost_after:
+            whole.lose_worker()
+    for request in requests:
+        made = whole.core.lifecycle.requests.get(request.request_id)
+        if made is None:
+            continue
+        assert made.times.finished_ns, f"{request.request_id} stalled"
+        if made.failure is not None:
+            assert made.failure.field in ("token_ids", "max_tokens", "sampling.num_return_sequences"), made.failure
+            continue
+        for output in outputs(made):
+            assert len(output) == request.max_tokens
+            assert wrong_tokens(model, list(request.token_ids.values), output) == []
+        num_ended += 1
+    assert num_ended, "everything was refused: draw other settings"
