@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from protos import generation_pb2 as pb
-from tests.integration.service import Service, collect, midstream, stub_of
+from tests.gpu_worker.greedy import wrong_tokens
+from tests.integration.service import Service, collect, latest_stats, midstream, stub_of, tokens
 
 PROMPT = "a small red fox"
 MAX_TOKENS = 10
@@ -36,6 +39,7 @@ def gemma2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
         eos_token_id=0,
         pad_token_id=0,
         bos_token_id=0,
+        tie_word_embeddings=False,  # or it would repeat its last token
     )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -56,7 +60,15 @@ def gemma2_service(gemma2: tuple[Any, Path], tmp_path_factory: pytest.TempPathFa
     result = midstream("prepare", str(gemma2[1]), "--output", str(prepared))
     assert result.returncode == 0, result.stderr
     assert "gemma2, 2 layers" in result.stdout
-    service = Service.start(tmp_path_factory.mktemp("service"), "--model", str(prepared))
+    # Blocks are short, so that requests are paused and blocks taken from each other.
+    service = Service.start(
+        tmp_path_factory.mktemp("service"),
+        "--model",
+        str(prepared),
+        MIDSTREAM_CAPACITY_POLICY="max_utilization",
+        MIDSTREAM_MAX_KV_TOKENS="512",
+        MIDSTREAM_MAX_CONTEXT_CHUNK="7",
+    )
     yield service
     service.stop()
 
@@ -65,7 +77,7 @@ async def test_greedy_tokens_are_those_that_transformers_generates(
     gemma2: tuple[Any, Path], gemma2_service: Service
 ) -> None:
     model, folder = gemma2
-    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
+    prompt = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
     request = pb.GenerateRequest(
         prompt=PROMPT,
         max_tokens=MAX_TOKENS,
@@ -75,6 +87,43 @@ async def test_greedy_tokens_are_those_that_transformers_generates(
     async with stub_of(gemma2_service.routers()[0]) as stub:
         answer = await collect(stub, request)
     expected = model.generate(
-        torch.tensor([tokens]), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    assert answer.token_ids == expected[0, len(tokens) :].tolist()
+    assert answer.token_ids == expected[0, len(prompt) :].tolist()
+
+
+async def test_windowed_layers_beside_others_get_the_right_tokens_when_blocks_are_short(
+    gemma2: tuple[Any, Path], gemma2_service: Service
+) -> None:
+    """Of its two layers one attends to 8 tokens, one to all."""
+    draw = random.Random(5)
+    prompts = [[draw.randrange(1, 256) for _ in range(draw.randint(20, 60))] for _ in range(24)]
+    requests = [tokens(prompt, max_tokens=48) for prompt in prompts]
+    async with stub_of(gemma2_service.routers()[0]) as stub:
+        answers = await asyncio.gather(*(collect(stub, request) for request in requests))
+        stats = await latest_stats(stub)
+    assert stats.num_preemptions > 0
+    assert [len(answer.token_ids) for answer in answers] == [48] * 24
+    pairs = zip(prompts, answers, strict=True)
+    assert [wrong_tokens(gemma2[0], prompt, answer.token_ids) for prompt, answer in pairs] == [[]] * 24
+
+
+def test_a_narrower_window_reaches_scheduler_and_worker(gemma2: tuple[Any, Path], tmp_path: Path) -> None:
+    service = Service.start(tmp_path, "--model", str(gemma2[1]), MIDSTREAM_MAX_ATTENTION_WINDOW="4")
+    try:
+        asyncio.run(_check_narrow(gemma2[0], service))
+    finally:
+        service.stop()
+
+
+async def _check_narrow(model: Any, service: Service) -> None:
+    config = transformers.Gemma2Config.from_dict(
+        model.config.to_dict() | {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}
+    )
+    narrow = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    narrow.load_state_dict(model.state_dict())
+    prompt = list(range(30, 70))
+    async with stub_of(service.routers()[0]) as stub:
+        answer = await collect(stub, tokens(prompt, max_tokens=24))
+    assert wrong_tokens(narrow, prompt, answer.token_ids) == []
+    assert wrong_tokens(model, prompt, answer.token_ids) != []
