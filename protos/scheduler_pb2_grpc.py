@@ -72,6 +72,11 @@ class SchedulerStub(object):
                 request_serializer=protos_dot_stats__pb2.GetIterationStatsRequest.SerializeToString,
                 response_deserializer=protos_dot_stats__pb2.IterationStats.FromString,
                 _registered_method=True)
+        self.GetRequestStats = channel.unary_unary(
+                '/midstream.v1.Scheduler/GetRequestStats',
+                request_serializer=protos_dot_stats__pb2.GetRequestStatsRequest.SerializeToString,
+                response_deserializer=protos_dot_stats__pb2.GetRequestStatsResponse.FromString,
+                _registered_method=True)
         self.LoadLora = channel.unary_unary(
                 '/midstream.v1.Scheduler/LoadLora',
                 request_serializer=protos_dot_loads__pb2.LoadLoraRequest.SerializeToString,
@@ -147,6 +152,12 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRequestStats(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadLora(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -214,6 +225,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.GetIterationStats,
                     request_deserializer=protos_dot_stats__pb2.GetIterationStatsRequest.FromString,
                     response_serializer=protos_dot_stats__pb2.IterationStats.SerializeToString,
+            ),
+            'GetRequestStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequestStats,
+                    request_deserializer=protos_dot_stats__pb2.GetRequestStatsRequest.FromString,
+                    response_serializer=protos_dot_stats__pb2.GetRequestStatsResponse.SerializeToString,
             ),
             'LoadLora': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadLora,
@@ -430,6 +446,33 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/GetIterationStats',
             protos_dot_stats__pb2.GetIterationStatsRequest.SerializeToString,
             protos_dot_stats__pb2.IterationStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequestStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/GetRequestStats',
+            protos_dot_stats__pb2.GetRequestStatsRequest.SerializeToString,
+            protos_dot_stats__pb2.GetRequestStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

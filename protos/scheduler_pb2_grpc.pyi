@@ -61,6 +61,11 @@ class SchedulerStub:
         protos.stats_pb2.IterationStats,
     ]
 
+    GetRequestStats: grpc.UnaryUnaryMultiCallable[
+        protos.stats_pb2.GetRequestStatsRequest,
+        protos.stats_pb2.GetRequestStatsResponse,
+    ]
+
     LoadLora: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.LoadLoraRequest,
         protos.loads_pb2.LoadLoraResponse,
@@ -124,6 +129,11 @@ class SchedulerAsyncStub:
     GetIterationStats: grpc.aio.UnaryStreamMultiCallable[
         protos.stats_pb2.GetIterationStatsRequest,
         protos.stats_pb2.IterationStats,
+    ]
+
+    GetRequestStats: grpc.aio.UnaryUnaryMultiCallable[
+        protos.stats_pb2.GetRequestStatsRequest,
+        protos.stats_pb2.GetRequestStatsResponse,
     ]
 
     LoadLora: grpc.aio.UnaryUnaryMultiCallable[
@@ -204,6 +214,13 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.stats_pb2.GetIterationStatsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.stats_pb2.IterationStats], collections.abc.AsyncIterator[protos.stats_pb2.IterationStats]]: ...
+
+    @abc.abstractmethod
+    def GetRequestStats(
+        self,
+        request: protos.stats_pb2.GetRequestStatsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.stats_pb2.GetRequestStatsResponse, collections.abc.Awaitable[protos.stats_pb2.GetRequestStatsResponse]]: ...
 
     @abc.abstractmethod
     def LoadLora(

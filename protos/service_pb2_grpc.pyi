@@ -64,6 +64,12 @@ class MidstreamStub:
     ]
     """The latest iteration's statistics, or a stream of them."""
 
+    GetRequestStats: grpc.UnaryUnaryMultiCallable[
+        protos.stats_pb2.GetRequestStatsRequest,
+        protos.stats_pb2.GetRequestStatsResponse,
+    ]
+    """Where requests are, and what they hold."""
+
     LoadLora: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.LoadLoraRequest,
         protos.loads_pb2.LoadLoraResponse,
@@ -131,6 +137,12 @@ class MidstreamAsyncStub:
         protos.stats_pb2.IterationStats,
     ]
     """The latest iteration's statistics, or a stream of them."""
+
+    GetRequestStats: grpc.aio.UnaryUnaryMultiCallable[
+        protos.stats_pb2.GetRequestStatsRequest,
+        protos.stats_pb2.GetRequestStatsResponse,
+    ]
+    """Where requests are, and what they hold."""
 
     LoadLora: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.LoadLoraRequest,
@@ -213,6 +225,14 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.stats_pb2.IterationStats], collections.abc.AsyncIterator[protos.stats_pb2.IterationStats]]:
         """The latest iteration's statistics, or a stream of them."""
+
+    @abc.abstractmethod
+    def GetRequestStats(
+        self,
+        request: protos.stats_pb2.GetRequestStatsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.stats_pb2.GetRequestStatsResponse, collections.abc.Awaitable[protos.stats_pb2.GetRequestStatsResponse]]:
+        """Where requests are, and what they hold."""
 
     @abc.abstractmethod
     def LoadLora(

@@ -7,8 +7,15 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import sys
 import typing
+
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
@@ -266,6 +273,144 @@ class SpeculativeStats(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["acceptance_rate", b"acceptance_rate", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens"]) -> None: ...
 
 global___SpeculativeStats = SpeculativeStats
+
+@typing.final
+class GetRequestStatsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """1 to 1,024 requests; one that is not known is left out of the answer."""
+
+    def __init__(
+        self,
+        *,
+        request_ids: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_ids", b"request_ids"]) -> None: ...
+
+global___GetRequestStatsRequest = GetRequestStatsRequest
+
+@typing.final
+class GetRequestStatsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestStats]: ...
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[global___RequestStats] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["requests", b"requests"]) -> None: ...
+
+global___GetRequestStatsResponse = GetRequestStatsResponse
+
+@typing.final
+class RequestStats(google.protobuf.message.Message):
+    """One request as it is now, running or recently finished. JSON names are TensorRT-LLM's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Stage:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _StageEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[RequestStats._Stage.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        STAGE_UNSPECIFIED: RequestStats._Stage.ValueType  # 0
+        STAGE_QUEUED: RequestStats._Stage.ValueType  # 1
+        """Waits to be scheduled, for the first time or again after a pause or the loss of its worker."""
+        STAGE_SCHEDULED: RequestStats._Stage.ValueType  # 2
+        """Holds blocks; no step of it has been planned."""
+        STAGE_CONTEXT_IN_PROGRESS: RequestStats._Stage.ValueType  # 3
+        """Tokens of its prompt are computed; also after a pause, when its output so far is computed again."""
+        STAGE_GENERATION_IN_PROGRESS: RequestStats._Stage.ValueType  # 4
+        STAGE_GENERATION_COMPLETE: RequestStats._Stage.ValueType  # 5
+        """It has ended."""
+
+    class Stage(_Stage, metaclass=_StageEnumTypeWrapper): ...
+    STAGE_UNSPECIFIED: RequestStats.Stage.ValueType  # 0
+    STAGE_QUEUED: RequestStats.Stage.ValueType  # 1
+    """Waits to be scheduled, for the first time or again after a pause or the loss of its worker."""
+    STAGE_SCHEDULED: RequestStats.Stage.ValueType  # 2
+    """Holds blocks; no step of it has been planned."""
+    STAGE_CONTEXT_IN_PROGRESS: RequestStats.Stage.ValueType  # 3
+    """Tokens of its prompt are computed; also after a pause, when its output so far is computed again."""
+    STAGE_GENERATION_IN_PROGRESS: RequestStats.Stage.ValueType  # 4
+    STAGE_GENERATION_COMPLETE: RequestStats.Stage.ValueType  # 5
+    """It has ended."""
+
+    ID_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    CONTEXT_PREFILL_POSITION_FIELD_NUMBER: builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: builtins.int
+    NUM_GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    AVG_NUM_DECODED_TOKENS_PER_ITER_FIELD_NUMBER: builtins.int
+    SCHEDULED_FIELD_NUMBER: builtins.int
+    PAUSED_FIELD_NUMBER: builtins.int
+    ALLOC_TOTAL_BLOCKS_PER_REQUEST_FIELD_NUMBER: builtins.int
+    ALLOC_NEW_BLOCKS_PER_REQUEST_FIELD_NUMBER: builtins.int
+    REUSED_BLOCKS_PER_REQUEST_FIELD_NUMBER: builtins.int
+    MISSED_BLOCKS_PER_REQUEST_FIELD_NUMBER: builtins.int
+    KV_CACHE_HIT_RATE_PER_REQUEST_FIELD_NUMBER: builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: builtins.int
+    IS_ABORTED_FIELD_NUMBER: builtins.int
+    GROUP_ID_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    stage: global___RequestStats.Stage.ValueType
+    num_prompt_tokens: builtins.int
+    context_prefill_position: builtins.int
+    """Prompt tokens that are computed once the steps in flight have run."""
+    num_sequences: builtins.int
+    num_generated_tokens: builtins.int
+    """Over all sequences."""
+    avg_num_decoded_tokens_per_iter: builtins.float
+    """Generated tokens per step that has returned."""
+    scheduled: builtins.bool
+    """A step in flight runs it."""
+    paused: builtins.bool
+    """It ran before, and waits to run again."""
+    alloc_total_blocks_per_request: builtins.int
+    """KV blocks that it holds, of these newly allocated and reused from the cache."""
+    alloc_new_blocks_per_request: builtins.int
+    reused_blocks_per_request: builtins.int
+    missed_blocks_per_request: builtins.int
+    """Full blocks of its prompt that were not in the cache."""
+    kv_cache_hit_rate_per_request: builtins.float
+    """reused / (reused + missed)."""
+    num_preemptions: builtins.int
+    is_aborted: builtins.bool
+    """Ended by a client, or because nobody was attached."""
+    group_id: builtins.str
+    """The worker group that runs it; empty where none does."""
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        stage: global___RequestStats.Stage.ValueType = ...,
+        num_prompt_tokens: builtins.int = ...,
+        context_prefill_position: builtins.int = ...,
+        num_sequences: builtins.int = ...,
+        num_generated_tokens: builtins.int = ...,
+        avg_num_decoded_tokens_per_iter: builtins.float = ...,
+        scheduled: builtins.bool = ...,
+        paused: builtins.bool = ...,
+        alloc_total_blocks_per_request: builtins.int = ...,
+        alloc_new_blocks_per_request: builtins.int = ...,
+        reused_blocks_per_request: builtins.int = ...,
+        missed_blocks_per_request: builtins.int = ...,
+        kv_cache_hit_rate_per_request: builtins.float = ...,
+        num_preemptions: builtins.int = ...,
+        is_aborted: builtins.bool = ...,
+        group_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alloc_new_blocks_per_request", b"alloc_new_blocks_per_request", "alloc_total_blocks_per_request", b"alloc_total_blocks_per_request", "avg_num_decoded_tokens_per_iter", b"avg_num_decoded_tokens_per_iter", "context_prefill_position", b"context_prefill_position", "group_id", b"group_id", "id", b"id", "is_aborted", b"is_aborted", "kv_cache_hit_rate_per_request", b"kv_cache_hit_rate_per_request", "missed_blocks_per_request", b"missed_blocks_per_request", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "paused", b"paused", "reused_blocks_per_request", b"reused_blocks_per_request", "scheduled", b"scheduled", "stage", b"stage"]) -> None: ...
+
+global___RequestStats = RequestStats
 
 @typing.final
 class SubscribeKvEventsRequest(google.protobuf.message.Message):

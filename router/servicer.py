@@ -97,10 +97,16 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return response
 
     async def GetIterationStats(  # noqa: N802
-        self, request: stats_pb2.GetIterationStatsRequest, context: object
+        self,
+        request: stats_pb2.GetIterationStatsRequest,
+        context: grpc.aio.ServicerContext[stats_pb2.GetIterationStatsRequest, stats_pb2.IterationStats],
     ) -> AsyncIterator[stats_pb2.IterationStats]:
         """Statistics of all cells, as they come."""
         calls = [cell.stub.GetIterationStats(request) for cell in self._cells.cells.values()]
+        if request.stream:
+            # From here on the caller misses no iteration.
+            await asyncio.gather(*(call.initial_metadata() for call in calls))
+            await context.send_initial_metadata(())
         reads = {asyncio.ensure_future(call.read()): call for call in calls}
         try:
             while reads:
@@ -113,6 +119,17 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         finally:
             for call in calls:
                 call.cancel()
+
+    async def GetRequestStats(  # noqa: N802
+        self, request: stats_pb2.GetRequestStatsRequest, context: object
+    ) -> stats_pb2.GetRequestStatsResponse:
+        """Requests of all cells."""
+        cells = self._cells.cells.values()
+        calls = [cell.stub.GetRequestStats(request, timeout=_CALL_TIMEOUT_S) for cell in cells]
+        response = stats_pb2.GetRequestStatsResponse()
+        for answer in await asyncio.gather(*calls):
+            response.requests.extend(answer.requests)
+        return response
 
     async def SubscribeKvEvents(  # noqa: N802
         self, request: stats_pb2.SubscribeKvEventsRequest, context: object

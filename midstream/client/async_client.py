@@ -192,15 +192,27 @@ class AsyncClient:
         return [CellLoad.from_proto(load) for load in response.cells]
 
     async def iteration_stats(
-        self, *, follow: bool = False, min_interval_ms: int = 0
+        self, *, follow: bool = False, min_interval_ms: int = 0, on_open: Callable[[], None] = lambda: None
     ) -> AsyncIterator[dict[str, object]]:
-        """Scheduler iterations under TensorRT-LLM's names: the latest, or with `follow` all from now on."""
+        """Scheduler iterations under TensorRT-LLM's names: the latest, or with `follow` all from now on.
+
+        `on_open` is called when no iteration is missed any more.
+        """
         request = stats_pb2.GetIterationStatsRequest(stream=follow, min_interval_ms=min_interval_ms)
         try:
-            async for stats in self._next_stub().GetIterationStats(request):
+            call = self._next_stub().GetIterationStats(request)
+            await call.initial_metadata()
+            on_open()
+            async for stats in call:
                 yield MessageToDict(stats, always_print_fields_with_no_presence=True)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+
+    async def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
+        """Where requests are, running or recently finished; without those that are not known."""
+        request = stats_pb2.GetRequestStatsRequest(request_ids=request_ids)
+        answer = await self._ask(lambda stub: stub.GetRequestStats(request, timeout=_CALL_TIMEOUT_S))
+        return list(answer.requests)
 
     async def status(self, *, follow: bool = False) -> AsyncIterator[status_pb2.SystemStatus]:
         """What every part does: now, or with `follow` about once a second; the first one brings the last minutes."""

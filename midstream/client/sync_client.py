@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -13,6 +13,7 @@ from midstream.client.async_client import AsyncClient
 from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
 from midstream.client.result import Result
 from midstream.client.stream import AsyncStream
+from protos import stats_pb2
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -106,6 +107,10 @@ class Client:
     def iteration_stats(self) -> list[dict[str, object]]:
         """The latest iteration's statistics, one entry per cell."""
         return self._run(_collect(self._client))
+
+    def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
+        """Where requests are, running or recently finished."""
+        return self._run(self._client.request_stats(request_ids))
 
     def _streaming(self, method: Callable[_P, AsyncStream]) -> Callable[_P, Stream]:
         def call(*args: _P.args, **kwargs: _P.kwargs) -> Stream:

@@ -1,47 +1,72 @@
-"""The batch manager's callbacks, for those who own the loop that requests come from.
+"""The batch manager's callbacks, for who owns the loop that requests come from.
 
 Each iteration, in a thread of its own:
 
 1. `get_inference_requests(max_num_requests)` gives new requests; one whose id is being processed is refused.
-2. What has come is sent by `send_response(request_id, results, is_final, error)`.
+2. What has come is sent by `send_response(request_id, tensors, is_final, error)`.
 3. `poll_stop_signals()` gives the ids to stop; a stopped request still gets its final response.
-4. `return_batch_manager_stats(json)` gets the scheduler's statistics, while there are active requests.
+4. `return_batch_manager_stats(json)` gets the statistics of each scheduler iteration since the last time, in order.
+   It is not called while there are no active requests.
 
 An id may be used again after its final response.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from midstream.errors import AlreadyExistsError, MidstreamError
+from midstream.executor.config import (
+    BatchingType,
+    ExecutorConfig,
+    KvCacheConfig,
+    PeftCacheConfig,
+    SchedulerConfig,
+)
 from midstream.executor.executor import GenerationExecutor
 from midstream.executor.request import GenerationRequest
-from midstream.executor.response import Response, ResponseResult
+from midstream.executor.response import Response
+from midstream.executor.response_tensors import RequestLengths, response_tensors
+from midstream.executor.stats import IterationStats
+from midstream.extras import Tensor
 
 logger = logging.getLogger(__name__)
 
 _ITERATION_S = 0.02
-_STATS_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A request under an id of the caller's own."""
+    """A request under an id of the caller's own, an unsigned 64-bit number."""
 
     request_id: int
     request: GenerationRequest
 
 
 GetInferenceRequests = Callable[[int], Iterable[InferenceRequest]]
-SendResponse = Callable[[int, Sequence[ResponseResult], bool, str], None]
+SendResponse = Callable[[int, Sequence[Tensor], bool, str], None]
 PollStopSignals = Callable[[], Iterable[int]]
 ReturnBatchManagerStats = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionalParams:
+    """Optional parameters of `BatchManager.create`.
+
+    Attributes:
+        enable_trt_overlap: Two steps in flight, so that scheduling hides behind compute; None: as the service does it.
+    """
+
+    kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
+    enable_trt_overlap: bool | None = None
+    enable_chunked_context: bool = True
+    peft_cache_manager_config: PeftCacheConfig = field(default_factory=PeftCacheConfig)
 
 
 class BatchManager:
@@ -59,16 +84,20 @@ class BatchManager:
         return_batch_manager_stats: ReturnBatchManagerStats | None = None,
         *,
         max_num_requests: int = -1,
+        owns_executor: bool = False,
     ) -> None:
-        """Starts the loop.
+        """Start the loop.
 
         Args:
-            executor: What runs the requests; nobody else takes responses from it.
+            executor: What runs the requests; nobody else takes responses or iteration statistics from it.
             get_inference_requests: Gives at most as many new requests as its argument says; negative: any number.
-            send_response: Gets what came of a request, whether that is the last, and an error's text or nothing.
+            send_response: Gets tensors (see `response_tensors`), whether they are the request's last, and an error's
+                text or nothing.
             poll_stop_signals: Gives ids of requests to stop.
-            return_batch_manager_stats: Gets the latest statistics as JSON.
+            return_batch_manager_stats: Gets an iteration's statistics as JSON: the labels of TensorRT-LLM's batch
+                manager (`Active Request Count`) beside the names of its executor (`numActiveRequests`).
             max_num_requests: Most active requests; negative: any number.
+            owns_executor: `shutdown` also shuts the executor down.
         """
         self._executor = executor
         self._get = get_inference_requests
@@ -76,16 +105,69 @@ class BatchManager:
         self._poll = poll_stop_signals
         self._return_stats = return_batch_manager_stats
         self._max_num_requests = max_num_requests
+        self._owns_executor = owns_executor
         self._stopping = threading.Event()
         self._by_caller: dict[int, int] = {}
         self._by_executor: dict[int, int] = {}
+        self._lengths: dict[int, RequestLengths] = {}
+        if return_batch_manager_stats is not None:
+            executor.follow_iterations()
         self._thread = threading.Thread(target=self._loop, name="midstream-batch-manager", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def create(
+        cls,
+        engine_path: str,
+        model_type: BatchingType,
+        max_beam_width: int,
+        scheduler_config: SchedulerConfig,
+        get_inference_requests: GetInferenceRequests,
+        send_response: SendResponse,
+        poll_stop_signals: PollStopSignals | None = None,
+        return_batch_manager_stats: ReturnBatchManagerStats | None = None,
+        optional_params: OptionalParams | None = None,
+    ) -> Self:
+        """Start services on this machine and the loop over them, with the arguments of TensorRT-LLM's `GptManager`.
+
+        Args:
+            engine_path: Model folder, GGUF file, or `smollm2`.
+            model_type: Batching scheme.
+            max_beam_width: Widest beam search of a request.
+            scheduler_config: Capacity policy.
+            get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats: As above.
+            optional_params: Further settings.
+
+        Raises:
+            As `GenerationExecutor.create`.
+        """
+        optional = optional_params or OptionalParams()
+        depth = {} if optional.enable_trt_overlap is None else {"pipeline_depth": 1 + optional.enable_trt_overlap}
+        config = ExecutorConfig(
+            max_beam_width=max_beam_width,
+            scheduler_config=scheduler_config,
+            batching_type=model_type,
+            kv_cache_config=optional.kv_cache_config,
+            peft_cache_config=optional.peft_cache_manager_config,
+            enable_chunked_context=optional.enable_chunked_context,
+            settings=depth,
+        )
+        executor = GenerationExecutor.create(engine_dir=engine_path, executor_config=config)
+        return cls(
+            executor,
+            get_inference_requests,
+            send_response,
+            poll_stop_signals,
+            return_batch_manager_stats,
+            owns_executor=True,
+        )
+
     def shutdown(self) -> None:
-        """Takes nothing new, and returns when everything active has had its final response."""
+        """Take nothing new, and return when everything active has had its final response."""
         self._stopping.set()
         self._thread.join()
+        if self._owns_executor:
+            self._executor.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -96,16 +178,13 @@ class BatchManager:
         self.shutdown()
 
     def _loop(self) -> None:
-        iteration = 0
         while self._by_caller or not self._stopping.is_set():
             if not self._stopping.is_set():
                 self._guarded(self._take_requests)
             if self._by_caller:
                 self._guarded(self._send_responses)
                 self._guarded(self._stop_requests)
-                if iteration % _STATS_EVERY == 0:
-                    self._guarded(self._report)
-                iteration += 1
+                self._guarded(self._report)
             else:
                 self._stopping.wait(_ITERATION_S)
 
@@ -123,18 +202,23 @@ class BatchManager:
             else:
                 self._by_caller[item.request_id] = result.request.id
                 self._by_executor[result.request.id] = item.request_id
+                self._lengths[item.request_id] = RequestLengths(item.request)
 
     def _send_responses(self) -> None:
         responses: dict[int, list[Response]] = {}
         for response in self._executor.await_responses(timeout=_ITERATION_S):
             responses.setdefault(response.request_id, []).append(response)
         for executor_id, group in responses.items():
-            is_final, error = group[-1].is_final, group[-1].error_msg
             request_id = self._by_executor[executor_id]
-            if is_final:
-                del self._by_executor[executor_id], self._by_caller[request_id]
-            results = [response.result for response in group if response.result is not None]
-            self._guarded(lambda to=request_id, of=results, end=is_final, why=error: self._send(to, of, end, why))  # type: ignore[misc]
+            lengths = self._lengths[request_id]
+            if group[-1].is_final:
+                del self._by_executor[executor_id], self._by_caller[request_id], self._lengths[request_id]
+            for response in group:
+                self._guarded(lambda to=request_id, of=response, seen=lengths: self._send_one(to, of, seen))  # type: ignore[misc]
+
+    def _send_one(self, request_id: int, response: Response, lengths: RequestLengths) -> None:
+        tensors = [] if response.result is None else response_tensors(response.result, lengths)
+        self._send(request_id, tensors, response.is_final, response.error_msg)
 
     def _stop_requests(self) -> None:
         for request_id in self._poll() if self._poll else ():
@@ -142,8 +226,9 @@ class BatchManager:
                 self._executor.abort_request(self._by_caller[request_id])
 
     def _report(self) -> None:
-        if self._return_stats:
-            self._return_stats(self._executor.get_latest_stats().to_json())
+        if self._return_stats is not None:
+            for stats in self._executor.get_latest_iteration_stats():
+                self._return_stats(_to_json(stats))
 
     @staticmethod
     def _guarded(call: Callable[[], None]) -> None:
@@ -151,3 +236,7 @@ class BatchManager:
             call()
         except Exception:  # a caller's defect must not end the loop for the other requests
             logger.exception("a callback failed")
+
+
+def _to_json(stats: IterationStats) -> str:
+    return json.dumps({**stats.labelled(), **stats.fields})

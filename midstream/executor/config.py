@@ -1,9 +1,14 @@
-"""How an executor that starts its own services sets them up, under TensorRT-LLM's names."""
+"""Settings of an executor that starts its own services, under TensorRT-LLM's names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from midstream.errors import InvalidArgumentError, UnsupportedError
+from midstream.executor.output import AdditionalModelOutput
+from midstream.executor.request import DraftTargetDecodingConfig, NGramDecodingConfig
 
 
 class CapacitySchedulerPolicy(StrEnum):
@@ -31,13 +36,131 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheConfig:
-    """Size and use of the KV cache; None is the service's default."""
+    """Size and use of the KV cache; None is the service's default.
+
+    Attributes:
+        enable_block_reuse: Requests share the blocks of equal prefixes.
+        max_tokens: Most tokens in the pool; the smaller of this and the memory fraction counts.
+        max_attention_window: Tokens attended to.
+        sink_token_length: First tokens that stay attended to beside the window. Only 0 is implemented.
+        free_gpu_memory_fraction: Share, 0 to 1, of the memory left after loading.
+        host_cache_size: Bytes of a second tier in host memory. Only 0 is implemented.
+        tokens_per_block: Size of a block.
+    """
 
     enable_block_reuse: bool = True
     max_tokens: int | None = None
     max_attention_window: int | None = None
+    sink_token_length: int | None = None
     free_gpu_memory_fraction: float | None = None
+    host_cache_size: int | None = None
     tokens_per_block: int | None = None
+
+    def settings(self) -> dict[str, object]:
+        """Return the services' settings.
+
+        Raises:
+            UnsupportedError: Sink tokens or a host tier.
+        """
+        for name in ("sink_token_length", "host_cache_size"):
+            if getattr(self, name):
+                raise UnsupportedError("is not implemented; leave it at 0", field=f"kv_cache_config.{name}")
+        return {
+            "enable_block_reuse": self.enable_block_reuse,
+            "max_kv_tokens": self.max_tokens,
+            "max_attention_window": self.max_attention_window,
+            "free_memory_fraction": self.free_gpu_memory_fraction,
+            "tokens_per_block": self.tokens_per_block,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftCacheConfig:
+    """The caches of LoRA adapters; None is the service's default.
+
+    Adapters are stored whole and not in pages, are read by one thread, and are copied on the stream that computes. So
+    the six fields that size pages, thread pools and streams are accepted and have no effect: `optimal_adapter_size`,
+    `num_put_workers`, `num_ensure_workers`, `num_copy_streams`, `max_pages_per_block_host`,
+    `max_pages_per_block_device`.
+
+    Attributes:
+        num_host_module_layer: Ranks of a module in a layer that the host keeps; overrides `host_cache_size`.
+        num_device_module_layer: The same on the device; overrides `device_cache_percent`.
+        max_adapter_size: Largest rank of an adapter.
+        device_cache_percent: Share, 0 to 1, of the memory left after weights and KV pool.
+        host_cache_size: Bytes that the host keeps.
+    """
+
+    num_host_module_layer: int | None = None
+    num_device_module_layer: int | None = None
+    optimal_adapter_size: int | None = None
+    max_adapter_size: int | None = None
+    num_put_workers: int | None = None
+    num_ensure_workers: int | None = None
+    num_copy_streams: int | None = None
+    max_pages_per_block_host: int | None = None
+    max_pages_per_block_device: int | None = None
+    device_cache_percent: float | None = None
+    host_cache_size: int | None = None
+
+    def settings(self) -> dict[str, object]:
+        """Return the services' settings."""
+        return {
+            "lora_num_host_module_layer": self.num_host_module_layer,
+            "lora_num_device_module_layer": self.num_device_module_layer,
+            "lora_max_adapter_size": self.max_adapter_size,
+            "lora_device_cache_percent": self.device_cache_percent,
+            "lora_host_cache_bytes": self.host_cache_size,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How many processes share one copy of the model.
+
+    Attributes:
+        tensor_parallel_size: Ranks that divide each layer.
+        pipeline_parallel_size: Stages that divide the layers.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedDecodingConfig:
+    """The tokenizer that grammars are compiled for.
+
+    Workers take all of it from the model folder, so nothing has to be set. What is given must be of that tokenizer;
+    `create` checks the vocabulary's size and the stop tokens.
+
+    Attributes:
+        encoded_vocab: All tokens as text, by id.
+        tokenizer_str: The tokenizer as JSON.
+        stop_token_ids: Tokens that may end guided output.
+    """
+
+    encoded_vocab: Sequence[str] | None = None
+    tokenizer_str: str | None = None
+    stop_token_ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsPostProcessorConfig:
+    """Logits post-processors that requests choose by name, beside those of installed packages.
+
+    Callables do not cross processes; a class is named by where workers import it from, as an entry point names it.
+
+    Attributes:
+        processor_map: Name to `module:Class`.
+        processor_batched: `module:Class` that requests choose as BATCHED_POST_PROCESSOR_NAME.
+        replicate: In a tensor-parallel group: call processors on all ranks of the first stage, so that what they keep
+            is the same there, or on rank 0 alone. Ranks get their tokens from rank 0 in either case.
+    """
+
+    processor_map: Mapping[str, str] = field(default_factory=dict)
+    processor_batched: str | None = None
+    replicate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,33 +168,69 @@ class ExecutorConfig:
     """Settings of the services; None is their default.
 
     Attributes:
+        max_beam_width: Widest beam search that a request may ask for.
+        additional_model_outputs: Outputs that all requests report, beside what each asks for.
+        speculative_config: Drafts of all requests that do not have their own.
+        speculative_model_dir: The workers' draft model, for DraftTargetDecodingConfig.
         settings: Any other setting of any service by its name, such as `{"num_threads": 1}`.
     """
 
+    max_beam_width: int | None = None
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
     max_queue_size: int | None = None
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
+    peft_cache_config: PeftCacheConfig = field(default_factory=PeftCacheConfig)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    guided_decoding_config: GuidedDecodingConfig | None = None
+    logits_post_processor_config: LogitsPostProcessorConfig | None = None
+    additional_model_outputs: Sequence[AdditionalModelOutput] = ()
+    speculative_config: NGramDecodingConfig | DraftTargetDecodingConfig | None = None
+    speculative_model_dir: str = ""
     batching_type: BatchingType = BatchingType.INFLIGHT_FUSED
     enable_chunked_context: bool = True
-    settings: dict[str, str | int | float | bool] = field(default_factory=dict)
+    settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """The variables that the services read."""
-        cache = self.kv_cache_config
-        values = {
+        """Return the variables that the services read.
+
+        Raises:
+            InvalidArgumentError: A value out of its range.
+            UnsupportedError: A feature that is not implemented.
+        """
+        if self.max_beam_width is not None and self.max_beam_width < 1:
+            raise InvalidArgumentError("must be at least 1", field="max_beam_width")
+        values: dict[str, object] = {
+            "max_beam_width": self.max_beam_width,
             "max_batch_size": self.max_batch_size,
             "max_num_tokens": self.max_num_tokens,
             "max_queue_size": self.max_queue_size,
             "capacity_policy": self.scheduler_config.policy.value,
             "batching_type": self.batching_type.value,
             "enable_chunked_context": self.enable_chunked_context,
-            "enable_block_reuse": cache.enable_block_reuse,
-            "max_kv_tokens": cache.max_tokens,
-            "max_attention_window": cache.max_attention_window,
-            "free_memory_fraction": cache.free_gpu_memory_fraction,
-            "tokens_per_block": cache.tokens_per_block,
+            "draft_model": self.speculative_model_dir or None,
+            **self.kv_cache_config.settings(),
+            **self.peft_cache_config.settings(),
+            **_post_processor_settings(self.logits_post_processor_config),
             **self.settings,
         }
         return {f"MIDSTREAM_{name.upper()}": str(value) for name, value in values.items() if value is not None}
+
+
+BATCHED_POST_PROCESSOR_NAME = "batched"
+
+
+def _post_processor_settings(config: LogitsPostProcessorConfig | None) -> dict[str, object]:
+    if config is None:
+        return {}
+    classes = dict(config.processor_map)
+    if config.processor_batched is not None:
+        classes[BATCHED_POST_PROCESSOR_NAME] = config.processor_batched
+    for name, place in classes.items():
+        if not isinstance(place, str) or ":" not in place or not name or {",", "="} & set(name + place):
+            raise InvalidArgumentError("give each class as module:Class", field="logits_post_processor_config")
+    return {
+        "logits_post_processors": ",".join(f"{name}={place}" for name, place in classes.items()) or None,
+        "replicate_post_processors": config.replicate,
+    }

@@ -14,20 +14,27 @@ import itertools
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from datetime import timedelta
+from enum import StrEnum
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from midstream.client import AsyncClient, FinishReason
 from midstream.client.request import Array
 from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
-from midstream.executor.config import ExecutorConfig
+from midstream.executor.api_request import Request
+from midstream.executor.config import ExecutorConfig, GuidedDecodingConfig
+from midstream.executor.engine_folder import one_tokenizer
+from midstream.executor.lifecycle import RequestState, RequestStats
 from midstream.executor.request import (
     DraftTargetDecodingConfig,
     GenerationRequest,
     KvCacheRetentionConfig,
     LoRARequest,
+    MultimodalParams,
     NGramDecodingConfig,
     PromptAdapterRequest,
 )
@@ -35,20 +42,30 @@ from midstream.executor.response import Response
 from midstream.executor.result import GenerationResult
 from midstream.executor.sampling_params import SamplingParams
 from midstream.executor.service import LocalService
-from midstream.executor.stats import IterationStats
+from midstream.executor.stats import IterationStats, sum_up
 from midstream.model.folder import EMBEDDED_MODEL
+from protos import generation_pb2 as pb
 
 _T = TypeVar("_T")
 Prompt = Sequence[int] | str
+_RETRY_S = 0.2
+_MAX_ITERATIONS = 1000
+_MAX_REQUEST_STATS = 1024
 _FAILURES = (FinishReason.ERROR, FinishReason.DEADLINE)
 
 
 class GenerationExecutor:
     """Runs requests on a service; use it as a context manager, or call `shutdown`."""
 
-    def __init__(self, addresses: Sequence[str], service: LocalService | None = None) -> None:
-        """Connects; see `create`."""
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        service: LocalService | None = None,
+        executor_config: ExecutorConfig | None = None,
+    ) -> None:
+        """Connect; see `create`."""
         self._service = service
+        self._config = executor_config or ExecutorConfig()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-executor", daemon=True)
         self._thread.start()
@@ -60,8 +77,15 @@ class GenerationExecutor:
         self._results: dict[int, GenerationResult] = {}
         self._running: dict[int, Future[None]] = {}
         self._news: Future[None] = Future()
+        self._iterations: deque[IterationStats] = deque(maxlen=_MAX_ITERATIONS)
+        self._iteration_reader: Future[None] | None = None
         self._closed = False
         atexit.register(self.shutdown)
+        try:
+            self._check_guided(self._config.guided_decoding_config)
+        except BaseException:
+            self.shutdown()
+            raise
 
     @staticmethod
     def create(
@@ -75,64 +99,104 @@ class GenerationExecutor:
         postprocess_tokenizer_dir: str | None = None,
         executor_config: ExecutorConfig | None = None,
     ) -> GenerationExecutor:
-        """Starts the services on this machine, or connects to those at `address`.
+        """Start the services on this machine, or connect to those at `address`.
 
         Args:
             model: Model folder, GGUF file, or `smollm2` for the embedded model.
             engine_dir: Another name for `model`.
-            tokenizer_dir: Where given, it must be the model's folder: tokenizer and weights are one folder here.
-            address: Routers of a running service; then nothing is started, and `executor_config` must not be given.
-            num_workers: Worker processes.
-            num_postprocess_workers: Detokenizers.
-            postprocess_tokenizer_dir: As tokenizer_dir.
+            tokenizer_dir: Folder of the tokenizer, where it is not the model's.
+            address: Routers of a running service; nothing is started, and settings of services must not be given.
+            num_workers: Worker groups; each has `executor_config.parallel_config` ranks.
+            num_postprocess_workers: Detokenizers; at least one runs.
+            postprocess_tokenizer_dir: As tokenizer_dir, which it must agree with.
             executor_config: Settings of the services.
 
         Raises:
             InvalidArgumentError: Arguments that do not go together.
+            UnsupportedError: A setting that is not implemented.
             ExecutionError: The services did not start.
         """
-        model = engine_dir or model
-        for name, folder in (
-            ("tokenizer_dir", tokenizer_dir),
-            ("postprocess_tokenizer_dir", postprocess_tokenizer_dir),
-        ):
-            if folder is not None and folder != model:
-                raise InvalidArgumentError("must be the model's folder, or not be given", field=name)
         if address is not None:
             if executor_config is not None:
                 raise InvalidArgumentError("a running service has its own settings", field="executor_config")
             return GenerationExecutor([address] if isinstance(address, str) else address)
-        parts = {"workers": num_workers, "detokenizers": max(num_postprocess_workers, 1), "routers": 1}
-        service = LocalService(model, parts, (executor_config or ExecutorConfig()).environment())
-        return GenerationExecutor(service.addresses, service)
+        config = executor_config or ExecutorConfig()
+        tokenizer = one_tokenizer(tokenizer_dir, postprocess_tokenizer_dir)
+        service = LocalService.of_config(
+            engine_dir or model,
+            config,
+            tokenizer_dir=tokenizer,
+            num_workers=num_workers,
+            num_detokenizers=max(num_postprocess_workers, 1),
+        )
+        return GenerationExecutor(service.addresses, service, config)
 
     def submit(self, request: GenerationRequest) -> GenerationResult:
-        """Runs a request, to which it gives an id.
+        """Run a request, to which it gives an id.
 
         Raises:
             InvalidArgumentError: A value that its field cannot hold. What the service refuses, the result raises.
         """
-        message = request.to_proto()
+        message = self._to_proto(request)
         if self._closed:
             raise InvalidArgumentError("the executor is shut down", field="executor")
-        request.id = next(self._ids)
+        request.set_id(next(self._ids))
         message.request_id = self._wire_id(request.id)
-        result = GenerationResult(request, self._forget)
+        result = GenerationResult(request, self._forget, self._ask_state)
         with self._lock:
             self._results[request.id] = result
             # Under the lock, for the stream may end before it is noted.
             self._running[request.id] = asyncio.run_coroutine_threadsafe(self._follow(result, message), self._loop)
         return result
 
+    def enqueue_request(self, request: Request | GenerationRequest) -> int:
+        """Run a request whose output `await_responses` gives; return its id.
+
+        Raises:
+            InvalidArgumentError: As in `submit`.
+        """
+        native = request.to_generation_request() if isinstance(request, Request) else request
+        return self.submit(native).request.id
+
+    def enqueue_requests(self, requests: Sequence[Request | GenerationRequest]) -> list[int]:
+        """Run several requests; return their ids. None runs where one of them cannot.
+
+        Raises:
+            InvalidArgumentError: As in `submit`.
+        """
+        native = [item.to_generation_request() if isinstance(item, Request) else item for item in requests]
+        for request in native:
+            self._to_proto(request)
+        return [self.submit(request).request.id for request in native]
+
+    def can_enqueue_requests(self) -> bool:
+        """Return whether requests are taken."""
+        return not self._closed
+
+    def _to_proto(self, request: GenerationRequest) -> pb.GenerateRequest:
+        message = request.to_proto()
+        if request.is_beam_search and not message.sampling.HasField("num_return_sequences"):
+            message.sampling.num_return_sequences = message.sampling.beam_width
+        known = {item.name for item in message.output.additional_outputs}
+        for item in self._config.additional_model_outputs:
+            if item.name not in known:
+                message.output.additional_outputs.add(name=item.name, gather_context=item.gather_context)
+        if self._config.speculative_config is not None and not message.HasField("speculative"):
+            message.speculative.CopyFrom(self._config.speculative_config.to_proto())
+        return message
+
     def generate_async(
         self,
         prompt_token_ids: Prompt | None,
         sampling_params: SamplingParams | None = None,
-        *,
         streaming: bool = False,
+        *,
+        max_tokens: int | None = None,
+        query_token_ids: Sequence[int] | None = None,
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         kv_cache_retention_config: KvCacheRetentionConfig | None = None,
+        multimodal_params: MultimodalParams | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
         client_id: str = "",
@@ -147,10 +211,13 @@ class GenerationExecutor:
             GenerationRequest(
                 prompt_token_ids,
                 sampling_params or SamplingParams(),
+                max_tokens=max_tokens,
+                query_token_ids=query_token_ids,
                 lora_request=lora_request,
                 prompt_adapter_request=prompt_adapter_request,
                 streaming=streaming,
                 kv_cache_retention_config=kv_cache_retention_config,
+                multimodal_params=multimodal_params,
                 arrival_time=arrival_time,
                 priority=priority,
                 client_id=client_id,
@@ -212,16 +279,23 @@ class GenerationExecutor:
         if request_id in self._results:
             self._run(self._client.abort(self._wire_id(request_id)))
 
-    def await_responses(self, request_id: int | None = None, timeout: float | None = None) -> list[Response]:
+    def cancel_request(self, request_id: int) -> None:
+        """End a request; its last response says `abort`. One that has ended is left as it is."""
+        self.abort_request(request_id)
+
+    def await_responses(
+        self, request_id: int | None = None, timeout: float | timedelta | None = None
+    ) -> list[Response]:
         """What has come and nobody has read yet, of one request or of all; waits until there is something.
 
         Args:
             request_id: Of a request whose final response has not been taken; None: any.
-            timeout: Seconds; nothing came by then: an empty list.
+            timeout: Seconds, or a duration; nothing came by then: an empty list.
 
         Raises:
             NotFoundError: No such request.
         """
+        timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:
@@ -237,8 +311,41 @@ class GenerationExecutor:
                 wait([news], left, FIRST_COMPLETED)
 
     def get_latest_stats(self) -> IterationStats:
-        """The scheduler's latest iteration; of the first cell, where there are several."""
-        return IterationStats(self._run(self._latest_stats()))
+        """Return the latest iteration of all cells together."""
+        return sum_up(self._run(self._latest_stats()))
+
+    def get_latest_iteration_stats(self) -> list[IterationStats]:
+        """Return the iterations since the last call, oldest first, at most 1,000; the first call returns none.
+
+        Iterations of several cells come one by one, and each names its worker group.
+        """
+        self.follow_iterations()
+        return [self._iterations.popleft() for _ in range(len(self._iterations))]
+
+    def follow_iterations(self) -> None:
+        """Begin to keep iterations for `get_latest_iteration_stats`; return once the service sends them."""
+        if self._iteration_reader is None:
+            follows: Future[None] = Future()
+            reading = self._read_iterations(follows)
+            self._iteration_reader = asyncio.run_coroutine_threadsafe(reading, self._loop)
+            follows.result()
+
+    def get_latest_request_stats(self, request_ids: Sequence[int] | None = None) -> list[RequestStats]:
+        """Return where requests are and what they hold, without those that the service does not know any more.
+
+        Args:
+            request_ids: Default: all that have not ended.
+        """
+        if request_ids is None:
+            with self._lock:
+                request_ids = list(self._running)
+        by_wire_id = {self._wire_id(request_id): request_id for request_id in request_ids}
+        found: list[RequestStats] = []
+        wire_ids = list(by_wire_id)
+        for start in range(0, len(wire_ids), _MAX_REQUEST_STATS):
+            stats = self._run(self._client.request_stats(wire_ids[start : start + _MAX_REQUEST_STATS]))
+            found += [RequestStats.from_proto(by_wire_id[item.id], item) for item in stats]
+        return found
 
     def shutdown(self) -> None:
         """Ends what still runs, and the services that `create` started."""
@@ -246,9 +353,10 @@ class GenerationExecutor:
             return
         self._closed = True
         atexit.unregister(self.shutdown)
-        for running in list(self._running.values()):
-            running.cancel()
-        wait(list(self._running.values()))
+        running = [*self._running.values(), *filter(None, [self._iteration_reader])]
+        for item in running:
+            item.cancel()
+        wait(running)
         self._run(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -280,11 +388,40 @@ class GenerationExecutor:
                 self._running.pop(result.request.id, None)
             self._wake()
 
-    async def _latest_stats(self) -> dict[str, object]:
-        latest: dict[str, object] = {}
-        async for stats in self._client.iteration_stats():
-            latest = latest or stats
-        return latest
+    async def _latest_stats(self) -> list[dict[str, object]]:
+        return [stats async for stats in self._client.iteration_stats()]
+
+    async def _read_iterations(self, follows: Future[None]) -> None:
+        """Keep iterations as they come, again from the present after a router was lost."""
+        while True:
+            try:
+                stream = self._client.iteration_stats(follow=True, on_open=lambda: _set(follows))
+                async for stats in stream:
+                    self._iterations.append(IterationStats(stats))
+            except MidstreamError:
+                await asyncio.sleep(_RETRY_S)
+
+    def _ask_state(self, request_id: int) -> RequestState:
+        stats = self.get_latest_request_stats([request_id])
+        # It may not have arrived yet.
+        return stats[0].state if stats else RequestState.PENDING
+
+    def _check_guided(self, config: GuidedDecodingConfig | None) -> None:
+        """Check that what is said of the tokenizer is true of the model's."""
+        if config is None:
+            return
+        info = self._run(self._client.model_info())
+        if config.encoded_vocab is not None and len(config.encoded_vocab) > info.vocab_size:
+            raise InvalidArgumentError(
+                f"has {len(config.encoded_vocab)} tokens; the model has {info.vocab_size}",
+                field="guided_decoding_config.encoded_vocab",
+            )
+        unknown = set(config.stop_token_ids or ()) - set(info.end_ids)
+        if unknown:
+            raise InvalidArgumentError(
+                f"{sorted(unknown)} are no end ids of the model: {list(info.end_ids)}",
+                field="guided_decoding_config.stop_token_ids",
+            )
 
     def _wake(self) -> None:
         with self._lock:
@@ -302,6 +439,43 @@ class GenerationExecutor:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
+class ModelType(StrEnum):
+    """What kind of model is served."""
+
+    DECODER_ONLY = "decoder_only"
+
+
+class Executor(GenerationExecutor):
+    """The Executor API: requests in by `enqueue_request`, output by `await_responses`."""
+
+    def __init__(
+        self,
+        model_path: str,
+        model_type: ModelType = ModelType.DECODER_ONLY,
+        executor_config: ExecutorConfig | None = None,
+    ) -> None:
+        """Start the services on this machine.
+
+        Args:
+            model_path: Model folder, GGUF file, or `smollm2`.
+            model_type: There is one.
+            executor_config: Settings of the services.
+
+        Raises:
+            As `GenerationExecutor.create`.
+        """
+        config = executor_config or ExecutorConfig()
+        if model_type not in list(ModelType):
+            raise InvalidArgumentError("must be decoder_only", field="model_type")
+        service = LocalService.of_config(model_path, config)
+        super().__init__(service.addresses, service, config)
+
+
 async def _open(addresses: Sequence[str]) -> AsyncClient:
     # Channels belong to the loop that they are made on.
     return AsyncClient(addresses)
+
+
+def _set(future: Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from midstream.chunk import Chunk
 from midstream.extras import LogProbs, Tensor, join_tensors
 
 CONTEXT = "context_"
+
+
+@dataclass(frozen=True, slots=True)
+class AdditionalModelOutput:
+    """A named output of the model.
+
+    Attributes:
+        name: Such as `hidden_states.0`, `topk_logits.5`, or of an output probe that the workers have.
+        gather_context: Report it for the prompt's tokens too.
+    """
+
+    name: str
+    gather_context: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +113,12 @@ def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | o
             entry[ids[row]] = Logprob(log_prob, rank)
         result.append(entry)
     return result
+
+
+def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of several beams as one, [beams, longest, ...]; shorter ones are filled up with zeros."""
+    first = tensors[0]
+    longest = max(tensor.shape[0] for tensor in tensors)
+    row_bytes = max((len(tensor.data) // tensor.shape[0] for tensor in tensors if tensor.shape[0]), default=0)
+    data = b"".join(tensor.data.ljust(longest * row_bytes, b"\0") for tensor in tensors)
+    return Tensor(first.name, first.dtype, (len(tensors), longest, *first.shape[1:]), data)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from midstream.client import request as native
-from midstream.errors import InvalidArgumentError
+from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.executor.sampling_params import SamplingParams
 from protos import generation_pb2 as pb
 
@@ -105,14 +105,45 @@ class DraftTargetDecodingConfig:
         return config
 
 
+@dataclass(frozen=True, slots=True)
+class MultimodalParams:
+    """What a multimodal encoder made of images or audio.
+
+    Attributes:
+        multimodal_data: `{"multimodal_embedding": array}`, [tokens, hidden size]. Token id vocabulary size + i in the
+            prompt stands for row i; a prompt without such ids begins with all rows.
+    """
+
+    multimodal_data: Mapping[str, native.Array] = field(default_factory=dict)
+
+    @property
+    def embedding(self) -> native.Array | None:
+        """The embeddings.
+
+        Raises:
+            UnsupportedError: Raw media, which need an encoder.
+        """
+        unknown = self.multimodal_data.keys() - {"multimodal_embedding"}
+        if unknown:
+            raise UnsupportedError(
+                f"no encoder for {', '.join(sorted(unknown))}; pass its output as multimodal_embedding",
+                field="multimodal_params",
+            )
+        return self.multimodal_data.get("multimodal_embedding")
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """One request.
 
     Attributes:
-        prompt: Its tokens, or text; None where `prompt_embeddings` are the prompt.
+        prompt_token_ids: Prompt tokens, or text; None where `prompt_embeddings` are the prompt.
         sampling_params: How tokens are chosen.
+        max_tokens: Overrides that of `sampling_params`.
+        query_token_ids: Tokens appended to `prompt_token_ids`. Requests with the same prompt and different queries
+            share the prompt's KV blocks.
         streaming: Output comes as it is made; else once per sequence, at its end.
+        multimodal_params: Output of a multimodal encoder; sets `prompt_tuning_table`.
         arrival_time: Seconds since the epoch; None: when the router gets it.
         client_id: Whose it is, for fairness and logits post-processors.
         timeout_s: Its deadline.
@@ -123,12 +154,15 @@ class GenerationRequest:
         id: Given by the executor.
     """
 
-    prompt: Sequence[int] | str | None
+    prompt_token_ids: Sequence[int] | str | None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    query_token_ids: Sequence[int] | None = None
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
     streaming: bool = False
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
+    multimodal_params: MultimodalParams | None = None
     arrival_time: float | None = None
     priority: int = 0
     client_id: str = ""
@@ -155,15 +189,12 @@ class GenerationRequest:
         )
         self._set_input(request)
         self.sampling_params.fill(request)
+        native.set_fields(request, max_tokens=self.max_tokens)
         if self.lora_request is not None:
             with native.naming("lora_request"):
                 request.lora.name = self.lora_request.lora_name
                 request.lora.path = _absolute(self.lora_request.lora_path)
         if self.prompt_adapter_request is not None:
-            if self.prompt_tuning_table is not None:
-                raise InvalidArgumentError(
-                    "cannot be together with prompt_tuning_table", field="prompt_adapter_request"
-                )
             with native.naming("prompt_adapter_request"):
                 request.prompt_tuning.name = self.prompt_adapter_request.prompt_adapter_name
                 request.prompt_tuning.path = _absolute(self.prompt_adapter_request.prompt_adapter_local_path)
@@ -177,16 +208,54 @@ class GenerationRequest:
                 request.arrival_time_unix_ns = int(self.arrival_time * 1e9)
         return request
 
+    @property
+    def is_beam_search(self) -> bool:
+        """Whether all beams come together at the end."""
+        params = self.sampling_params
+        return (params.beam_width or (params.n if params.use_beam_search else None) or 1) > 1
+
+    @property
+    def known_token_ids(self) -> list[int]:
+        """The prompt's tokens; empty where it is text or embeddings."""
+        prompt = self.prompt_token_ids
+        return [] if prompt is None or isinstance(prompt, str) else [*prompt, *(self.query_token_ids or ())]
+
+    def set_id(self, request_id: int) -> None:
+        """Set the id."""
+        self.id = request_id
+
     def _set_input(self, request: pb.GenerateRequest) -> None:
-        if self.prompt_tuning_table is not None:
-            request.prompt_tuning.table.CopyFrom(native.tensor_of(self.prompt_tuning_table, "prompt_tuning_table"))
-        if self.prompt_embeddings is None:
-            text = self.prompt if isinstance(self.prompt, str) else None
-            native.set_input(request, text, None if isinstance(self.prompt, str) else self.prompt, None, None)
-        elif self.prompt is not None:
-            raise InvalidArgumentError("must be None where prompt_embeddings are given", field="prompt")
-        else:
+        self._set_table(request)
+        prompt = self.prompt_token_ids
+        if self.prompt_embeddings is not None:
+            if prompt is not None:
+                raise InvalidArgumentError("must be None where prompt_embeddings are given", field="prompt_token_ids")
             request.prompt_embeddings.CopyFrom(native.tensor_of(self.prompt_embeddings, "prompt_embeddings"))
+        elif prompt is None:
+            raise InvalidArgumentError("must be given", field="prompt_token_ids")
+        elif isinstance(prompt, str):
+            native.set_input(request, prompt, None, None, None)
+        else:
+            with native.naming("prompt_token_ids"):
+                request.token_ids.values.extend(prompt)
+                request.token_ids.SetInParent()
+        if self.query_token_ids is not None:
+            if not request.HasField("token_ids"):
+                raise InvalidArgumentError("needs a prompt of token ids", field="query_token_ids")
+            with native.naming("query_token_ids"):
+                request.token_ids.values.extend(self.query_token_ids)
+
+    def _set_table(self, request: pb.GenerateRequest) -> None:
+        table = self.prompt_tuning_table
+        if self.multimodal_params is not None:
+            if table is not None:
+                raise InvalidArgumentError("cannot be together with prompt_tuning_table", field="multimodal_params")
+            table = self.multimodal_params.embedding
+        if table is not None:
+            if self.prompt_adapter_request is not None:
+                field = "multimodal_params" if self.multimodal_params else "prompt_tuning_table"
+                raise InvalidArgumentError(f"cannot be together with {field}", field="prompt_adapter_request")
+            request.prompt_tuning.table.CopyFrom(native.tensor_of(table, "prompt_tuning_table"))
 
 
 def _absolute(path: str) -> str:

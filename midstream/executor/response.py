@@ -1,28 +1,77 @@
-"""What `await_responses` gives: pieces of output, each with the id of its request."""
+"""What `await_responses` returns: pieces of output, each with the id of its request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from midstream.chunk import Chunk, PerfMetrics
 from midstream.errors import MidstreamError
-from midstream.extras import Tensor
+from midstream.executor.output import CONTEXT, CompletionOutput, stack_tensors
+from midstream.extras import Tensor, join_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseResult:
-    """What a response brings: the tokens and text of one sequence since the response before."""
+    """Output since the response before: of one sequence, or of all beams of a beam search.
+
+    Lists have one entry per beam; a sampled sequence is one beam.
+
+    Attributes:
+        sequence_index: Which sequence; 0 in beam search.
+        output_token_ids: Tokens of each beam.
+        text: Text of the first beam. texts: Of each.
+        is_sequence_final: Nothing more comes for the sequence. is_final: Nothing more comes for the request.
+        finish_reasons: Of each beam, where it has ended.
+        cum_log_probs: Of each beam at its end, where asked for.
+        log_probs: Of each beam and token, where asked for.
+        tensors: Of each beam, by name.
+    """
 
     sequence_index: int
     output_token_ids: list[list[int]]
-    text: str
+    texts: list[str]
     is_sequence_final: bool
     is_final: bool
     finish_reasons: list[str]
     cum_log_probs: list[float]
     log_probs: list[list[float]]
-    tensors: list[Tensor]
-    request_perf_metrics: PerfMetrics | None
+    tensors: list[dict[str, Tensor]] = field(default_factory=list)
+    request_perf_metrics: PerfMetrics | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first beam."""
+        return self.texts[0]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first beam ended."""
+        return self.finish_reasons[0] if self.finish_reasons else None
+
+    @property
+    def context_logits(self) -> Tensor | None:
+        """Logits at each prompt token [prompt tokens, vocabulary], where asked for."""
+        return self.tensors[0].get("context_logits") if self.tensors else None
+
+    @property
+    def generation_logits(self) -> Tensor | None:
+        """Logits that each token was chosen from [beams, tokens, vocabulary], where asked for."""
+        return self._stacked("generation_logits")
+
+    @property
+    def additional_outputs(self) -> dict[str, Tensor]:
+        """Further outputs by name: `NAME` [beams, tokens, ...], `context_NAME` [prompt tokens, ...]."""
+        found: dict[str, Tensor] = {}
+        for name in self.tensors[0] if self.tensors else ():
+            tensor = self.tensors[0][name] if name.startswith(CONTEXT) else self._stacked(name)
+            if tensor is not None and name not in ("context_logits", "generation_logits"):
+                found[name] = tensor
+        return found
+
+    def _stacked(self, name: str) -> Tensor | None:
+        beams = [tensors[name] for tensors in self.tensors if name in tensors]
+        return stack_tensors(beams) if beams else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +97,38 @@ class Response:
         return self.error is not None or (self.result is not None and self.result.is_final)
 
 
-def response_result(chunk: Chunk) -> ResponseResult:
-    """Of one chunk."""
+def response_of_chunk(chunk: Chunk) -> ResponseResult:
+    """Return the result of one chunk of a sampled sequence."""
     log_probs = chunk.extras.log_probs if chunk.extras else None
     return ResponseResult(
         sequence_index=chunk.sequence_index,
         output_token_ids=[list(chunk.token_ids)],
-        text=chunk.text,
+        texts=[chunk.text],
         is_sequence_final=chunk.is_sequence_final,
         is_final=chunk.is_final,
         finish_reasons=[chunk.finish_reason.value] if chunk.finish_reason else [],
         cum_log_probs=[] if chunk.cumulative_log_prob is None else [chunk.cumulative_log_prob],
         log_probs=[list(log_probs.token_log_probs)] if log_probs else [],
-        tensors=list(chunk.extras.tensors) if chunk.extras else [],
+        tensors=[join_tensors(chunk.extras.tensors)] if chunk.extras else [],
         request_perf_metrics=chunk.perf_metrics,
+    )
+
+
+def response_of_beams(beams: Sequence[CompletionOutput], perf_metrics: PerfMetrics | None) -> ResponseResult:
+    """Return the result of a beam search: all beams, best first."""
+    return ResponseResult(
+        sequence_index=0,
+        output_token_ids=[list(beam.token_ids) for beam in beams],
+        texts=[beam.text for beam in beams],
+        is_sequence_final=True,
+        is_final=True,
+        finish_reasons=[beam.finish_reason for beam in beams if beam.finish_reason],
+        cum_log_probs=[beam.cumulative_logprob for beam in beams if beam.cumulative_logprob is not None],
+        log_probs=[
+            [entry[token].logprob for token, entry in zip(beam.token_ids, beam.logprobs, strict=False)]
+            for beam in beams
+            if beam.logprobs
+        ],
+        tensors=[beam.whole_tensors() for beam in beams],
+        request_perf_metrics=perf_metrics,
     )

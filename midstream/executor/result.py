@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
 import threading
 import time
 from collections import deque
@@ -16,12 +18,58 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
-from midstream.chunk import Chunk, PerfMetrics, Usage
+from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import MidstreamError
+from midstream.executor.lifecycle import RequestState
 from midstream.executor.output import CONTEXT, CompletionOutput, Logprob, logprobs_by_token
 from midstream.executor.request import GenerationRequest
-from midstream.executor.response import Response, response_result
+from midstream.executor.response import Response, response_of_beams, response_of_chunk
 from midstream.extras import Tensor
+
+
+class ResultQueue:
+    """The outputs of a GenerationResult as a queue; what is taken here does not come from an iteration again."""
+
+    def __init__(self, result: GenerationResult) -> None:
+        self._result = result
+
+    def get(self, block: bool = True, timeout: float | None = None) -> CompletionOutput:
+        """Return the next output, as an iteration gives it.
+
+        Args:
+            block: Wait for it.
+            timeout: Seconds.
+
+        Raises:
+            queue.Empty: It did not come, or everything has been read.
+            MidstreamError: The request failed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while isinstance(output := self._result.next_output(), Future):
+            left = None if deadline is None else deadline - time.monotonic()
+            if not block or (left is not None and left <= 0):
+                raise queue.Empty
+            with contextlib.suppress(TimeoutError):
+                output.result(left)
+        if output is None:
+            raise queue.Empty
+        return output
+
+    async def get_async(self, timeout: float | None = None) -> CompletionOutput:  # noqa: ASYNC109 (the name users know)
+        """As `get`, for asynchronous code."""
+        try:
+            async with asyncio.timeout(timeout):
+                while isinstance(output := self._result.next_output(), Future):
+                    await asyncio.shield(asyncio.wrap_future(output))
+        except TimeoutError:
+            raise queue.Empty from None
+        if output is None:
+            raise queue.Empty
+        return output
+
+    def empty(self) -> bool:
+        """Whether `get` would wait or raise."""
+        return not self._result.has_arrived
 
 
 class GenerationResult:
@@ -30,23 +78,38 @@ class GenerationResult:
     Attributes:
         request: The request, with its id.
         outputs: One per sequence.
+        queue: Its outputs one by one, for who wants neither iteration nor `result()`.
         usage: Token counts, at the end.
         perf_metrics: At the end, where asked for.
         prompt_logprobs: For each prompt token from the second on, where asked for; its own where the prompt was tokens.
     """
 
-    def __init__(self, request: GenerationRequest, on_taken: Callable[[GenerationResult], None]) -> None:
-        """`on_taken` is called when everything has been read."""
+    def __init__(
+        self,
+        request: GenerationRequest,
+        on_taken: Callable[[GenerationResult], None],
+        ask_state: Callable[[int], RequestState] | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            request: With its id.
+            on_taken: Called when everything has been read.
+            ask_state: Asks the service for the state of a request that has not ended.
+        """
         self.request = request
         self.outputs: list[CompletionOutput] = [CompletionOutput()]
         self.usage: Usage | None = None
         self.perf_metrics: PerfMetrics | None = None
         self.prompt_logprobs: list[dict[int, Logprob]] = []
+        self.queue = ResultQueue(self)
         self._on_taken = on_taken
+        self._ask_state = ask_state
         self._lock = threading.Lock()
         self._arrived: deque[Chunk] = deque()
         self._news: Future[None] = Future()
         self._ended = False
+        self._end_state: RequestState | None = None
         self._was_read = False
         self._error: MidstreamError | None = None
 
@@ -63,9 +126,23 @@ class GenerationResult:
         return {name.removeprefix(CONTEXT): tensors[name] for name in names}
 
     @property
-    def finished(self) -> bool:
+    def streaming(self) -> bool:
+        """Whether output comes as it is made."""
+        return self.request.streaming
+
+    @property
+    def done(self) -> bool:
         """Whether the request has ended; what it brought may not have been read yet."""
         return self._ended
+
+    @property
+    def state(self) -> RequestState:
+        """Where the request is; asks the service unless it has ended."""
+        with self._lock:
+            end = self._end_state
+        if end is not None:
+            return end
+        return RequestState.PENDING if self._ask_state is None else self._ask_state(self.request.id)
 
     def result(self, timeout: float | None = None) -> CompletionOutput:
         """The first sequence, once the request has ended; all of them are in `outputs`.
@@ -90,14 +167,14 @@ class GenerationResult:
         return self._outcome()
 
     def __iter__(self) -> Iterator[CompletionOutput]:
-        while (output := self._next_output()) is not None:
+        while (output := self.next_output()) is not None:
             if isinstance(output, Future):
                 output.result()
             else:
                 yield output
 
     async def __aiter__(self) -> AsyncIterator[CompletionOutput]:
-        while (output := self._next_output()) is not None:
+        while (output := self.next_output()) is not None:
             if isinstance(output, Future):
                 await asyncio.shield(asyncio.wrap_future(output))
             else:
@@ -107,6 +184,8 @@ class GenerationResult:
         """For the executor: more output."""
         with self._lock:
             self._arrived.append(chunk)
+            if chunk.is_final and chunk.finish_reason is FinishReason.ABORT:
+                self._end_state = RequestState.ABORTED
             self._wake()
 
     def end(self, error: MidstreamError | None) -> None:
@@ -114,23 +193,36 @@ class GenerationResult:
         with self._lock:
             if not self._ended:
                 self._ended, self._error = True, error
+                self._end_state = RequestState.FINISHED if self._end_state is None else self._end_state
                 self._wake()
 
     def take_responses(self) -> list[Response]:
-        """For the executor: what nobody has read yet, each piece with its own response."""
+        """For the executor: what nobody has read yet, one response per chunk, or one of all beams at the end."""
         with self._lock:
+            is_search = self.request.is_beam_search
+            if is_search and not self._ended:
+                return []
             chunks = list(self._arrived)
             self._arrived.clear()
             for chunk in chunks:
                 self._merge(chunk)
             is_read, is_news = self._ended, self._ended and not self._was_read
             self._was_read = is_read
-        responses = [Response(self.request.id, response_result(chunk)) for chunk in chunks]
+            if is_search:
+                results = [response_of_beams(self.outputs, self.perf_metrics)] if chunks and not self._error else []
+            else:
+                results = [response_of_chunk(chunk) for chunk in chunks]
+        responses = [Response(self.request.id, result) for result in results]
         if is_news and self._error is not None:
             responses.append(Response(self.request.id, error=self._error))
         if is_news:
             self._on_taken(self)
         return responses
+
+    @property
+    def has_arrived(self) -> bool:
+        """For the queue: whether there is something to read."""
+        return bool(self._arrived)
 
     def _unended(self) -> Future[None] | None:
         """What to wait for; None once the request has ended."""
@@ -146,8 +238,8 @@ class GenerationResult:
             raise self._error
         return self.outputs[0]
 
-    def _next_output(self) -> CompletionOutput | Future[None] | None:
-        """The sequence that has grown, or what to wait for, or None at the end."""
+    def next_output(self) -> CompletionOutput | Future[None] | None:
+        """For the queue: the sequence that has grown, or what to wait for, or None at the end."""
         with self._lock:
             if not self._arrived and not self._ended:
                 return self._news
@@ -177,10 +269,7 @@ class GenerationResult:
 
     def _prompt_ids(self) -> list[int]:
         """The prompt's tokens whose log probabilities come next; those of text are not known here."""
-        prompt = self.request.prompt
-        if prompt is None or isinstance(prompt, str):
-            return []
-        return list(prompt)[1 + len(self.prompt_logprobs) :]
+        return self.request.known_token_ids[1 + len(self.prompt_logprobs) :]
 
     def _wake(self) -> None:
         news, self._news = self._news, Future()

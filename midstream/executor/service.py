@@ -10,9 +10,12 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 from midstream.cli.run_dir import RunDir
 from midstream.errors import ExecutionError
+from midstream.executor.config import ExecutorConfig
+from midstream.executor.engine_folder import with_tokenizer
 
 
 class LocalService:
@@ -22,21 +25,26 @@ class LocalService:
         addresses: The routers.
     """
 
-    def __init__(self, model: str, parts: Mapping[str, int], environment: Mapping[str, str]) -> None:
-        """Starts it and waits until it is ready, which takes as long as the model takes to load.
+    def __init__(
+        self, model: str, parts: Mapping[str, int], environment: Mapping[str, str], tokenizer_dir: str | None = None
+    ) -> None:
+        """Start it and wait until it is ready, which takes as long as the model takes to load.
 
         Args:
             model: As `midstream up --model` takes it.
-            parts: How many of each: `routers`, `detokenizers`, `workers`.
+            parts: Flags of `midstream up` that count: `routers`, `detokenizers`, `workers`, `tensor-parallel`, ...
             environment: MIDSTREAM_* variables, beside those of this process.
+            tokenizer_dir: Folder of the tokenizer, where it is not the model's.
 
         Raises:
+            ConfigError: A folder is missing.
             ExecutionError: It did not start.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="midstream-"))
         self._environment = {**os.environ, **environment}
         counts = [item for part, count in parts.items() for item in (f"--{part}", str(count))]
         try:
+            model = with_tokenizer(model, tokenizer_dir, self._directory / "model")
             self._midstream("up", "--detach", "--model", model, *counts)
             state = RunDir(self._directory).read_state()
             if state is None:
@@ -45,6 +53,26 @@ class LocalService:
         except BaseException:
             self.stop()
             raise
+
+    @classmethod
+    def of_config(
+        cls,
+        model: str,
+        config: ExecutorConfig,
+        *,
+        tokenizer_dir: str | None = None,
+        num_workers: int = 1,
+        num_detokenizers: int = 1,
+    ) -> Self:
+        """Start a service with an executor's settings; arguments and errors as above."""
+        parts = {
+            "routers": 1,
+            "workers": num_workers,
+            "detokenizers": num_detokenizers,
+            "tensor-parallel": config.parallel_config.tensor_parallel_size,
+            "pipeline-parallel": config.parallel_config.pipeline_parallel_size,
+        }
+        return cls(model, parts, config.environment(), tokenizer_dir)
 
     def stop(self) -> None:
         """Stops it and forgets its state; what still runs is cut."""

@@ -1,17 +1,56 @@
-"""What the scheduler says of its latest iteration, under TensorRT-LLM's names."""
+"""What schedulers say of their iterations, under TensorRT-LLM's names."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+# Labels of the batch manager's documentation: where the value is, and what it is called there.
+_LABELS = {
+    "": {
+        "Timestamp": "timestamp",
+        "Iteration Counter": "iter",
+        "Active Request Count": "numActiveRequests",
+        "Max Request Count": "maxNumActiveRequests",
+    },
+    "kvCacheStats": {
+        "Max KV cache blocks": "maxNumBlocks",
+        "Free KV cache blocks": "freeNumBlocks",
+        "Used KV cache blocks": "usedNumBlocks",
+        "Tokens per KV cache block": "tokensPerBlock",
+    },
+    "inflightBatchingStats": {
+        "Scheduled Requests": "numScheduledRequests",
+        "Context Requests": "numContextRequests",
+        "Generation Requests": "numGenRequests",
+        "Total Context Tokens": "numCtxTokens",
+        "MicroBatch ID": "microBatchId",
+    },
+    "staticBatchingStats": {
+        "Total Generation Tokens": "numGenTokens",
+        "Empty Generation Slots": "emptyGenSlots",
+    },
+}
+# Of several cells, these are the largest; all other numbers are added up.
+_LARGEST = {"iter", "iterLatencyMS", "newActiveRequestsQueueLatencyMS", "microBatchId"}
+_SAME = {"tokensPerBlock"}
+_RATIOS = {
+    "cacheHitRate": ("reusedBlocks", ("reusedBlocks", "missedBlocks")),
+    "acceptanceRate": ("numAcceptedTokens", ("numDraftTokens",)),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """One iteration; `fields` has everything, with the names of TensorRT-LLM's JSON."""
+    """One iteration; `fields` has everything, with the names of TensorRT-LLM's JSON.
+
+    Attributes:
+        cells: Where this sums up several cells, the iteration of each.
+    """
 
     fields: Mapping[str, object]
+    cells: Sequence[IterationStats] = ()
 
     @property
     def num_active_requests(self) -> int:
@@ -42,9 +81,75 @@ class IterationStats:
                 return int(batch["numScheduledRequests"])
         return 0
 
+    def labelled(self) -> dict[str, object]:
+        """Return the statistics under the labels of the batch manager's documentation."""
+        labelled: dict[str, object] = {}
+        for part, labels in _LABELS.items():
+            fields = self.fields.get(part) if part else self.fields
+            if isinstance(fields, Mapping):
+                labelled |= {label: _number(fields[name]) for label, name in labels.items() if name in fields}
+        labelled["Timestamp"] = str(self.fields.get("timestamp", "")).partition(".")[0]
+        return labelled
+
     def to_json(self) -> str:
-        """TensorRT-LLM's JSON."""
+        """Return TensorRT-LLM's JSON."""
         return json.dumps(self.fields)
 
     def _count(self, name: str) -> int:
         return int(str(self.fields.get(name, 0)))
+
+
+def sum_up(cells: Sequence[Mapping[str, object]]) -> IterationStats:
+    """Return one record of the iterations of several cells.
+
+    Counts, blocks and bytes are added up; of iteration numbers and latencies the largest counts.
+    """
+    if len(cells) < 2:
+        return IterationStats(cells[0] if cells else {})
+    return IterationStats(_sum(cells), tuple(IterationStats(cell) for cell in cells))
+
+
+def _sum(cells: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    total: dict[str, object] = {}
+    for name in dict.fromkeys(name for cell in cells for name in cell):
+        values = [cell[name] for cell in cells if name in cell]
+        if all(isinstance(value, Mapping) for value in values):
+            total[name] = _sum([value for value in values if isinstance(value, Mapping)])
+        elif name == "timestamp":
+            total[name] = max(str(value) for value in values)
+        elif name == "groupId":
+            total[name] = ""
+        else:
+            total[name] = _combined(name, [_number(value) for value in values])
+    for name, (part, whole) in _RATIOS.items():
+        if name in total:
+            size = sum(_float(total.get(item, 0)) for item in whole)
+            total[name] = _float(total.get(part, 0)) / size if size else 0.0
+    if "avgNumDecodedTokensPerIter" in total:
+        total["avgNumDecodedTokensPerIter"] = _average(cells)
+    return total
+
+
+def _combined(name: str, values: Sequence[object]) -> object:
+    numbers = [value for value in values if isinstance(value, int | float)]
+    if len(numbers) < len(values):
+        return values[0]
+    return max(numbers) if name in _LARGEST | _SAME else sum(numbers)
+
+
+def _average(cells: Sequence[Mapping[str, object]]) -> float:
+    """Return tokens per scheduled request over all cells."""
+    requests = [_float(cell.get("numScheduledRequests", 0)) for cell in cells]
+    tokens = sum(
+        count * _float(cell.get("avgNumDecodedTokensPerIter", 0)) for count, cell in zip(requests, cells, strict=True)
+    )
+    return tokens / sum(requests) if sum(requests) else 0.0
+
+
+def _number(value: object) -> object:
+    """Return the value; protobuf's JSON has 64-bit integers as text."""
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def _float(value: object) -> float:
+    return float(str(value))

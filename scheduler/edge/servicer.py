@@ -22,7 +22,9 @@ from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.journal import LoadedAdapter
 from scheduler.wire.requests import ModelLimits, spec_from_proto
-from scheduler.wire.stats import iteration_stats_proto, kv_event_proto
+from scheduler.wire.stats import iteration_stats_proto, kv_event_proto, request_stats_proto
+
+_MAX_REQUEST_STATS = 1024
 
 Commands = AsyncIterator[scheduler_pb2.FeedCommand]
 
@@ -231,6 +233,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             for _, stats in run if request.min_interval_ms == 0 else run[-1:]:
                 yield iteration_stats_proto(stats)
             await asyncio.sleep(request.min_interval_ms / 1e3)
+
+    async def GetRequestStats(  # noqa: N802
+        self,
+        request: stats_pb2.GetRequestStatsRequest,
+        context: ServicerContext[stats_pb2.GetRequestStatsRequest, stats_pb2.GetRequestStatsResponse],
+    ) -> stats_pb2.GetRequestStatsResponse:
+        """Say where requests are."""
+        if not 1 <= len(request.request_ids) <= _MAX_REQUEST_STATS:
+            raise InvalidArgumentError(f"must name 1 to {_MAX_REQUEST_STATS} requests", field="request_ids")
+        known = self._engine.core.lifecycle.requests
+        stats = [request_stats_proto(known[item]) for item in request.request_ids if item in known]
+        return stats_pb2.GetRequestStatsResponse(requests=stats)
 
     async def SubscribeKvEvents(  # noqa: N802
         self,

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 from protos import stats_pb2
 from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, KvChange
+from scheduler.core.request import FinishReason, Request, RequestState
 from scheduler.core.stats import IterationStats
 
 _NS_PER_MS = 1e6
@@ -70,6 +71,55 @@ def iteration_stats_proto(stats: IterationStats) -> stats_pb2.IterationStats:
         ),
         num_preemptions=stats.num_preemptions,
     )
+
+
+def request_stats_proto(request: Request) -> stats_pb2.RequestStats:
+    """Return one request as it is now."""
+    num_prompt = len(request.spec.prompt)
+    stats = stats_pb2.RequestStats(
+        id=request.request_id,
+        num_prompt_tokens=num_prompt,
+        num_sequences=len(request.sequences),
+        num_generated_tokens=request.num_output_tokens,
+        num_preemptions=request.num_preemptions,
+        avg_num_decoded_tokens_per_iter=request.num_output_tokens / request.num_steps if request.num_steps else 0.0,
+    )
+    if request.state is RequestState.FINISHED:
+        stats.stage = stats_pb2.RequestStats.STAGE_GENERATION_COMPLETE
+        stats.context_prefill_position = num_prompt if request.num_output_tokens else 0
+        stats.is_aborted = any(item.end and item.end.reason is FinishReason.ABORT for item in request.sequences)
+    elif request.state is RequestState.QUEUED or request.group is None:
+        stats.stage = stats_pb2.RequestStats.STAGE_QUEUED
+        stats.paused = request.times.first_scheduled_ns != 0
+    else:
+        _fill_active(stats, request, num_prompt)
+    return stats
+
+
+def _fill_active(stats: stats_pb2.RequestStats, request: Request, num_prompt: int) -> None:
+    group = request.group
+    assert group is not None
+    placed = [sequence for sequence in request.placed_sequences if sequence.table]
+    stats.group_id = group.group_id
+    stats.scheduled = request.request_id in group.inflight_request_ids
+    num_computed = max((sequence.num_computed for sequence in placed), default=0)
+    stats.context_prefill_position = min(num_computed, num_prompt)
+    if any(sequence.request is request for sequence in group.context):
+        is_planned = stats.scheduled or request.num_steps > 0
+        stage = "STAGE_CONTEXT_IN_PROGRESS" if is_planned else "STAGE_SCHEDULED"
+        stats.stage = stats_pb2.RequestStats.Stage.Value(stage)
+    elif request.num_output_tokens:
+        stats.stage = stats_pb2.RequestStats.STAGE_GENERATION_IN_PROGRESS
+    else:
+        stats.stage = stats_pb2.RequestStats.STAGE_CONTEXT_IN_PROGRESS  # its last chunk has not returned
+    num_blocks = len({block for sequence in placed for block in sequence.table[sequence.num_freed :]})
+    num_reused = max((sequence.num_hit_blocks for sequence in placed), default=0)
+    num_missed = max(num_prompt // group.tokens_per_block - num_reused, 0)
+    stats.alloc_total_blocks_per_request = num_blocks
+    stats.alloc_new_blocks_per_request = max(num_blocks - num_reused, 0)
+    stats.reused_blocks_per_request = num_reused
+    stats.missed_blocks_per_request = num_missed
+    stats.kv_cache_hit_rate_per_request = num_reused / (num_reused + num_missed) if num_reused + num_missed else 0.0
 
 
 def kv_event_proto(sequence_number: int, group_id: str, change: KvChange, tokens_per_block: int) -> stats_pb2.KvEvent:

@@ -66,7 +66,7 @@ def test_asynchronous_generation(executor: GenerationExecutor, expected: tuple[s
     result = executor.generate_async(prompt_token_ids=PROMPT, sampling_params=GREEDY)
     output = result.result(timeout=60)
     assert (output.text, output.token_ids, output.finish_reason) == (*expected, "length")
-    assert result.finished
+    assert result.done
     assert result.result() is output
 
 

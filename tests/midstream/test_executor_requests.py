@@ -17,6 +17,7 @@ from midstream.executor import (
     KvCacheRetentionConfig,
     Logprob,
     LoRARequest,
+    MultimodalParams,
     NGramDecodingConfig,
     PromptAdapterRequest,
     SamplingParams,
@@ -84,11 +85,18 @@ BAD_SAMPLING: list[tuple[str, dict[str, Any]]] = [
     ("guided_decoding", {"guided_decoding": GuidedDecodingParams(json={"a": object()})}),
 ]
 BAD_REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("token_ids", {"prompt": [1, -2]}),
-    ("token_ids", {"prompt": 5}),
-    ("prompt", {"prompt": None}),
-    ("prompt", {"prompt_embeddings": TABLE}),
-    ("prompt_embeddings", {"prompt": None, "prompt_embeddings": TABLE.astype(np.float64)}),
+    ("prompt_token_ids", {"prompt_token_ids": [1, -2]}),
+    ("prompt_token_ids", {"prompt_token_ids": 5}),
+    ("prompt_token_ids", {"prompt_token_ids": None}),
+    ("prompt_token_ids", {"prompt_embeddings": TABLE}),
+    ("query_token_ids", {"query_token_ids": [-1]}),
+    ("query_token_ids", {"query_token_ids": [1], "prompt_token_ids": "text"}),
+    ("max_tokens", {"max_tokens": -1}),
+    (
+        "multimodal_params",
+        {"multimodal_params": MultimodalParams({"multimodal_embedding": TABLE}), "prompt_tuning_table": TABLE},
+    ),
+    ("prompt_embeddings", {"prompt_token_ids": None, "prompt_embeddings": TABLE.astype(np.float64)}),
     ("prompt_tuning_table", {"prompt_tuning_table": [[1.0]]}),
     ("prompt_adapter_request", {"prompt_tuning_table": TABLE, "prompt_adapter_request": PromptAdapterRequest("a")}),
     ("priority", {"priority": 2**40}),
@@ -186,6 +194,8 @@ def test_request_names() -> None:
 def test_arrays() -> None:
     tensor = pb.Tensor(dtype=pb.Tensor.DTYPE_FLOAT16, shape=[2, 3], data=TABLE.tobytes())
     assert GenerationRequest([1], prompt_tuning_table=TABLE).to_proto().prompt_tuning.table == tensor
+    embedding = MultimodalParams({"multimodal_embedding": TABLE})
+    assert GenerationRequest([1], multimodal_params=embedding).to_proto().prompt_tuning.table == tensor
     assert GenerationRequest(None, prompt_embeddings=TABLE).to_proto().prompt_embeddings == tensor
     assert GenerationRequest(np.array([4, 5])).to_proto().token_ids.values == [4, 5]  # type: ignore[arg-type]
 
@@ -200,7 +210,7 @@ def test_a_parameter_that_its_field_cannot_hold_is_named(field: str, fields: dic
 @pytest.mark.parametrize(("field", "fields"), BAD_REQUESTS)
 def test_an_argument_that_its_field_cannot_hold_is_named(field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
-        GenerationRequest(**{"prompt": [1]} | fields).to_proto()
+        GenerationRequest(**{"prompt_token_ids": [1]} | fields).to_proto()
     assert raised.value.field == field
 
 

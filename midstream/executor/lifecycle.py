@@ -1,0 +1,76 @@
+"""Where a request is on its way, and what the scheduler says of it while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from google.protobuf.json_format import MessageToDict
+
+from protos import stats_pb2 as pb
+
+
+class RequestState(StrEnum):
+    """Life-cycle states, in order."""
+
+    CREATED = "created"  # made, not submitted
+    PENDING = "pending"  # waits to be scheduled, for the first time or again after a pause
+    SCHEDULED = "scheduled"  # holds KV blocks; no step of it has been planned
+    CONTEXT_PHASE = "context_phase"  # steps compute its prompt
+    PROCESSING = "processing"  # its whole prompt is in a step that has not returned
+    GENERATION_PHASE = "generation_phase"  # the prompt is computed, the first token is there
+    GENERATING = "generating"
+    FINISHED = "finished"  # ended by itself, by its deadline or by an error
+    ABORTED = "aborted"
+
+
+_STATES: dict[int, RequestState] = {
+    pb.RequestStats.STAGE_QUEUED: RequestState.PENDING,
+    pb.RequestStats.STAGE_SCHEDULED: RequestState.SCHEDULED,
+    pb.RequestStats.STAGE_CONTEXT_IN_PROGRESS: RequestState.CONTEXT_PHASE,
+    pb.RequestStats.STAGE_GENERATION_IN_PROGRESS: RequestState.GENERATING,
+    pb.RequestStats.STAGE_GENERATION_COMPLETE: RequestState.FINISHED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One request, as its scheduler sees it.
+
+    Attributes:
+        id: The executor's id.
+        state: Where it is.
+        context_prefill_position: Prompt tokens that are computed or in a step.
+        num_generated_tokens: Over all sequences.
+        fields: Everything, under the names of TensorRT-LLM's JSON.
+    """
+
+    id: int
+    state: RequestState
+    context_prefill_position: int
+    num_generated_tokens: int
+    fields: Mapping[str, object]
+
+    @staticmethod
+    def from_proto(request_id: int, stats: pb.RequestStats) -> RequestStats:
+        """Copy out of the message."""
+        fields = MessageToDict(stats, always_print_fields_with_no_presence=True)
+        return RequestStats(
+            request_id,
+            _state(stats),
+            stats.context_prefill_position,
+            stats.num_generated_tokens,
+            {**fields, "id": request_id},
+        )
+
+
+def _state(stats: pb.RequestStats) -> RequestState:
+    state = _STATES[stats.stage]
+    if state is RequestState.FINISHED and stats.is_aborted:
+        return RequestState.ABORTED
+    if state is RequestState.CONTEXT_PHASE and stats.context_prefill_position >= stats.num_prompt_tokens:
+        return RequestState.PROCESSING
+    if state is RequestState.GENERATING and stats.num_generated_tokens <= stats.num_sequences:
+        return RequestState.GENERATION_PHASE
+    return state
