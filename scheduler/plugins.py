@@ -1,7 +1,8 @@
 """Finds schedulers: those that come with Midstream by name, others through entry points of installed packages.
 
-A package offers its own under the group `midstream.schedulers`, as a class without arguments: a RequestScheduler, or a
-CapacityScheduler or MicroBatchScheduler to be combined with the other kind.
+A package offers its own under the group `midstream.schedulers`: a class without arguments, derived from
+RequestScheduler, or from CapacityScheduler or MicroBatchScheduler to be combined with the other kind; or a
+RequestListScheduler, a capacity policy that gets all active requests at once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from midstream.errors import ConfigError
+from scheduler.active_requests import RequestListCapacity, RequestListScheduler
 from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS, CapacityScheduler
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS, MicroBatchScheduler
 from scheduler.core.request_scheduler import RequestScheduler, SimpleScheduler
@@ -43,7 +45,10 @@ def _load_plugin(name: str) -> RequestScheduler | CapacityScheduler | MicroBatch
             f"no installed package offers {name!r} under {ENTRY_POINT_GROUP}; there is {known}",
             field="scheduler_plugin",
         )
-    plugin = found[name].load()()
+    offered = found[name].load()
+    if isinstance(offered, type) and issubclass(offered, RequestListScheduler):
+        return RequestListCapacity(offered)
+    plugin = offered()
     if not isinstance(plugin, RequestScheduler | CapacityScheduler | MicroBatchScheduler):
         raise ConfigError(f"{name!r} is a {type(plugin).__name__}, not a scheduler", field="scheduler_plugin")
     return plugin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.client.async_client import AsyncClient
+from midstream.client.features import Drafts, Guide, KvRetention, TokenRange
 from midstream.client.info import CellLoad, DetokenizerInfo, ModelInfo, ServerInfo, WorkerGroupInfo
 from midstream.client.request import SamplingParams
 from midstream.client.result import Result, SequenceResult
@@ -19,7 +20,10 @@ __all__ = [
     "Chunk",
     "Client",
     "DetokenizerInfo",
+    "Drafts",
     "FinishReason",
+    "Guide",
+    "KvRetention",
     "LogProbs",
     "ModelInfo",
     "PerfMetrics",
@@ -30,6 +34,7 @@ __all__ = [
     "Stream",
     "Tensor",
     "Tls",
+    "TokenRange",
     "Usage",
     "WorkerGroupInfo",
 ]

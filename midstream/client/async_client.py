@@ -13,8 +13,9 @@ import grpc
 import grpc.aio
 from google.protobuf.json_format import MessageToDict
 
+from midstream.client.features import Drafts, Guide, KvRetention
 from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
-from midstream.client.request import Message, SamplingParams, naming, set_fields, set_input
+from midstream.client.request import Array, Message, SamplingParams, naming, set_fields, set_input, tensor_of
 from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
 from midstream.rpc.errors import error_from_rpc
@@ -104,6 +105,13 @@ class AsyncClient:
         cache_salt: str = "",
         detached: bool = False,
         lora: str = "",
+        guided: Guide | None = None,
+        logits_post_processor: str = "",
+        prompt_adapter: str = "",
+        prompt_tuning_table: Array | None = None,
+        prompt_embeddings: Array | None = None,
+        kv_retention: KvRetention | None = None,
+        speculative: Drafts | None = None,
     ) -> AsyncStream:
         """Runs a request; it is sent at the stream's first iteration.
 
@@ -122,6 +130,14 @@ class AsyncClient:
             cache_salt: Prefixes are shared only with requests of the same salt.
             detached: The request goes on when nobody listens; come back with `resume`.
             lora: Name of a LoRA adapter that was loaded.
+            guided: What the output must look like.
+            logits_post_processor: Name of a post-processor that the workers have.
+            prompt_adapter: Name of a prompt-tuning adapter that was loaded.
+            prompt_tuning_table: Or its virtual tokens [count, hidden size], such as a numpy array of float32 or
+                float16. Token id vocabulary size + i is row i; a prompt without such ids begins with all rows.
+            prompt_embeddings: The prompt itself [tokens, hidden size], in place of the first four arguments.
+            kv_retention: Which of its cached blocks are kept longer.
+            speculative: Drafts of tokens, which change the speed alone.
 
         Raises:
             InvalidArgumentError: Not exactly one input, or a value of the wrong type. Ranges are the router's to check.
@@ -137,10 +153,30 @@ class AsyncClient:
             cache_salt=cache_salt,
             detached=detached,
         )
-        set_input(request, prompt, token_ids, messages, tools)
+        if prompt_embeddings is None:
+            set_input(request, prompt, token_ids, messages, tools)
+        elif any(item is not None for item in (prompt, token_ids, messages)):
+            raise InvalidArgumentError("is the prompt; give no other", field="prompt_embeddings")
+        else:
+            request.prompt_embeddings.CopyFrom(tensor_of(prompt_embeddings, "prompt_embeddings"))
         if lora:
             with naming("lora"):
                 request.lora.name = lora
+        if prompt_adapter and prompt_tuning_table is not None:
+            raise InvalidArgumentError("cannot be together with prompt_tuning_table", field="prompt_adapter")
+        if prompt_adapter:
+            with naming("prompt_adapter"):
+                request.prompt_tuning.name = prompt_adapter
+        if prompt_tuning_table is not None:
+            request.prompt_tuning.table.CopyFrom(tensor_of(prompt_tuning_table, "prompt_tuning_table"))
+        with naming("logits_post_processor"):
+            request.logits_post_processor_name = logits_post_processor
+        if guided is not None:
+            request.guided_decoding.CopyFrom(guided.to_proto())
+        if kv_retention is not None:
+            request.kv_retention.CopyFrom(kv_retention.to_proto())
+        if speculative is not None:
+            request.speculative.CopyFrom(speculative.to_proto())
         (sampling or SamplingParams()).fill(request)
         return self.stream(request, timeout_s=timeout_s)
 

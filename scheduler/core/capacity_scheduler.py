@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from scheduler.core.fairness import leaves_room
 from scheduler.core.request import Request
@@ -18,6 +19,18 @@ class CapacityScheduler(ABC):
 
         A request that `group.blocks` could not hold if it were empty has been refused before.
         """
+
+    def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
+        """Return queued requests to start on the group, in order; None: the queue's own order.
+
+        Each is started if it `can_start` when its turn comes, and passed over if not. `group.active` are those that
+        run. Changes nothing.
+
+        Args:
+            queued: All that wait, in the queue's order.
+            group: Where they may start.
+        """
+        return None
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
         """Active requests that must give their blocks back so that the others can take their next step.
@@ -79,6 +92,14 @@ def wants_context(request: Request, group: WorkerGroup) -> bool:
         return True
     client_id = request.spec.client_id
     return all(sequence.request.spec.client_id != client_id for sequence in group.context)
+
+
+def has_room_now(request: Request, group: WorkerGroup) -> bool:
+    """Whether rows and blocks for the request's known tokens and the next one are there."""
+    if not _has_rows(request, group):
+        return False
+    cost = group.start_cost(request)
+    return cost.num_blocks + cost.num_blocks_next <= group.blocks.num_available
 
 
 def has_room_to_the_end(request: Request, group: WorkerGroup, *, leave_room: bool = False) -> bool:

@@ -40,20 +40,42 @@ class Placement:
         self._clock = clock
 
     def start_queued(self, num_steps: int) -> None:
-        """Starts queued requests in order, until one has to wait; `num_steps` were planned so far."""
+        """Start queued requests as the policy selects them, else in order until one has to wait.
+
+        Args:
+            num_steps: Steps planned so far.
+        """
+        if len(self._queue) and self._start_selected(num_steps):
+            return
         while (request := self._queue.head()) is not None:
             group = self._choose_group(request)
             if group is None:
                 if not self.refuse_impossible(request):
                     return
                 continue
-            self._queue.pop(request)
-            num_cached_tokens = group.start(request, num_steps)
-            if request.times.first_scheduled_ns == 0:
-                request.num_cached_tokens = num_cached_tokens
-                self._totals.prefix_cache_queries += len(request.spec.prompt)
-                self._totals.prefix_cache_hits += request.num_cached_tokens
-                self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
+            self._start(request, group, num_steps)
+
+    def _start_selected(self, num_steps: int) -> bool:
+        """Start what the policy selects for each group; return False where it leaves the order to the queue."""
+        for group in self._membership.groups.values():
+            chosen = self._scheduler.select(self._queue.ordered, group)
+            if chosen is None:
+                return False
+            for request in chosen:
+                if request in self._queue and self._can_start(request, group):
+                    self._start(request, group, num_steps)
+        for request in list(self._queue):
+            self._refuse_impossible(request)
+        return True
+
+    def _start(self, request: Request, group: WorkerGroup, num_steps: int) -> None:
+        self._queue.pop(request)
+        num_cached_tokens = group.start(request, num_steps)
+        if request.times.first_scheduled_ns == 0:
+            request.num_cached_tokens = num_cached_tokens
+            self._totals.prefix_cache_queries += len(request.spec.prompt)
+            self._totals.prefix_cache_hits += request.num_cached_tokens
+            self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
 
     def _choose_group(self, request: Request) -> WorkerGroup | None:
         """The group that can take the request and has the least to do until it is computed."""

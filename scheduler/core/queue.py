@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 from scheduler.core.request import Request
 
@@ -71,6 +72,13 @@ class _FairQueue:
         if len(self._clients) > 2 * len(self._heap) + 64:
             self._forget_idle_clients()
 
+    def charge(self, request: Request) -> None:
+        """Charge the client for a request that was taken from the middle."""
+        client = self._clients[request.spec.client_id]
+        client.virtual_time += charge(request)
+        if client.requests:
+            self._enter(client)
+
     def _forget_idle_clients(self) -> None:
         """Those that the others have caught up with begin at the present, as everybody new does."""
         for client_id, client in list(self._clients.items()):
@@ -102,6 +110,7 @@ class RequestQueue:
         self.num_tokens = 0  # known tokens that wait to be computed
         self._waiting: dict[Request, int] = {}
         self._returned: list[tuple[tuple[int, int], Request]] = []
+        self._ran_before: set[Request] = set()
         self._fair: dict[int, _FairQueue] = {}
         self._priorities: list[int] = []  # highest first
 
@@ -131,11 +140,13 @@ class RequestQueue:
     def put_back(self, request: Request) -> None:
         """Adds a request that ran before; it goes before all newcomers of its priority."""
         self._add(request)
+        self._ran_before.add(request)
         heapq.heappush(self._returned, (request.order, request))
 
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""
         self.num_tokens -= self._waiting.pop(request)
+        self._ran_before.discard(request)
 
     def head(self) -> Request | None:
         """The request to serve next."""
@@ -147,13 +158,28 @@ class RequestQueue:
             return returned or newcomer
         return returned if returned.spec.priority >= newcomer.spec.priority else newcomer
 
+    @property
+    def ordered(self) -> WaitingRequests:
+        """All that wait, most urgent first: by priority, what ran before, then in order of arrival."""
+        return WaitingRequests(self)
+
     def pop(self, request: Request) -> None:
-        """Takes the head, which the caller got from `head`, and charges its client."""
+        """Take a request to serve it, and charge its client unless it ran before."""
+        if request is self.head():
+            self.remove(request)
+            if self._returned and self._returned[0][1] is request:
+                heapq.heappop(self._returned)
+            else:
+                self._fair[request.spec.priority].pop_head()
+            return
+        ran_before = request in self._ran_before
         self.remove(request)
-        if self._returned and self._returned[0][1] is request:
-            heapq.heappop(self._returned)
-        else:
-            self._fair[request.spec.priority].pop_head()
+        if not ran_before:
+            self._fair[request.spec.priority].charge(request)
+
+    def urgency(self, request: Request) -> tuple[int, bool, int]:
+        """Sorts waiting requests."""
+        return (-request.spec.priority, request not in self._ran_before, request.ordinal)
 
     def refund(self, request: Request, num_tokens: int) -> None:
         """Gives back what a request was charged for and did not use."""
@@ -172,3 +198,31 @@ class RequestQueue:
             if head is not None:
                 return head
         return None
+
+
+class WaitingRequests(Sequence[Request]):
+    """The requests of a queue by urgency, sorted when they are first looked at."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
+        self._sorted: list[Request] | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        return self._requests()[index]
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests())
+
+    def _requests(self) -> list[Request]:
+        if self._sorted is None:
+            self._sorted = sorted(self._queue, key=self._queue.urgency)
+        return self._sorted

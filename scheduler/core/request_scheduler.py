@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from scheduler.core.capacity_scheduler import CapacityScheduler
 from scheduler.core.micro_batch_scheduler import MicroBatchScheduler
@@ -12,12 +13,16 @@ from scheduler.core.worker_group import WorkerGroup
 
 
 class RequestScheduler(ABC):
-    """What the core asks: `can_start` for the head of the queue, and before each step first `requests_to_pause`, then
-    `schedule`.
+    """What the core asks: `select` for what to start and in which order, `can_start` for each of these, and before
+    each step first `requests_to_pause`, then `schedule`.
 
     The outcome of a step is in its StepBuilder: `fitting_requests`, `paused_requests`, `context_requests` and
     `generation_requests`; `group.inflight_request_ids` are those that a step in flight runs.
     """
+
+    def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
+        """Return queued requests to start; see CapacityScheduler.select."""
+        return None
 
     @abstractmethod
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
@@ -38,6 +43,10 @@ class SimpleScheduler(RequestScheduler):
     def __init__(self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler) -> None:
         self.capacity_scheduler = capacity_scheduler
         self.micro_batch_scheduler = micro_batch_scheduler
+
+    def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
+        """As the capacity policy says."""
+        return self.capacity_scheduler.select(queued, group)
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """As the capacity policy says."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 
 from midstream.client import Client
 from midstream.client import SamplingParams as ClientParams
-from midstream.errors import InvalidArgumentError, NotFoundError
+from midstream.errors import ConfigError, InvalidArgumentError, NotFoundError, UnsupportedError
 from midstream.executor import (
     BatchManager,
     CapacitySchedulerPolicy,
@@ -20,10 +22,10 @@ from midstream.executor import (
     InferenceRequest,
     KvCacheConfig,
     KvCacheRetentionConfig,
-    ResponseResult,
     SamplingParams,
     SchedulerConfig,
 )
+from midstream.extras import Tensor
 from tests.integration.service import Service
 
 PROMPT = [504, 2365, 282, 4649, 314]
@@ -44,6 +46,15 @@ STATS = {
         "numScheduledRequests", "numContextRequests", "numGenRequests", "numPausedRequests", "numCtxTokens",
         "microBatchId", "avgNumDecodedTokensPerIter",
     },
+}  # fmt: skip
+
+
+# What TensorRT-LLM's batch manager calls the same.
+LABELS = {
+    "Timestamp", "Iteration Counter", "Active Request Count", "Max Request Count", "Max KV cache blocks",
+    "Free KV cache blocks", "Used KV cache blocks", "Tokens per KV cache block", "Scheduled Requests",
+    "Context Requests", "Generation Requests", "Total Context Tokens", "MicroBatch ID", "Total Generation Tokens",
+    "Empty Generation Slots",
 }  # fmt: skip
 
 
@@ -173,7 +184,8 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
         InferenceRequest(3, GenerationRequest(PROMPT, GREEDY)),
     ]
     tokens: dict[int, list[int]] = {1: [], 2: [], 3: []}
-    finals: list[tuple[int, str, list[str]]] = []
+    lengths: dict[int, int] = {}
+    finals: list[tuple[int, str]] = []
     stats: list[str] = []
     done = threading.Event()
 
@@ -181,11 +193,15 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
         assert max_num_requests > 0
         return [waiting.pop(0) for _ in range(min(max_num_requests, len(waiting)))]
 
-    def send_response(request_id: int, results: Sequence[ResponseResult], is_final: bool, error: str) -> None:
-        for result in results:
-            tokens[request_id] += result.output_token_ids[0]
+    def send_response(request_id: int, tensors: Sequence[Tensor], is_final: bool, error: str) -> None:
+        by_name = {tensor.name: tensor for tensor in tensors}
+        if "output_ids" in by_name:
+            ids, length = by_name["output_ids"], by_name["sequence_length"]
+            tokens[request_id] += np.frombuffer(ids.data, np.int32).tolist()
+            lengths[request_id] = int.from_bytes(length.data, "little")
+            assert (ids.shape[:2], length.shape) == ((1, 1), (1, 1))
         if is_final:
-            finals.append((request_id, error, results[-1].finish_reasons if results else []))
+            finals.append((request_id, error))
             if len(finals) == 4:
                 done.set()
         if request_id == 1:
@@ -196,14 +212,21 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
 
     with BatchManager(executor, get_requests, send_response, poll_stop_signals, stats.append, max_num_requests=8):
         assert done.wait(60)
-    assert sorted(finals) == [
-        (1, "", ["length"]),
-        (2, "", ["length"]),
-        (3, "", ["abort"]),
-        (3, "request_id: the id is being processed", []),
-    ]
-    assert tokens[1] == tokens[2] == expected[1]
-    assert stats
+    assert sorted(finals) == [(1, ""), (2, ""), (3, ""), (3, "request_id: the id is being processed")]
+    # The whole sequence where the request does not stream, the new tokens where it does.
+    assert tokens[1] == PROMPT + tokens[2] == PROMPT + expected[1]
+    assert lengths[1] == lengths[2] == len(tokens[1])
+    # An entry for every iteration, in order, under both kinds of names.
+    by_group: dict[str, list[int]] = {}
+    for text in stats:
+        entry = json.loads(text)
+        assert entry.keys() >= LABELS
+        assert entry["Iteration Counter"] == int(entry["iter"])
+        assert re.fullmatch(r"\d\d-\d\d-\d{4} \d\d:\d\d:\d\d", entry["Timestamp"])
+        by_group.setdefault(entry["groupId"], []).append(int(entry["iter"]))
+    iterations = sorted(number for numbers in by_group.values() for number in numbers)
+    assert iterations == list(range(iterations[0], iterations[0] + len(iterations)))
+    assert len(iterations) >= len(tokens[3])
 
 
 def test_it_starts_and_stops_services_of_its_own(expected: tuple[str, list[int]]) -> None:
@@ -222,7 +245,10 @@ def test_it_starts_and_stops_services_of_its_own(expected: tuple[str, list[int]]
 
 
 def test_arguments_that_do_not_go_together() -> None:
-    with pytest.raises(InvalidArgumentError, match="tokenizer_dir"):
+    with pytest.raises(ConfigError, match="elsewhere"):
         GenerationExecutor.create("smollm2", tokenizer_dir="elsewhere")
     with pytest.raises(InvalidArgumentError, match="executor_config"):
         GenerationExecutor.create(address="127.0.0.1:1", executor_config=ExecutorConfig())
+    for cache in (KvCacheConfig(sink_token_length=4), KvCacheConfig(host_cache_size=1 << 30)):
+        with pytest.raises(UnsupportedError, match="kv_cache_config"):
+            GenerationExecutor.create("smollm2", executor_config=ExecutorConfig(kv_cache_config=cache))

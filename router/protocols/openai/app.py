@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
+from router.adapters.openai.ignored import ignored_fields, ignored_header
 from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model
@@ -72,7 +73,9 @@ class OpenAiApi:
     async def _generate(self, request: Request, make: Callable[[Body, Vocabulary], Job]) -> Response:
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
-        job = make(await self._body(request), self._vocabulary)
+        body = await self._body(request)
+        job = make(body, self._vocabulary)
+        job.ignored = ignored_fields(body)
         await self._models.resolve(job.requests)
         return Reply(self._front, job, request.headers.get("last-event-id"))
 
@@ -90,11 +93,16 @@ class OpenAiApi:
             native.chat.CopyFrom(chat_job(body, self._vocabulary).requests[0].chat)
         else:
             native.prompt = body.text("prompt") or ""
-        ids = await self._prompts.token_ids(native, add_special_tokens=body.flag("add_special_tokens") is not False)
+        adds_special_tokens, returns_texts = (
+            body.flag("add_special_tokens") is not False,
+            body.flag("return_token_strs"),
+        )
+        ignored = ignored_fields(body)
+        ids = await self._prompts.token_ids(native, add_special_tokens=adds_special_tokens)
         answer = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_sequence_length}
-        if body.flag("return_token_strs"):
+        if returns_texts:
             answer["token_strs"] = [self._prompts.tokenizer.token(token) or "" for token in ids]
-        return JSONResponse(answer)
+        return JSONResponse(answer, headers=ignored_header(ignored))
 
     async def _detokenize(self, request: Request) -> Response:
         body = await self._body(request)
@@ -102,7 +110,8 @@ class OpenAiApi:
         ids = body.token_ids("tokens")
         if max(ids, default=0) >= self._model.vocab_size:
             raise InvalidArgumentError(f"must be in 0..{self._model.vocab_size - 1}", field="tokens")
-        return JSONResponse({"prompt": self._prompts.tokenizer.decode(ids, skip_special_tokens=False)})
+        text = self._prompts.tokenizer.decode(ids, skip_special_tokens=False)
+        return JSONResponse({"prompt": text}, headers=ignored_header(ignored_fields(body)))
 
     async def _health(self, request: Request) -> Response:
         problems = self._problems()

@@ -1,8 +1,9 @@
-"""Reads the fields of a JSON body. null is unset, as OpenAI has it; what nobody reads is ignored."""
+"""Reads the fields of a JSON body, and knows which of them nobody read. null is unset, as OpenAI has it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import NoReturn
 
 from midstream.errors import InvalidArgumentError
@@ -19,6 +20,8 @@ class Body:
     def __init__(self, fields: dict[str, object], path: str = "") -> None:
         self._fields = fields
         self._path = path
+        self._read: set[str] = set()
+        self._parts: dict[str, list[Body]] = {}
 
     @staticmethod
     def parse(data: bytes) -> Body:
@@ -39,12 +42,13 @@ class Body:
         return Body(value)
 
     def get(self, name: str) -> object:
-        """The value as it is; None where it is unset."""
+        """The value as it is, with all that is in it; None where it is unset."""
+        self._read.add(name)
         return self._fields.get(name)
 
     def has(self, name: str) -> bool:
         """Whether it is set."""
-        return self._fields.get(name) is not None
+        return self.get(name) is not None
 
     def path(self, name: str) -> str:
         """How errors call the field."""
@@ -80,10 +84,14 @@ class Body:
 
     def child(self, name: str) -> Body | None:
         """An object."""
-        value = self.get(name)
+        value = self._fields.get(name)
         if value is None:
             return None
-        return Body(value, f"{self.path(name)}.") if isinstance(value, dict) else self._refuse(name, "an object")
+        if not isinstance(value, dict):
+            self._refuse(name, "an object")
+        if name not in self._parts:
+            self._parts[name] = [Body(value, f"{self.path(name)}.")]
+        return self._parts[name][0]
 
     def array(self, name: str) -> list[object]:
         """An array; empty where it is unset."""
@@ -94,12 +102,28 @@ class Body:
 
     def objects(self, name: str) -> list[Body]:
         """An array of objects."""
+        values = self._fields.get(name)
+        if values is None:
+            return []
+        if not isinstance(values, list):
+            self._refuse(name, "an array")
         bodies = []
-        for i, item in enumerate(self.array(name)):
+        for i, item in enumerate(values):
             if not isinstance(item, dict):
                 self._refuse(f"{name}[{i}]", "an object")
             bodies.append(Body(item, f"{self.path(name)}[{i}]."))
-        return bodies
+        return self._parts.setdefault(name, bodies)
+
+    def unread(self) -> Iterator[str]:
+        """Paths of fields that are set, to anything but an empty or false value, and that nobody has read."""
+        for name, value in self._fields.items():
+            if name in self._read or not value:
+                continue
+            if name in self._parts:
+                for part in self._parts[name]:
+                    yield from part.unread()
+            else:
+                yield self.path(name)
 
     def texts(self, name: str) -> list[str]:
         """A string, or an array of them."""

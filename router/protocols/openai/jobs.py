@@ -51,6 +51,7 @@ class Job:
         num_choices: Choices shown per prompt: the best of its sequences.
         includes_usage: The last event of a stream has the usage.
         reads_calls: Text is read for tool calls, from its beginning on.
+        ignored: Fields of the body that have no effect.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class Job:
     is_stream: bool
     includes_usage: bool
     reads_calls: bool = False
+    ignored: list[str] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
+from router.adapters.openai.ignored import ignored_header
 from router.pipeline.output import FrontDoor, Output
 from router.protocols.openai.errors import error_body, headers, http_status
 from router.protocols.openai.jobs import Job, request_ids
@@ -51,13 +52,13 @@ class Reply(Response):
             async with AsyncExitStack() as stack:
                 outputs = await self._open(stack)
                 if not self._job.is_stream:
-                    response = JSONResponse(await self._whole(outputs), headers={"x-request-id": self._header_id()})
+                    response = JSONResponse(await self._whole(outputs), headers=self._own_headers())
                     await stack.aclose()
                     await response(scope, receive, send)
                     return
                 has_begun = True
-                id_header = (b"x-request-id", self._header_id().encode())
-                await send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, id_header]})
+                named = [(name.encode(), value.encode()) for name, value in self._own_headers().items()]
+                await send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *named]})
                 await self._stream(outputs, send)
         except MidstreamError as error:
             await self._fail(error, has_begun, scope, receive, send)
@@ -76,8 +77,8 @@ class Reply(Response):
             response = JSONResponse(error_body(error), http_status(error), headers=headers(error))
             await response(scope, receive, send)
 
-    def _header_id(self) -> str:
-        return quote(self._job.request_id, safe="")
+    def _own_headers(self) -> dict[str, str]:
+        return {"x-request-id": quote(self._job.request_id, safe=""), **ignored_header(self._job.ignored)}
 
     async def _open(self, stack: AsyncExitStack) -> list[Output]:
         if self._last_event_id is not None:

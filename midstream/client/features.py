@@ -1,0 +1,128 @@
+"""What a request may use beside sampling: grammars, drafts, retention of its cached blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from midstream.client.request import naming, set_fields
+from midstream.errors import InvalidArgumentError
+from protos import generation_pb2 as pb
+
+_METHODS: dict[str, pb.SpeculativeConfig.Method.ValueType] = {
+    "prompt_lookup": pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP,
+    "draft_model": pb.SpeculativeConfig.METHOD_DRAFT_MODEL,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """What the output must look like: one of the four.
+
+    Attributes:
+        json: True: any JSON object or array.
+        json_schema: A JSON schema, as text or as a mapping.
+        regex: A regular expression.
+        ebnf: A grammar.
+    """
+
+    json: bool = False
+    json_schema: str | Mapping[str, object] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def to_proto(self) -> pb.GuidedDecodingConfig:
+        """Return the message.
+
+        Raises:
+            InvalidArgumentError: None or several are given, or a value of the wrong type.
+        """
+        with naming("guided"):
+            schema = self.json_schema
+            given = [
+                (pb.GUIDE_TYPE_JSON, "" if self.json else None),
+                (pb.GUIDE_TYPE_JSON_SCHEMA, schema if isinstance(schema, str | None) else json.dumps(schema)),
+                (pb.GUIDE_TYPE_REGEX, self.regex),
+                (pb.GUIDE_TYPE_EBNF_GRAMMAR, self.ebnf),
+            ]
+            chosen = [(kind, guide) for kind, guide in given if guide is not None]
+            if len(chosen) != 1:
+                raise InvalidArgumentError("give one of json, json_schema, regex and ebnf", field="guided")
+            kind, guide = chosen[0]
+            return pb.GuidedDecodingConfig(guide_type=kind, guide=guide)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Speculative decoding.
+
+    Attributes:
+        method: `prompt_lookup`: what followed the last tokens where they came before; `draft_model`: the workers'
+            smaller model.
+        num_draft_tokens: Drafts that a step verifies, 1..16.
+        max_ngram_size: Prompt look-up: longest run of last tokens that is looked for; None: 3.
+    """
+
+    method: Literal["prompt_lookup", "draft_model"] = "prompt_lookup"
+    num_draft_tokens: int = 4
+    max_ngram_size: int | None = None
+
+    def to_proto(self) -> pb.SpeculativeConfig:
+        """Return the message.
+
+        Raises:
+            InvalidArgumentError: A value that its field cannot hold.
+        """
+        if self.method not in _METHODS:
+            raise InvalidArgumentError(f"must be one of {', '.join(_METHODS)}", field="speculative")
+        config = pb.SpeculativeConfig(method=_METHODS[self.method])
+        set_fields(config, num_draft_tokens=self.num_draft_tokens, max_ngram_size=self.max_ngram_size)
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Tokens [start, end) of the prompt, whose blocks are kept with a priority.
+
+    Attributes:
+        start: First token.
+        end: Behind the last one; None: the prompt's end.
+        priority: 0..100; the lowest is evicted first, 35 is everybody's.
+        duration_ms: For how long; None: as long as the block lives.
+    """
+
+    start: int = 0
+    end: int | None = None
+    priority: int = 35
+    duration_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvRetention:
+    """Which cached blocks are kept longer.
+
+    Attributes:
+        token_ranges: Of the prompt.
+        decode_priority, decode_duration_ms: Of generated tokens.
+    """
+
+    token_ranges: Sequence[TokenRange] = ()
+    decode_priority: int | None = None
+    decode_duration_ms: int | None = None
+
+    def to_proto(self) -> pb.KvRetentionConfig:
+        """Return the message.
+
+        Raises:
+            InvalidArgumentError: A value that its field cannot hold.
+        """
+        config = pb.KvRetentionConfig()
+        with naming("kv_retention"):
+            for item in self.token_ranges:
+                config.token_ranges.add(
+                    start=item.start, end=item.end, priority=item.priority, duration_ms=item.duration_ms
+                )
+        set_fields(config, decode_priority=self.decode_priority, decode_duration_ms=self.decode_duration_ms)
+        return config

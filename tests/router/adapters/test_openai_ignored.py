@@ -1,0 +1,68 @@
+"""No field of a body is ignored silently."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from router.adapters.openai.ignored import IGNORED_FIELDS, ignored_fields
+
+from midstream.errors import InvalidArgumentError
+from router.protocols.openai.body import Body
+from router.protocols.openai.jobs import Vocabulary, chat_job, completion_job
+
+VOCABULARY = Vocabulary(lambda token: chr(97 + token))
+USER = {"role": "user", "content": "Hi"}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({}, []),
+        ({"temperature": 0.5, "seed": 1, "store": None, "metadata": {}, "logprobs": False}, []),
+        ({"store": True, "metadata": {"a": "b"}, "service_tier": "auto"}, ["store", "metadata", "service_tier"]),
+        ({"response_format": SCHEMA}, ["response_format.json_schema.name", "response_format.json_schema.strict"]),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "a", "refusal": None, "annotations": [1]}, USER]},
+            ["messages.annotations"],
+        ),
+        ({"stream_options": {"include_obfuscation": True}, "stream": True}, ["stream_options.include_obfuscation"]),
+    ],
+)
+def test_what_clients_always_send_is_listed(fields: dict[str, object], ignored: list[str]) -> None:
+    body = Body({"model": "m", "messages": [USER], **fields})
+    chat_job(body, VOCABULARY)
+    assert ignored_fields(body) == ignored
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"temprature": 0.5}, "temprature"),
+        ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
+        ({"stream_options": {"usage": True}, "stream": True}, "stream_options.usage"),
+        ({"early_stopping": True, "use_beam_search": True}, "early_stopping"),
+        ({"best_of": 3}, "best_of"),  # of completions
+    ],
+)
+def test_what_nobody_knows_is_refused(fields: dict[str, object], path: str) -> None:
+    body = Body({"messages": [USER], **fields})
+    chat_job(body, VOCABULARY)
+    with pytest.raises(InvalidArgumentError) as raised:
+        ignored_fields(body)
+    assert raised.value.field == path
+
+
+def test_a_body_of_a_completion_is_read_too() -> None:
+    body = Body({"prompt": "a", "messages": [USER]})
+    completion_job(body, VOCABULARY)
+    with pytest.raises(InvalidArgumentError, match="messages"):
+        ignored_fields(body)
+
+
+def test_the_documentation_lists_what_is_ignored() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "adapters.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|$", text.partition("Ignored:")[2], re.M))
+    assert listed == IGNORED_FIELDS
