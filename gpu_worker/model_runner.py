@@ -39,7 +39,7 @@ from gpu_worker.speculation.drafts import Drafter
 from gpu_worker.speculation.verification import Answer, settle
 from gpu_worker.warm_up import CPU_NUM_TOKENS, warm_up_steps
 from midstream.config import WorkerConfig
-from midstream.errors import MidstreamError
+from midstream.errors import MidstreamError, UnsupportedError
 from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import ModelFolder
 
@@ -115,7 +115,9 @@ class ModelRunner:
         self._config = config
         self._folder = folder
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
-        self.post_processors = load_post_processors()
+        if config.replicate_post_processors and leader is not None:
+            raise UnsupportedError("rank 0 alone calls them", field="replicate_post_processors")
+        self.post_processors = load_post_processors(config.logits_post_processors)
         self.adapters = adapter_cache(
             config,
             self.model.description,

@@ -51,7 +51,7 @@ class Rows:
         num_blocks: int32 [num_rows]; entries of each block table.
         is_active: bool [num_rows].
         sampling, outputs, guides: Parameters by row.
-        post_processors: (name, client id) of rows that are post-processed.
+        post_processors: (name, client id, request id) of rows that are post-processed.
         temperature, top_k, top_p, min_p, seeds: The same as vectors.
         sequence_indices: int32 [num_rows].
         occupancies: int32 [num_rows]; grows whenever the row gets another sequence.
@@ -70,7 +70,7 @@ class Rows:
         self.sampling: list[SamplingParams] = []
         self.outputs: list[OutputParams] = []
         self.guides: list[GuideState | None] = []
-        self.post_processors: dict[int, tuple[str, str]] = {}
+        self.post_processors: dict[int, tuple[str, str, str]] = {}
         self.tokens = np.zeros((0, max_sequence_length), dtype=np.int32)
         self.block_tables = np.zeros((0, -(-max_sequence_length // tokens_per_block)), dtype=np.int32)
         self.lengths, self.prompt_lengths, self.num_blocks = _ints(), _ints(), _ints()
@@ -114,7 +114,7 @@ class Rows:
         self.guides[row] = GuideState(new.guide) if new.guide is not None else None
         self.features[row] = features_of(new)
         if new.post_processor:
-            self.post_processors[row] = (new.post_processor, new.client_id)
+            self.post_processors[row] = (new.post_processor, new.client_id, new.request_id)
 
     def release(self, rows: IntArray) -> None:
         """Empties rows."""

@@ -1,9 +1,10 @@
 """Logits post-processors: code of your own that changes logits, chosen by name per request.
 
-A package offers one under the entry point group `midstream.logits_post_processors`, as a class without arguments: a
-LogitsPostProcessor, or a BatchedLogitsPostProcessor, which is called once for all its sequences of a step. It sees the
-model's logits before anything else changes them. It must be a function of what it is given, since a sequence is
-computed again after a worker was lost.
+A package offers one under the entry point group `midstream.logits_post_processors`, or the setting
+`logits_post_processors` names it: a class without arguments, derived from LogitsPostProcessor, or from
+BatchedLogitsPostProcessor, which is called once for all its sequences of a step. It sees the model's logits before
+anything else changes them. It must be a function of what it is given, since a sequence is computed again after a worker
+was lost. In a group of ranks it is called on rank 0, which chooses the tokens of all.
 
 One that raises, or returns something else than float32 logits of the same shape, ends the request it was called for.
 """
@@ -14,7 +15,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 import numpy as np
 import torch
@@ -34,13 +35,14 @@ class LogitsPostProcessor(ABC):
     """Changes the logits of one sequence."""
 
     @abstractmethod
-    def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str) -> Tensor:
+    def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
         """New logits.
 
         Args:
             logits: Float32 [vocab_size]; may be changed and returned.
             tokens: Prompt and output so far, int32 [num_tokens]; not to be changed.
-            client_id: Of the request.
+            client_id: Of the request; several may share one.
+            request_id: Of the request, whose sequences share it.
         """
 
 
@@ -48,7 +50,13 @@ class BatchedLogitsPostProcessor(ABC):
     """Changes the logits of all its sequences in a step at once."""
 
     @abstractmethod
-    def process(self, logits: Tensor, tokens: Sequence[NDArray[np.int32]], client_ids: Sequence[str]) -> Tensor:
+    def process(
+        self,
+        logits: Tensor,
+        tokens: Sequence[NDArray[np.int32]],
+        client_ids: Sequence[str],
+        request_ids: Sequence[str],
+    ) -> Tensor:
         """As LogitsPostProcessor.process; logits are [num_sequences, vocab_size]. No row may depend on others.
 
         Where it fails, it is called again for each sequence by itself, to find the one that is to blame.
@@ -70,23 +78,33 @@ def refuse_unknown(step: Step, known: Collection[str]) -> Step:
     return replace(step, new_sequences=tuple(news))
 
 
-def load_post_processors() -> dict[str, PostProcessor]:
-    """All that installed packages offer, by name.
+def load_post_processors(named: str = "") -> dict[str, PostProcessor]:
+    """All that installed packages offer, by name, and those that are named.
+
+    Args:
+        named: Comma-separated `NAME=module:Class`; these replace others of their name.
 
     Raises:
         ConfigError: One cannot be loaded, or is none.
     """
-    found: dict[str, PostProcessor] = {}
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            processor = entry_point.load()()
-        except Exception as error:
-            raise ConfigError(f"{entry_point.name!r} under {ENTRY_POINT_GROUP} does not load: {error}") from error
-        if not isinstance(processor, LogitsPostProcessor | BatchedLogitsPostProcessor):
-            kind = type(processor).__name__
-            raise ConfigError(f"{entry_point.name!r} under {ENTRY_POINT_GROUP} is a {kind}, not a post-processor")
-        found[entry_point.name] = processor
-    return found
+    offered = {entry_point.name: entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
+    for item in filter(None, named.split(",")):
+        name, _, place = item.partition("=")
+        if not name or ":" not in place:
+            raise ConfigError(f"{item!r} is not NAME=module:Class", field="logits_post_processors")
+        offered[name] = EntryPoint(name, place, ENTRY_POINT_GROUP)
+    return {name: _load(entry_point) for name, entry_point in offered.items()}
+
+
+def _load(entry_point: EntryPoint) -> PostProcessor:
+    try:
+        processor = entry_point.load()()
+    except Exception as error:
+        raise ConfigError(f"{entry_point.name!r} under {ENTRY_POINT_GROUP} does not load: {error}") from error
+    if not isinstance(processor, LogitsPostProcessor | BatchedLogitsPostProcessor):
+        kind = type(processor).__name__
+        raise ConfigError(f"{entry_point.name!r} under {ENTRY_POINT_GROUP} is a {kind}, not a post-processor")
+    return processor
 
 
 def post_process(
@@ -123,12 +141,12 @@ def _process_one(
     name: str, processor: PostProcessor, logits: Tensor, state: Rows, rows: IntArray, place: int
 ) -> MidstreamError | None:
     given = logits[[place]]
-    tokens, client_ids = _context(state, rows, [place])
+    tokens, client_ids, request_ids = _context(state, rows, [place])
     try:
         if isinstance(processor, LogitsPostProcessor):
-            changed = _checked(processor.process(given[0], tokens[0], client_ids[0]), given[0])[None]
+            changed = _checked(processor.process(given[0], tokens[0], client_ids[0], request_ids[0]), given[0])[None]
         else:
-            changed = _checked(processor.process(given, tokens, client_ids), given)
+            changed = _checked(processor.process(given, tokens, client_ids, request_ids), given)
     except Exception as error:  # noqa: BLE001 (it is a stranger's code)
         logger.warning("the logits post-processor %s failed: %r", name, error)
         message = f"the logits post-processor {name!r} failed: {type(error).__name__}: {error}"
@@ -137,13 +155,14 @@ def _process_one(
     return None
 
 
-def _context(state: Rows, rows: IntArray, places: list[int]) -> tuple[list[NDArray[np.int32]], list[str]]:
+def _context(state: Rows, rows: IntArray, places: list[int]) -> tuple[list[NDArray[np.int32]], list[str], list[str]]:
     tokens = []
     for place in places:
         known = state.tokens[rows[place], : state.lengths[rows[place]]]
         known.flags.writeable = False  # of this view
         tokens.append(known)
-    return tokens, [state.post_processors[rows[place]][1] for place in places]
+    _, client_ids, request_ids = zip(*(state.post_processors[rows[place]] for place in places), strict=True)
+    return tokens, list(client_ids), list(request_ids)
 
 
 def _checked(changed: object, given: Tensor) -> Tensor:

@@ -66,6 +66,12 @@ class WorkerConfig(ServiceConfig):
     )
     lora_max_adapter_size: int = setting(64, "Largest rank of an adapter.")
     adapter_root: str = setting("", "Folder that adapters must lie in; empty: they may lie anywhere.")
+    logits_post_processors: str = setting(
+        "", "Logits post-processors beside those of installed packages: comma-separated NAME=module:Class."
+    )
+    replicate_post_processors: bool = setting(
+        False, "Call them on all ranks of a group; only off is implemented for several ranks: on rank 0 alone."
+    )
     cuda_graphs: bool = setting(True, "On a GPU, decode by replaying recorded CUDA graphs.")
     batch_invariant: bool = setting(False, "On a GPU, let no output depend on the rest of its batch; slower.")
     num_threads: int = setting(0, "Compute threads on a CPU; 0: one per core.")

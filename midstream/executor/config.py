@@ -154,8 +154,8 @@ class LogitsPostProcessorConfig:
     Attributes:
         processor_map: Name to `module:Class`.
         processor_batched: `module:Class` that requests choose as BATCHED_POST_PROCESSOR_NAME.
-        replicate: In a tensor-parallel group: call processors on all ranks of the first stage, so that what they keep
-            is the same there, or on rank 0 alone. Ranks get their tokens from rank 0 in either case.
+        replicate: False: called on rank 0 alone, which chooses the tokens of all ranks. True, on all ranks, is refused
+            for groups of several ranks: a processor is a function of its arguments, so replicas would add nothing.
     """
 
     processor_map: Mapping[str, str] = field(default_factory=dict)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import NewSequence, SamplingParams
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.sampling import post_processors
-from gpu_worker.sampling.post_processors import PostProcessor, load_post_processors
+from gpu_worker.sampling.post_processors import (
+    BatchedLogitsPostProcessor,
+    LogitsPostProcessor,
+    PostProcessor,
+    load_post_processors,
+)
 from gpu_worker.sampling.sampler import Sampled, Sampler
 from midstream.errors import ConfigError, ExecutionError, InvalidArgumentError
 from tests.example_package import install
@@ -47,6 +55,7 @@ def sample(processors: dict[str, PostProcessor], *rows: tuple[str, str], **sampl
             sampling=params,
             post_processor=name,
             client_id=client_id,
+            request_id=f"request-{row}",
         )
         state.add(new)
     logits = torch.zeros(len(rows), VOCAB_SIZE)
@@ -63,6 +72,40 @@ def test_each_request_has_its_own(processors: dict[str, PostProcessor]) -> None:
     sampled = sample(processors, *rows)
     assert sampled.token_ids.tolist() == [6, 7, 8, 5]
     assert sampled.errors == ()
+
+
+def test_they_are_given_the_request_id(processors: dict[str, PostProcessor]) -> None:
+    class Notes(LogitsPostProcessor):
+        def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
+            seen.append((client_id, request_id, tokens.tolist()))
+            return logits
+
+    class NotesTogether(BatchedLogitsPostProcessor):
+        def process(
+            self,
+            logits: Tensor,
+            tokens: Sequence[NDArray[np.int32]],
+            client_ids: Sequence[str],
+            request_ids: Sequence[str],
+        ) -> Tensor:
+            together.append((client_ids, request_ids))
+            return logits
+
+    seen: list[object] = []
+    together: list[object] = []
+    rows = [("notes", "al"), ("together", "bo"), ("notes", ""), ("together", "cy")]
+    sample({"notes": Notes(), "together": NotesTogether()}, *rows)
+    assert seen == [("al", "request-0", [1, 2, 3]), ("", "request-2", [1, 2, 3])]
+    assert together == [(["bo", "cy"], ["request-1", "request-3"])]
+
+
+def test_a_setting_names_further_ones(processors: dict[str, PostProcessor]) -> None:
+    found = load_post_processors("mine=polite_logits:CountUp,batched=polite_logits:CountUpTogether")
+    assert {"count_up", "mine", "batched"} <= found.keys()
+    assert sample(found, ("mine", "bob"), ("batched", "al")).token_ids.tolist() == [6, 5]
+    for bad in ("mine", "=a:B", "mine=nowhere", "mine=polite_logits:Nothing", "mine=json:JSONDecoder"):
+        with pytest.raises(ConfigError):
+            load_post_processors(bad)
 
 
 def test_steering_comes_after_it(processors: dict[str, PostProcessor]) -> None:

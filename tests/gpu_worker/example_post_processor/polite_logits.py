@@ -14,7 +14,7 @@ from gpu_worker.sampling.post_processors import BatchedLogitsPostProcessor, Logi
 class CountUp(LogitsPostProcessor):
     """Each token is the one before it plus the length of the client's name."""
 
-    def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str) -> Tensor:
+    def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
         """The wanted token's logit becomes the highest."""
         wanted = (int(tokens[-1]) + len(client_id)) % len(logits)
         logits[wanted] = logits.max() + 10
@@ -24,7 +24,13 @@ class CountUp(LogitsPostProcessor):
 class CountUpTogether(BatchedLogitsPostProcessor):
     """The same for all sequences at once; fails where a client is called `mallory`."""
 
-    def process(self, logits: Tensor, tokens: Sequence[NDArray[np.int32]], client_ids: Sequence[str]) -> Tensor:
+    def process(
+        self,
+        logits: Tensor,
+        tokens: Sequence[NDArray[np.int32]],
+        client_ids: Sequence[str],
+        request_ids: Sequence[str],
+    ) -> Tensor:
         """The wanted tokens' logits become the highest."""
         if "mallory" in client_ids:
             raise ValueError("not for mallory")
@@ -36,7 +42,7 @@ class CountUpTogether(BatchedLogitsPostProcessor):
 class WrongShape(LogitsPostProcessor):
     """Returns one logit too few."""
 
-    def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str) -> Tensor:
+    def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
         """Not what was asked for."""
         return logits[1:]
 
@@ -44,6 +50,6 @@ class WrongShape(LogitsPostProcessor):
 class Raises(LogitsPostProcessor):
     """Fails."""
 
-    def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str) -> Tensor:
+    def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
         """Fails."""
         raise RuntimeError("no idea")
