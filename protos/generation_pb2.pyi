@@ -320,7 +320,7 @@ class SamplingConfig(google.protobuf.message.Message):
     NUM_RETURN_SEQUENCES_FIELD_NUMBER: builtins.int
     EMBEDDING_BIAS_FIELD_NUMBER: builtins.int
     beam_width: builtins.int
-    """1 samples, more is beam search. 1..16, default 1."""
+    """1 samples, more is beam search. 1 to the router's max_beam_width (16), default 1."""
     top_k: builtins.int
     """Keep the k likeliest tokens. 0 keeps all. Default 0."""
     top_p: builtins.float
@@ -356,7 +356,9 @@ class SamplingConfig(google.protobuf.message.Message):
     no_repeat_ngram_size: builtins.int
     """No n-gram of this size occurs twice in prompt and output. 0 is off. Default 0."""
     num_return_sequences: builtins.int
-    """Independent sequences, 1..128; with beam search, how many beams come back, best first, at the end. Default 1."""
+    """Independent sequences, 1..128, default 1. With beam search, how many beams come back, best first, at the end:
+    default all of them.
+    """
     @property
     def embedding_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """Added to logits before penalties. Finite."""

@@ -54,6 +54,7 @@ async def serve(config: RouterConfig) -> None:
         pool,
         max_pending_bytes=config.max_pending_bytes,
         max_tensor_bytes=config.max_tensor_bytes,
+        max_beam_width=config.max_beam_width,
         unavailable_timeout_s=config.unavailable_timeout_s,
         sampling_defaults=sampling_defaults(folder) if config.generation_config == "auto" else None,
     )

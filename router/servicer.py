@@ -14,6 +14,7 @@ from midstream import __version__
 from midstream.errors import UnsupportedError
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
+from router.authentication import current_caller
 from router.pipeline.cells import Cells
 from router.pipeline.output import FrontDoor, Output
 from router.pipeline.request_checks import check_model
@@ -124,11 +125,16 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         self, request: stats_pb2.GetRequestStatsRequest, context: object
     ) -> stats_pb2.GetRequestStatsResponse:
         """Requests of all cells."""
+        scope = current_caller.get().scope
+        names = {scope(request_id): request_id for request_id in request.request_ids}
+        scoped = stats_pb2.GetRequestStatsRequest(request_ids=names)
         cells = self._cells.cells.values()
-        calls = [cell.stub.GetRequestStats(request, timeout=_CALL_TIMEOUT_S) for cell in cells]
+        calls = [cell.stub.GetRequestStats(scoped, timeout=_CALL_TIMEOUT_S) for cell in cells]
         response = stats_pb2.GetRequestStatsResponse()
         for answer in await asyncio.gather(*calls):
-            response.requests.extend(answer.requests)
+            for stats in answer.requests:
+                stats.id = names[stats.id]
+                response.requests.append(stats)
         return response
 
     async def SubscribeKvEvents(  # noqa: N802

@@ -32,7 +32,7 @@ class SamplingParams:
         end_id: Ends a sequence in place of the model's end ids.
         ignore_eos: Go on past the model's end.
         embedding_bias: Added to the logits of token ids.
-        num_return_sequences: Independent sequences.
+        num_return_sequences: Independent sequences; of a beam search, how many of its beams come back (default: all).
         log_probs: Report log probabilities of each token and of this many likeliest ones.
         prompt_log_probs: The same for the prompt's tokens from the second on.
         return_context_logits, return_generation_logits: Report logits, as tensors in the result.

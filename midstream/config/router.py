@@ -27,6 +27,7 @@ class RouterConfig(GrpcServiceConfig):
     )
     max_pending_bytes: int = setting(1 << 20, "Bytes waiting for one slow reader before its stream is cut.")
     max_tensor_bytes: int = setting(256 << 20, "Bytes of logits and hidden states that one request may ask for.")
+    max_beam_width: int = setting(16, "Widest beam search that a request may ask for.")
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
     max_concurrent_streams: int = setting(4096, "Streams at once on this router.")
     max_streams_per_client: int = setting(1024, "Streams at once of one client, or address where none is known.")

@@ -175,8 +175,6 @@ class GenerationExecutor:
 
     def _to_proto(self, request: GenerationRequest) -> pb.GenerateRequest:
         message = request.to_proto()
-        if request.is_beam_search and not message.sampling.HasField("num_return_sequences"):
-            message.sampling.num_return_sequences = message.sampling.beam_width
         known = {item.name for item in message.output.additional_outputs}
         for item in self._config.additional_model_outputs:
             if item.name not in known:

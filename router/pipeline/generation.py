@@ -154,6 +154,7 @@ class Runner:
         unavailable_timeout_s: float,
         max_tensor_bytes: int = 256 << 20,
         sampling_defaults: pb.SamplingConfig | None = None,
+        max_beam_width: int = 16,
     ) -> None:
         """`sampling_defaults` fill what requests leave unset."""
         self.model = model
@@ -164,6 +165,7 @@ class Runner:
         self._unavailable_timeout_s = unavailable_timeout_s
         self._max_tensor_bytes = max_tensor_bytes
         self._sampling_defaults = sampling_defaults or pb.SamplingConfig()
+        self._max_beam_width = max_beam_width
         self._grammars = GrammarChecker(model)
         self._aborting: set[asyncio.Task[None]] = set()
         self.readers = Readers()
@@ -185,7 +187,7 @@ class Runner:
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineError("the deadline had passed on arrival")
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        check_request(request, self.model)
+        check_request(request, self.model, self._max_beam_width)
         await self._normalize(request)
         cell = self.cells.choose(request.token_ids.values, request.cache_salt)
         if cell.features is not None:
@@ -282,6 +284,8 @@ class Runner:
         if request.WhichOneof("input") != "token_ids" or len(request.token_ids.values) != len(token_ids):
             request.token_ids.values[:] = token_ids
         request.max_tokens = fit_to_context(len(token_ids), asked, self.model, kind)
+        if request.sampling.beam_width > 1 and not request.sampling.HasField("num_return_sequences"):
+            request.sampling.num_return_sequences = request.sampling.beam_width
         check_tensors(request, self.model, self._max_tensor_bytes)
         bad_words = request.stopping.bad_words
         if bad_words:

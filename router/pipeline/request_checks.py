@@ -51,7 +51,6 @@ _MAX_FLOAT = 3.4028234663852886e38
 _FINITE = _Range(-_MAX_FLOAT, _MAX_FLOAT)
 _POSITIVE = _Range(0, _MAX_FLOAT, excludes_low=True)
 _SAMPLING: dict[str, _Range] = {
-    "beam_width": _Range(1, 16),
     "top_p": _Range(0, 1, excludes_low=True),
     "top_p_decay": _Range(0, 1, excludes_low=True),
     "top_p_min": _Range(0, 1, excludes_low=True),
@@ -105,8 +104,13 @@ _FEATURE_FIELDS = {
 }
 
 
-def check_request(request: pb.GenerateRequest, model: ModelFolder) -> None:
+def check_request(request: pb.GenerateRequest, model: ModelFolder, max_beam_width: int = 16) -> None:
     """Checks all fields but the input's length.
+
+    Args:
+        request: As it came from the client.
+        model: What is served.
+        max_beam_width: Widest beam search.
 
     Raises:
         InvalidArgumentError: Names the field.
@@ -122,6 +126,8 @@ def check_request(request: pb.GenerateRequest, model: ModelFolder) -> None:
         _at_least_one(request.max_tokens, "max_tokens")
     check_virtual_tokens(request, model)
     _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
+    if request.sampling.HasField("beam_width"):
+        _Range(1, max_beam_width).check(request.sampling.beam_width, "sampling.beam_width")
     check_sampling(request.sampling, model)
     _check_stopping(request.stopping, model)
     _check_output(request.output, model)

@@ -1,0 +1,221 @@
+"""The Executor API's documentation: what it says of requests, responses and results, and its examples.
+
+Its listings but one are C++; the tests have the closest Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from midstream.errors import InvalidArgumentError, NotFoundError
+from midstream.executor import (
+    AdditionalModelOutput,
+    Executor,
+    ExecutorConfig,
+    GuidedDecodingConfig,
+    GuidedDecodingParams,
+    KvCacheConfig,
+    ModelType,
+    OutputConfig,
+    ParallelConfig,
+    Request,
+    RequestState,
+    Response,
+    SamplingConfig,
+)
+from tests.seeds.listings import run
+
+PROMPT = [504, 2365, 282, 4649, 314]
+LONG = 450
+
+TOKENIZER = """
+encoded_vocab = tokenizer.get_vocab()
+encoded_vocab = [token for token, _ in sorted(encoded_vocab.items(), key=lambda x: x[1])]
+tokenizer_str = tokenizer.backend_tokenizer.to_str()
+stop_token_ids = [tokenizer.eos_token_id]
+"""
+
+
+@pytest.fixture(scope="module")
+def guided(folders: Path) -> dict[str, Any]:
+    """The listing that says what grammars need to know of a tokenizer, run with transformers' own tokenizer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders / "llama-3-8b")
+    return run(TOKENIZER, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def executor(folders: Path, guided: dict[str, Any]) -> Iterator[Executor]:
+    """Two tensor-parallel ranks.
+
+    auto const executorConfig = ExecutorConfig{};
+    std::vector<executor::AdditionalModelOutput> additionalOutputs{
+        executor::AdditionalModelOutput{"TopKLogits", true}};
+    executorConfig.setAdditionalModelOutputs(additionalOutputs);
+
+    The additional outputs are asked for by requests here, so that those of other tests do not carry them.
+    """
+    config = ExecutorConfig(
+        max_beam_width=20,
+        kv_cache_config=KvCacheConfig(max_tokens=4096),
+        parallel_config=ParallelConfig(tensor_parallel_size=2),
+        guided_decoding_config=GuidedDecodingConfig(
+            encoded_vocab=guided["encoded_vocab"],
+            tokenizer_str=guided["tokenizer_str"],
+            stop_token_ids=guided["stop_token_ids"],
+        ),
+        settings={"max_batch_size": 32, "num_threads": 1, "kernels": "torch"},
+    )
+    with Executor(str(folders / "model"), ModelType.DECODER_ONLY, config) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def model(folders: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folders / "model", dtype=torch.float32).eval()
+
+
+def finish(executor: Executor, request_id: int) -> list[Response]:
+    """All responses of a request."""
+    responses: list[Response] = []
+    while not responses or not responses[-1].is_final:
+        responses += executor.await_responses(request_id, timeout=60)
+    return responses
+
+
+def array(tensor: Any) -> np.ndarray[Any, Any]:
+    return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)
+
+
+def test_requests_run_on_ranks_and_any_response_is_awaited(executor: Executor, model: Any) -> None:
+    assert executor.can_enqueue_requests()
+    greedy = SamplingConfig(temperature=0.0)
+    ids = executor.enqueue_requests([Request(PROMPT[:size], 6, sampling_config=greedy, end_id=0) for size in (3, 4, 5)])
+    assert len(set(ids)) == 3
+    found: dict[int, list[int]] = {}
+    while len(found) < 3:
+        for response in executor.await_responses(timeout=60):
+            assert not response.has_error()
+            assert response.result is not None
+            assert response.result.is_final
+            found[response.request_id] = response.result.output_token_ids[0]
+    for request_id, size in zip(ids, (3, 4, 5), strict=True):
+        tokens = torch.tensor([PROMPT[:size]])
+        expected = model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert found[request_id] == expected[0, size:].tolist()
+
+
+def test_additional_outputs(executor: Executor, model: Any) -> None:
+    """executor::Request request{requestTokens, parameters.maxOutputLength, true, executor::SamplingConfig{},
+        executor::OutputConfig{false, false, false, true, false, false, additionalOutputs}};
+    executor.enqueueRequest(request);
+
+    Named `topk_logits.3` here; any tensor that the engine knows under a name.
+    """
+    outputs = [AdditionalModelOutput("topk_logits.3", True)]
+    config = OutputConfig(False, False, False, True, False, False, outputs)
+    request_id = executor.enqueue_request(Request(PROMPT, 4, True, SamplingConfig(), config, end_id=0))
+    responses = [response.result for response in finish(executor, request_id)]
+    generated = [item.additional_outputs["topk_logits.3"] for item in responses if item and item.output_token_ids[0]]
+    context = [item.additional_outputs.get("context_topk_logits.3") for item in responses if item]
+    assert all(tensor.shape[0] == 1 and tensor.shape[2] == 3 for tensor in generated)
+    assert sum(tensor.shape[1] for tensor in generated) == 4
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT])).logits[0]
+    values = np.concatenate([array(tensor) for tensor in context if tensor is not None])
+    np.testing.assert_allclose(values, logits.topk(3, dim=1).values.numpy(), atol=1e-3)
+
+
+def test_num_return_sequences(executor: Executor) -> None:
+    """Each response is of one sequence; isFinal comes once, when all have ended."""
+    request = Request(PROMPT, 5, True, SamplingConfig(seed=1), end_id=0, num_return_sequences=3)
+    results = [response.result for response in finish(executor, executor.enqueue_request(request))]
+    assert {result.sequence_index for result in results if result} == {0, 1, 2}
+    for index in range(3):
+        own = [result for result in results if result and result.sequence_index == index]
+        assert [result.is_sequence_final for result in own] == [False] * (len(own) - 1) + [True]
+        assert sum(len(result.output_token_ids[0]) for result in own) == 5
+    assert [result.is_final for result in results if result] == [False] * (len(results) - 1) + [True]
+
+
+@pytest.mark.parametrize(("width", "returned", "count"), [(3, None, 3), (4, 2, 2), (20, None, 20)])
+def test_all_beams_come_back_in_one_result(
+    executor: Executor, model: Any, width: int, returned: int | None, count: int
+) -> None:
+    """The sequence index is 0, and num_return_sequences limits the beams."""
+    output = OutputConfig(return_log_probs=True)
+    config = SamplingConfig(beam_width=width, num_return_sequences=returned)
+    (response,) = finish(executor, executor.enqueue_request(Request(PROMPT, 4, False, config, output, end_id=0)))
+    result = response.result
+    assert result is not None
+    assert (result.sequence_index, result.is_sequence_final, result.is_final) == (0, True, True)
+    tokens = torch.tensor([PROMPT])
+    expected = model.generate(
+        tokens, max_new_tokens=4, num_beams=width, num_return_sequences=count, do_sample=False, length_penalty=0.0,
+        early_stopping=True, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    assert result.output_token_ids == expected[:, len(PROMPT) :].tolist()
+    assert len(result.cum_log_probs) == count
+    for log_probs, total in zip(result.log_probs, result.cum_log_probs, strict=True):
+        assert sum(log_probs) == pytest.approx(total, abs=1e-3)
+
+
+def test_beams_wider_than_configured_are_refused(executor: Executor) -> None:
+    (response,) = finish(executor, executor.enqueue_request(Request(PROMPT, 4, False, SamplingConfig(beam_width=21))))
+    assert isinstance(response.error, InvalidArgumentError)
+    assert "beam_width" in response.error_msg
+
+
+def test_cancel_and_statistics_while_it_runs(executor: Executor) -> None:
+    executor.get_latest_iteration_stats()
+    request_id = executor.enqueue_request(Request(PROMPT, LONG, streaming=True, end_id=0))
+    (first, *_) = executor.await_responses(request_id, timeout=60)
+    assert first.result is not None
+    (stats,) = executor.get_latest_request_stats()
+    assert stats.id == request_id
+    assert stats.state in (RequestState.GENERATION_PHASE, RequestState.GENERATING)
+    assert stats.context_prefill_position == len(PROMPT)
+    assert stats.num_generated_tokens > 0
+    assert int(str(stats.fields["allocTotalBlocksPerRequest"])) > 0
+    executor.cancel_request(request_id)
+    last = finish(executor, request_id)[-1]
+    assert last.result is not None
+    assert last.result.finish_reason == "abort"
+    (stats,) = executor.get_latest_request_stats([request_id])
+    assert stats.state is RequestState.ABORTED
+    iterations = executor.get_latest_iteration_stats()
+    assert len(iterations) >= stats.num_generated_tokens - 1
+    with pytest.raises(NotFoundError):
+        executor.await_responses(request_id)
+
+
+def test_structured_output(executor: Executor) -> None:
+    guide = GuidedDecodingParams(regex="(so|the)( on){2}")
+    request = Request(PROMPT, 20, sampling_config=SamplingConfig(seed=2), guided_decoding_params=guide)
+    (response,) = finish(executor, executor.enqueue_request(request))
+    assert response.result is not None
+    assert response.result.text in ("so on on", "the on on")
+
+
+def test_life_cycle(executor: Executor) -> None:
+    from midstream.executor import GenerationRequest, GenerationResult, SamplingParams
+
+    request = GenerationRequest(PROMPT, SamplingParams(max_tokens=LONG, end_id=0), streaming=True)
+    assert GenerationResult(request, lambda _: None).state is RequestState.PENDING
+    result = executor.submit(request)
+    seen = [result.state]
+    next(iter(result))
+    seen.append(result.state)
+    executor.abort_request(request.id)
+    result.result(timeout=60)
+    seen.append(result.state)
+    order = list(RequestState)
+    assert [order.index(state) for state in seen] == sorted(order.index(state) for state in seen)
+    assert seen[1] in (RequestState.GENERATION_PHASE, RequestState.GENERATING)
+    assert seen[2] is RequestState.ABORTED
