@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from midstream.errors import ConfigError
-from scheduler.active_requests import RequestListCapacity, RequestListScheduler
+from scheduler.core.active_requests import RequestListCapacity, RequestListScheduler
 from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS, CapacityScheduler
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS, MicroBatchScheduler
 from scheduler.core.request_scheduler import RequestScheduler, SimpleScheduler

@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import NewSequence, SamplingParams
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.sampling import post_processors
 from gpu_worker.sampling.post_processors import (
     BatchedLogitsPostProcessor,
     LogitsPostProcessor,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from midstream.executor import CapacitySchedulerPolicy
-from scheduler.active_requests import (
+from scheduler.core.active_requests import (
     LlmRequest,
     LlmRequestState,
     RequestList,

@@ -16,12 +16,12 @@ from starlette.types import Receive, Scope, Send
 from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
-from router.adapters.openai.ignored import ignored_fields, ignored_header
 from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model
 from router.protocols.openai.body import Body
 from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.ignored import ignored_fields, ignored_header
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
 from router.protocols.openai.models import Models
 from router.protocols.openai.openapi import document

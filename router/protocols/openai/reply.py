@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
-from router.adapters.openai.ignored import ignored_header
 from router.pipeline.output import FrontDoor, Output
 from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.ignored import ignored_header
 from router.protocols.openai.jobs import Job, request_ids
 from router.protocols.openai.positions import Position, event_id, read_event_id
 from router.protocols.openai.shapes import usage_fields

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from router.adapters.openai.ignored import IGNORED_FIELDS, ignored_fields
 
 from midstream.errors import InvalidArgumentError
 from router.protocols.openai.body import Body
+from router.protocols.openai.ignored import IGNORED_FIELDS, ignored_fields
 from router.protocols.openai.jobs import Vocabulary, chat_job, completion_job
 
 VOCABULARY = Vocabulary(lambda token: chr(97 + token))

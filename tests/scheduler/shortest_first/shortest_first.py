@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.active_requests import KvCacheManager, LlmRequest, RequestList, RequestListScheduler
+from scheduler.core.active_requests import KvCacheManager, LlmRequest, RequestList, RequestListScheduler
 
 
 class ShortestFirst(RequestListScheduler):
