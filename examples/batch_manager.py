@@ -12,9 +12,9 @@ from midstream.executor import (
     GenerationExecutor,
     GenerationRequest,
     InferenceRequest,
-    ResponseResult,
     SamplingParams,
 )
+from midstream.extras import Tensor
 
 
 class Source:
@@ -34,11 +34,12 @@ class Source:
         given, self._waiting = self._waiting, []
         return given
 
-    def send_response(self, request_id: int, results: Sequence[ResponseResult], is_final: bool, error: str) -> None:
+    def send_response(self, request_id: int, tensors: Sequence[Tensor], is_final: bool, error: str) -> None:
         if request_id == 2:
             self._to_stop.add(request_id)
         if is_final:
-            print(f"request {request_id}: {results[-1].finish_reasons if results else error}")
+            shapes = {tensor.name: tensor.shape for tensor in tensors}
+            print(f"request {request_id}: {error or 'output_ids of shape'} {shapes.get('output_ids', '')}")
             self._num_running -= 1
             if not self._num_running:
                 self.done.set()

@@ -21,7 +21,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
     params = SamplingParams(max_tokens=12, temperature=0)
     with GenerationExecutor.create(address=address) as executor:
         for result in executor.generate(["The sky is", "Two and two is", "Water boils at"], params):
-            print(f"{result.request.prompt}{result.outputs[0].text}")
+            print(f"{result.request.prompt_token_ids}{result.outputs[0].text}")
 
         future = executor.generate_async("The sea is", params)
         print(f"The sea is{future.result(timeout=60).text}")
