@@ -127,7 +127,7 @@ class Doors:
         outputs = dict(zip((item.name for item in response.outputs), response.raw_output_contents, strict=True))
         shape = next(list(item.shape) for item in response.outputs if item.name == "output_log_probs")
         rows = struct.unpack(f"<{shape[0] * shape[1]}f", outputs["output_log_probs"])
-        sequences = [Sequence(text) for text in _texts(outputs["text_output"])]
+        sequences = [Sequence(text) for text in texts_of(outputs["text_output"])]
         for index, sequence in enumerate(sequences):
             # Rows are filled to one length with zeros.
             sequence.log_probs = list(rows[index * shape[1] :][: shape[1]])
@@ -141,7 +141,7 @@ class Doors:
             names = (item.name for item in answer.infer_response.outputs)
             outputs = dict(zip(names, answer.infer_response.raw_output_contents, strict=True))
             (index,) = struct.unpack("<i", outputs["sequence_index"])
-            found[index].text += "".join(_texts(outputs["text_output"]))
+            found[index].text += "".join(texts_of(outputs["text_output"]))
             data = outputs.get("output_log_probs", b"")
             found[index].log_probs += struct.unpack(f"<{len(data) // 4}f", data)
         return _in_order(found)
@@ -220,7 +220,7 @@ def _in_order(found: dict[int, Sequence]) -> list[Sequence]:
     return [found[index] for index in sorted(found)]
 
 
-def _texts(data: bytes) -> list[str]:
+def texts_of(data: bytes) -> list[str]:
     texts, position = list[str](), 0
     while position < len(data):
         (size,) = struct.unpack_from("<I", data, position)

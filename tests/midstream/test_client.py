@@ -10,9 +10,19 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 
-from midstream.client import AsyncClient, Client, FinishReason, SamplingParams
+from midstream.client import (
+    AsyncClient,
+    Client,
+    Drafts,
+    FinishReason,
+    Guide,
+    KvRetention,
+    SamplingParams,
+    TokenRange,
+)
 from midstream.errors import DeadlineError, InvalidArgumentError, NotFoundError, OverloadedError, UnavailableError
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
@@ -210,10 +220,54 @@ async def test_what_is_asked_for_arrives() -> None:
     assert (request.chat.messages[2].tool_call_id, request.chat.tools_json) == ("1", '[{"name": "f"}]')
 
 
+async def test_every_feature_has_an_argument() -> None:
+    table = np.ones((2, 3), np.float16)
+    async with serving() as (router, address), AsyncClient(address) as client:
+        await client.generate(
+            "a",
+            lora="l",
+            guided=Guide(json_schema={"type": "object"}),
+            logits_post_processor="p",
+            prompt_tuning_table=table,
+            kv_retention=KvRetention([TokenRange(2, 5, 80, 100)], decode_priority=3),
+            speculative=Drafts("prompt_lookup", 5, 2),
+        ).result()
+        await client.generate(
+            prompt_embeddings=table, guided=Guide(regex="a|b"), speculative=Drafts("draft_model")
+        ).result()
+        await client.generate(token_ids=[1], prompt_adapter="s").result()
+    first, second, third = router.requests
+    assert first.guided_decoding == pb.GuidedDecodingConfig(
+        guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide='{"type": "object"}'
+    )
+    assert (first.lora.name, first.logits_post_processor_name) == ("l", "p")
+    tensor = pb.Tensor(dtype=pb.Tensor.DTYPE_FLOAT16, shape=[2, 3], data=table.tobytes())
+    assert first.prompt_tuning.table == tensor == second.prompt_embeddings
+    kept = pb.KvRetentionConfig.TokenRange(start=2, end=5, priority=80, duration_ms=100)
+    assert first.kv_retention == pb.KvRetentionConfig(token_ranges=[kept], decode_priority=3)
+    lookup = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP)
+    lookup.num_draft_tokens, lookup.max_ngram_size = 5, 2
+    assert first.speculative == lookup
+    assert second.guided_decoding == pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="a|b")
+    assert second.speculative.method == pb.SpeculativeConfig.METHOD_DRAFT_MODEL
+    assert third.prompt_tuning.name == "s"
+
+
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
         ({}, "prompt"),
+        ({"prompt": "a", "prompt_embeddings": np.ones((1, 2), np.float32)}, "prompt_embeddings"),
+        ({"prompt": "a", "guided": Guide()}, "guided"),
+        ({"prompt": "a", "guided": Guide(regex="a", json=True)}, "guided"),
+        ({"prompt": "a", "speculative": Drafts("guess")}, "speculative"),  # type: ignore[arg-type]
+        ({"prompt": "a", "speculative": Drafts(num_draft_tokens=-1)}, "num_draft_tokens"),
+        ({"prompt": "a", "kv_retention": KvRetention([TokenRange(-1)])}, "kv_retention"),
+        ({"prompt": "a", "logits_post_processor": 3}, "logits_post_processor"),
+        (
+            {"prompt": "a", "prompt_adapter": "s", "prompt_tuning_table": np.ones((1, 2), np.float32)},
+            "prompt_adapter",
+        ),
         ({"prompt": "a", "token_ids": [1]}, "prompt"),
         ({"token_ids": [-1]}, "token_ids"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages"),

@@ -1,0 +1,82 @@
+"""The table of features: what works with which family of models and through which door."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).with_name("features.toml")
+PAGE = Path(__file__).parents[2] / "docs" / "features.md"
+WORKS, NOT_APPLICABLE = "works", "-"
+_HEAD = """# Features
+
+What a request may use, with each family of models and through each door. The page is generated from
+`tests/features/features.toml` by `python -m tests.features`. Tests run each of its cells: every family as a tiny random
+model (`tests/features/test_families.py`), every door on a real service, whose answer must be the native call's
+(`tests/integration/test_feature_doors.py`).
+
+- ✓ works.
+- ✗ is refused with `UNIMPLEMENTED`, or another status where it is given, naming the field.
+- – does not apply: the door's protocol has no field for it, or the feature does not touch the model.
+
+Families marked (t) run by transformers' code, the others by our own. [requests.md](requests.md) describes the features,
+[adapters.md](adapters.md) the doors.
+
+"""
+_SIGNS = {WORKS: "✓", NOT_APPLICABLE: "–", "refused": "✗", "refused UNIMPLEMENTED": "✗"}
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One row.
+
+    Attributes:
+        families, doors: Cells by column.
+    """
+
+    name: str
+    title: str
+    families: dict[str, str]
+    doors: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The whole of it; titles of the columns by name."""
+
+    families: dict[str, str]
+    doors: dict[str, str]
+    features: dict[str, Feature]
+
+
+def read() -> Table:
+    """Return the data."""
+    data = tomllib.loads(DATA.read_text(encoding="utf-8"))
+    families, doors = data["families"], data["doors"]
+    return Table(
+        families, doors, {name: _feature(name, row, families, doors) for name, row in data["features"].items()}
+    )
+
+
+def _feature(name: str, row: dict[str, Any], families: dict[str, str], doors: dict[str, str]) -> Feature:
+    refused = row.get("refused_families", [])
+    usual = row.get("families", WORKS)
+    cells = {family: "refused" if family in refused else usual for family in families}
+    return Feature(name, row["title"], cells, dict(zip(doors, row["doors"], strict=True)))
+
+
+def page() -> str:
+    """Return docs/features.md."""
+    table = read()
+    titles = [*table.families.values(), *table.doors.values()]
+    lines = [f"| feature | {' | '.join(titles)} |", f"| --- |{' :---: |' * len(titles)}"]
+    for feature in table.features.values():
+        cells = [*feature.families.values(), *feature.doors.values()]
+        lines.append(f"| {feature.title} | {' | '.join(_sign(cell) for cell in cells)} |")
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _sign(cell: str) -> str:
+    return _SIGNS.get(cell) or f"✗ `{cell.removeprefix('refused ')}`"

@@ -1,0 +1,43 @@
+"""Every cell of the table of features that is of a family of models, and the page that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.features.families import CHECKS, MODELS, POST_PROCESSORS, Family, outcome
+from tests.features.table import NOT_APPLICABLE, PAGE, page, read
+
+TABLE = read()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Family]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(POST_PROCESSORS)
+        family = Family(request.param, tmp_path_factory.mktemp(request.param))
+        yield request.param, family
+        family.close()
+
+
+@pytest.mark.parametrize("feature", CHECKS)
+def test_a_feature_of_a_family(family: tuple[str, Family], feature: str) -> None:
+    name, model = family
+    assert outcome(model, feature) == TABLE.features[feature].families[name]
+
+
+def test_every_cell_is_run() -> None:
+    assert set(MODELS) == set(TABLE.families)
+    applicable = {name for name, row in TABLE.features.items() if set(row.families.values()) != {NOT_APPLICABLE}}
+    assert applicable == set(CHECKS)
+
+
+def test_the_page_is_the_generated_one() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.features`"
+
+
+def test_the_page_is_linked() -> None:
+    docs = Path(PAGE).parent
+    assert "features.md" in (docs / "requests.md").read_text(encoding="utf-8")

@@ -1,0 +1,87 @@
+"""Every cell of the table of features that is of a door: it gives the native call's answer, or says no."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from midstream.client import Client
+from midstream.executor import GenerationExecutor
+from midstream.model.folder import open_model_folder
+from midstream.model.tokenizer import Tokenizer
+from tests.adapter_folders import write_lora
+from tests.features.table import NOT_APPLICABLE, WORKS, read
+from tests.integration.doors import Doors
+from tests.integration.feature_doors import LORA, Asking, RefusedError
+from tests.integration.service import Service
+
+CELLS = [
+    pytest.param(name, door, cell, id=f"{name}-{door}")
+    for name, row in read().features.items()
+    for door, cell in row.doors.items()
+    if cell != NOT_APPLICABLE
+]
+# What comes beside the text, where a feature asks for more than text; its name is the feature's unless it is given.
+BESIDE = {
+    "log_probs": "log_probs",
+    "prompt_log_probs": "prompt_log_probs",
+    "context_logits": "context_logits",
+    "generation_logits": "generation_logits",
+    "additional_outputs": "topk_logits.3",
+    "tools": "tool_calls",
+}
+# Of these the text is as without them.
+UNCHANGED = {*BESIDE, "drafts", "retention", "priority", "cache_salt", "streaming"}
+# The native call of these is another one: `chat` and `tools` have none.
+NUM_SEQUENCES = {"sequences": 2, "beams": 2}
+
+
+@pytest.fixture(scope="module")
+def executor(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerationExecutor]:
+    """An executor of the service, which has an adapter meanwhile."""
+    folder = write_lora(tmp_path_factory.mktemp("doors") / "lora", 4, 9)
+    with Client(service.routers()) as client, GenerationExecutor.create(address=service.routers()[0]) as executor:
+        client.load_lora(LORA, str(folder))
+        yield executor
+        client.unload_lora(LORA)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(open_model_folder("smollm2").path)
+
+
+@pytest.fixture(scope="module")
+def addresses(service: Service) -> dict[str, str]:
+    addresses: dict[str, str] = service.processes("router")[0]["addresses"]
+    return addresses
+
+
+@pytest.fixture
+async def asking(
+    addresses: dict[str, str], executor: GenerationExecutor, tokenizer: Tokenizer
+) -> AsyncIterator[Asking]:
+    doors = Doors(addresses["grpc"], addresses["http"])
+    yield Asking(doors, executor, tokenizer, addresses["grpc"])
+    await doors.close()
+
+
+@pytest.mark.parametrize(("feature", "door", "cell"), CELLS)
+async def test_a_feature_through_a_door(asking: Asking, feature: str, door: str, cell: str) -> None:
+    if cell != WORKS:
+        with pytest.raises(RefusedError, match=cell.removeprefix("refused ")):
+            await asking.ask(door, feature)
+        return
+    answer = await asking.ask(door, feature)
+    assert len(answer.texts) == NUM_SEQUENCES.get(feature, 1)
+    if feature in BESIDE:
+        assert BESIDE[feature] in answer.beside
+    if feature == "tools":
+        return
+    is_chat = door == "chat" or feature == "chat"
+    expected = await asking.native(feature, chat=is_chat)
+    assert answer.texts == expected.texts
+    plain = await asking.native("plain", chat=is_chat)
+    if feature != "chat":
+        assert (answer.texts == plain.texts) == (feature in UNCHANGED)
