@@ -26,7 +26,7 @@ PROMPT = "One two three four. One two"
 MESSAGES: list[Any] = [{"role": "user", "content": "Count to five."}]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
-TABLE = np.random.default_rng(5).normal(0, 0.1, (2, 576)).astype(np.float32)
+TABLE = np.random.default_rng(5).normal(0, 1, (2, 576)).astype(np.float32)
 LORA = "1"
 MAX_TOKENS = 6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ def _guide_type(request: pb.GenerateRequest, tensor: InputTensor) -> None:
 def _prompt_table(request: pb.GenerateRequest, tensor: InputTensor) -> None:
     if tensor.datatype not in _DTYPES or len(tensor.shape) < 2:
         raise InvalidArgumentError("must have the shape [virtual tokens, hidden size]", field=tensor.name)
-    data = tensor.data or memoryview(tensor.values).tobytes()  # type: ignore[arg-type]
+    data = tensor.data or array("f", tensor.values).tobytes()  # type: ignore[arg-type]
     dtype = pb.Tensor.Dtype.Value(_DTYPES[tensor.datatype])
     table = pb.Tensor(name="table", dtype=dtype, shape=tensor.shape[-2:], data=data, is_last=True)
     request.prompt_tuning.table.CopyFrom(table)
