@@ -31,6 +31,7 @@ from gpu_worker.lora.sizes import device_cache_bytes
 from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.sampling.beams import Candidates
 from gpu_worker.sampling.guided import UNCONSTRAINED, Guides
+from gpu_worker.sampling.output_probes import load_output_probes, refuse_unknown_probes
 from gpu_worker.sampling.outputs import Reporter, Reports
 from gpu_worker.sampling.post_processors import load_post_processors, refuse_unknown
 from gpu_worker.sampling.sampler import NOT_FINITE, Sampler
@@ -117,6 +118,7 @@ class ModelRunner:
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
         if config.replicate_post_processors and leader is not None:
             raise UnsupportedError("rank 0 alone calls them", field="replicate_post_processors")
+        self.output_probes = load_output_probes(self.model.description.num_layers)
         self.post_processors = load_post_processors(config.logits_post_processors)
         self.adapters = adapter_cache(
             config,
@@ -169,7 +171,9 @@ class ModelRunner:
         launched = Launched(time.perf_counter())
         # Tokens of the last step alone are on the device for this one.
         self._settle_all_but(0 if step.forks or len(step.beam_rows) or len(step.draft_rows) else 1)
-        prepared = self._batch.prepare(refuse_unknown(step, self.post_processors))
+        prepared = self._batch.prepare(
+            refuse_unknown_probes(refuse_unknown(step, self.post_processors), self.output_probes)
+        )
         if len(step.adopted_blocks):
             launched.missing_blocks = self.kv.adopt(step.adopted_hashes, step.adopted_blocks)
         if len(step.copy_sources):
@@ -238,6 +242,7 @@ class ModelRunner:
             logits = self.model.decoder.forward(prepared.inputs, probe)
             if probe is not None:
                 reports = self._reporter.collect(prepared, probe, logits)
+                errors += reports.errors
             constraints = self._guides.answer() if is_guided else UNCONSTRAINED
             if len(logits):
                 sampled = self._sampler.sample(logits, run_rows, constraints)
@@ -330,5 +335,5 @@ class ModelRunner:
         drafter = Drafter(self._rows, self._draft_maker(num_blocks))
         self._batch = InputBatch(self._rows, tokens_per_block, adapters, drafter)
         self._sampler = Sampler(self._rows, self.post_processors)
-        self._reporter = Reporter(self._rows, model.decoder)
+        self._reporter = Reporter(self._rows, model.decoder, self.output_probes)
         self._guides = Guides(self._rows, lambda: GrammarProcess(self._folder))

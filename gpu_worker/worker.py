@@ -185,7 +185,7 @@ def _registration(
 
 
 def _features(runner: ModelRunner) -> list[str]:
-    """What requests may ask of this worker; each post-processor by its name."""
+    """What requests may ask of this worker; each post-processor by its name, each probe with its width and name."""
     features = [*FEATURES]
     if is_available():
         features.append("guided_decoding")
@@ -193,6 +193,7 @@ def _features(runner: ModelRunner) -> list[str]:
         features.append("logits_post_processor")
     if runner.has_draft_model:
         features.append("draft_model")
+    features += [f"output_probe.{probe.width}.{name}" for name, probe in runner.output_probes.items()]
     return features + [f"logits_post_processor.{name}" for name in runner.post_processors]
 
 

@@ -207,7 +207,9 @@ def tensor_bytes(request: pb.GenerateRequest, num_prompt_tokens: int, vocab_size
     num_values = output.return_context_logits * num_prompt_tokens * vocab_size
     num_values += output.return_generation_logits * num_output_tokens * vocab_size
     for item in output.additional_outputs:
-        kind, _, number = item.name.partition(".")
-        width = hidden_size if kind == "hidden_states" else 2 * int(number)
+        width = item.probe_width
+        if not item.HasField("probe_width"):
+            kind, _, number = item.name.partition(".")
+            width = hidden_size if kind == "hidden_states" else 2 * int(number)
         num_values += width * (num_output_tokens + item.gather_context * num_prompt_tokens)
     return _VALUE_BYTES * num_values

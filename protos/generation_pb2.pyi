@@ -557,23 +557,30 @@ global___OutputConfig = OutputConfig
 @typing.final
 class AdditionalOutput(google.protobuf.message.Message):
     """A named model output: `hidden_states.LAYER` [output tokens, hidden_size], where layer 0 is the embeddings and the
-    last one normed, or `topk_logits.K` [output tokens, K] (1 to 1,024) with the int32 tensor `topk_logits.K.ids`.
+    last one normed, or `topk_logits.K` [output tokens, K] (1 to 1,024) with the int32 tensor `topk_logits.K.ids`; or the
+    name of an output probe that the workers have [output tokens, its width].
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
     GATHER_CONTEXT_FIELD_NUMBER: builtins.int
+    PROBE_WIDTH_FIELD_NUMBER: builtins.int
     name: builtins.str
     gather_context: builtins.bool
     """The prompt's as well, as the tensor `context_NAME`."""
+    probe_width: builtins.int
+    """Values per token of an output probe. Filled by the router; clients leave it unset."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         gather_context: builtins.bool = ...,
+        probe_width: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["gather_context", b"gather_context", "name", b"name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_probe_width", b"_probe_width", "probe_width", b"probe_width"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_probe_width", b"_probe_width", "gather_context", b"gather_context", "name", b"name", "probe_width", b"probe_width"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_probe_width", b"_probe_width"]) -> typing.Literal["probe_width"] | None: ...
 
 global___AdditionalOutput = AdditionalOutput
 

@@ -67,6 +67,7 @@ class OutputParams:
         context_logits, generation_logits: The model's own, at each token of the prompt and at each new token.
         hidden_states: (layer, whether the prompt's as well); 0 is the embeddings.
         topk_logits: (how many of the highest logits, whether the prompt's as well).
+        probes: (name of an output probe, whether the prompt's as well).
     """
 
     prompt_log_probs: int | None = None
@@ -74,11 +75,12 @@ class OutputParams:
     generation_logits: bool = False
     hidden_states: tuple[tuple[int, bool], ...] = ()
     topk_logits: tuple[tuple[int, bool], ...] = ()
+    probes: tuple[tuple[str, bool], ...] = ()
 
     @property
     def of_prompt(self) -> bool:
         """Whether anything is wanted of the prompt."""
-        is_gathered = any(gathers for _, gathers in self.hidden_states + self.topk_logits)
+        is_gathered = any(gathers for _, gathers in (*self.hidden_states, *self.topk_logits, *self.probes))
         return self.prompt_log_probs is not None or self.context_logits or is_gathered
 
 

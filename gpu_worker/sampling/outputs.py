@@ -7,7 +7,7 @@ output yet: what was reported before is with the scheduler. Steps without such r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import OutputParams, PromptLogProbs, RowTensor
 from gpu_worker.features import Feature
 from gpu_worker.models.decoder import Decoder, Probe
+from gpu_worker.sampling.output_probes import OutputProbe, run_probe
+from midstream.errors import MidstreamError
 
 # Positions whose logits are computed at once: it bounds the memory that a long prompt takes.
 _NUM_POSITIONS = 128
@@ -26,18 +28,20 @@ _NUM_POSITIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What a step's rows report."""
+    """What a step's rows report; `errors` are of rows whose output probe failed."""
 
     prompt_log_probs: tuple[PromptLogProbs, ...] = ()
     tensors: tuple[RowTensor, ...] = ()
+    errors: tuple[tuple[int, MidstreamError], ...] = ()
 
 
 class Reporter:
     """Gathers reports of the sequences in `rows`."""
 
-    def __init__(self, rows: Rows, decoder: Decoder) -> None:
+    def __init__(self, rows: Rows, decoder: Decoder, probes: Mapping[str, OutputProbe] | None = None) -> None:
         self._rows = rows
         self._decoder = decoder
+        self._probes = probes or {}
 
     def probe(self, step: PreparedStep) -> Probe | None:
         """What the forward pass has to keep; None where nobody asks."""
@@ -47,7 +51,9 @@ class Reporter:
             return None
         rows = {*step.sampled_rows.tolist(), *(chunk.row for chunk in step.contexts)}
         wanted = [self._rows.outputs[row] for row in rows if features[row] & Feature.REPORTS]
-        return Probe(frozenset(layer for params in wanted for layer, _ in params.hidden_states))
+        layers = {layer for params in wanted for layer, _ in params.hidden_states}
+        layers.update(layer for params in wanted for name, _ in params.probes for layer in self._probes[name].layers)
+        return Probe(frozenset(layers))
 
     def collect(self, step: PreparedStep, probe: Probe, logits: Tensor) -> Reports:
         """The reports of a step that ran with `probe`, before its tokens are appended.
@@ -63,12 +69,21 @@ class Reporter:
         starts = step.inputs.query_starts.tolist()
         for chunk, first in zip(step.contexts, starts, strict=False):
             if self._rows.features[chunk.row] & Feature.PROMPT_REPORTS:
-                self._report_prompt(chunk, first, probe, prompts, tensors)
+                try:
+                    self._report_prompt(chunk, first, probe, prompts, tensors)
+                except MidstreamError as error:
+                    self._rows.failed[chunk.row] = error  # it fails with its next sample
+        errors: list[tuple[int, MidstreamError]] = []
         positions = step.inputs.sampled.tolist()
         for place, row in enumerate(step.sampled_rows[step.is_run].tolist()):
             if self._rows.features[row] & Feature.REPORTS:
-                tensors += self._report_token(row, positions[place], probe, logits[place : place + 1])
-        return Reports(tuple(prompts), tuple(tensors))
+                try:
+                    if row in self._rows.failed:
+                        raise self._rows.failed[row]
+                    tensors += self._report_token(row, positions[place], probe, logits[place : place + 1])
+                except MidstreamError as error:
+                    errors.append((row, error))
+        return Reports(tuple(prompts), tuple(tensors), tuple(errors))
 
     def _report_token(self, row: int, position: int, probe: Probe, logits: Tensor) -> Iterator[RowTensor]:
         params = self._rows.outputs[row]
@@ -79,6 +94,13 @@ class Reporter:
             yield _tensor(row, f"hidden_states.{layer}", probe.states[layer][position : position + 1], index)
         for count, _ in params.topk_logits:
             yield from _top(row, f"topk_logits.{count}", logits, count, index)
+        for name, _ in params.probes:
+            values = self._run_probe(name, probe, slice(position, position + 1), logits)
+            yield _tensor(row, name, values, index)
+
+    def _run_probe(self, name: str, probe: Probe, positions: slice, logits: Tensor) -> Tensor:
+        states = {layer: probe.states[layer][positions].float() for layer in self._probes[name].layers}
+        return run_probe(name, self._probes[name], states, logits.float().clone())
 
     def _report_prompt(
         self, chunk: ContextChunk, first: int, probe: Probe, prompts: list[PromptLogProbs], tensors: list[RowTensor]
@@ -97,6 +119,10 @@ class Reporter:
             logits = self._decoder.logits(probe.last[first + start : first + end])
             ends = is_last and end == chunk.length
             self._report_prompt_logits(row, chunk.start + start, logits, params, prompts, tensors, is_last=ends)
+            for name, gathers in params.probes:
+                if gathers:
+                    values = self._run_probe(name, probe, slice(first + start, first + end), logits)
+                    tensors.append(_tensor(row, f"context_{name}", values, chunk.start + start, is_last=ends))
 
     def _report_prompt_logits(
         self,
@@ -123,7 +149,7 @@ class Reporter:
 
 
 def _wants_prompt_logits(params: OutputParams) -> bool:
-    is_gathered = any(gathers for _, gathers in params.topk_logits)
+    is_gathered = any(gathers for _, gathers in (*params.topk_logits, *params.probes))
     return params.context_logits or params.prompt_log_probs is not None or is_gathered
 
 

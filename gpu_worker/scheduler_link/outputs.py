@@ -15,13 +15,20 @@ _PIECE_BYTES, _MESSAGE_BYTES = 1 << 20, 8 << 20
 
 def output_params(config: generation_pb2.OutputConfig) -> OutputParams:
     """What a sequence is to report."""
-    additional = [(*item.name.partition(".")[::2], item.gather_context) for item in config.additional_outputs]
+    additional = [
+        (*item.name.partition(".")[::2], item.gather_context)
+        for item in config.additional_outputs
+        if not item.HasField("probe_width")
+    ]
     params = OutputParams(
         prompt_log_probs=config.prompt_log_probs if config.HasField("prompt_log_probs") else None,
         context_logits=config.return_context_logits,
         generation_logits=config.return_generation_logits,
         hidden_states=_named(additional, "hidden_states"),
         topk_logits=_named(additional, "topk_logits"),
+        probes=tuple(
+            (item.name, item.gather_context) for item in config.additional_outputs if item.HasField("probe_width")
+        ),
     )
     return NOTHING if params == NOTHING else params
 

@@ -154,6 +154,11 @@ class Cells:
             raise UnavailableError("no scheduler is known")
         return cells[0]
 
+    @property
+    def features(self) -> frozenset[str]:
+        """What the workers of a cell that is up can do; empty where that is not known."""
+        return next((cell.features for cell in self.cells.values() if cell.is_up and cell.features), frozenset())
+
     async def abort(self, request_id: str, *, only_if_unread: bool = False) -> bool:
         """Ends a request wherever it is, with `only_if_unread` unless somebody reads it; whether it was running.
 

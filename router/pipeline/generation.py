@@ -187,7 +187,7 @@ class Runner:
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineError("the deadline had passed on arrival")
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        check_request(request, self.model, self._max_beam_width)
+        check_request(request, self.model, self._max_beam_width, self.cells.features)
         await self._normalize(request)
         cell = self.cells.choose(request.token_ids.values, request.cache_salt)
         if cell.features is not None:

@@ -104,13 +104,19 @@ _FEATURE_FIELDS = {
 }
 
 
-def check_request(request: pb.GenerateRequest, model: ModelFolder, max_beam_width: int = 16) -> None:
-    """Checks all fields but the input's length.
+def check_request(
+    request: pb.GenerateRequest,
+    model: ModelFolder,
+    max_beam_width: int = 16,
+    features: Iterable[str] = (),
+) -> None:
+    """Checks all fields but the input's length, and fills the widths of output probes.
 
     Args:
         request: As it came from the client.
         model: What is served.
         max_beam_width: Widest beam search.
+        features: Of the workers; they name the output probes.
 
     Raises:
         InvalidArgumentError: Names the field.
@@ -130,7 +136,7 @@ def check_request(request: pb.GenerateRequest, model: ModelFolder, max_beam_widt
         _Range(1, max_beam_width).check(request.sampling.beam_width, "sampling.beam_width")
     check_sampling(request.sampling, model)
     _check_stopping(request.stopping, model)
-    _check_output(request.output, model)
+    _check_output(request.output, model, features)
     _check_features(request)
 
 
@@ -228,19 +234,37 @@ def _check_stopping(stopping: pb.StoppingConfig, model: ModelFolder) -> None:
             _check_ids((getattr(stopping, name),), model.vocab_size, f"stopping.{name}")
 
 
-def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
+def _check_output(output: pb.OutputConfig, model: ModelFolder, features: Iterable[str]) -> None:
     _at_most(output.log_probs, MAX_LOG_PROBS, "output.log_probs")
     _at_most(output.prompt_log_probs, MAX_LOG_PROBS, "output.prompt_log_probs")
     _at_most(len(output.additional_outputs), 16, "output.additional_outputs")
     for additional in output.additional_outputs:
         field = "output.additional_outputs.name"
+        if additional.HasField("probe_width"):
+            raise InvalidArgumentError("is not for clients", field="output.additional_outputs.probe_width")
+        width = _probe_width(additional.name, features)
+        if width:
+            additional.probe_width = width
+            continue
         if not _ADDITIONAL_OUTPUT.fullmatch(additional.name):
-            raise InvalidArgumentError("must be hidden_states.LAYER or topk_logits.K", field=field)
+            raise InvalidArgumentError(
+                "must be hidden_states.LAYER, topk_logits.K, or an output probe that the workers have", field=field
+            )
         kind, _, number = additional.name.partition(".")
         _at_most(int(number), model.num_layers if kind == "hidden_states" else MAX_TOPK_LOGITS, field)
     names = [additional.name for additional in output.additional_outputs]
     if len(set(names)) < len(names):
         raise InvalidArgumentError("must not come twice", field="output.additional_outputs.name")
+
+
+def _probe_width(name: str, features: Iterable[str]) -> int:
+    """Return the width of the workers' output probe of that name; 0 where there is none."""
+    for feature in features:
+        if feature.startswith("output_probe.") and feature.endswith(name):
+            _, width, probe = feature.split(".", 2)
+            if probe == name:
+                return int(width)
+    return 0
 
 
 def _check_guide(guided: pb.GuidedDecodingConfig) -> None:

@@ -173,7 +173,12 @@ def test_what_is_asked_for_comes_from_the_wire() -> None:
     config = pb.OutputConfig(prompt_log_probs=0, return_generation_logits=True)
     config.additional_outputs.add(name="hidden_states.12", gather_context=True)
     config.additional_outputs.add(name="topk_logits.4")
+    config.additional_outputs.add(name="entropy", gather_context=True, probe_width=2)
     assert output_params(config) == OutputParams(
-        prompt_log_probs=0, generation_logits=True, hidden_states=((12, True),), topk_logits=((4, False),)
+        prompt_log_probs=0,
+        generation_logits=True,
+        hidden_states=((12, True),),
+        topk_logits=((4, False),),
+        probes=(("entropy", True),),
     )
     assert output_params(pb.OutputConfig(log_probs=3)) is NOTHING

@@ -5,6 +5,7 @@ Its listings but one are C++; the tests have the closest Python.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from midstream.executor import (
     Response,
     SamplingConfig,
 )
+from tests.example_package import install
 from tests.seeds.listings import run
 
+EXAMPLE_PROBES = Path(__file__).parents[1] / "gpu_worker" / "example_probes"
 PROMPT = [504, 2365, 282, 4649, 314]
 LONG = 450
 
@@ -51,7 +54,7 @@ def guided(folders: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def executor(folders: Path, guided: dict[str, Any]) -> Iterator[Executor]:
+def executor(folders: Path, guided: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     """Two tensor-parallel ranks.
 
     auto const executorConfig = ExecutorConfig{};
@@ -72,8 +75,11 @@ def executor(folders: Path, guided: dict[str, Any]) -> Iterator[Executor]:
         ),
         settings={"max_batch_size": 32, "num_threads": 1, "kernels": "torch"},
     )
-    with Executor(str(folders / "model"), ModelType.DECODER_ONLY, config) as executor:
-        yield executor
+    site = install(EXAMPLE_PROBES, tmp_path_factory.mktemp("package"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        with Executor(str(folders / "model"), ModelType.DECODER_ONLY, config) as executor:
+            yield executor
 
 
 @pytest.fixture(scope="module")
@@ -112,18 +118,18 @@ def test_requests_run_on_ranks_and_any_response_is_awaited(executor: Executor, m
 
 
 def test_additional_outputs(executor: Executor, model: Any) -> None:
-    """executor::Request request{requestTokens, parameters.maxOutputLength, true, executor::SamplingConfig{},
+    """The example's request, for the tensor `TopKLogits` of an installed package's output probe.
+
+    executor::Request request{requestTokens, parameters.maxOutputLength, true, executor::SamplingConfig{},
         executor::OutputConfig{false, false, false, true, false, false, additionalOutputs}};
     executor.enqueueRequest(request);
-
-    Named `topk_logits.3` here; any tensor that the engine knows under a name.
     """
-    outputs = [AdditionalModelOutput("topk_logits.3", True)]
+    outputs = [AdditionalModelOutput("TopKLogits", True)]
     config = OutputConfig(False, False, False, True, False, False, outputs)
     request_id = executor.enqueue_request(Request(PROMPT, 4, True, SamplingConfig(), config, end_id=0))
     responses = [response.result for response in finish(executor, request_id)]
-    generated = [item.additional_outputs["topk_logits.3"] for item in responses if item and item.output_token_ids[0]]
-    context = [item.additional_outputs.get("context_topk_logits.3") for item in responses if item]
+    generated = [item.additional_outputs["TopKLogits"] for item in responses if item and item.output_token_ids[0]]
+    context = [item.additional_outputs.get("context_TopKLogits") for item in responses if item]
     assert all(tensor.shape[0] == 1 and tensor.shape[2] == 3 for tensor in generated)
     assert sum(tensor.shape[1] for tensor in generated) == 4
     with torch.no_grad():

@@ -1,0 +1,42 @@
+"""Output probes of one's own: the highest logits, a number from hidden states and logits, and one that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gpu_worker.sampling.output_probes import OutputProbe
+
+
+class TopKLogits(OutputProbe):
+    """The three highest logits."""
+
+    width = 3
+
+    def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
+        """Return them, highest first."""
+        return logits.topk(self.width, dim=1).values
+
+
+class Entropy(OutputProbe):
+    """The entropy of the model's distribution, and the length of the embedding that it read."""
+
+    width = 2
+    layers = (0,)
+
+    def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
+        """Return both for each position."""
+        log_probs = logits.log_softmax(dim=1)
+        return torch.stack([-(log_probs.exp() * log_probs).sum(dim=1), states[0].norm(dim=1)], dim=1)
+
+
+class Raises(OutputProbe):
+    """Fails."""
+
+    width = 1
+
+    def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
+        """Fail."""
+        raise RuntimeError("no idea")
