@@ -98,12 +98,20 @@ def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
 class Asking:
     """Clients of every door of one router; each `ask` gives an Answer or raises RefusedError."""
 
-    def __init__(self, doors: Doors, executor: api.GenerationExecutor, tokenizer: Tokenizer, address: str) -> None:
+    def __init__(
+        self,
+        doors: Doors,
+        executor: api.GenerationExecutor,
+        tokenizer: Tokenizer,
+        address: str,
+        expected: dict[tuple[str, bool], Answer],
+    ) -> None:
+        """Keep the native call's answers in `expected`, by feature and whether the input is a chat."""
         self._doors = doors
         self._executor = executor
         self._tokenizer = tokenizer
         self._address = address
-        self._expected: dict[tuple[str, bool], Answer] = {}
+        self._expected = expected
 
     def ask(self, door: str, feature: str) -> Awaitable[Answer]:
         """Ask for the feature through the door."""

@@ -13,7 +13,7 @@ from midstream.model.tokenizer import Tokenizer
 from tests.adapter_folders import write_lora
 from tests.features.table import NOT_APPLICABLE, WORKS, read
 from tests.integration.doors import Doors
-from tests.integration.feature_doors import LORA, Asking, RefusedError
+from tests.integration.feature_doors import LORA, Answer, Asking, RefusedError
 from tests.integration.service import Service
 
 CELLS = [
@@ -58,12 +58,21 @@ def addresses(service: Service) -> dict[str, str]:
     return addresses
 
 
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[str, bool], Answer]:
+    """The native call's answers so far."""
+    return {}
+
+
 @pytest.fixture
 async def asking(
-    addresses: dict[str, str], executor: GenerationExecutor, tokenizer: Tokenizer
+    addresses: dict[str, str],
+    executor: GenerationExecutor,
+    tokenizer: Tokenizer,
+    expected: dict[tuple[str, bool], Answer],
 ) -> AsyncIterator[Asking]:
     doors = Doors(addresses["grpc"], addresses["http"])
-    yield Asking(doors, executor, tokenizer, addresses["grpc"])
+    yield Asking(doors, executor, tokenizer, addresses["grpc"], expected)
     await doors.close()
 
 
