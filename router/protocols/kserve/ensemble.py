@@ -91,7 +91,7 @@ def _guide_type(request: pb.GenerateRequest, tensor: InputTensor) -> None:
 def _prompt_table(request: pb.GenerateRequest, tensor: InputTensor) -> None:
     if tensor.datatype not in _DTYPES or len(tensor.shape) < 2:
         raise InvalidArgumentError("must have the shape [virtual tokens, hidden size]", field=tensor.name)
-    data = tensor.data or array("f", tensor.values).tobytes()  # type: ignore[arg-type]
+    data = tensor.data or array("f", (float(value) for value in tensor.values)).tobytes()
     dtype = pb.Tensor.Dtype.Value(_DTYPES[tensor.datatype])
     table = pb.Tensor(name="table", dtype=dtype, shape=tensor.shape[-2:], data=data, is_last=True)
     request.prompt_tuning.table.CopyFrom(table)
