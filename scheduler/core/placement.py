@@ -65,7 +65,7 @@ class Placement:
                 if request in self._queue and self._can_start(request, group):
                     self._start(request, group, num_steps)
         for request in list(self._queue):
-            self._refuse_impossible(request)
+            self.refuse_impossible(request)
         return True
 
     def _start(self, request: Request, group: WorkerGroup, num_steps: int) -> None:
