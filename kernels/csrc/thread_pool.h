@@ -1,12 +1,32 @@
 // A small team of threads that run one function together.
 #pragma once
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace midstream {
+
+// A number that threads wait on: awake for some microseconds, then asleep, so that other programs get the processor.
+class WaitWord {
+ public:
+  uint32_t load() const { return value_.load(std::memory_order_acquire); }
+  // Wakes those that wait for another value.
+  void store(uint32_t value) {
+    value_.store(value, std::memory_order_seq_cst);
+    wake(INT32_MAX);
+  }
+  // Returns when the value is not this one; most_awake is how long it waits awake, in microseconds.
+  void wait_while(uint32_t value, int most_awake);
+  void wake(int most);
+  std::atomic<uint32_t>& value() { return value_; }
+
+ private:
+  std::atomic<uint32_t> value_{0};
+  std::atomic<int> num_asleep_{0};
+};
 
 class ThreadPool {
  public:
@@ -18,41 +38,58 @@ class ThreadPool {
 
   int size() const { return num_threads_; }
 
-  // Calls body(thread) on every thread of the team, and returns when all have ended. One caller at a time.
-  void run(const std::function<void(int)>& body);
+  // Calls body(0) here and body(thread) on up to num_threads - 1 others, all of which go through the same calls of
+  // for_each in the same order. A thread that comes late skips what the others have done meanwhile, and one that does not
+  // come at all is not waited for, so body must do its work inside for_each. One caller at a time.
+  void run(int num_threads, const std::function<void(int)>& body);
+  void run(const std::function<void(int)>& body) { run(num_threads_, body); }
 
   // Inside run, called by every thread: body(i) once for each i in 0..count-1 by whichever thread is free, grain at a
   // time; returns when all are done. Which thread it is must not change what is computed.
   template <class Body> void for_each(int count, int grain, Body&& body) {
-    if (num_threads_ == 1) {
+    if (count <= 0) return;
+    if (num_active_ == 1) {
       for (int i = 0; i < count; ++i) body(i);
       return;
     }
-    for (;;) {
-      int begin = next_.fetch_add(grain, std::memory_order_relaxed);
-      if (begin >= count) break;
-      int end = begin + grain < count ? begin + grain : count;
+    uint32_t phase = next_phase();
+    uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    while (ticket >> 32 == phase) {
+      int begin = static_cast<int>(ticket & UINT32_MAX);
+      if (begin >= count) return wait_for(phase);
+      int end = count - begin > grain ? begin + grain : count;
+      uint64_t taken = ticket + static_cast<uint64_t>(end - begin);
+      if (!ticket_.compare_exchange_weak(ticket, taken, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
       for (int i = begin; i < end; ++i) body(i);
+      if (num_done_.fetch_add(end - begin, std::memory_order_acq_rel) + end - begin == count) return finish(phase);
+      ticket = ticket_.load(std::memory_order_acquire);
     }
-    barrier();
   }
 
   // Pieces of a loop of this length such that threads seldom meet at the counter and still end together.
-  int grain(int count) const { return count / (8 * num_threads_) + 1; }
+  int grain(int count) const { return count / (8 * num_active_) + 1; }
 
  private:
-  void barrier();
+  static uint32_t next_phase();
+  void wait_for(uint32_t phase);
+  void finish(uint32_t phase);
   void work(int thread);
+  bool enter();
 
   const int num_threads_;
   std::mutex mutex_;
   std::vector<std::thread> threads_;
+  // Set while nobody is inside: what the team runs, on how many threads, from which phase on.
   const std::function<void(int)>* body_ = nullptr;
-  bool stopping_ = false;
-  alignas(64) std::atomic<int> next_{0};
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> phase_{0};
-  alignas(64) std::atomic<uint32_t> started_{0};
+  int num_active_ = 1;
+  uint32_t first_phase_ = 0;
+  // Each call of for_each is a phase. The ticket is the phase, and in the low half the first piece nobody has taken.
+  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<int> num_done_{0};
+  alignas(64) WaitWord phase_;
+  alignas(64) WaitWord num_runs_;
+  alignas(64) WaitWord gate_;  // how many others are inside; in the high half how many more may enter
+  std::atomic<bool> is_stopping_{false};
 };
 
 }  // namespace midstream
