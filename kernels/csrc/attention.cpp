@@ -8,12 +8,13 @@
 namespace midstream {
 namespace {
 
-constexpr int kVectors = 2;     // of a micro kernel
-constexpr int kWideVectors = 4;  // of one that has few rows
+constexpr int kWideVectors = 4;  // of a micro kernel that has few rows
 constexpr int kWideRows = 3;
+constexpr int kTileVectors = kKeyTile / kLanes;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.44269504088896341f;
 
-int padded_dim(int head_dim) { return round_up(head_dim, kVectors * kLanes); }
+int padded_dim(int head_dim) { return round_up(head_dim, kLanes); }
 
 F load_element(const float* p) { return load(p); }
 F load_element(const uint16_t* p) { return load_bf16(p); }
@@ -27,143 +28,167 @@ float to_float(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x
 
 // Keys of a tile [head_dim, kKeyTile], where each vector of neighbouring slots may lie elsewhere.
 template <class T> struct KeyTile {
-  const T* vectors[kKeyTile / kLanes];
+  const T* vectors[kTileVectors];
   int64_t stride;  // elements from one d to the next
   [[gnu::always_inline]] F operator()(int d, int key) const { return load_element(vectors[key / kLanes] + d * stride); }
 };
 
-// Values of a tile [kKeyTile, padded_dim], each row in its place.
+// Values of a tile [kKeyTile, head_dim], where each vector of neighbouring slots may lie elsewhere.
 template <class T> struct ValueTile {
-  const T* const* rows;
-  [[gnu::always_inline]] F operator()(int key, int d) const { return load_element(rows[key] + d); }
+  const T* slots[kTileVectors];
+  int64_t stride;
+  [[gnu::always_inline]] F operator()(int key, int d) const {
+    return load_element(slots[key / kLanes] + key % kLanes * stride + d);
+  }
 };
 
-// Where a tile lies in the cache of a head.
-template <class T> struct TilePlaces {
-  const T* keys[kKeyTile];    // d = 0; the next d is block_size further
-  const T* values[kKeyTile];  // rows
-  const T *key_scales[kKeyTile], *value_scales[kKeyTile];
-  int count;
+// One key tile in the cache of one head.
+template <class T> struct CachedTile {
+  const HeadCache& cache;
+  int head, head_dim, first, count;
 
-  TilePlaces(const HeadCache& cache, int head_dim, int first, int num_keys) : count(num_keys) {
-    int block = first / cache.block_size, offset = first % cache.block_size;
-    for (int j = 0; j < count; ++j) {
-      int64_t start = cache.block_table[block] * cache.block_stride;
-      int64_t scale = start + static_cast<int64_t>(head_dim) * cache.block_size + offset * (sizeof(float) / sizeof(T));
-      keys[j] = static_cast<const T*>(cache.keys) + start + offset;
-      values[j] = static_cast<const T*>(cache.values) + start + static_cast<int64_t>(offset) * head_dim;
-      key_scales[j] = static_cast<const T*>(cache.keys) + scale;
-      value_scales[j] = static_cast<const T*>(cache.values) + scale;
-      if (++offset == cache.block_size) offset = 0, ++block;
-    }
+  struct Slot {
+    const T *keys, *values;  // keys: d = 0; the next d is block_size further
+    const T *key_scale, *value_scale;
+  };
+
+  int num_vectors() const { return (count + kLanes - 1) / kLanes; }
+  bool has_whole_vectors() const { return cache.block_size % kLanes == 0; }
+
+  Slot slot(int key) const {
+    int block = (first + key) / cache.block_size, offset = (first + key) % cache.block_size;
+    int64_t start = cache.block_table[block] * cache.block_stride + head * cache.head_stride;
+    int64_t scale = static_cast<int64_t>(head_dim) * cache.block_size + offset * (sizeof(float) / sizeof(T));
+    const T *keys = static_cast<const T*>(cache.keys) + start, *values = static_cast<const T*>(cache.values) + start;
+    return {keys + offset, values + static_cast<int64_t>(offset) * head_dim, keys + scale, values + scale};
   }
 
-  TilePlaces of_head(int h, int64_t head_stride) const {
-    TilePlaces places = *this;
-    for (int j = 0; j < count; ++j) {
-      places.keys[j] += h * head_stride, places.values[j] += h * head_stride;
-      if (kIsScaled<T>) places.key_scales[j] += h * head_stride, places.value_scales[j] += h * head_stride;
-    }
-    return places;
-  }
-
-  // Vectors of slots must not cross a block's end. Those without a key repeat the first: their scores get masked.
-  KeyTile<T> key_tile(int block_size) const {
-    KeyTile<T> tile{{}, block_size};
-    for (int j = 0; j < kKeyTile; j += kLanes) tile.vectors[j / kLanes] = keys[j < count ? j : 0];
+  // Vectors of slots must not cross a block's end.
+  KeyTile<T> keys() const {
+    KeyTile<T> tile{{}, cache.block_size};
+    for (int v = 0; v < num_vectors(); ++v) tile.vectors[v] = slot(v * kLanes).keys;
     return tile;
   }
+  ValueTile<T> values() const {
+    ValueTile<T> tile{{}, head_dim};
+    for (int v = 0; v < num_vectors(); ++v) tile.slots[v] = slot(v * kLanes).values;
+    return tile;
+  }
+
+  // What integers are to be multiplied with, kKeyTile of each; nothing from count on is to be used.
+  void copy_scales(float* key_scales, float* value_scales) const {
+    if (has_whole_vectors()) {
+      for (int v = 0; v < num_vectors(); ++v) {
+        Slot from = slot(v * kLanes);
+        std::memcpy(key_scales + v * kLanes, from.key_scale, kLanes * sizeof(float));
+        std::memcpy(value_scales + v * kLanes, from.value_scale, kLanes * sizeof(float));
+      }
+      return;
+    }
+    for (int j = 0; j < count; ++j) {
+      Slot from = slot(j);
+      std::memcpy(key_scales + j, from.key_scale, sizeof(float));
+      std::memcpy(value_scales + j, from.value_scale, sizeof(float));
+    }
+  }
+
+  // out [head_dim, kKeyTile] as floats.
+  KeyTile<float> copy_keys(float* out) const {
+    if (has_whole_vectors()) {
+      KeyTile<T> tile = keys();
+      for (int d = 0; d < head_dim; ++d)
+        for (int v = 0; v < num_vectors(); ++v) store(out + d * kKeyTile + v * kLanes, tile(d, v * kLanes));
+    } else {
+      for (int j = 0; j < count; ++j) {
+        const T* from = slot(j).keys;
+        for (int d = 0; d < head_dim; ++d) out[d * kKeyTile + j] = to_float(from[static_cast<int64_t>(d) * cache.block_size]);
+      }
+    }
+    KeyTile<float> tile{{}, kKeyTile};
+    for (int v = 0; v < kTileVectors; ++v) tile.vectors[v] = out + v * kLanes;
+    return tile;
+  }
+
+  // out [count, padded_dim] as floats; the columns from head_dim on stay as they are, zero.
+  Matrix copy_values(float* out) const {
+    int stride = padded_dim(head_dim), whole = head_dim / kLanes * kLanes;
+    for (int j = 0; j < count; ++j) {
+      const T* from = slot(j).values;
+      for (int d = 0; d < whole; d += kLanes) store(out + j * stride + d, load_element(from + d));
+      for (int d = whole; d < head_dim; ++d) out[j * stride + d] = to_float(from[d]);
+    }
+    return {out, stride};
+  }
 };
 
-// keys [head_dim, kKeyTile] as floats.
-template <class T> KeyTile<float> copy_keys(const TilePlaces<T>& places, int block_size, int head_dim, float* keys) {
-  if (block_size % kLanes == 0) {
-    KeyTile<T> tile = places.key_tile(block_size);
-    for (int d = 0; d < head_dim; ++d)
-      for (int j = 0; j < kKeyTile; j += kLanes) store(keys + d * kKeyTile + j, tile(d, j));
-  } else {
-    for (int d = 0; d < head_dim; ++d)
-      for (int j = 0; j < places.count; ++j)
-        keys[d * kKeyTile + j] = to_float(places.keys[j][static_cast<int64_t>(d) * block_size]);
-  }
-  KeyTile<float> tile{{}, kKeyTile};
-  for (int j = 0; j < kKeyTile; j += kLanes) tile.vectors[j / kLanes] = keys + j;
-  return tile;
+template <int V, class Right>
+void multiply_columns(int rows, int column, int k, const float* a, int64_t lda, const Right& b, float* c, int64_t ldc,
+                      bool accumulate) {
+  for (int row = 0; row < rows; row += kMicroRows)
+    micro_rows<V>(std::min(rows - row, kMicroRows), a + row * lda, lda, b, column, k, c + row * ldc, ldc, accumulate);
 }
 
-// values [places.count, padded_dim] as floats; the columns from head_dim on stay zero.
-template <class T> void copy_values(const TilePlaces<T>& places, int head_dim, float* values) {
-  int stride = padded_dim(head_dim);
-  for (int j = 0; j < places.count; ++j)
-    for (int d = 0; d < head_dim; ++d) values[j * stride + d] = to_float(places.values[j][d]);
-}
-
-// c[rows, n] (+)= a[rows, k] b[k, n]; n is a multiple of kVectors vectors.
+// c[rows, num_vectors vectors] (+)= a[rows, k] b[k, num_vectors vectors].
 template <class Right>
-void multiply_rows(int rows, int n, int k, const float* a, int64_t lda, const Right& b, float* c, int64_t ldc, bool accumulate) {
-  if (rows <= kWideRows && n % (kWideVectors * kLanes) == 0) {
-    multiply<kWideVectors>(rows, n, k, a, lda, b, c, ldc, accumulate);
-  } else {
-    multiply<kVectors>(rows, n, k, a, lda, b, c, ldc, accumulate);
+void multiply_vectors(int rows, int num_vectors, int k, const float* a, int64_t lda, const Right& b, float* c, int64_t ldc,
+                      bool accumulate) {
+  int most = rows <= kWideRows ? kWideVectors : kMicroVectors;
+  for (int v = 0; v < num_vectors; v += most) {
+    int column = v * kLanes;
+    switch (std::min(num_vectors - v, most)) {
+      case 1: multiply_columns<1>(rows, column, k, a, lda, b, c, ldc, accumulate); break;
+      case 2: multiply_columns<2>(rows, column, k, a, lda, b, c, ldc, accumulate); break;
+      case 3: multiply_columns<3>(rows, column, k, a, lda, b, c, ldc, accumulate); break;
+      default: multiply_columns<4>(rows, column, k, a, lda, b, c, ldc, accumulate); break;
+    }
   }
 }
 
 // Hides the scores of keys that the query at this position does not see.
-void mask_scores(float* scores, int first_key, int position, int window) {
-  int end = std::min(position + 1 - first_key, kKeyTile);
+void mask_scores(float* scores, int first_key, int num_keys, int position, int window) {
+  int end = std::min(position + 1 - first_key, num_keys);
   int begin = window ? std::max(position + 1 - window - first_key, 0) : 0;
-  for (int j = std::max(end, 0); j < kKeyTile; ++j) scores[j] = -kInfinity;
-  for (int j = 0; j < std::min(begin, kKeyTile); ++j) scores[j] = -kInfinity;
+  for (int j = std::max(end, 0); j < num_keys; ++j) scores[j] = -kInfinity;
+  for (int j = 0; j < std::min(begin, num_keys); ++j) scores[j] = -kInfinity;
 }
 
-// Turns scores into weights e^(score - highest so far), and brings the sums so far to the same base.
-void softmax_step(float* scores, float* out, int dim, float& highest, float& total) {
-  F tile_highest = load(scores);
-  for (int j = kLanes; j < kKeyTile; j += kLanes) tile_highest = max(tile_highest, load(scores + j));
-  float next = std::max(highest, max_lanes(tile_highest));
-  F base = set1(next == -kInfinity ? 0.0f : next);
-  float shrink[kLanes];
-  store(shrink, exp(sub(set1(highest), base)));
-  F sum = zero();
-  for (int j = 0; j < kKeyTile; j += kLanes) {
-    F weight = exp(sub(load(scores + j), base));
-    store(scores + j, weight);
-    sum = add(sum, weight);
+void multiply_vector(float* x, F factor) { store(x, mul(load(x), factor)); }
+
+// The running softmax of one row.
+struct RowState {
+  float* out;      // sums of values times weights
+  float* total;    // sums of weights by lane
+  float* highest;  // score so far
+  int stride;      // of out
+
+  // Turns num_vectors of scores, to base 2, into weights 2^(score - highest so far), and brings the sums so far to the
+  // same base. What the weights are multiplied with before they meet the values is no part of the total.
+  template <bool is_scaled> void add_scores(float* scores, int num_vectors, const float* value_scales) const {
+    F most = load(scores);
+    for (int v = 1; v < num_vectors; ++v) most = max(most, load(scores + v * kLanes));
+    float next = max_lanes(most);
+    if (next > *highest) {
+      float factors[kLanes];
+      store(factors, exp2(set1(*highest - next)));
+      F shrink = set1(factors[0]);
+      for (int d = 0; d < stride; d += kLanes) multiply_vector(out + d, shrink);
+      multiply_vector(total, shrink);
+      *highest = next;
+    }
+    F base = set1(*highest == -kInfinity ? 0.0f : *highest), sum = load(total);
+    for (int v = 0; v < num_vectors; ++v) {
+      F weight = exp2(sub(load(scores + v * kLanes), base));
+      sum = add(sum, weight);
+      store(scores + v * kLanes, is_scaled ? mul(weight, load(value_scales + v * kLanes)) : weight);
+    }
+    store(total, sum);
   }
-  total = total * shrink[0] + sum_lanes(sum);
-  highest = next;
-  if (shrink[0] == 1.0f) return;
-  for (int d = 0; d < dim; d += kLanes) store(out + d, mul(load(out + d), set1(shrink[0])));
-}
-
-// scores [rows, kKeyTile] times the scales of their keys or values.
-template <class T> void scale_columns(const T* const* scales, int count, int rows, float* scores) {
-  float factors[kKeyTile] = {};
-  for (int j = 0; j < count; ++j) std::memcpy(&factors[j], scales[j], sizeof(float));
-  for (int row = 0; row < rows; ++row)
-    for (int j = 0; j < kKeyTile; j += kLanes)
-      store(scores + row * kKeyTile + j, mul(load(scores + row * kKeyTile + j), load(factors + j)));
-}
+};
 
 // Calls visit(row, offset of query, offset of head) for the rows of one key-value head.
 template <class Visit> void for_each_row(const QueryTile& tile, int kv_head, Visit&& visit) {
   for (int i = 0; i < tile.count; ++i)
     for (int h = 0; h < tile.group; ++h) visit(i * tile.group + h, i, (kv_head * tile.group + h) * tile.head_dim);
-}
-
-void load_queries(const QueryTile& tile, int kv_head, float* q) {
-  for_each_row(tile, kv_head, [&](int row, int query, int column) {
-    const float* head = tile.q + query * tile.q_stride + column;
-    for (int d = 0; d < tile.head_dim; ++d) q[row * tile.head_dim + d] = head[d] * tile.scale;
-  });
-}
-
-void store_outputs(const QueryTile& tile, int kv_head, const float* out, const float* total) {
-  int stride = padded_dim(tile.head_dim);
-  for_each_row(tile, kv_head, [&](int row, int query, int column) {
-    float* head = tile.out + query * tile.out_stride + column;
-    for (int d = 0; d < tile.head_dim; ++d) head[d] = out[row * stride + d] / total[row];
-  });
 }
 
 // The running softmax of the rows of one key-value head.
@@ -172,44 +197,65 @@ struct HeadState {
 
   HeadState(AttentionScratch& scratch, int kv_head, int rows, int head_dim)
       : q(scratch.q.data() + kv_head * rows * head_dim), out(scratch.out.data() + kv_head * rows * padded_dim(head_dim)),
-        highest(scratch.highest.data() + kv_head * rows), total(scratch.total.data() + kv_head * rows) {}
+        highest(scratch.highest.data() + kv_head * rows), total(scratch.total.data() + kv_head * rows * kLanes) {}
 
-  void clear(int rows, int head_dim) {
-    std::fill_n(out, rows * padded_dim(head_dim), 0.0f);
+  // Takes the queries, scaled so that scores are to base 2.
+  void start(const QueryTile& tile, int kv_head) const {
+    int rows = tile.count * tile.group;
+    float scale = tile.scale * kLog2E;
+    std::fill_n(out, rows * padded_dim(tile.head_dim), 0.0f);
     std::fill_n(highest, rows, -kInfinity);
-    std::fill_n(total, rows, 0.0f);
+    std::fill_n(total, rows * kLanes, 0.0f);
+    for_each_row(tile, kv_head, [&](int row, int query, int column) {
+      const float* head = tile.q + query * tile.q_stride + column;
+      for (int d = 0; d < tile.head_dim; ++d) q[row * tile.head_dim + d] = head[d] * scale;
+    });
+  }
+
+  void finish(const QueryTile& tile, int kv_head) const {
+    int stride = padded_dim(tile.head_dim);
+    for_each_row(tile, kv_head, [&](int row, int query, int column) {
+      float* head = tile.out + query * tile.out_stride + column;
+      float inverse = 1.0f / sum_lanes(load(total + row * kLanes));
+      for (int d = 0; d < tile.head_dim; ++d) head[d] = out[row * stride + d] * inverse;
+    });
   }
 };
 
 // Takes one key tile of one head into its state.
 template <class T>
-void add_tile(const QueryTile& tile, int first_key, const TilePlaces<T>& places, int block_size, AttentionScratch& scratch,
-              const HeadState& state) {
-  int rows = tile.count * tile.group, dim = tile.head_dim, stride = padded_dim(dim);
+void add_tile(const QueryTile& tile, const CachedTile<T>& cached, AttentionScratch& scratch, const HeadState& state) {
+  int rows = tile.count * tile.group, dim = tile.head_dim, stride = padded_dim(dim), num_vectors = cached.num_vectors();
   // What many rows read is converted once; few rows convert it in registers.
   bool is_read_often = sizeof(T) != sizeof(float) && rows > kMicroRows;
   float* scores = scratch.scores.data();
-  auto score = [&](const auto& keys) { multiply_rows(rows, kKeyTile, dim, state.q, dim, keys, scores, kKeyTile, false); };
-  if (is_read_often || block_size % kLanes) {
-    score(copy_keys(places, block_size, dim, scratch.keys.data()));
+  auto score = [&](const auto& keys) {
+    multiply_vectors(rows, num_vectors, dim, state.q, dim, keys, scores, kKeyTile, false);
+  };
+  if (is_read_often || !cached.has_whole_vectors()) {
+    score(cached.copy_keys(scratch.keys.data()));
   } else {
-    score(places.key_tile(block_size));
+    score(cached.keys());
   }
-  if (kIsScaled<T>) scale_columns(places.key_scales, places.count, rows, scores);
+  float key_scales[kKeyTile], value_scales[kKeyTile];
+  if (kIsScaled<T>) cached.copy_scales(key_scales, value_scales);
+  int num_scores = num_vectors * kLanes, seen_by_all = tile.first_position + 1 - cached.first;
+  bool is_masked = seen_by_all < num_scores || tile.window;
   for (int row = 0; row < rows; ++row) {
     float* row_scores = scores + row * kKeyTile;
-    mask_scores(row_scores, first_key, tile.first_position + row / tile.group, tile.window);
-    softmax_step(row_scores, state.out + row * stride, stride, state.highest[row], state.total[row]);
+    if (kIsScaled<T>)
+      for (int j = 0; j < num_scores; j += kLanes) multiply_vector(row_scores + j, load(key_scales + j));
+    if (is_masked) mask_scores(row_scores, cached.first, num_scores, tile.first_position + row / tile.group, tile.window);
+    RowState{state.out + row * stride, state.total + row * kLanes, state.highest + row, stride}.template add_scores<kIsScaled<T>>(
+        row_scores, num_vectors, value_scales);
   }
-  if (kIsScaled<T>) scale_columns(places.value_scales, places.count, rows, scores);
   auto sum = [&](const auto& values) {
-    multiply_rows(rows, stride, places.count, scores, kKeyTile, values, state.out, stride, true);
+    multiply_vectors(rows, stride / kLanes, cached.count, scores, kKeyTile, values, state.out, stride, true);
   };
-  if (is_read_often || dim != stride) {
-    copy_values(places, dim, scratch.values.data());
-    sum(Matrix{scratch.values.data(), stride});
+  if (is_read_often || dim != stride || !cached.has_whole_vectors()) {
+    sum(cached.copy_values(scratch.values.data()));
   } else {
-    sum(ValueTile<T>{places.values});
+    sum(cached.values());
   }
 }
 
@@ -224,29 +270,19 @@ void AttentionScratch::reserve(int max_rows, int num_kv_heads, int head_dim) {
   scores.resize(rows * kKeyTile);
   out.resize(all_rows * stride);
   highest.resize(all_rows);
-  total.resize(all_rows);
+  total.resize(all_rows * kLanes);
 }
 
 template <class T> void attend(const HeadCache& cache, const QueryTile& tile, AttentionScratch& scratch) {
   int rows = tile.count * tile.group, dim = tile.head_dim;
-  for (int h = 0; h < tile.num_kv_heads; ++h) {
-    HeadState state(scratch, h, rows, dim);
-    state.clear(rows, dim);
-    load_queries(tile, h, state.q);
-  }
+  for (int h = 0; h < tile.num_kv_heads; ++h) HeadState(scratch, h, rows, dim).start(tile, h);
   int num_keys = tile.first_position + tile.count;
   int oldest = tile.window ? std::max(tile.first_position + 1 - tile.window, 0) : 0;
-  int first = oldest / kKeyTile * kKeyTile;
-  for (; first < num_keys; first += kKeyTile) {
-    TilePlaces<T> places(cache, dim, first, std::min(kKeyTile, num_keys - first));
+  for (int first = oldest / kKeyTile * kKeyTile; first < num_keys; first += kKeyTile)
     for (int h = 0; h < tile.num_kv_heads; ++h)
-      add_tile(tile, first, places.of_head(h, cache.head_stride), cache.block_size, scratch,
+      add_tile(tile, CachedTile<T>{cache, h, dim, first, std::min(kKeyTile, num_keys - first)}, scratch,
                HeadState(scratch, h, rows, dim));
-  }
-  for (int h = 0; h < tile.num_kv_heads; ++h) {
-    HeadState state(scratch, h, rows, dim);
-    store_outputs(tile, h, state.out, state.total);
-  }
+  for (int h = 0; h < tile.num_kv_heads; ++h) HeadState(scratch, h, rows, dim).finish(tile, h);
 }
 
 template void attend<float>(const HeadCache&, const QueryTile&, AttentionScratch&);

@@ -9,7 +9,7 @@ namespace midstream {
 
 // Keys are taken in tiles counted from position 0, and the running softmax of a query is updated tile by tile, so a query
 // goes through the same sums whatever else is asked with it.
-constexpr int kKeyTile = 32;
+constexpr int kKeyTile = 4 * kLanes;
 constexpr int kMaxHeadDim = 256;
 
 // The parts of one layer's cache that belong to one sequence and to some neighbouring key-value heads.

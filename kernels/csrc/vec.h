@@ -33,6 +33,18 @@ inline F exp(F x) {
   return zero_where_less(x, set1(-87.3365478515625f), mul(p, power));
 }
 
+// 2^x within 3 ulp for x up to 127; exactly 1 at 0, exactly 0 below -126 (-inf too), NaN for NaN.
+inline F exp2(F x) {
+  F n = round(x);
+  F r = sub(x, n);
+  F p = fma(set1(1.326472731307149e-3f), r, set1(9.671512991189957e-3f));
+  p = fma(p, r, set1(5.550733581185341e-2f));
+  p = fma(p, r, set1(0.24022242426872253f));
+  p = fma(p, r, set1(0.6931470036506653f));
+  p = fma(p, r, set1(1.0f));
+  return zero_where_less(x, set1(-126.0f), times_power(p, n));
+}
+
 inline F silu(F x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
 
 }  // namespace midstream

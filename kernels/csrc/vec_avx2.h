@@ -25,6 +25,10 @@ inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F zero_where_less(F x, F bound, F y) { return _mm256_andnot_ps(_mm256_cmp_ps(x, bound, _CMP_LT_OQ), y); }
+// x times 2^n, for whole n such that the result is neither too large nor too small for a normal number.
+inline F times_power(F x, F n) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+}
 inline F load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline F load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));

@@ -27,6 +27,8 @@ inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT |
 inline F zero_where_less(F x, F bound, F y) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), y);
 }
+// x times 2^n, for whole n such that the result is neither too large nor too small for a normal number.
+inline F times_power(F x, F n) { return _mm512_scalef_ps(x, n); }
 inline F load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline F load_bf16(const uint16_t* p) {
   __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

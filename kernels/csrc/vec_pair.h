@@ -24,6 +24,7 @@ inline F round(F x) { return {avx2::round(x.a), avx2::round(x.b)}; }
 inline F zero_where_less(F x, F bound, F y) {
   return {avx2::zero_where_less(x.a, bound.a, y.a), avx2::zero_where_less(x.b, bound.b, y.b)};
 }
+inline F times_power(F x, F n) { return {avx2::times_power(x.a, n.a), avx2::times_power(x.b, n.b)}; }
 inline F load_half(const uint16_t* p) { return {avx2::load_half(p), avx2::load_half(p + 8)}; }
 inline F load_bf16(const uint16_t* p) { return {avx2::load_bf16(p), avx2::load_bf16(p + 8)}; }
 inline F load_int16(const int16_t* p) { return {avx2::load_int16(p), avx2::load_int16(p + 8)}; }
