@@ -12,7 +12,7 @@ using namespace midstream;
 namespace {
 
 // Rows (queries times heads of a group) that share one pass over the keys.
-constexpr int kAttentionRows = 48;
+constexpr int kAttentionRows = 96;
 
 // Blocks lie scattered over a cache, so that small pages would be missed at every turn. A hint: failure does not matter.
 void ask_for_huge_pages(void* start, size_t bytes) {
