@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
-
-import torch
+from collections.abc import Callable
+from typing import Any
 
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.models.decoder import ForwardInputs, Probe
 
 
 class ForwardTime:
-    """A decoder's forward pass, whose processor time on this thread is counted."""
+    """Counts the processor time of a decoder's forward passes on this thread."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.seconds = 0.0
-        self._forward = runner.model.decoder.forward
-        runner.model.decoder.forward = self  # type: ignore[method-assign]
+        decoder: Any = runner.model.decoder
+        decoder.forward = self._timed(decoder.forward)
+        if hasattr(decoder, "choose"):
+            decoder.choose = self._timed(decoder.choose)
 
-    def __call__(self, inputs: ForwardInputs, probe: Probe | None = None) -> torch.Tensor:
-        started = time.thread_time()
-        logits = self._forward(inputs, probe)
-        self.seconds += time.thread_time() - started
-        return logits
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            started = time.thread_time()
+            result = function(*arguments)
+            self.seconds += time.thread_time() - started
+            return result
+
+        return run

@@ -28,13 +28,14 @@ from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
 from gpu_worker.lora.cache import adapter_cache
 from gpu_worker.lora.rows import RowAdapters
 from gpu_worker.lora.sizes import device_cache_bytes
+from gpu_worker.models.decoder import ForwardInputs, GreedyDecoder
 from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.sampling.beams import Candidates
 from gpu_worker.sampling.guided import UNCONSTRAINED, Guides
 from gpu_worker.sampling.output_probes import load_output_probes, refuse_unknown_probes
 from gpu_worker.sampling.outputs import Reporter, Reports
 from gpu_worker.sampling.post_processors import load_post_processors, refuse_unknown
-from gpu_worker.sampling.sampler import NOT_FINITE, Sampler
+from gpu_worker.sampling.sampler import NOT_FINITE, Sampled, Sampler
 from gpu_worker.speculation.draft_model import DraftModel, load_draft_model
 from gpu_worker.speculation.drafts import Drafter
 from gpu_worker.speculation.verification import Answer, settle
@@ -239,13 +240,18 @@ class ModelRunner:
             run_rows = rows[is_run]
             is_guided = self._guides.ask(run_rows, [chunk.row for chunk in prepared.contexts])
             probe = self._reporter.probe(prepared)
-            logits = self.model.decoder.forward(prepared.inputs, probe)
-            if probe is not None:
-                reports = self._reporter.collect(prepared, probe, logits)
-                errors += reports.errors
-            constraints = self._guides.answer() if is_guided else UNCONSTRAINED
-            if len(logits):
-                sampled = self._sampler.sample(logits, run_rows, constraints)
+            sampled: Sampled | None = None
+            if probe is None and not is_guided and self._sampler.is_greedy(run_rows):
+                sampled = self._choose(prepared.inputs)
+            if sampled is None:
+                logits = self.model.decoder.forward(prepared.inputs, probe)
+                if probe is not None:
+                    reports = self._reporter.collect(prepared, probe, logits)
+                    errors += reports.errors
+                constraints = self._guides.answer() if is_guided else UNCONSTRAINED
+                if len(logits):
+                    sampled = self._sampler.sample(logits, run_rows, constraints)
+            if sampled is not None:
                 token_ids[is_run] = sampled.token_ids
                 log_probs, candidates = sampled.log_probs, sampled.candidates
                 errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
@@ -271,6 +277,12 @@ class ModelRunner:
             answer.num_drafts,
             is_whole=not prepared.failed_contexts,
         )
+
+    def _choose(self, inputs: ForwardInputs) -> Sampled | None:
+        """Runs a step of greedy rows in one call, where the decoder can."""
+        decoder = self.model.decoder
+        chosen = decoder.choose(inputs) if isinstance(decoder, GreedyDecoder) else None
+        return None if chosen is None else self._sampler.sample_greedy(chosen[0].numpy(), chosen[1].numpy())
 
     def _copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         if self._leader is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,6 +85,17 @@ class Decoder(Protocol):
 
     def place_adapter(self, adapter: Adapter) -> object:
         """Makes of a LoRA adapter what `ForwardInputs.adapters` takes."""
+
+
+@runtime_checkable
+class GreedyDecoder(Protocol):
+    """A decoder that can choose the likeliest tokens itself, for less than `Decoder.forward` and a choice take."""
+
+    def choose(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
+        """Run the step as `Decoder.forward` does, and return the likeliest tokens, int32 [S], with their logits [S].
+
+        The first counts where several are equal; the logit is NaN where one of the row is. None: use `forward`.
+        """
 
 
 class PartDecoder(Decoder, Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 import kernels
@@ -15,12 +16,14 @@ from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.layers.rotary import rotary_table
 from gpu_worker.models.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
 from gpu_worker.models.weights.progress import with_progress
+from gpu_worker.models.weights.weight import BLOCK_TYPES, Weight
 from gpu_worker.models.weights.weight import WeightFormat as WeightKind
 from gpu_worker.parallel.shard import Shard, whole_shard
 from gpu_worker.parallel.shard_weights import ShardWeights
 from kernels.cpu import (
     DecoderDims,
     DecoderLayer,
+    Embedding,
     InputFormat,
     Library,
     NativeDecoder,
@@ -85,6 +88,7 @@ class CpuDecoder:
         if self._shard.is_first:
             self._embedding = weights.embedding()
             self._head = self._pack(LinearWeights(weights.head() or self._embedding))
+            self._table = _table(self._embedding, description.hidden_size)
         self._layers = [
             self._pack_layer(layer)
             for layer in with_progress(weights.layers(), description.num_layers, "loading layers")
@@ -130,6 +134,25 @@ class CpuDecoder:
         if probe is not None:
             probe.last = hidden
         return self.logits(hidden if len(inputs.sampled) == len(hidden) else hidden[inputs.sampled])
+
+    def choose(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
+        """A whole step in one call of the kernels; None where it takes more than that."""
+        if self._table is None or inputs.virtual is not None or not len(inputs.sampled):
+            return None
+        assert self._native is not None
+        return self._native.choose(
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slot_mapping,
+            inputs.query_starts,
+            inputs.context_lens,
+            inputs.block_tables,
+            inputs.sampled,
+            self._table,
+            self._final_norm,
+            self._head,
+            _by_sequence(inputs),
+        )
 
     def embed(self, inputs: ForwardInputs) -> Tensor:
         """The tokens' embeddings, [M, hidden_size]."""
@@ -190,6 +213,16 @@ class CpuDecoder:
         self, parts: Sequence[Tensor], weight_format: WeightKind, bias: Tensor | None = None, *, is_gated: bool = False
     ) -> PackedLinear:
         return PackedLinear(self._library, parts, _FORMATS[weight_format], bias, is_gated, self._input_format)
+
+
+def _table(weight: Weight, width: int) -> Embedding | None:
+    """The embeddings as the kernels read them; None where they do not know the form they are kept in."""
+    source = weight.source.contiguous()
+    is_known = weight.format in BLOCK_TYPES or (weight.format, source.dtype) in (
+        ("f32", torch.float32),
+        ("bf16", torch.bfloat16),
+    )
+    return Embedding(source, _FORMATS[weight.format], width) if is_known else None
 
 
 def _by_sequence(inputs: ForwardInputs) -> list[PackedLora | None] | None:

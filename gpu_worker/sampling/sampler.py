@@ -91,6 +91,18 @@ class Sampler:
         log_probs = self._log_probs(raw, special, token_ids[places])
         return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
 
+    def is_greedy(self, rows: IntArray) -> bool:
+        """Whether `sample_greedy` will do for these rows."""
+        return not (self._rows.features[rows].any() or self._rows.temperature[rows].any())
+
+    def sample_greedy(self, token_ids: IntArray, highest: NDArray[np.float32]) -> Sampled:
+        """Takes the likeliest tokens of greedy rows, which have these logits."""
+        is_broken = ~np.isfinite(highest)
+        if not is_broken.any():
+            return Sampled(token_ids, (), ())
+        errors = dict.fromkeys(np.flatnonzero(is_broken).tolist(), NOT_FINITE)
+        return Sampled(np.where(is_broken, 0, token_ids).astype(np.int32), tuple(errors.items()), ())
+
     def is_plain(self, rows: IntArray) -> bool:
         """Whether `choose` will do for these rows."""
         return not self._rows.features[rows].any()

@@ -1,6 +1,6 @@
 """The CPU kernels in C++ (csrc/) as typed Python: packed weights and a decoder that runs all layers in one call."""
 
-from kernels.cpu.decoder import DecoderDims, DecoderLayer, NativeDecoder, stored_head_dim, supports
+from kernels.cpu.decoder import DecoderDims, DecoderLayer, Embedding, NativeDecoder, stored_head_dim, supports
 from kernels.cpu.library import Library, load_library
 from kernels.cpu.linear import InputFormat, PackedLinear, WeightFormat
 from kernels.cpu.lora import PackedLora
@@ -9,6 +9,7 @@ from kernels.cpu.threads import ThreadPool
 __all__ = [
     "DecoderDims",
     "DecoderLayer",
+    "Embedding",
     "InputFormat",
     "Library",
     "NativeDecoder",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import BatchStruct, DimsStruct, LayerStruct
-from kernels.cpu.linear import PackedLinear
+from kernels.cpu.library import BatchStruct, DimsStruct, EmbeddingStruct, LayerStruct
+from kernels.cpu.linear import GGUF_BLOCK_BYTES, PackedLinear, WeightFormat
 from kernels.cpu.lora import PackedLora, adapter_pointers
 from kernels.cpu.threads import ThreadPool
 
@@ -56,6 +56,25 @@ class DecoderLayer:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int | None = None
+
+
+class Embedding:
+    """A table of tokens' embeddings as the kernels read it."""
+
+    def __init__(self, table: Tensor, weight_format: WeightFormat, width: int) -> None:
+        """Refer to table [num_rows, width]: float32, bfloat16, or the uint8 rows of Q4_1 or Q8_0 blocks.
+
+        Raises ValueError where format and table do not fit each other.
+        """
+        dtypes = {WeightFormat.F32: torch.float32, WeightFormat.BF16: torch.bfloat16}
+        row_width = width // 32 * GGUF_BLOCK_BYTES[weight_format] if weight_format.is_gguf else width
+        if weight_format == WeightFormat.INT8:
+            raise ValueError("an embedding of int8 rows is not known")
+        _check("table", table, dtypes.get(weight_format, torch.uint8), (table.shape[0], row_width))
+        self._table = table
+        self.struct = EmbeddingStruct(
+            table.data_ptr(), row_width * table.element_size(), table.shape[0], int(weight_format)
+        )
 
 
 def supports(dims: DecoderDims) -> str | None:
@@ -109,8 +128,71 @@ class NativeDecoder:
         sequence and M; context_lens [B], its keys with this step's; block_tables [B, max_blocks]. adapters are the
         sequences' own. Raises ValueError for wrong shapes and for indices out of range; then nothing was written.
         """
-        num_tokens, num_sequences = hidden.shape[0], context_lens.shape[0]
-        _check("hidden", hidden, torch.float32, (num_tokens, self.dims.hidden_size))
+        _check("hidden", hidden, torch.float32, (hidden.shape[0], self.dims.hidden_size))
+        batch, _keep = self._batch(
+            hidden.shape[0], positions, slot_mapping, query_starts, context_lens, block_tables, adapters
+        )
+        last = self._num_layers if last_layer is None else last_layer
+        problem = self._library.decoder_forward(self._handle, ctypes.byref(batch), hidden.data_ptr(), first_layer, last)
+        if problem:
+            raise ValueError(problem.decode())
+
+    def choose(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        sampled: Tensor,
+        embedding: Embedding,
+        norm: Tensor,
+        head: PackedLinear,
+        adapters: Sequence[PackedLora | None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run a whole step, from embeddings to the greedy choice, in one call.
+
+        token_ids [M] and sampled [S], indices of tokens, are int32; the others are those of forward_layers and logits.
+        Return the likeliest next token of each sampled one, int32 [S], the first where several are, and its logit, NaN
+        where one of the logits is. Raises ValueError as forward_layers does.
+        """
+        num_tokens, num_sampled = token_ids.shape[0], sampled.shape[0]
+        _check("token_ids", token_ids, torch.int32, (num_tokens,))
+        _check("sampled", sampled, torch.int32, (num_sampled,))
+        _check("norm", norm, torch.float32, (self.dims.hidden_size,))
+        batch, _keep = self._batch(
+            num_tokens, positions, slot_mapping, query_starts, context_lens, block_tables, adapters
+        )
+        best, highest = torch.empty(num_sampled, dtype=torch.int32), torch.empty(num_sampled)
+        problem = self._library.decoder_choose(
+            self._handle,
+            ctypes.byref(batch),
+            ctypes.byref(embedding.struct),
+            token_ids.data_ptr(),
+            ctypes.byref(head.struct),
+            norm.data_ptr(),
+            num_sampled,
+            sampled.data_ptr(),
+            best.data_ptr(),
+            highest.data_ptr(),
+        )
+        if problem:
+            raise ValueError(problem.decode())
+        return best, highest
+
+    def _batch(
+        self,
+        num_tokens: int,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        adapters: Sequence[PackedLora | None] | None,
+    ) -> tuple[BatchStruct, object]:
+        """Return the kernels' view of a batch, and what must live as long as it."""
+        num_sequences = context_lens.shape[0]
         _check("positions", positions, torch.int32, (num_tokens,))
         _check("slot_mapping", slot_mapping, torch.int32, (num_tokens,))
         _check("query_starts", query_starts, torch.int32, (num_sequences + 1,))
@@ -128,10 +210,7 @@ class NativeDecoder:
             block_tables.data_ptr(),
             None if pointers is None else ctypes.addressof(pointers),
         )
-        last = self._num_layers if last_layer is None else last_layer
-        problem = self._library.decoder_forward(self._handle, ctypes.byref(batch), hidden.data_ptr(), first_layer, last)
-        if problem:
-            raise ValueError(problem.decode())
+        return batch, pointers
 
     def logits(self, hidden: Tensor, norm: Tensor, head: PackedLinear) -> Tensor:
         """Return head(rms_norm(hidden [M, hidden_size])) with norm [hidden_size] -> [M, vocabulary], float32."""

@@ -62,6 +62,12 @@ class LoraLayerStruct(ctypes.Structure):
     _fields_: ClassVar = [(name, LoraPairStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")]
 
 
+class EmbeddingStruct(ctypes.Structure):
+    """MidstreamEmbedding in csrc/api.h."""
+
+    _fields_: ClassVar = [("rows", c_void_p), ("row_bytes", c_int64), ("num_rows", c_int32), ("format", c_int32)]
+
+
 class BatchStruct(ctypes.Structure):
     """MidstreamBatch in csrc/api.h."""
 
@@ -99,6 +105,20 @@ class Library:
         self.decoder_destroy = bind("midstream_decoder_destroy", None, c_void_p)
         self.decoder_forward = bind(
             "midstream_decoder_forward", c_char_p, c_void_p, POINTER(BatchStruct), c_void_p, c_int, c_int
+        )
+        self.decoder_choose = bind(
+            "midstream_decoder_choose",
+            c_char_p,
+            c_void_p,
+            POINTER(BatchStruct),
+            POINTER(EmbeddingStruct),
+            c_void_p,
+            POINTER(LinearStruct),
+            c_void_p,
+            c_int32,
+            c_void_p,
+            c_void_p,
+            c_void_p,
         )
         self.decoder_logits = bind(
             "midstream_decoder_logits", None, c_void_p, POINTER(LinearStruct), c_void_p, c_int, c_void_p, c_void_p

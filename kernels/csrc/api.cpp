@@ -40,6 +40,12 @@ const char* midstream_decoder_forward(MidstreamDecoder* decoder, const Midstream
   return decoder->forward(*batch, hidden, first_layer, last_layer);
 }
 
+const char* midstream_decoder_choose(MidstreamDecoder* decoder, const MidstreamBatch* batch, const MidstreamEmbedding* embedding,
+                                     const int32_t* token_ids, const MidstreamLinear* head, const float* norm,
+                                     int32_t num_sampled, const int32_t* sampled, int32_t* best, float* highest) {
+  return decoder->choose(*batch, *embedding, token_ids, *head, norm, num_sampled, sampled, best, highest);
+}
+
 void midstream_decoder_logits(MidstreamDecoder* decoder, const MidstreamLinear* head, const float* norm, int m,
                               const float* hidden, float* out) {
   decoder->logits(*head, norm, m, hidden, out);

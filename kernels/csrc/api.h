@@ -74,6 +74,20 @@ void midstream_decoder_destroy(MidstreamDecoder* decoder);
 const char* midstream_decoder_forward(MidstreamDecoder* decoder, const MidstreamBatch* batch, float* hidden, int first_layer,
                                       int last_layer);
 
+// A table of tokens' embeddings: rows of floats, of bfloat16, or of GGUF blocks.
+struct MidstreamEmbedding {
+  const void* rows;
+  int64_t row_bytes;
+  int32_t num_rows, format;
+};
+
+// A whole step of tokens: embeds them, runs all layers, and chooses the likeliest next token of some of them. sampled
+// [num_sampled] are indices of tokens; best [num_sampled] gets the first of the highest logits of each, highest that logit,
+// NaN where one of them is. Returns null, or what is wrong; then nothing was written.
+const char* midstream_decoder_choose(MidstreamDecoder* decoder, const MidstreamBatch* batch, const MidstreamEmbedding* embedding,
+                                     const int32_t* token_ids, const MidstreamLinear* head, const float* norm,
+                                     int32_t num_sampled, const int32_t* sampled, int32_t* best, float* highest);
+
 // out [m, head.n] = rms_norm(hidden [m, hidden]) head
 void midstream_decoder_logits(MidstreamDecoder* decoder, const MidstreamLinear* head, const float* norm, int m,
                               const float* hidden, float* out);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "embedding.h"
 #include "row_ops.h"
 
 using namespace midstream;
@@ -65,11 +66,39 @@ MidstreamDecoder::MidstreamDecoder(MidstreamPool* pool, const MidstreamDims& dim
 const char* MidstreamDecoder::forward(const MidstreamBatch& batch, float* hidden, int first_layer, int last_layer) {
   if (const char* problem = check(batch)) return problem;
   if (first_layer < 0 || last_layer > dims_.num_layers) return "there is no such layer";
-  reserve(batch.num_tokens);
-  plan_attention(batch);
-  lora_.plan(batch, std::max({qkv_width(), 2 * dims_.ffn, dims_.hidden}));
-  threads_.run([&](int thread) {
+  prepare(batch);
+  threads_.run(num_threads(batch.num_tokens), [&](int thread) {
     for (int i = first_layer; i < last_layer; ++i) run_layer(thread, i, batch, hidden);
+  });
+  return nullptr;
+}
+
+const char* MidstreamDecoder::choose(const MidstreamBatch& batch, const MidstreamEmbedding& embedding,
+                                     const int32_t* token_ids, const MidstreamLinear& head, const float* norm, int num_sampled,
+                                     const int32_t* sampled, int32_t* best, float* highest) {
+  if (const char* problem = check(batch)) return problem;
+  if (!can_embed(static_cast<Format>(embedding.format))) return "there is no such embedding";
+  for (int i = 0; i < batch.num_tokens; ++i)
+    if (token_ids[i] < 0 || token_ids[i] >= embedding.num_rows) return "a token is out of range";
+  for (int i = 0; i < num_sampled; ++i)
+    if (sampled[i] < 0 || sampled[i] >= batch.num_tokens) return "a sampled token is out of range";
+  prepare(batch);
+  reserve(num_sampled);
+  hidden_.resize(static_cast<size_t>(batch.num_tokens) * dims_.hidden);
+  logits_.resize(static_cast<size_t>(num_sampled) * head.n);
+  auto hidden = [&](int i) { return hidden_.data() + static_cast<int64_t>(i) * dims_.hidden; };
+  threads_.run(num_threads(batch.num_tokens), [&](int thread) {
+    threads_.for_each(batch.num_tokens, threads_.grain(batch.num_tokens),
+                      [&](int i) { embed_row(embedding, token_ids[i], dims_.hidden, hidden(i)); });
+    for (int i = 0; i < dims_.num_layers; ++i) run_layer(thread, i, batch, hidden_.data());
+    threads_.for_each(num_sampled, threads_.grain(num_sampled), [&](int i) {
+      rms_norm_row(hidden(sampled[i]), norm, dims_.hidden, dims_.eps, normed_.row(i));
+    });
+    run_linear(thread, head, num_sampled, normed_, Output::kStore, head.n, logits_.data(), head.n);
+    threads_.for_each(num_sampled, threads_.grain(num_sampled), [&](int i) {
+      best[i] = find_highest(logits_.data() + static_cast<int64_t>(i) * head.n, head.n);
+      highest[i] = logits_[static_cast<int64_t>(i) * head.n + best[i]];
+    });
   });
   return nullptr;
 }
@@ -93,6 +122,20 @@ void MidstreamDecoder::reserve(int num_tokens) {
   qkv_.reserve(num_tokens, qkv_width());
   attended_.reserve(num_tokens, dims_.num_heads * dims_.head_dim);
   gated_.reserve(num_tokens, dims_.ffn);
+}
+
+void MidstreamDecoder::prepare(const MidstreamBatch& batch) {
+  reserve(batch.num_tokens);
+  plan_attention(batch);
+  lora_.plan(batch, std::max({qkv_width(), 2 * dims_.ffn, dims_.hidden}));
+}
+
+// As many as have enough to do between two meetings: layers of a small model are short, where processors are many.
+int MidstreamDecoder::num_threads(int num_tokens) const {
+  constexpr int64_t kProductsOfThread = 1 << 18, kLinearLayers = 4;
+  int64_t heads = dims_.num_heads + dims_.num_kv_heads;
+  int64_t weights = static_cast<int64_t>(dims_.hidden) * (2 * heads * dims_.head_dim + 3 * dims_.ffn);
+  return static_cast<int>(std::clamp<int64_t>(num_tokens * weights / kLinearLayers / kProductsOfThread, 1, threads_.size()));
 }
 
 // A wrong index would read or write foreign memory, so every one is looked at.
@@ -122,7 +165,7 @@ void MidstreamDecoder::plan_attention(const MidstreamBatch& batch) {
   for (int s = 0; s < batch.num_sequences; ++s)
     num_tiles += (batch.query_starts[s + 1] - batch.query_starts[s] + queries_per_task_ - 1) / queries_per_task_;
   // The heads of a block lie side by side: one task for all reads memory in order, but leaves less to share out.
-  int step = num_tiles >= 4 * threads_.size() ? dims_.num_kv_heads : 1;
+  int step = num_tiles >= 4 * num_threads(batch.num_tokens) ? dims_.num_kv_heads : 1;
   for (int s = 0; s < batch.num_sequences; ++s)
     for (int q = batch.query_starts[s]; q < batch.query_starts[s + 1]; q += queries_per_task_) {
       int count = std::min(queries_per_task_, batch.query_starts[s + 1] - q);

@@ -9,6 +9,9 @@ struct MidstreamDecoder {
 
   const char* forward(const MidstreamBatch& batch, float* hidden, int first_layer, int last_layer);
   void logits(const MidstreamLinear& head, const float* norm, int m, const float* hidden, float* out);
+  const char* choose(const MidstreamBatch& batch, const MidstreamEmbedding& embedding, const int32_t* token_ids,
+                     const MidstreamLinear& head, const float* norm, int num_sampled, const int32_t* sampled, int32_t* best,
+                     float* highest);
 
  private:
   struct AttentionTask {
@@ -24,6 +27,8 @@ struct MidstreamDecoder {
 
   const char* check(const MidstreamBatch& batch) const;
   void reserve(int num_tokens);
+  void prepare(const MidstreamBatch& batch);
+  int num_threads(int num_tokens) const;
   void plan_attention(const MidstreamBatch& batch);
   int qkv_width() const { return (dims_.num_heads + 2 * dims_.num_kv_heads) * dims_.head_dim; }
   void run_layer(int thread, int index, const MidstreamBatch& batch, float* hidden);
@@ -48,4 +53,5 @@ struct MidstreamDecoder {
   std::vector<AttentionTask> tasks_;
   midstream::LoraRows lora_;
   Rows normed_, qkv_, attended_, gated_;
+  std::vector<float> hidden_, logits_;  // of choose
 };

@@ -46,6 +46,33 @@ template <class T> inline float quantize_head(const float* x, int dim, T most, T
   return largest / static_cast<float>(most) + 0.0f * total;
 }
 
+// The place of the first of the highest of n numbers, or of the first NaN.
+inline int find_highest(const float* x, int n) {
+  int whole = n / kLanes * kLanes;
+  float highest = x[0];
+  if (whole) {
+    F most = load(x);
+    for (int i = kLanes; i < whole; i += kLanes) most = max(most, load(x + i));
+    highest = max_lanes(most);
+  }
+  for (int i = whole; i < n; ++i) highest = std::max(highest, x[i]);
+  // NaN is lost on the way up, but a sum keeps it.
+  F sum = zero();
+  for (int i = 0; i < whole; i += kLanes) sum = add(sum, mul(load(x + i), zero()));
+  float rest = sum_lanes(sum);
+  for (int i = whole; i < n; ++i) rest += x[i] * 0.0f;
+  if (rest == rest) {
+    for (int i = 0; i < n; ++i)
+      if (x[i] == highest) return i;
+  }
+  int best = 0;
+  for (int i = 0; i < n; ++i) {
+    if (x[i] != x[i]) return i;
+    if (x[i] > x[best]) best = i;
+  }
+  return best;
+}
+
 inline void convert(float from, float& to) { to = from; }
 inline void convert(float from, uint16_t& to) { to = to_bf16(from); }
 

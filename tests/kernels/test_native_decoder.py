@@ -1,5 +1,6 @@
 import dataclasses
 
+import gguf
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import linear, rms_norm
-from kernels.cpu import DecoderDims, PackedLinear, WeightFormat, supports
+from kernels.cpu import DecoderDims, Embedding, PackedLinear, WeightFormat, supports
 from tests.kernels.libraries import each_build, library, runnable_builds
 from tests.kernels.models import in_kernel_order, random_decoder
 from tests.kernels.paged import PagedBatch, paged_batch
@@ -225,3 +226,90 @@ def test_unsupported_head_sizes_are_reported() -> None:
     assert supports(DIMS) is None
     assert "head size 20" in str(supports(dataclasses.replace(DIMS, head_dim=20)))
     assert "head size 264" in str(supports(dataclasses.replace(DIMS, head_dim=264)))
+
+
+def embeddings(weight_format: WeightFormat, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return a table as the kernels take it, and the float32 values that it stands for."""
+    values = torch.randn(num_rows, width)
+    if weight_format == WeightFormat.F32:
+        return values, values
+    if weight_format == WeightFormat.BF16:
+        return values.bfloat16(), values.bfloat16().float()
+    kind = {WeightFormat.Q4_1: gguf.GGMLQuantizationType.Q4_1, WeightFormat.Q8_0: gguf.GGMLQuantizationType.Q8_0}
+    values[0, :32] *= 1e-6  # a scale that is a subnormal half
+    blocks = gguf.quants.quantize(values.numpy(), kind[weight_format])
+    return torch.from_numpy(blocks), torch.from_numpy(gguf.quants.dequantize(blocks, kind[weight_format]))
+
+
+WIDE = dataclasses.replace(DIMS, hidden_size=96)
+
+
+@each_build
+@pytest.mark.parametrize(
+    "weight_format", [WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q4_1, WeightFormat.Q8_0]
+)
+def test_a_choice_in_one_call_is_that_of_its_parts(name: str, weight_format: WeightFormat) -> None:
+    decoder = random_decoder(WIDE, 2)
+    batch = paged_batch([20, 1, 30], [20, 1, 30], block_size=16)
+    table, values = embeddings(weight_format, 50, 96)
+    token_ids, sampled = torch.randint(0, 50, (51,), dtype=torch.int32), torch.tensor([50, 3, 20], dtype=torch.int32)
+    norm, head = torch.randn(96), PackedLinear(library(name), [torch.randn(333, 96)], WeightFormat.F32)
+
+    caches = [decoder.caches(batch.num_blocks, 16, torch.int16) for _ in range(2)]
+    parts, whole = decoder.native(name, caches[0]), decoder.native(name, caches[1], num_threads=3)
+    hidden = values[token_ids].clone()
+    parts.forward_layers(hidden, *step(batch))
+    logits = parts.logits(hidden[sampled], norm, head)
+    best, highest = whole.choose(token_ids, *step(batch), sampled, Embedding(table, weight_format, 96), norm, head)
+    assert best.tolist() == logits.argmax(dim=1).tolist()
+    assert torch.equal(highest, logits.amax(dim=1))
+    assert torch.equal(caches[0], caches[1])
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@each_build
+@pytest.mark.parametrize(
+    ("logits", "best"),
+    [
+        ([0.5], 0),
+        ([-3.0, -2.0, -2.0], 1),
+        ([*[1.0] * 20, 7.0, *[2.0] * 30, 7.0], 20),
+        ([*[-INF] * 40, -1e30, *[-INF] * 7], 40),
+        ([*[1.0] * 40, 3.0], 40),
+        ([*[1.0] * 5, NAN, *[9.0] * 40], 5),
+        ([*[1.0] * 36, 2.0, NAN], 37),
+        ([*[1.0] * 5, INF, *[9.0] * 40, INF], 5),
+    ],
+)
+def test_the_first_of_the_highest_logits_is_chosen_and_nan_counts_as_higher(
+    name: str, logits: list[float], best: int
+) -> None:
+    decoder = random_decoder(WIDE, 1)
+    batch = paged_batch([2], [2], block_size=16)
+    native = decoder.native(name, decoder.caches(batch.num_blocks, 16, torch.float32))
+    head = PackedLinear(library(name), [torch.zeros(len(logits), 96)], WeightFormat.F32, torch.tensor(logits))
+    table = Embedding(torch.randn(2, 96), WeightFormat.F32, 96)
+    ids = torch.tensor([0, 1], dtype=torch.int32)
+    chosen, highest = native.choose(ids, *step(batch), ids[1:].clone(), table, torch.ones(96), head)
+    assert chosen.tolist() == [best]
+    torch.testing.assert_close(highest, torch.tensor([logits[best]]), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampled", "message"),
+    [([0, 2], [1], "a token is out of range"), ([-1, 0], [1], "a token"), ([0, 1], [2], "a sampled token is out")],
+)
+def test_a_choice_for_an_index_out_of_range_is_refused(ids: list[int], sampled: list[int], message: str) -> None:
+    name = runnable_builds[0]
+    decoder = random_decoder(WIDE, 1)
+    batch = paged_batch([2], [2], block_size=16)
+    caches = decoder.caches(batch.num_blocks, 16, torch.float32)
+    head = PackedLinear(library(name), [torch.zeros(3, 96)], WeightFormat.F32)
+    table = Embedding(torch.randn(2, 96), WeightFormat.F32, 96)
+    with pytest.raises(ValueError, match=message):
+        decoder.native(name, caches).choose(
+            torch.tensor(ids).int(), *step(batch), torch.tensor(sampled).int(), table, torch.ones(96), head
+        )
+    assert bool(caches.isnan().all())

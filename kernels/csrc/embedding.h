@@ -1,0 +1,53 @@
+// Rows of an embedding table as floats.
+#pragma once
+#include <bit>
+#include <cstring>
+
+#include "api.h"
+#include "formats.h"
+
+namespace midstream {
+
+inline float half_to_float(uint16_t half) {
+  uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7fff;
+  if (rest >= 0x7c00) return std::bit_cast<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  // With the exponent of a float, a subnormal half is a subnormal too, and one product makes both right.
+  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f));
+}
+
+// Whether embed_row knows the format.
+inline bool can_embed(Format format) { return format != Format::kInt8; }
+
+// out[width] = row `id` of the table; for the formats q4 and q8 width is a multiple of kBlock.
+inline void embed_row(const MidstreamEmbedding& table, int id, int width, float* out) {
+  const uint8_t* row = static_cast<const uint8_t*>(table.rows) + id * table.row_bytes;
+  auto half = [](const uint8_t* bytes) {
+    uint16_t bits;
+    std::memcpy(&bits, bytes, sizeof(bits));
+    return half_to_float(bits);
+  };
+  switch (static_cast<Format>(table.format)) {
+    case Format::kF32: std::memcpy(out, row, width * sizeof(float)); return;
+    case Format::kBF16:
+      for (int i = 0; i < width; ++i) out[i] = std::bit_cast<float>(static_cast<uint32_t>(row[2 * i] | row[2 * i + 1] << 8) << 16);
+      return;
+    case Format::kQ4:
+      for (int b = 0; b < width; b += kBlock, row += 20) {
+        float scale = half(row), minimum = half(row + 2);
+        for (int i = 0; i < 16; ++i) {
+          out[b + i] = scale * static_cast<float>(row[4 + i] & 15) + minimum;
+          out[b + 16 + i] = scale * static_cast<float>(row[4 + i] >> 4) + minimum;
+        }
+      }
+      return;
+    case Format::kQ8:
+      for (int b = 0; b < width; b += kBlock, row += 34) {
+        float scale = half(row);
+        for (int i = 0; i < kBlock; ++i) out[b + i] = scale * static_cast<float>(static_cast<int8_t>(row[2 + i]));
+      }
+      return;
+    case Format::kInt8: return;
+  }
+}
+
+}  // namespace midstream
