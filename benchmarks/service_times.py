@@ -12,7 +12,7 @@ import random
 import statistics
 from pathlib import Path
 
-from midstream.bench import measure, workloads
+from midstream.cli.bench import measure, workloads
 from midstream.cli.run_dir import RunDir
 
 Times = dict[str, float]

@@ -42,12 +42,12 @@ def find(name, *modules):
     raise SystemExit(f"this checkout has no {name}")
 
 settings, cases = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-ModelRunner = find("ModelRunner", "gpu_worker.model_runner", "gpu_worker.execution.model_runner")
-NewSequence = find("NewSequence", "gpu_worker.step", "gpu_worker.execution.step")
-SamplingParams = find("SamplingParams", "gpu_worker.step", "gpu_worker.execution.step")
-Step = find("Step", "gpu_worker.step", "gpu_worker.execution.step")
+ModelRunner = find("ModelRunner", "gpu_worker.model_runner")
+NewSequence = find("NewSequence", "gpu_worker.step", "gpu_worker.batch.step")
+SamplingParams = find("SamplingParams", "gpu_worker.step", "gpu_worker.batch.step")
+Step = find("Step", "gpu_worker.step", "gpu_worker.batch.step")
 from midstream.config import WorkerConfig
-from midstream.model_folder import open_model_folder
+open_model_folder = find("open_model_folder", "midstream.model_folder", "midstream.model.folder")
 
 config = WorkerConfig(max_kv_tokens=32768, max_num_tokens=1024, **settings)
 runner = ModelRunner(config, open_model_folder(config.model))

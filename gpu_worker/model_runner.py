@@ -280,8 +280,7 @@ class ModelRunner:
 
     def _choose(self, inputs: ForwardInputs) -> Sampled | None:
         """Runs a step of greedy rows in one call, where the decoder can."""
-        decoder = self.model.decoder
-        chosen = decoder.choose(inputs) if isinstance(decoder, GreedyDecoder) else None
+        chosen = self._greedy.choose(inputs) if self._greedy is not None else None
         return None if chosen is None else self._sampler.sample_greedy(chosen[0].numpy(), chosen[1].numpy())
 
     def _copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
@@ -336,6 +335,8 @@ class ModelRunner:
         model, tokens_per_block = self.model, self._config.tokens_per_block
         self.kv = KvCache(model.part, num_blocks, tokens_per_block, model.kv_dtype, model.device, store)
         model.decoder.use_cache(self.kv)
+        # Only once, because to ask takes longer than all else around a step of one row.
+        self._greedy = model.decoder if isinstance(model.decoder, GreedyDecoder) else None
         self._rows = Rows(
             self._config.max_batch_size,
             self.max_sequence_length,

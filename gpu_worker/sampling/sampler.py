@@ -97,9 +97,10 @@ class Sampler:
 
     def sample_greedy(self, token_ids: IntArray, highest: NDArray[np.float32]) -> Sampled:
         """Takes the likeliest tokens of greedy rows, which have these logits."""
-        is_broken = ~np.isfinite(highest)
-        if not is_broken.any():
+        is_finite = np.isfinite(highest)
+        if is_finite.all():
             return Sampled(token_ids, (), ())
+        is_broken = ~is_finite
         errors = dict.fromkeys(np.flatnonzero(is_broken).tolist(), NOT_FINITE)
         return Sampled(np.where(is_broken, 0, token_ids).astype(np.int32), tuple(errors.items()), ())
 
