@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from kernels.cpu import Library, load_library, supports
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
+from midstream.processors import num_compute_threads
 
 if TYPE_CHECKING:
     from gpu_worker.parallel.links import RankLinks
@@ -139,7 +139,7 @@ def _load_from_transformers(
 
 def num_threads(config: WorkerConfig) -> int:
     """Compute threads on a CPU."""
-    return config.num_threads or len(os.sched_getaffinity(0))
+    return config.num_threads or num_compute_threads()
 
 
 def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: Ranks) -> Library | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import EMBEDDED_MODEL
+from midstream.processors import num_compute_threads
 from midstream.security.private_folder import is_private
 
 HOST = "127.0.0.1"
@@ -72,7 +73,7 @@ def plan_processes(
 
     Args:
         topology: What to run.
-        num_cores: Cores to share among workers; default: those this process may use.
+        num_cores: Cores to share among workers; default: those that affinity and quota leave to this process.
         is_free: Whether a port can be listened on; default: `reserve_port`.
         journal_path: Where a journal in SQLite goes; empty: as the environment says.
     """
@@ -90,7 +91,7 @@ def plan_processes(
             scheduler.taken,
         )
     ]
-    cores = num_cores or len(os.sched_getaffinity(0))
+    cores = num_cores or num_compute_threads()
     for index in range(topology.num_workers):
         specs += _plan_worker(topology, f"worker-{index}", f"tcp://{HOST}:{zmq}", cores, ports)
     for index in range(topology.num_detokenizers):

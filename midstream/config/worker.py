@@ -74,7 +74,7 @@ class WorkerConfig(ServiceConfig):
     )
     cuda_graphs: bool = setting(True, "On a GPU, decode by replaying recorded CUDA graphs.")
     batch_invariant: bool = setting(False, "On a GPU, let no output depend on the rest of its batch; slower.")
-    num_threads: int = setting(0, "Compute threads on a CPU; 0: one per core.")
+    num_threads: int = setting(0, "Compute threads on a CPU; 0: one for each core that affinity and cgroup leave.")
     tensor_parallel: int = setting(0, "Ranks that divide each layer; 0: WORLD_SIZE divided by the stages.")
     pipeline_parallel: int = setting(1, "Stages that divide the layers among them.")
     rank_timeout_s: float = setting(10.0, "Silence of a rank after which all ranks of its group end.")

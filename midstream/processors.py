@@ -1,0 +1,60 @@
+"""How many threads of computation this machine can run for this process without their getting in each other's way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def num_compute_threads(root: Path = _ROOT, cpus: Collection[int] | None = None) -> int:
+    """Return the number of cores that affinity and the cgroup's quota leave to this process, at least 1.
+
+    Threads of one core share its arithmetic units, so a core counts once. Slow cores of a hybrid processor count too:
+    the kernels hand out work piece by piece.
+
+    Args:
+        root: Where /proc and /sys are looked for.
+        cpus: Logical processors it may run on; None: as the affinity says.
+    """
+    allowed = os.sched_getaffinity(0) if cpus is None else cpus
+    cores = {_siblings(root, cpu) for cpu in allowed}
+    return max(1, min([len(cores), *(int(quota) for quota in _quotas(root))]))
+
+
+def _siblings(root: Path, cpu: int) -> str:
+    """The logical processors of the core that has this one."""
+    folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    for name in ("core_cpus_list", "thread_siblings_list"):
+        if text := _read(folder / name):
+            return text
+    return str(cpu)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Processors that this process's cgroups and those around them allow, in processors."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        # In a container the path may be the host's, and its own group is what is mounted.
+        folder = mount / path.strip("/")
+        for group in {mount, folder, *(it for it in folder.parents if mount in it.parents)}:
+            text = _read(group / "cpu.max") if not controllers else _quota_of_version_1(group)
+            quota, _, period = text.partition(" ")
+            if quota.isdigit() and period.isdigit() and int(period):
+                yield int(quota) / int(period)
+
+
+def _quota_of_version_1(group: Path) -> str:
+    return f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
