@@ -63,10 +63,14 @@ def main() -> None:
         rates = [rate for rate, _, _ in own]
         ratio = statistics.median(rate / first[0] for rate, first in zip(rates, runs[0], strict=True))
         gap = statistics.median(statistics.median(gaps) for _, gaps, _ in own)
-        print(f"{folder.name}: {arguments.workload} best {max(rates):.1f} median {statistics.median(rates):.1f} tok/s, "
-              f"ratio {ratio:.3f}, gap {gap:.2f} ms; processor ms a token:")
+        print(
+            f"{folder.name}: {arguments.workload} best {max(rates):.1f} median {statistics.median(rates):.1f} tok/s, "
+            f"ratio {ratio:.3f}, gap {gap:.2f} ms; processor ms a token:"
+        )
         keys = sorted({key for _, _, used in own for key in used})
-        print("   " + ", ".join(f"{key} {statistics.median(used.get(key, 0) for _, _, used in own):.2f}" for key in keys))
+        print(
+            "   " + ", ".join(f"{key} {statistics.median(used.get(key, 0) for _, _, used in own):.2f}" for key in keys)
+        )
 
 
 if __name__ == "__main__":

@@ -171,7 +171,12 @@ def main() -> None:
         contender.process.wait()
 
 
-def _print(case: str, name: str, own: list[tuple[list[float], dict[str, float]]], first: list[tuple[list[float], dict[str, float]]]) -> None:
+def _print(
+    case: str,
+    name: str,
+    own: list[tuple[list[float], dict[str, float]]],
+    first: list[tuple[list[float], dict[str, float]]],
+) -> None:
     best = min(min(times) for times, _ in own)
     median = statistics.median(statistics.median(times) for times, _ in own)
     best_ratio = min(min(times) for times, _ in first) / best

@@ -245,9 +245,7 @@ WIDE = dataclasses.replace(DIMS, hidden_size=96)
 
 
 @each_build
-@pytest.mark.parametrize(
-    "weight_format", [WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q4_1, WeightFormat.Q8_0]
-)
+@pytest.mark.parametrize("weight_format", [WeightFormat.F32, WeightFormat.BF16, WeightFormat.Q4_1, WeightFormat.Q8_0])
 def test_a_choice_in_one_call_is_that_of_its_parts(name: str, weight_format: WeightFormat) -> None:
     decoder = random_decoder(WIDE, 2)
     batch = paged_batch([20, 1, 30], [20, 1, 30], block_size=16)
