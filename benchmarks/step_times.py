@@ -64,9 +64,15 @@ def prefill(count, length, tokens):
     rows = np.arange(count, dtype=np.int32)
     random = np.random.default_rng(count)
     return rows, tuple(
-        NewSequence(row=int(row), token_ids=random.integers(300, 40000, length).astype(np.int32), num_prompt_tokens=length,
-                    block_ids=np.arange(blocks, dtype=np.int32) + row * blocks, sampling=SamplingParams(temperature=0.0))
-        for row in rows)
+        NewSequence(
+            row=int(row),
+            token_ids=random.integers(300, 40000, length).astype(np.int32),
+            num_prompt_tokens=length,
+            block_ids=np.arange(blocks, dtype=np.int32) + row * blocks,
+            sampling=SamplingParams(temperature=0.0),
+        )
+        for row in rows
+    )
 
 def run(case, seconds):
     count, before, tokens = cases[case]

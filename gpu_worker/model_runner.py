@@ -238,19 +238,8 @@ class ModelRunner:
         reports = Reports()
         if prepared.inputs is not None:
             run_rows = rows[is_run]
-            is_guided = self._guides.ask(run_rows, [chunk.row for chunk in prepared.contexts])
-            probe = self._reporter.probe(prepared)
-            sampled: Sampled | None = None
-            if probe is None and not is_guided and self._sampler.is_greedy(run_rows):
-                sampled = self._choose(prepared.inputs)
-            if sampled is None:
-                logits = self.model.decoder.forward(prepared.inputs, probe)
-                if probe is not None:
-                    reports = self._reporter.collect(prepared, probe, logits)
-                    errors += reports.errors
-                constraints = self._guides.answer() if is_guided else UNCONSTRAINED
-                if len(logits):
-                    sampled = self._sampler.sample(logits, run_rows, constraints)
+            sampled, reports = self._run_model(prepared, prepared.inputs, run_rows)
+            errors += reports.errors
             if sampled is not None:
                 token_ids[is_run] = sampled.token_ids
                 log_probs, candidates = sampled.log_probs, sampled.candidates
@@ -278,10 +267,20 @@ class ModelRunner:
             is_whole=not prepared.failed_contexts,
         )
 
-    def _choose(self, inputs: ForwardInputs) -> Sampled | None:
-        """Runs a step of greedy rows in one call, where the decoder can."""
-        chosen = self._greedy.choose(inputs) if self._greedy is not None else None
-        return None if chosen is None else self._sampler.sample_greedy(chosen[0].numpy(), chosen[1].numpy())
+    def _run_model(
+        self, prepared: PreparedStep, inputs: ForwardInputs, rows: IntArray
+    ) -> tuple[Sampled | None, Reports]:
+        """Runs the model and samples; None where no row samples."""
+        is_guided = self._guides.ask(rows, [chunk.row for chunk in prepared.contexts])
+        probe = self._reporter.probe(prepared)
+        if self._greedy is not None and probe is None and not is_guided and self._sampler.is_greedy(rows):
+            chosen = self._greedy.choose(inputs)
+            if chosen is not None:
+                return self._sampler.sample_greedy(chosen[0].numpy(), chosen[1].numpy()), Reports()
+        logits = self.model.decoder.forward(inputs, probe)
+        reports = Reports() if probe is None else self._reporter.collect(prepared, probe, logits)
+        constraints = self._guides.answer() if is_guided else UNCONSTRAINED
+        return (self._sampler.sample(logits, rows, constraints) if len(logits) else None), reports
 
     def _copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         if self._leader is not None:
