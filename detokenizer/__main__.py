@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import sys
@@ -13,7 +12,7 @@ from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from detokenizer.stream_traces import StreamTraces
 from midstream.config import DetokenizerConfig, load_config
-from midstream.errors import MidstreamError
+from midstream.errors import ExecutionError, MidstreamError
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.health import Progress
@@ -57,15 +56,15 @@ async def serve(config: DetokenizerConfig) -> None:
     server = Server(SERVICE, config.host, config.port, progress, max_message_bytes=config.max_message_bytes, tls=tls)
     detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)
-    feeding = asyncio.create_task(pool.run(), name="feeds")
+    feeding = asyncio.create_task(pool.run(), name="the loop of token feeds")
+    server.depend_on(feeding)
     await server.start()
     http.start()
     try:
         await server.run_until_signal(drain=servicer.drain, drain_timeout_s=config.drain_timeout_s)
     finally:
         feeding.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await feeding
+        await asyncio.wait((feeding,))
         http.stop()
         if tracer is not None:
             tracer.close()
@@ -77,6 +76,9 @@ def main() -> int:
         config = load_config(DetokenizerConfig, "detokenizer")
         configure_logging(config.name or f"detokenizer:{config.port}", level=config.log_level, style=config.log_format)
         asyncio.run(serve(config))
+    except ExecutionError as error:
+        print(f"detokenizer: {error}", file=sys.stderr)
+        return 1
     except (MidstreamError, OSError) as error:
         print(f"detokenizer: {error}", file=sys.stderr)
         return 2

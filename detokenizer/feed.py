@@ -12,20 +12,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 
 import grpc.aio
 
 from detokenizer.feed_codec import opened_from_proto, sequence_end_from_proto
 from detokenizer.streams import OutputStream
 from midstream.chunk import perf_metrics_from_proto, usage_from_proto
-from midstream.errors import NotFoundError, UnavailableError, from_proto
+from midstream.errors import ExecutionError, NotFoundError, UnavailableError, from_proto
 from midstream.extras import extras_from_proto
 from midstream.rpc.command_stream import CommandStream
 from midstream.rpc.discovery import Discovery
 from midstream.security.tls import Tls
 from protos import scheduler_pb2 as pb
 from protos import scheduler_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 # How long streams wait for a lost scheduler before their routers are told.
 _LOST_GRACE_S = 2.0
@@ -94,25 +98,40 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
 
     def _take(self, batch: pb.FeedBatch) -> None:
         for opened in batch.opened:
-            self._open(opened)
+            with self._for_one(opened.stream) as stream:
+                if stream is not None:
+                    self._open(stream, opened)
         self._push_tokens(batch)
         for outputs in batch.outputs:
-            stream = self._streams.get(outputs.stream)
-            if stream is not None:
-                extras = extras_from_proto(outputs)
-                stream.add_outputs(outputs.sequence_index, outputs.token_offset, extras)
+            with self._for_one(outputs.stream) as stream:
+                if stream is not None:
+                    extras = extras_from_proto(outputs)
+                    stream.add_outputs(outputs.sequence_index, outputs.token_offset, extras)
         for end in batch.sequence_ends:
-            stream = self._streams.get(end.stream)
-            if stream is not None:
-                stream.end_sequence(sequence_end_from_proto(end))
+            with self._for_one(end.stream) as stream:
+                if stream is not None:
+                    stream.end_sequence(sequence_end_from_proto(end))
         for ended in batch.ended:
-            stream = self._streams.pop(ended.stream, None)
-            if stream is not None:
-                stream.end(
-                    usage_from_proto(ended.usage) if ended.HasField("usage") else None,
-                    perf_metrics_from_proto(ended.perf_metrics) if ended.HasField("perf_metrics") else None,
-                    from_proto(ended.error) if ended.HasField("error") else None,
-                )
+            with self._for_one(ended.stream) as stream:
+                if stream is not None:
+                    stream.end(
+                        usage_from_proto(ended.usage) if ended.HasField("usage") else None,
+                        perf_metrics_from_proto(ended.perf_metrics) if ended.HasField("perf_metrics") else None,
+                        from_proto(ended.error) if ended.HasField("error") else None,
+                    )
+            self._streams.pop(ended.stream, None)
+
+    @contextlib.contextmanager
+    def _for_one(self, number: int) -> Iterator[OutputStream | None]:
+        """Gives what the feed calls `number`; an error meanwhile fails that stream, and no other on the feed."""
+        stream = self._streams.get(number)
+        try:
+            yield stream
+        except Exception as error:
+            if stream is None:
+                raise
+            logger.exception("a stream cannot take what came for it", extra={"request_id": stream.request_id})
+            stream.fail(ExecutionError(f"its output cannot be used: {error}"))
 
     def _push_tokens(self, batch: pb.FeedBatch) -> None:
         token_ids, offsets, streams = batch.token_ids[:], batch.token_offsets[:], self._streams
@@ -124,14 +143,15 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         ):
             stream = streams.get(number)
             if stream is not None:
-                stream.push(self, sequence_index, offset, token_ids[start : start + length])
+                try:
+                    stream.push(self, sequence_index, offset, token_ids[start : start + length])
+                except Exception as error:
+                    logger.exception("a stream cannot take its tokens", extra={"request_id": stream.request_id})
+                    stream.fail(ExecutionError(f"its tokens cannot be used: {error}"))
             start += length
         self._pool.count_tokens(len(token_ids))
 
-    def _open(self, opened: pb.FeedOpened) -> None:
-        stream = self._streams.get(opened.stream)
-        if stream is None:
-            return
+    def _open(self, stream: OutputStream, opened: pb.FeedOpened) -> None:
         if opened.HasField("num_prompt_tokens"):
             stream.open(opened_from_proto(opened, self._end_ids))
             self._pool.claim(stream, self)

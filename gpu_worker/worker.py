@@ -158,7 +158,7 @@ def _registration(
 ) -> worker_pb2.Register:
     host, model = socket.gethostname(), runner.model
     return worker_pb2.Register(
-        group_id=config.group_id or f"{host}-{os.getpid()}",
+        group_id=config.group_id or f"{host}-{config.name or os.getpid()}",
         incarnation=secrets.randbits(64),
         model_fingerprint=folder.fingerprint,
         model=folder.name,

@@ -33,6 +33,7 @@ class Record(google.protobuf.message.Message):
     TURN_FIELD_NUMBER: builtins.int
     DRAIN_STARTED_FIELD_NUMBER: builtins.int
     WORKER_LOST_FIELD_NUMBER: builtins.int
+    WORKER_FAILED_FIELD_NUMBER: builtins.int
     PLANS_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
     time_ns: builtins.int
@@ -56,6 +57,8 @@ class Record(google.protobuf.message.Message):
     @property
     def worker_message(self) -> global___RecordedWorkerMessage: ...
     @property
+    def worker_failed(self) -> global___RecordedWorkerFailure: ...
+    @property
     def plans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedPlan]:
         """What the event led to, in order."""
 
@@ -76,12 +79,13 @@ class Record(google.protobuf.message.Message):
         turn: builtins.bool = ...,
         drain_started: builtins.bool = ...,
         worker_lost: builtins.bytes = ...,
+        worker_failed: global___RecordedWorkerFailure | None = ...,
         plans: collections.abc.Iterable[global___RecordedPlan] | None = ...,
         ends: collections.abc.Iterable[global___RecordedEnd] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "event", b"event", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "turn", b"turn", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "ends", b"ends", "event", b"event", "plans", b"plans", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "time_ns", b"time_ns", "turn", b"turn", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["started", "submitted", "recovered", "abort_requested", "attached", "detached", "stop_word_found", "worker_message", "turn", "drain_started", "worker_lost"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "event", b"event", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "turn", b"turn", "worker_failed", b"worker_failed", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "ends", b"ends", "event", b"event", "plans", b"plans", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "time_ns", b"time_ns", "turn", b"turn", "worker_failed", b"worker_failed", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["started", "submitted", "recovered", "abort_requested", "attached", "detached", "stop_word_found", "worker_message", "turn", "drain_started", "worker_lost", "worker_failed"] | None: ...
 
 global___Record = Record
 
@@ -449,6 +453,26 @@ class RecordedStopWord(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "request_id", b"request_id", "sequence_index", b"sequence_index", "stop_word", b"stop_word"]) -> None: ...
 
 global___RecordedStopWord = RecordedStopWord
+
+@typing.final
+class RecordedWorkerFailure(google.protobuf.message.Message):
+    """A worker sent something that no correct worker sends."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONNECTION_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    connection: builtins.bytes
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        connection: builtins.bytes = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["connection", b"connection", "reason", b"reason"]) -> None: ...
+
+global___RecordedWorkerFailure = RecordedWorkerFailure
 
 @typing.final
 class RecordedWorkerMessage(google.protobuf.message.Message):

@@ -202,6 +202,9 @@ class GroupStatus(google.protobuf.message.Message):
     NUM_SHARED_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     BLOCK_MAP_FIELD_NUMBER: builtins.int
+    NUM_FAULTS_FIELD_NUMBER: builtins.int
+    HELD_OFF_MS_FIELD_NUMBER: builtins.int
+    LAST_FAULT_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     cell: builtins.str
     epoch: builtins.int
@@ -225,6 +228,12 @@ class GroupStatus(google.protobuf.message.Message):
     """Held by sequences; those of them that several share, counted with the map; cached: held by none, and reusable."""
     num_shared_blocks: builtins.int
     num_cached_blocks: builtins.int
+    num_faults: builtins.int
+    """Faults held against it: wrong results, messages that no correct worker sends, results that never came. While it is
+    held off it gets nothing to run for so long yet. `last_fault` is also the reason of its last death.
+    """
+    held_off_ms: builtins.int
+    last_fault: builtins.str
     @property
     def block_map(self) -> global___BlockMap: ...
     def __init__(
@@ -249,9 +258,12 @@ class GroupStatus(google.protobuf.message.Message):
         num_shared_blocks: builtins.int = ...,
         num_cached_blocks: builtins.int = ...,
         block_map: global___BlockMap | None = ...,
+        num_faults: builtins.int = ...,
+        held_off_ms: builtins.int = ...,
+        last_fault: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["block_map", b"block_map"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_map", b"block_map", "cell", b"cell", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "max_num_sequences", b"max_num_sequences", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_held_blocks", b"num_held_blocks", "num_sequences", b"num_sequences", "num_shared_blocks", b"num_shared_blocks", "num_steps", b"num_steps", "num_steps_in_flight", b"num_steps_in_flight", "silent_ms", b"silent_ms", "stalled_ms", b"stalled_ms", "steps_per_s", b"steps_per_s", "tokens_per_block", b"tokens_per_block", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_map", b"block_map", "cell", b"cell", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "held_off_ms", b"held_off_ms", "last_fault", b"last_fault", "max_num_sequences", b"max_num_sequences", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_faults", b"num_faults", "num_held_blocks", b"num_held_blocks", "num_sequences", b"num_sequences", "num_shared_blocks", b"num_shared_blocks", "num_steps", b"num_steps", "num_steps_in_flight", b"num_steps_in_flight", "silent_ms", b"silent_ms", "stalled_ms", b"stalled_ms", "steps_per_s", b"steps_per_s", "tokens_per_block", b"tokens_per_block", "world_size", b"world_size"]) -> None: ...
 
 global___GroupStatus = GroupStatus
 
@@ -316,6 +328,7 @@ class CountsSinceStart(google.protobuf.message.Message):
     NUM_GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: builtins.int
     PREFIX_CACHE_HITS_FIELD_NUMBER: builtins.int
+    NUM_WORKER_FAULTS_FIELD_NUMBER: builtins.int
     num_preemptions: builtins.int
     num_recoveries: builtins.int
     """Times that a request lost its worker and was computed again elsewhere."""
@@ -325,6 +338,7 @@ class CountsSinceStart(google.protobuf.message.Message):
     prefix_cache_queries: builtins.int
     """Prompt tokens that were looked for in the prefix cache, and found."""
     prefix_cache_hits: builtins.int
+    num_worker_faults: builtins.int
     @property
     def num_finished_by_reason(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
     def __init__(
@@ -338,8 +352,9 @@ class CountsSinceStart(google.protobuf.message.Message):
         num_generated_tokens: builtins.int = ...,
         prefix_cache_queries: builtins.int = ...,
         prefix_cache_hits: builtins.int = ...,
+        num_worker_faults: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_finished_by_reason", b"num_finished_by_reason", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_recoveries", b"num_recoveries", "num_worker_deaths", b"num_worker_deaths", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_finished_by_reason", b"num_finished_by_reason", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_recoveries", b"num_recoveries", "num_worker_deaths", b"num_worker_deaths", "num_worker_faults", b"num_worker_faults", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]) -> None: ...
 
 global___CountsSinceStart = CountsSinceStart
 

@@ -6,9 +6,8 @@ import asyncio
 import sys
 
 from midstream.config import SchedulerConfig, load_config
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, ExecutionError
 from midstream.telemetry import configure_logging
-from scheduler.journal import JournalError
 from scheduler.service import SchedulerService
 
 
@@ -25,7 +24,7 @@ def main() -> int:
     except (ConfigError, OSError) as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 2
-    except JournalError as error:
+    except ExecutionError as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 1
     return 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import time
 from pathlib import Path
 
 from midstream.config import SchedulerConfig
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, ExecutionError
 from midstream.model.folder import ModelFolder, midstream_home, open_model_folder
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
@@ -84,12 +83,11 @@ class SchedulerService:
             limits=self.limits,
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             worker_timeout_ms=config.worker_timeout_ms,
+            max_held_bytes=config.max_tensor_bytes,
             keys=WorkerKeys.from_config(config),
         )
         self.worker_port = self.dispatcher.port
         self.journal = make_journal(config, self.model, self.limits, self.port)
-        self._journal_failed = asyncio.Event()
-        self._journal_failure: JournalError | None = None
         progress = self.progress
         self._http = HttpServer(config.host, config.http_port, self.metrics, progress.problems, progress.stalled)
         self.http_port = self._http.port
@@ -113,6 +111,7 @@ class SchedulerService:
             journal=self.journal,
             dispatcher=self.dispatcher,
             observers=self._observers(),
+            on_failure=self._on_planning_failure,
         )
         adapters = Adapters(
             contents.adapters,
@@ -135,8 +134,8 @@ class SchedulerService:
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, self.server.grpc)
         dispatching = self.dispatcher.run(self.engine.handle_worker_event, self.progress.loop("worker messages"))
-        self._tasks.append(asyncio.create_task(dispatching, name="dispatch"))
-        self._tasks[0].add_done_callback(self._on_dispatch_ended)
+        self._tasks.append(asyncio.create_task(dispatching, name="the loop of worker messages"))
+        self.server.depend_on(self._tasks[0])
         await self.server.start()
         self.progress.set_reason(waiting, stands=False)
         logger.info(
@@ -163,36 +162,25 @@ class SchedulerService:
         )
         return Recorder(Path(self.config.record), started, time.time_ns())
 
-    def _on_dispatch_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("the loop of worker messages ended", exc_info=task.exception())
-            self.progress.set_reason("the loop of worker messages ended", stands=True)
+    def _on_planning_failure(self, error: Exception) -> None:
+        logger.error("planning failed", exc_info=error)
+        self.server.fail(ExecutionError(f"planning failed: {error!r}"))
 
     def _on_journal_failure(self, error: JournalError) -> None:
         logger.critical("the journal failed, so this scheduler ends: %s", error)
         self.progress.set_reason("the journal failed", stands=True)
-        self._journal_failure = error
-        self._journal_failed.set()
+        self.server.fail(error)
 
     async def run(self) -> None:
         """Serves until SIGTERM, then drains and stops.
 
         Raises:
-            JournalError: The journal failed. The successor goes on from its last commit.
+            ExecutionError: The journal failed, or a loop ended. The successor goes on from the last commit.
         """
         await self.start()
-        drain_s = self.config.drain_timeout_s
-        serving = asyncio.create_task(self.server.run_until_signal(drain=self.drain, drain_timeout_s=drain_s))
-        failed = asyncio.create_task(self._journal_failed.wait())
         try:
-            await asyncio.wait((serving, failed), return_when=asyncio.FIRST_COMPLETED)
-            if self._journal_failure is not None:
-                serving.cancel()
-                await self.server.stop()
-                raise self._journal_failure
-            await serving
+            await self.server.run_until_signal(drain=self.drain, drain_timeout_s=self.config.drain_timeout_s)
         finally:
-            failed.cancel()
             await self.close()
 
     async def drain(self) -> None:
@@ -209,8 +197,7 @@ class SchedulerService:
         """Releases ports and tasks."""
         for task in self._tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait((task,))
         self.engine.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)

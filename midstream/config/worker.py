@@ -17,7 +17,7 @@ class WorkerConfig(ServiceConfig):
     curve: bool = setting(False, "Encrypt the link to the scheduler, and show a key.")
     curve_secret_key: str = setting("", "File with this process's key pair, from `midstream keys`.")
     curve_server_key: str = setting("", "File with the scheduler's public key.")
-    group_id: str = setting("", "Name of the worker group; default: host and process.")
+    group_id: str = setting("", "Name of the worker group; default: host and name, or process.")
     device: str = setting("auto", "cpu, cuda, cuda:N; auto takes CUDA where there is one.")
     weights: str = setting(
         "auto", "Weight storage; auto: what the file holds.", choices=("auto", "f32", "bf16", "int8", "q4")

@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
+from midstream.errors import ExecutionError, MidstreamError
 from midstream.rpc.errors import ErrorMapper
 from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, bind
 from midstream.security.secure_channel import SecureChannel
@@ -100,6 +101,8 @@ class Server:
             ],
         )
         self.draining = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._failure: MidstreamError | None = None
         self._progress = progress
         self._event_loop = progress.loop("event loop")
         self._beat: asyncio.Task[None] | None = None
@@ -116,12 +119,24 @@ class Server:
     async def run_until_signal(
         self, *, drain: Callable[[], Awaitable[None]] | None = None, drain_timeout_s: float = 30.0
     ) -> None:
-        """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining."""
+        """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining.
+
+        Raises:
+            MidstreamError: What `fail` was told.
+        """
         loop = asyncio.get_running_loop()
         signals: asyncio.Queue[None] = asyncio.Queue()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signals.put_nowait, None)
-        await signals.get()
+        signalled, failed = asyncio.create_task(signals.get()), asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait((signalled, failed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            failed.cancel()
+            signalled.cancel()
+        if self._failure is not None:
+            await self.stop()
+            raise self._failure
         logger.info("draining")
         stopping = asyncio.create_task(self.stop(drain=drain, drain_timeout_s=drain_timeout_s))
         impatient = asyncio.create_task(signals.get())
@@ -131,6 +146,24 @@ class Server:
             await self.grpc.stop(0)
         await stopping
         logger.info("stopped")
+
+    def fail(self, error: MidstreamError) -> None:
+        """Ends the process, because it cannot do its work any more; whoever started it starts it again."""
+        if self._failure is None:
+            self._failure = error
+            self._progress.set_reason(str(error), stands=True)
+            self._failed.set()
+
+    def depend_on(self, task: asyncio.Task[None]) -> None:
+        """Fails when `task`, which should run as long as the process, ends by itself."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                error = task.exception()
+                logger.error("%s ended", task.get_name(), exc_info=error)
+                self.fail(ExecutionError(f"{task.get_name()} ended: {error!r}"))
+
+        task.add_done_callback(ended)
 
     async def stop(self, *, drain: Callable[[], Awaitable[None]] | None = None, drain_timeout_s: float = 0.0) -> None:
         """Turns NOT_SERVING, refuses new calls, and gives those in progress up to `drain_timeout_s`.

@@ -97,7 +97,10 @@ def _part(key: tuple[str, str], state: PartStatus.State.ValueType, detail: str) 
 def _worker_part(group: status_pb2.GroupStatus) -> PartStatus:
     part = PartStatus(kind="worker", name=group.group_id, state=PartStatus.SERVING)
     part.detail = f"{group.device}, {group.num_sequences} of {group.max_num_sequences} sequences"
-    if group.silent_ms > _SILENT_MS:
+    if group.held_off_ms:
+        part.state = PartStatus.DEGRADED
+        part.detail = f"held off for {group.held_off_ms / 1e3:.0f} s: {group.last_fault}"
+    elif group.silent_ms > _SILENT_MS:
         part.state, part.detail = PartStatus.DEGRADED, f"silent for {group.silent_ms / 1e3:.1f} s"
     elif group.stalled_ms > _STALLED_MS:
         part.state, part.detail = PartStatus.DEGRADED, f"no step ended for {group.stalled_ms / 1e3:.0f} s"

@@ -33,6 +33,7 @@ from scheduler.core.events import (
     Submitted,
     Turn,
     WorkerBeat,
+    WorkerFailed,
     WorkerLeft,
     WorkerLost,
     WorkerRegistered,
@@ -64,7 +65,7 @@ class SchedulerCore:
     def __init__(self, config: CoreConfig, scheduler: RequestScheduler) -> None:
         self.config = config
         self.scheduler = scheduler
-        self.queue = RequestQueue(config.max_queue_size)
+        self.queue = RequestQueue(config.max_queue_size, config.tokens_per_block)
         self.totals = Totals()
         self._clock = Clock()
         self._effects: list[Effect] = []
@@ -117,6 +118,7 @@ class SchedulerCore:
             WorkerBeat: self.membership.beat,
             WorkerLeft: self.membership.leave,
             WorkerLost: self.membership.lose,
+            WorkerFailed: self.membership.fail,
             StepDone: self._take_result,
             Turn: self._turn,
             DrainStarted: self._start_drain,
@@ -182,7 +184,7 @@ class SchedulerCore:
             self.totals.num_stale_messages += 1  # it came twice
             return
         if event.step_id > group.in_flight[-1].step_id:
-            self.membership.end_epoch(group, "it reports a step that was not sent", is_death=False)
+            self.membership.end_at_fault(group, "it reports a step that was not sent")
             return
         group.early_results[event.step_id] = event
         while group.in_flight and (result := group.early_results.pop(group.in_flight[0].step_id, None)) is not None:
@@ -193,8 +195,9 @@ class SchedulerCore:
     def _commit(self, group: WorkerGroup, event: StepDone) -> bool:
         problem = self._results.problem(group, group.in_flight[0], event, self.config.vocab_size)
         if problem:
-            self.membership.end_epoch(group, f"wrong result: {problem}", is_death=True)
+            self.membership.end_at_fault(group, f"wrong result: {problem}")
             return False
+        group.standing.note_good_step()
         group.last_progress_ns = event.time_ns
         group.num_beats_ahead = 0
         step = group.in_flight.popleft()

@@ -153,6 +153,15 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """A worker sent something that no correct worker sends, or that could not be taken in."""
+
+    time_ns: int
+    connection: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """A step's result.
 
@@ -208,6 +217,7 @@ Event = (
     | WorkerBeat
     | WorkerLeft
     | WorkerLost
+    | WorkerFailed
     | StepDone
     | Turn
     | DrainStarted

@@ -6,6 +6,7 @@ clients are here: one that sends twenty times as much as another must not make t
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from scheduler.core.cost_model import CostFit
@@ -46,6 +47,45 @@ class Clients:
     def are_several(self) -> bool:
         """At least two clients sent requests lately."""
         return self._other_ns is not None and self._clock.now_ns - self._other_ns < _PRESENT_NS
+
+
+class Holdings:
+    """Rows and blocks of a group that the running requests of each client may take, by client id."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._blocks: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def of(self, client_id: str) -> tuple[int, int]:
+        """Rows and blocks."""
+        return self._rows.get(client_id, 0), self._blocks.get(client_id, 0)
+
+    def add(self, request: Request, num_blocks: int) -> None:
+        """A request starts that takes so many blocks at most."""
+        client_id = request.spec.client_id
+        self._rows[client_id] = self._rows.get(client_id, 0) + request.spec.num_rows
+        self._blocks[client_id] = self._blocks.get(client_id, 0) + num_blocks
+
+    def remove(self, request: Request, num_blocks: int) -> None:
+        """It has ended or was paused."""
+        client_id = request.spec.client_id
+        self._rows[client_id] -= request.spec.num_rows
+        self._blocks[client_id] -= num_blocks
+        if not self._rows[client_id]:
+            del self._rows[client_id], self._blocks[client_id]
+
+
+def holds_its_share(client_id: str, groups: Collection[WorkerGroup]) -> bool:
+    """Whether a client that waits for room has an equal part of all rows or blocks already, or more."""
+    clients = {client_id, *(name for group in groups for name in group.holdings)}
+    num_clients = max(2, len(clients))  # one waits behind it
+    held = [group.holdings.of(client_id) for group in groups]
+    num_rows, num_blocks = sum(rows for rows, _ in held), sum(blocks for _, blocks in held)
+    all_rows, all_blocks = (sum(group.max_batch_size for group in groups), sum(g.blocks.num_blocks for g in groups))
+    return num_rows * num_clients >= all_rows or num_blocks * num_clients >= all_blocks
 
 
 class Pace:

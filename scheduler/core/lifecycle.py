@@ -223,8 +223,7 @@ class Lifecycle:
         request.state = RequestState.FINISHED
         request.times.finished_ns = self._clock.now_ns
         request.times.last_token_ns = max(sequence.last_token_ns for sequence in request.sequences)
-        unused = request.spec.max_tokens * request.spec.num_sequences - request.num_output_tokens
-        self._queue.refund(request, unused)
+        self._queue.settle(request)
         self._count_finished(request)
         self._effects.append(RequestEnded(request))
         self._finished.keep(request)

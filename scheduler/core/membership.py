@@ -7,13 +7,14 @@ from functools import partial
 
 from scheduler.core.config import PROTOCOL_VERSION, CoreConfig
 from scheduler.core.effects import Effect, EpochEnded, GroupJoined, GroupRefused, KvChanged
-from scheduler.core.events import StepDone, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.core.events import StepDone, WorkerBeat, WorkerFailed, WorkerLeft, WorkerLost, WorkerRegistered
 from scheduler.core.failure import INTERNAL, UNAVAILABLE, Failure
 from scheduler.core.fairness import Clients
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.prefix_cache import CacheCleared, KvChange
 from scheduler.core.queue import RequestQueue
 from scheduler.core.request import FinishReason, Request, RequestState
+from scheduler.core.standing import Standings
 from scheduler.core.stats import Totals
 from scheduler.core.timers import Clock, Timers
 from scheduler.core.worker_group import WorkerGroup
@@ -56,6 +57,7 @@ class Membership:
         self._num_registrations = 0
         # By group id: the incarnation whose link was lost, and the requests that were blamed for its death.
         self._lost: OrderedDict[str, tuple[int, list[str]]] = OrderedDict()
+        self._standings = Standings()
         self._no_worker_since_ns = 0
 
     def register(self, event: WorkerRegistered) -> None:
@@ -66,19 +68,22 @@ class Membership:
             self._effects.append(GroupRefused(event.connection, reason, field))
             return
         for group in list(self.groups.values()):
-            if group.group_id == event.group_id:
-                is_restart = group.registration.incarnation != event.incarnation
-                self.end_epoch(
-                    group, "registered again", is_death=is_restart, tell=group.connection != event.connection
-                )
+            if group.connection == event.connection:
+                self.end_epoch(group, "registered again", tell=False)
+            elif group.group_id == event.group_id:
+                # Whether the one before has died is for its link to tell: it may also be one of the same name.
+                self.end_epoch(group, "another registered under its name")
         self._forgive(event)
         self._num_registrations += 1
         epoch = (self._config.scheduler_epoch << _REGISTRATION_BITS) + self._num_registrations
-        group = WorkerGroup(event, epoch, self._config, self._clock, self._clients)
+        group = WorkerGroup(event, epoch, self._config, self._clock, self._clients, self._standings.of(event.group_id))
         self.groups[epoch] = group
         self._effects.append(GroupJoined(event.connection, event.group_id, epoch))
         self._note_kv_changes(group, [CacheCleared()])
         self._timers.at(self._clock.now_ns + self._config.worker_timeout_ns, partial(self._check_alive, group))
+        group.standing.last_seen_ns = self._clock.now_ns
+        if group.is_held_off:
+            self._timers.at(group.standing.held_until_ns, _take_a_turn)
 
     def _problem(self, event: WorkerRegistered) -> tuple[str, str] | None:
         config = self._config
@@ -111,14 +116,8 @@ class Membership:
 
     def beat(self, event: WorkerBeat) -> None:
         """Notes a sign of life."""
-        group = self.groups.get(event.epoch)
+        group = self.group_of(event)
         if group is None:
-            self.reject_stale(event.connection, event.epoch)
-            return
-        if event.connection != group.connection:
-            # Its link was made anew: what was on its way over the old one is lost.
-            self.end_epoch(group, "its link was cut", is_death=False, tell=False)
-            self._effects.append(EpochEnded(event.connection, event.epoch))
             return
         group.last_heard_ns = event.time_ns
         group.memory = event.memory
@@ -128,21 +127,27 @@ class Membership:
             # It finished a step whose result did not come. Once may be overtaking, twice is a loss.
             group.num_beats_ahead += 1
             if group.num_beats_ahead >= 2:
-                self.end_epoch(group, "a step's result was lost", is_death=False)
+                self.end_at_fault(group, "a step's result did not come")
 
     def leave(self, event: WorkerLeft) -> None:
         """Lets a group go; its requests go on elsewhere."""
         group = self.groups.get(event.epoch)
+        if group is not None and group.connection == event.connection:
+            self.end_epoch(group, event.reason or "it left", tell=False)
+
+    def fail(self, event: WorkerFailed) -> None:
+        """Gives up the group behind a link over which something came that no correct worker sends."""
+        group = self._group_at(event.connection)
         if group is not None:
-            self.end_epoch(group, event.reason or "it left", is_death=False, tell=False)
+            self.end_at_fault(group, event.reason)
 
     def lose(self, event: WorkerLost) -> None:
         """Gives up the group behind a link that is gone: its worker has died, unless it comes back."""
-        group = next((group for group in self.groups.values() if group.connection == event.connection), None)
+        group = self._group_at(event.connection)
         if group is None:
             return
         blamed = [request.request_id for request in _running(group)]
-        self.end_epoch(group, "its link is gone", is_death=True, tell=False)
+        self.end_by_death(group, "its link is gone", tell=False)
         self._lost[group.group_id] = (group.registration.incarnation, blamed)
         if len(self._lost) > _MAX_LOST:
             self._lost.popitem(last=False)
@@ -150,41 +155,65 @@ class Membership:
     def _forgive(self, event: WorkerRegistered) -> None:
         """The link of a worker that comes back was cut, and nobody died."""
         incarnation, blamed = self._lost.pop(event.group_id, (0, []))
-        for request_id in blamed if incarnation == event.incarnation else ():
+        if incarnation != event.incarnation:
+            return
+        self._standings.of(event.group_id).forgive_death()
+        for request_id in blamed:
             request = self._lifecycle.requests.get(request_id)
-            if request is not None and request.num_deaths:
-                request.num_deaths -= 1
+            if request is not None and event.group_id in request.died_on:
+                request.died_on.remove(event.group_id)
 
-    def group_of(self, event: StepDone) -> WorkerGroup | None:
-        """The group that a result is from; a stale one is counted and its sender told."""
+    def group_of(self, event: StepDone | WorkerBeat) -> WorkerGroup | None:
+        """The group that a message is from; a stale one is counted and its sender told.
+
+        An epoch belongs to the link that it was given to: nobody speaks for another worker, and one whose link was cut
+        registers again.
+        """
         group = self.groups.get(event.epoch)
-        if group is None:
+        if group is None or group.connection != event.connection:
             self.reject_stale(event.connection, event.epoch)
+            return None
         return group
+
+    def _group_at(self, connection: bytes) -> WorkerGroup | None:
+        return next((group for group in self.groups.values() if group.connection == connection), None)
 
     def reject_stale(self, connection: bytes, epoch: int) -> None:
         """Counts a message of an epoch that is over, and tells its sender."""
         self._totals.num_stale_messages += 1
         self._effects.append(EpochEnded(connection, epoch))
 
-    def end_epoch(self, group: WorkerGroup, reason: str, *, is_death: bool, tell: bool = True) -> None:
+    def end_at_fault(self, group: WorkerGroup, reason: str) -> None:
+        """Gives a group up for what it did wrong, and holds it off; none of its requests is to blame."""
+        self._totals.num_worker_faults += 1
+        group.standing.note_fault(self._clock.now_ns, reason)
+        self.end_epoch(group, reason)
+
+    def end_by_death(self, group: WorkerGroup, reason: str, *, tell: bool = True) -> None:
+        """Gives a group up that died or hangs; what it was running may be why."""
+        self._totals.num_worker_deaths += 1
+        group.standing.note_death(self._clock.now_ns, reason)
+        culprit = self._blame(group)
+        # What a worker died of while it looked for lost blocks might be just these: they are looked for once.
+        adopting = group.adopting_requests
+        for request in group.active:
+            request.lost_store = group.registration.kv_store if request not in adopting else ""
+        self.end_epoch(group, reason, tell=tell, culprit=culprit)
+
+    def end_epoch(self, group: WorkerGroup, reason: str, *, tell: bool = True, culprit: Request | None = None) -> None:
         """Gives a group up: its requests are queued again with their tokens, and what it says from now on is stale.
 
         Args:
             group: A current group.
             reason: For the log.
-            is_death: The worker died or hangs; what it was running may be why.
             tell: Send it word, in case it still listens.
+            culprit: The request to end in place of queueing it again.
         """
         del self.groups[group.epoch]
         if tell:
             self._effects.append(EpochEnded(group.connection, group.epoch, reason))
-        culprit = self._blame(group) if is_death else None
-        # What a worker died of while it looked for lost blocks might be just these: they are looked for once.
-        adopting = group.adopting_requests
         for request in list(group.active):
             group.release(request)
-            request.lost_store = group.registration.kv_store if is_death and request not in adopting else ""
             if request is not culprit:
                 request.num_recoveries += 1
                 self._totals.num_recoveries += 1
@@ -192,7 +221,7 @@ class Membership:
         if culprit is not None:
             self._quarantine(culprit)
         self._note_kv_changes(group, [CacheCleared()])
-        if not self.groups:
+        if not self.has_usable_group:
             self.wait_for_workers()
 
     def requeue(self, request: Request) -> None:
@@ -203,20 +232,53 @@ class Membership:
 
     def is_suspect(self, request: Request) -> bool:
         """Workers died in a row while they ran it: it runs with no other suspect, so that blame is certain."""
-        return request.num_deaths >= self._config.max_worker_deaths
+        return len(request.died_on) >= self._config.max_worker_deaths
+
+    @property
+    def has_usable_group(self) -> bool:
+        """Whether there is a group that is not held off."""
+        return any(not group.is_held_off for group in self.groups.values())
+
+    def should_avoid(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether the request died on this group and has another to be tried on, which tells whose fault it was."""
+        return group.group_id in request.died_on and self._has_other(request)
+
+    def _has_other(self, request: Request) -> bool:
+        return any(
+            group.group_id not in request.died_on and not group.is_held_off and group.is_large_enough(request)
+            for group in self.groups.values()
+        )
 
     def _blame(self, group: WorkerGroup) -> Request | None:
-        """Counts the death against all that was in flight; the request to end, when there is only one to blame."""
-        self._totals.num_worker_deaths += 1
+        """Counts the death against all that was in flight; the request to end, when it is certainly to blame."""
         running = _running(group)
         for request in running:
-            request.num_deaths += 1
+            request.died_on.append(group.group_id)
         suspects = [request for request in running if self.is_suspect(request)]
-        return suspects[0] if len(suspects) == 1 else None
+        if len(suspects) != 1:
+            return None
+        (suspect,) = suspects
+        group.standing.lone_victims.add(suspect.request_id)
+        return suspect if self._is_certain(suspect, group) else None
+
+    def _is_certain(self, suspect: Request, group: WorkerGroup) -> bool:
+        """Whether it is the request that workers die of.
+
+        Certain is what several groups died of. Where there is but one group to try it on, a few deaths more have to do,
+        unless others died on that group alone as well: then the group is to blame.
+        """
+        if len(set(suspect.died_on)) > 1:
+            for group_id in set(suspect.died_on):
+                self._standings.of(group_id).forgive_death()
+            return True
+        if len(group.standing.lone_victims) > 1 or self._has_other(suspect):
+            return False
+        needed = self._config.max_worker_deaths
+        return len(suspect.died_on) >= (needed if self._standings.num_recent(self._clock.now_ns) < 2 else 2 * needed)
 
     def _quarantine(self, request: Request) -> None:
         self._totals.num_quarantined += 1
-        message = f"{request.num_deaths} workers in a row died while they ran this request"
+        message = f"{len(request.died_on)} workers in a row died while they ran this request"
         self._lifecycle.end(request, FinishReason.ERROR, Failure(INTERNAL, message))
 
     def _check_alive(self, group: WorkerGroup, now_ns: int) -> None:
@@ -224,12 +286,12 @@ class Membership:
             return
         due_ns = group.last_heard_ns + self._config.worker_timeout_ns
         if now_ns >= due_ns:
-            self.end_epoch(group, "it is silent", is_death=True)
+            self.end_by_death(group, "it is silent")
             return
         if group.in_flight:
             since_ns = max(group.last_progress_ns, group.in_flight[0].planned_ns)
             if now_ns >= since_ns + self._config.progress_timeout_ns:
-                self.end_epoch(group, "it makes no progress", is_death=True)
+                self.end_by_death(group, "it makes no progress")
                 return
             due_ns = min(due_ns, since_ns + self._config.progress_timeout_ns)
         self._timers.at(due_ns, partial(self._check_alive, group))
@@ -244,12 +306,12 @@ class Membership:
         self._timers.at(self._clock.now_ns + self._config.no_worker_timeout_ns, self._give_up_waiting)
 
     def _give_up_waiting(self, now_ns: int) -> None:
-        if self.groups:
+        if self.has_usable_group:
             return
         for request in list(self._queue):
             since_ns = max(request.waiting_since_ns, self._no_worker_since_ns)
             if request.spec.deadline_ns is None and now_ns - since_ns >= self._config.no_worker_timeout_ns:
-                failure = Failure(UNAVAILABLE, "no worker has come")
+                failure = Failure(UNAVAILABLE, "no worker has come" if not self.groups else "all workers are held off")
                 self._lifecycle.end(request, FinishReason.ERROR, failure)
 
     def flush_kv_changes(self, group: WorkerGroup) -> None:
@@ -259,6 +321,10 @@ class Membership:
 
     def _note_kv_changes(self, group: WorkerGroup, changes: list[KvChange]) -> None:
         self._effects.append(KvChanged(group.group_id, changes))
+
+
+def _take_a_turn(_: int) -> None:
+    """What is due is seen by the turn that runs this."""
 
 
 def _running(group: WorkerGroup) -> set[Request]:

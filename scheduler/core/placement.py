@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scheduler.core.admission import too_large
 from scheduler.core.config import CoreConfig
+from scheduler.core.fairness import holds_its_share
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
 from scheduler.core.queue import RequestQueue
@@ -15,6 +16,8 @@ from scheduler.core.worker_group import WorkerGroup
 
 # A generating sequence weighs as much as this many context tokens when groups are compared.
 _TOKENS_PER_ACTIVE_SEQUENCE = 16
+# Heads of the queue that are looked at while the first of them has to wait.
+_MAX_LOOKED_AT = 8
 
 
 class Placement:
@@ -40,20 +43,16 @@ class Placement:
         self._clock = clock
 
     def start_queued(self, num_steps: int) -> None:
-        """Start queued requests as the policy selects them, else in order until one has to wait.
+        """Start queued requests as the policy selects them, else in order; those behind one that has to wait where fair.
 
         Args:
             num_steps: Steps planned so far.
         """
         if len(self._queue) and self._start_selected(num_steps):
             return
-        while (request := self._queue.head()) is not None:
-            group = self._choose_group(request)
-            if group is None:
-                if not self.refuse_impossible(request):
-                    return
-                continue
-            self._start(request, group, num_steps)
+        while (head := self._queue.head()) is not None:
+            if not self._try_start(head, num_steps) and not self._start_behind(head, num_steps):
+                return
 
     def _start_selected(self, num_steps: int) -> bool:
         """Start what the policy selects for each group; return False where it leaves the order to the queue."""
@@ -68,6 +67,14 @@ class Placement:
             self.refuse_impossible(request)
         return True
 
+    def _try_start(self, request: Request, num_steps: int) -> bool:
+        """Start a request, or end one that no group here could run; return False when it has to wait."""
+        group = self._choose_group(request)
+        if group is None:
+            return self.refuse_impossible(request)
+        self._start(request, group, num_steps)
+        return True
+
     def _start(self, request: Request, group: WorkerGroup, num_steps: int) -> None:
         self._queue.pop(request)
         num_cached_tokens = group.start(request, num_steps)
@@ -76,6 +83,35 @@ class Placement:
             self._totals.prefix_cache_queries += len(request.spec.prompt)
             self._totals.prefix_cache_hits += request.num_cached_tokens
             self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
+
+    def _start_behind(self, head: Request, num_steps: int) -> bool:
+        """Starts one that waits behind a head that has to wait; False when none may."""
+        groups = self._membership.groups.values()
+        if not any(group.num_free_rows for group in groups):
+            return False
+        waiting: list[Request] = []  # for room
+        for request in [head, *self._queue.behind(head, _MAX_LOOKED_AT)]:
+            if request is not head:
+                if not all(self._may_overtake(request, other) for other in waiting):
+                    continue
+                if self._try_start(request, num_steps):
+                    return True
+            if any(self._may_try(request, group) for group in groups):
+                waiting.append(request)
+        return False
+
+    def _may_overtake(self, request: Request, other: Request) -> bool:
+        """Whether a request may start before one of another client that waits for room.
+
+        It may where the other client's own requests are in its way. Else room is being made for it, and it is overtaken
+        only by as much as it asks for itself.
+        """
+        if request.spec.client_id == other.spec.client_id:
+            return False
+        if holds_its_share(other.spec.client_id, self._membership.groups.values()):
+            return True
+        are_newcomers = self._queue.is_newcomer(request) and self._queue.is_newcomer(other)
+        return are_newcomers and self._queue.allowance(other, request) > 0
 
     def _choose_group(self, request: Request) -> WorkerGroup | None:
         """The group that can take the request and has the least to do until it is computed."""
@@ -91,11 +127,25 @@ class Placement:
         return min(groups, key=work)
 
     def _can_start(self, request: Request, group: WorkerGroup) -> bool:
-        if self._membership.is_suspect(request) and any(self._membership.is_suspect(other) for other in group.active):
+        if not self._may_try(request, group):
             return False
         if not group.adapters.fits(request.spec):
             return False
         return group.is_large_enough(request) and self._scheduler.can_start(request, group)
+
+    def _may_try(self, request: Request, group: WorkerGroup) -> bool:
+        """Whether what is known of deaths allows the request on the group, so that blame is certain."""
+        standing, membership = group.standing, self._membership
+        if group.is_held_off or (standing.is_on_trial and group.active):
+            return False
+        if membership.should_avoid(request, group):
+            return False
+        if not membership.is_suspect(request):
+            return True
+        if any(membership.is_suspect(other) for other in group.active):
+            return False
+        # After a death others go first: a step that they take well clears the group.
+        return not standing.num_deaths or all(membership.is_suspect(other) for other in self._queue)
 
     def refuse_impossible(self, request: Request) -> bool:
         """End a request that no group here could run even if it were empty; return whether it is one."""

@@ -1,11 +1,13 @@
 """The queue of requests that wait for a worker group: by priority, then fair between clients, then in order of arrival.
 
-Clients share by start-time fair queueing: each has a virtual time that grows with the tokens it is charged for, and the
-client that is furthest behind is served next. A client that comes back after a while starts at the present, so that
-nobody saves up. Requests that ran before (paused, or rebuilt after a worker's loss) come first and are not charged
-again.
+Clients share by start-time fair queueing: each has a virtual time that grows with what it is charged for, and the
+client that is furthest behind is served next. The charge is the KV cache that a request may hold: the blocks of all
+its rows, in tokens. A client that comes back after a while starts at the present, so that nobody saves up; its debt
+stays, also while nobody waits. Requests that ran before (paused, or rebuilt after a worker's loss) come first and are
+not charged again.
 
-The head is served before anything behind it, also when something smaller would fit: large requests are not starved.
+A client's requests go in order of arrival, also when a smaller one behind would fit. Placement says what may go before
+another client's head that has to wait.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 from scheduler.core.request import Request
+
+# Clients without requests that are remembered besides twice as many as wait.
+_MAX_IDLE_CLIENTS = 64
 
 
 class _Client:
@@ -59,31 +64,47 @@ class _FairQueue:
             heapq.heappop(self._heap)
         return None
 
-    def pop_head(self) -> None:
-        virtual_time, _, client_id = heapq.heappop(self._heap)
-        client = self._clients[client_id]
-        request = client.requests.popleft()
-        self._now = max(self._now, virtual_time)
-        client.virtual_time = virtual_time + charge(request)
+    def next_heads(self, waiting: dict[Request, int], most: int) -> list[Request]:
+        """The heads of the clients that are served next, in order; at most so many."""
+        heads: list[Request] = []
+        entries: list[tuple[float, int, str]] = []
+        while len(heads) < most and (head := self.head(waiting)) is not None:
+            entry = heapq.heappop(self._heap)
+            if head not in heads:
+                entries.append(entry)
+                heads.append(head)
+        for entry in entries:
+            heapq.heappush(self._heap, entry)
+        return heads
+
+    def tag(self, client_id: str) -> float:
+        """The client's virtual time."""
+        return self._clients[client_id].virtual_time
+
+    def pop(self, request: Request, cost: float) -> None:
+        """Take a client's request, its head or one that a policy selected, and charge the client for it."""
+        client = self._clients[request.spec.client_id]
+        client.requests.remove(request)
+        self._now = max(self._now, client.virtual_time)
+        client.virtual_time += cost  # its entry in the heap is old now
         if client.requests:
             self._enter(client)
-        elif not self._heap:
-            self._clients.clear()  # nobody waits, so nobody is behind
-        if len(self._clients) > 2 * len(self._heap) + 64:
+        while self._heap and not self._is_current(self._heap[0]):
+            heapq.heappop(self._heap)
+        if len(self._clients) > 2 * len(self._heap) + _MAX_IDLE_CLIENTS:
             self._forget_idle_clients()
 
-    def charge(self, request: Request) -> None:
-        """Charge the client for a request that was taken from the middle."""
-        client = self._clients[request.spec.client_id]
-        client.virtual_time += charge(request)
-        if client.requests:
-            self._enter(client)
+    def _is_current(self, entry: tuple[float, int, str]) -> bool:
+        client = self._clients.get(entry[2])
+        return client is not None and client.virtual_time == entry[0] and bool(client.requests)
 
     def _forget_idle_clients(self) -> None:
-        """Those that the others have caught up with begin at the present, as everybody new does."""
-        for client_id, client in list(self._clients.items()):
-            if not client.requests and client.virtual_time <= self._now:
-                del self._clients[client_id]
+        """Those that the others have caught up with, and of the others those that owe least, begin at the present."""
+        idle = sorted((client.virtual_time, name) for name, client in self._clients.items() if not client.requests)
+        for place, (virtual_time, name) in enumerate(idle):
+            if virtual_time > self._now and place >= len(idle) - _MAX_IDLE_CLIENTS // 2:
+                break
+            del self._clients[name]
 
     def refund(self, client_id: str, amount: float) -> None:
         client = self._clients.get(client_id)
@@ -97,20 +118,29 @@ class _FairQueue:
         heapq.heappush(self._heap, (client.virtual_time, oldest.ordinal, oldest.spec.client_id))
 
 
-def charge(request: Request) -> float:
-    """Tokens that a request's start is charged for; what it does not use is given back at its end."""
-    return float(len(request.spec.prompt) + request.spec.max_tokens * request.spec.num_sequences)
+def charge(request: Request, tokens_per_block: int, num_output_tokens: int | None = None) -> float:
+    """KV cache, in tokens of whole blocks, that a request holds with outputs of so many tokens, by default the most.
+
+    The rows of a request share the full blocks of its prompt.
+    """
+    spec = request.spec
+    num_tokens = len(spec.prompt) + (spec.max_tokens if num_output_tokens is None else num_output_tokens)
+    each, shared = -(-num_tokens // tokens_per_block), (len(spec.prompt) - 1) // tokens_per_block
+    return float((each + (spec.num_rows - 1) * (each - shared)) * tokens_per_block)
 
 
 class RequestQueue:
     """Bounded for newcomers; requests that ran before are always taken back."""
 
-    def __init__(self, max_size: int) -> None:
+    def __init__(self, max_size: int, tokens_per_block: int = 1) -> None:
         self.max_size = max_size
+        self._tokens_per_block = tokens_per_block
         self.num_tokens = 0  # known tokens that wait to be computed
         self._waiting: dict[Request, int] = {}
-        self._returned: list[tuple[tuple[int, int], Request]] = []
-        self._ran_before: set[Request] = set()
+        # By order; those that were taken meanwhile stay in place until they come up.
+        self._returned: list[tuple[tuple[int, int], int, Request]] = []
+        self._num_returned = 0
+        self._returned_requests: set[Request] = set()
         self._fair: dict[int, _FairQueue] = {}
         self._priorities: list[int] = []  # highest first
 
@@ -140,19 +170,20 @@ class RequestQueue:
     def put_back(self, request: Request) -> None:
         """Adds a request that ran before; it goes before all newcomers of its priority."""
         self._add(request)
-        self._ran_before.add(request)
-        heapq.heappush(self._returned, (request.order, request))
+        self._returned_requests.add(request)
+        self._num_returned += 1
+        heapq.heappush(self._returned, (request.order, self._num_returned, request))
 
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""
         self.num_tokens -= self._waiting.pop(request)
-        self._ran_before.discard(request)
+        self._returned_requests.discard(request)
 
     def head(self) -> Request | None:
         """The request to serve next."""
-        while self._returned and self._returned[0][1] not in self._waiting:
+        while self._returned and self._returned[0][2] not in self._returned_requests:
             heapq.heappop(self._returned)
-        returned = self._returned[0][1] if self._returned else None
+        returned = self._returned[0][2] if self._returned else None
         newcomer = self._head_newcomer()
         if returned is None or newcomer is None:
             return returned or newcomer
@@ -164,28 +195,50 @@ class RequestQueue:
         return WaitingRequests(self)
 
     def pop(self, request: Request) -> None:
-        """Take a request to serve it, and charge its client unless it ran before."""
-        if request is self.head():
-            self.remove(request)
-            if self._returned and self._returned[0][1] is request:
-                heapq.heappop(self._returned)
-            else:
-                self._fair[request.spec.priority].pop_head()
-            return
-        ran_before = request in self._ran_before
-        self.remove(request)
-        if not ran_before:
-            self._fair[request.spec.priority].charge(request)
+        """Take a request to serve it, and charge its client for a newcomer."""
+        self.num_tokens -= self._waiting.pop(request)
+        if request in self._returned_requests:
+            self._returned_requests.discard(request)
+        else:
+            self._fair[request.spec.priority].pop(request, charge(request, self._tokens_per_block))
 
     def urgency(self, request: Request) -> tuple[int, bool, int]:
-        """Sorts waiting requests."""
-        return (-request.spec.priority, request not in self._ran_before, request.ordinal)
+        """Return the sort key of a waiting request."""
+        return (-request.spec.priority, request not in self._returned_requests, request.ordinal)
 
-    def refund(self, request: Request, num_tokens: int) -> None:
-        """Gives back what a request was charged for and did not use."""
+    def settle(self, request: Request) -> None:
+        """Gives back what a request was charged for and did not use, at its end."""
         queue = self._fair.get(request.spec.priority)
         if queue is not None:
-            queue.refund(request.spec.client_id, float(num_tokens))
+            longest = max(len(sequence.output) for sequence in request.sequences)
+            unused = charge(request, self._tokens_per_block) - charge(request, self._tokens_per_block, longest)
+            queue.refund(request.spec.client_id, unused)
+
+    def behind(self, head: Request, most: int) -> list[Request]:
+        """What comes up after the head: what ran before, and the next head of each client; at most so many."""
+        returned = (item for _, _, item in heapq.nsmallest(2 * most, self._returned))
+        candidates = [item for item in dict.fromkeys(returned) if item in self._returned_requests]
+        for priority in self._priorities:
+            if len(candidates) > most:
+                break
+            candidates += self._fair[priority].next_heads(self._waiting, most)
+        candidates.sort(key=lambda request: -request.spec.priority)  # of one priority: what ran before comes first
+        return [request for request in candidates if request is not head][:most]
+
+    def allowance(self, request: Request, other: Request) -> float:
+        """How much more the client of `other` may be charged before that of `request` would have been served too.
+
+        Both are newcomers and heads of their clients. Negative: it has had more already.
+        """
+        if request.spec.priority != other.spec.priority:
+            return -1.0
+        queue = self._fair[request.spec.priority]
+        due = queue.tag(request.spec.client_id) + charge(request, self._tokens_per_block)
+        return due - queue.tag(other.spec.client_id)
+
+    def is_newcomer(self, request: Request) -> bool:
+        """Whether a request that waits has not run before."""
+        return request not in self._returned_requests
 
     def _add(self, request: Request) -> None:
         num_tokens = sum(sequence.num_tokens for sequence in request.running_sequences)

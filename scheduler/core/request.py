@@ -185,7 +185,7 @@ class Request:
         group: The worker group whose blocks it holds; None while queued or finished.
         num_cached_tokens: Prompt tokens whose keys and values were in the cache when it first started.
         lost_store: Where the blocks may still lie that it held on a worker that died: the worker's kv_store.
-        num_deaths: Workers that died in a row while they ran it, without a new token in between.
+        died_on: Groups that died in a row while they ran it, without a new token in between.
         num_attached: Detokenizers that read its feed.
         last_ordinal: The last step that was counted in num_steps by its result.
         failure: Set when it ended in error.
@@ -202,7 +202,7 @@ class Request:
     num_preemptions: int = 0
     num_recoveries: int = 0
     lost_store: str = ""
-    num_deaths: int = 0
+    died_on: list[str] = field(default_factory=list)
     num_steps: int = 0
     last_ordinal: int = -1
     num_draft_tokens: int = 0

@@ -42,7 +42,10 @@ class Results:
         self._try_again = try_again
 
     def problem(self, group: WorkerGroup, step: InFlightStep, event: StepDone, vocab_size: int) -> str:
-        """What is wrong with the shape of a result; empty when nothing is."""
+        """What is wrong with a result beside the step that it is of; empty when nothing is.
+
+        What can be said of the message alone has been checked before (scheduler/wire/worker_checks.py).
+        """
         num_tokens = len(event.token_ids)
         if event.num_tokens:
             if len(event.num_tokens) != step.num_sampled or sum(event.num_tokens) != num_tokens:
@@ -53,7 +56,20 @@ class Results:
             return f"token {max(event.token_ids)} is not in the vocabulary"
         if not event.missing_blocks.issubset(step.adoption.blocks):
             return "a block is missing that was not asked for"
-        return runs_problem(step, event) if group.num_waiting or event.num_tokens else ""
+        if (event.failures or event.outputs) and (problem := self._rows_problem(step, event)):
+            return problem
+        if max(event.num_draft_tokens, event.num_accepted_tokens) > sum(step.draft_limits.values()):
+            return f"{event.num_draft_tokens} drafts, {sum(step.draft_limits.values())} were allowed"
+        if group.num_waiting or event.num_tokens or event.num_drafts or event.candidate_log_probs:
+            return runs_problem(step, event)
+        return ""
+
+    def _rows_problem(self, step: InFlightStep, event: StepDone) -> str:
+        rows = self._rows(step)
+        for row in [*(row for row, _ in event.failures), *(row for row, _ in event.outputs)]:
+            if row not in rows:
+                return f"row {row} was not in the step"
+        return ""
 
     def commit(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:
         """Takes in the result of the group's oldest step in flight, whose shape is right."""
@@ -145,7 +161,8 @@ class Results:
     def note_first_token(self, sequence: Sequence) -> None:
         """Notes that a sequence made progress."""
         request, now_ns = sequence.request, self._clock.now_ns
-        request.num_deaths = 0
+        if request.died_on:
+            request.died_on.clear()
         if request.times.first_token_ns == 0:
             request.times.first_token_ns = now_ns
             self._totals.time_to_first_token.observe(now_ns - request.times.arrival_ns)

@@ -50,12 +50,22 @@ class Taken:
 
 def runs_problem(step: InFlightStep, event: StepDone) -> str:
     """What is wrong with runs and candidates, whose total is right; empty when nothing is."""
-    num_candidates = 0
-    for sequence, count in zip(step.sampled(), event.num_tokens or [1] * step.num_sampled, strict=True):
-        if sequence.request.beams is not None:
-            num_candidates += count
-        elif not 1 <= count <= 1 + step.draft_limits.get(sequence, 0):
-            return f"{count} tokens of a row that verified at most {step.draft_limits.get(sequence, 0)} drafts"
+    if len(event.num_drafts) not in (0, step.num_sampled):
+        return f"{len(event.num_drafts)} numbers of drafts for {step.num_sampled} rows"
+    num_candidates = start = 0
+    counts, drafts = event.num_tokens or [1] * step.num_sampled, event.num_drafts or [0] * step.num_sampled
+    for sequence, count, num_drafts in zip(step.sampled(), counts, drafts, strict=True):
+        beams = sequence.request.beams
+        tokens, start = event.token_ids[start : start + count], start + count
+        if num_drafts > step.draft_limits.get(sequence, 0):
+            return f"{num_drafts} drafts of a row that may verify {step.draft_limits.get(sequence, 0)}"
+        if beams is None:
+            if not 1 <= count <= 1 + num_drafts:
+                return f"{count} tokens of a row that verified {num_drafts} drafts"
+            continue
+        num_candidates += count
+        if count > beams.search.num_candidates or len(set(tokens)) != count:
+            return f"{count} candidates for a beam, which takes {beams.search.num_candidates} different ones"
     if num_candidates != len(event.candidate_log_probs):
         return f"{len(event.candidate_log_probs)} log probabilities for {num_candidates} candidates"
     if not all(map(math.isfinite, event.candidate_log_probs)):

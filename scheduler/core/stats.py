@@ -34,6 +34,7 @@ class Totals:
     num_preemptions: int = 0
     num_recoveries: int = 0
     num_worker_deaths: int = 0
+    num_worker_faults: int = 0  # wrong messages and lost results
     num_stale_messages: int = 0
     num_wasted_tokens: int = 0
     num_conservation_violations: int = 0

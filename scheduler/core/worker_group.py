@@ -21,10 +21,11 @@ from scheduler.core.block_manager import BlockManager
 from scheduler.core.block_tables import BlockTables
 from scheduler.core.config import CoreConfig
 from scheduler.core.events import StepDone, WorkerRegistered
-from scheduler.core.fairness import Clients, Pace
+from scheduler.core.fairness import Clients, Holdings, Pace
 from scheduler.core.in_flight import InFlightStep, LastGeneration
 from scheduler.core.prefix_cache import PrefixCache
 from scheduler.core.request import Request, RequestState, Sequence
+from scheduler.core.standing import Standing
 from scheduler.core.timers import Clock
 
 _BY_ROW = attrgetter("row")
@@ -55,9 +56,11 @@ class WorkerGroup:
     """One epoch of one worker group.
 
     Attributes:
+        standing: What speaks against it, over all its epochs.
         tables: Which blocks each sequence holds.
         clients: Whether several send requests. pace: When the next step is planned.
         active: Requests that hold blocks here, in the order in which they started.
+        holdings: What each client may hold here until its requests end.
         context: Sequences in their context phase, in the order in which they started.
         generating: Sequences in their generation phase, by row.
         generation_version: Changes whenever `generating` does.
@@ -68,7 +71,13 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, registration: WorkerRegistered, epoch: int, config: CoreConfig, clock: Clock, clients: Clients
+        self,
+        registration: WorkerRegistered,
+        epoch: int,
+        config: CoreConfig,
+        clock: Clock,
+        clients: Clients,
+        standing: Standing | None = None,
     ) -> None:
         self.group_id = registration.group_id
         self.connection = registration.connection
@@ -82,11 +91,14 @@ class WorkerGroup:
         self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
         self.tables = BlockTables(config, self.blocks, clock, registration.attention_window)
         self.adapters = AdapterRoom(registration.lora_cache_bytes)
+        self.standing = standing or Standing()
+        self._clock = clock
         self.clients = clients
         self.pace = Pace(clients)
         self.last_heard_ns = registration.time_ns
         self.last_progress_ns = registration.time_ns
         self.active: dict[Request, None] = {}
+        self.holdings = Holdings()
         self.context: list[Sequence] = []
         self.generating: list[Sequence] = []
         self.generation_version = 0
@@ -108,9 +120,14 @@ class WorkerGroup:
     def _take_kept(self, registration: WorkerRegistered, now_ns: int) -> None:
         """Takes over what the worker's blocks still hold, and tells it which of them will change."""
         kept = list(zip(registration.kept_blocks, registration.kept_hashes, strict=True))
-        if self.config.enable_block_reuse:
+        if self.config.enable_block_reuse and not self.standing.num_faults:
             self.blocks.adopt(kept, now_ns)
         self.prefix_cache.news += [(block, 0) for block, _ in kept if not self.prefix_cache.contains(block)]
+
+    @property
+    def is_held_off(self) -> bool:
+        """Whether it gets nothing to run for a while."""
+        return self.standing.is_held(self._clock.now_ns)
 
     @property
     def num_free_rows(self) -> int:
@@ -199,6 +216,7 @@ class WorkerGroup:
             Tokens whose keys and values others compute or computed.
         """
         self.active[request] = None
+        self.holdings.add(request, self.blocks_alone(request))
         self.adapters.take(request.spec)
         request.group = self
         request.state = RequestState.ACTIVE
@@ -275,6 +293,7 @@ class WorkerGroup:
         if request.beams is not None:
             request.beams.forget_placement()
         del self.active[request]
+        self.holdings.remove(request, self.blocks_alone(request))
         self.adapters.give_back(request.spec)
         request.group = None
         if not self.active:

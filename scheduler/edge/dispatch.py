@@ -1,7 +1,8 @@
 """The ZeroMQ port that workers dial: steps go out, results come in.
 
 Each message is one frame with one protobuf message. What does not parse is dropped and counted, and the socket itself
-drops frames above `max_frame_bytes` and cuts the link they came over.
+drops frames above `max_frame_bytes` and cuts the link they came over. What parses and is wrong in itself
+(scheduler/wire/worker_checks.py) ends its sender's epoch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import zmq
 import zmq.asyncio
@@ -19,19 +20,29 @@ from zmq.utils.monitor import parse_monitor_message
 from midstream.rpc.health import LoopProgress
 from protos import worker_pb2
 from scheduler.core.effects import EpochEnded, GroupJoined, GroupRefused, StepPlan
-from scheduler.core.events import StepDone, WorkerLost
+from scheduler.core.events import StepDone, WorkerFailed, WorkerLost
 from scheduler.edge.worker_keys import WorkerKeys
 from scheduler.wire.prompt_tables import table_parts
 from scheduler.wire.requests import ModelLimits
+from scheduler.wire.worker_checks import WrongMessageError
 from scheduler.wire.worker_messages import WorkerEvent, decode_worker_message, encode_step
 
 logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 << 20
+MAX_HELD_BYTES = 1 << 30
 _HIGH_WATER_MARK = 1000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 # When to look which link it was that closed: the socket learns of it a little later than its monitor.
 _LOOK_AFTER_S = (0.0, 0.002, 0.02, 0.1)
+
+
+@dataclass(slots=True)
+class _HeldOutputs:
+    epoch: int
+    step_id: int
+    outputs: list[tuple[int, bytes]] = field(default_factory=list)  # by row, serialized
+    num_bytes: int = 0
 
 
 class Dispatcher:
@@ -41,6 +52,7 @@ class Dispatcher:
         port: The bound port.
         num_malformed: Messages dropped because they did not parse.
         num_refused: Connections that did not get through the handshake: no key, a wrong one, or not ZeroMQ at all.
+        num_wrong: Messages that no correct worker sends.
         num_unsent: Messages dropped because their worker was gone or did not read.
     """
 
@@ -53,21 +65,26 @@ class Dispatcher:
         heartbeat_interval_ms: int,
         worker_timeout_ms: int,
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        max_held_bytes: int = MAX_HELD_BYTES,
         keys: WorkerKeys | None = None,
     ) -> None:
         """Binds the port; 0 takes a free one. With `keys` only workers that they name get through.
+
+        A worker may send at most `max_held_bytes` of tensors ahead of one result.
 
         Raises:
             zmq.ZMQError: The port is taken.
         """
         self.num_malformed = 0
+        self.num_wrong = 0
         self.num_unsent = 0
         self.num_refused = 0
         self.on_adapter_result: Callable[[worker_pb2.LoraResult], None] = lambda _: None
         self._limits = limits
         self._heartbeat_interval_ms = heartbeat_interval_ms
         self._worker_timeout_ms = worker_timeout_ms
-        self._outputs: dict[bytes, worker_pb2.StepOutputs] = {}  # by connection: of the step whose result comes next
+        self._max_held_bytes = max_held_bytes
+        self._outputs: dict[bytes, _HeldOutputs] = {}  # by connection: of the step whose result comes next
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -113,6 +130,7 @@ class Dispatcher:
             except zmq.ZMQError as error:
                 if error.errno == zmq.EHOSTUNREACH:
                     logger.warning("the link of a worker is gone", extra={"epoch": self._epochs.pop(connection)})
+                    self._outputs.pop(connection, None)
                     lost.append(connection)
         return lost
 
@@ -131,34 +149,47 @@ class Dispatcher:
             if len(frames) != 2:
                 raise ValueError(f"{len(frames) - 1} frames, 1 is expected")
             event = decode_worker_message(frames[1], connection, time.time_ns())
+            if isinstance(event, StepDone) and connection in self._outputs:
+                return self._with_outputs(event, self._outputs.pop(connection))
+            if isinstance(event, worker_pb2.StepOutputs):
+                self._hold_outputs(connection, event)
+                return None
+            if isinstance(event, worker_pb2.LoraResult):
+                self._take_adapter_result(connection, event)
+                return None
+        except WrongMessageError as error:
+            self.num_wrong += 1
+            return WorkerFailed(time.time_ns(), connection, f"wrong message: {error}")
         except ValueError as error:
             self.num_malformed += 1
             logger.warning("dropped a malformed message on the worker port: %s", error)
             return None
-        if isinstance(event, worker_pb2.StepOutputs):
-            self._hold_outputs(connection, event)
-            return None
-        if isinstance(event, StepDone) and connection in self._outputs:
-            return self._with_outputs(event, self._outputs.pop(connection))
-        if isinstance(event, worker_pb2.LoraResult):
-            self.on_adapter_result(event)
-            return None
         return event
 
-    def _hold_outputs(self, connection: bytes, outputs: worker_pb2.StepOutputs) -> None:
-        held = self._outputs.setdefault(connection, outputs)
-        if held is outputs:
-            return
-        if (held.epoch, held.step_id) == (outputs.epoch, outputs.step_id):
-            held.outputs.extend(outputs.outputs)
-        else:
-            self._outputs[connection] = outputs
+    def _take_adapter_result(self, connection: bytes, result: worker_pb2.LoraResult) -> None:
+        """Hands an adapter's result on; one of an epoch that is not the sender's is dropped."""
+        if self._epochs.get(connection) == result.epoch:
+            self.on_adapter_result(result)
 
-    def _with_outputs(self, event: StepDone, held: worker_pb2.StepOutputs) -> StepDone:
+    def _hold_outputs(self, connection: bytes, message: worker_pb2.StepOutputs) -> None:
+        """Keeps outputs of the sender's current epoch until their result comes; others are dropped."""
+        if self._epochs.get(connection) != message.epoch:
+            return
+        held = self._outputs.get(connection)
+        if held is None or (held.epoch, held.step_id) != (message.epoch, message.step_id):
+            held = self._outputs[connection] = _HeldOutputs(message.epoch, message.step_id)
+        for item in message.outputs:
+            data = item.SerializeToString()
+            held.outputs.append((item.row, data))
+            held.num_bytes += len(data)
+        if held.num_bytes > self._max_held_bytes:
+            del self._outputs[connection]
+            raise WrongMessageError(f"step_outputs of a step are above {self._max_held_bytes} bytes")
+
+    def _with_outputs(self, event: StepDone, held: _HeldOutputs) -> StepDone:
         if (held.epoch, held.step_id) != (event.epoch, event.step_id):
             return event
-        tensors = tuple((item.row, item.SerializeToString()) for item in held.outputs)
-        return replace(event, outputs=tensors + event.outputs)
+        return replace(event, outputs=(*held.outputs, *event.outputs))
 
     def send_step(self, plan: StepPlan) -> None:
         """Sends a step, behind what its new sequences need."""

@@ -6,6 +6,7 @@ Whatever comes in within one round of the event loop is followed by one Turn, so
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,7 +24,7 @@ from scheduler.core.effects import (
     Refused,
     StepPlan,
 )
-from scheduler.core.events import Attached, Detached, Event, Recovered, Submitted, Turn, WorkerBeat
+from scheduler.core.events import Attached, Detached, Event, Recovered, Submitted, Turn, WorkerBeat, WorkerFailed
 from scheduler.core.prefix_cache import KvChange
 from scheduler.core.request_spec import RequestSpec
 from scheduler.core.stats import IterationStats
@@ -33,6 +34,8 @@ from scheduler.edge.dispatch import Dispatcher
 from scheduler.edge.feed import FeedHub
 from scheduler.journal import Journal, JournalEntry, is_entry
 from scheduler.wire.worker_messages import WorkerEvent
+
+logger = logging.getLogger(__name__)
 
 Observer = Callable[[Event, list[Effect]], None]
 
@@ -48,6 +51,7 @@ class Engine:
         hub: The feeds.
         iterations: Statistics of the last iterations.
         kv_events: The last KV events, as (group id, change), under their sequence numbers.
+        num_failed_events: Messages of workers that the core failed at.
         on_joined: Told of each worker's connection and epoch, once the worker was told itself.
     """
 
@@ -58,8 +62,19 @@ class Engine:
         journal: Journal,
         dispatcher: Dispatcher,
         observers: Sequence[Observer] = (),
+        on_failure: Callable[[Exception], None] | None = None,
     ) -> None:
-        """`observers` see each event with what followed."""
+        """Serves `core`.
+
+        Args:
+            core: The requests and groups.
+            journal: Keeps them.
+            dispatcher: Reaches the workers.
+            observers: See each event with what followed.
+            on_failure: Told when planning failed, so that nothing would move any more.
+        """
+        self.num_failed_events = 0
+        self._on_failure = on_failure
         self.core = core
         self.hub = FeedHub(core.config.scheduler_epoch, self._on_attach, self._on_detach)
         self.iterations: Broadcast[IterationStats] = Broadcast(_MAX_ITERATIONS)
@@ -109,8 +124,15 @@ class Engine:
                 self.hub.restore(request)
 
     def handle_worker_event(self, event: WorkerEvent) -> None:
-        """Takes in what a worker said."""
-        self.handle(event)
+        """Takes in what a worker said; what the core fails at ends that worker's epoch."""
+        try:
+            self.handle(event)
+        except Exception:
+            logger.exception("a worker's message could not be taken in")
+            self.num_failed_events += 1
+            lost = WorkerFailed(event.time_ns, event.connection, f"its {type(event).__name__} could not be taken in")
+            self.handle(lost)
+            return
         if isinstance(event, WorkerBeat) and event.epoch in self.core.membership.groups:
             self._dispatcher.send_heartbeat_ack(event.connection, event.epoch)
 
@@ -184,7 +206,13 @@ class Engine:
 
     def _turn(self) -> None:
         self._is_turn_due = False
-        self.handle(Turn(self.now_ns()))
+        try:
+            self.handle(Turn(self.now_ns()))
+        except Exception as error:
+            if self._on_failure is None:
+                raise
+            self._on_failure(error)
+            return
         if not self.core.lifecycle.num_unfinished and not any(feed.num_attached for feed in self.hub.feeds):
             self._idle.set()
         if self._timer is not None:

@@ -42,6 +42,8 @@ class SchedulerCollector(Collector):
         yield _gauge("num_requests_waiting", "Requests in the queue.", len(core.queue))
         yield _gauge("kv_cache_usage_perc", "Held share of the KV blocks, 0 to 1.", num_held / max(num_blocks, 1))
         yield _gauge("num_worker_groups", "Worker groups that are registered.", len(groups))
+        num_held_off = sum(group.is_held_off for group in groups)
+        yield _gauge("num_worker_groups_held_off", "Those that get nothing to run for a while.", num_held_off)
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache.", labels=("block_size", "num_gpu_blocks"))
         info.add_metric((str(core.config.tokens_per_block), str(num_blocks)), 1.0)
         yield info
@@ -54,6 +56,7 @@ class SchedulerCollector(Collector):
         yield _counter("num_preemptions", "Times that a request was paused.", totals.num_preemptions)
         yield _counter("num_recoveries", "Times that a request lost its worker.", totals.num_recoveries)
         yield _counter("num_worker_deaths", "Worker groups that died.", totals.num_worker_deaths)
+        yield _counter("num_worker_faults", "Wrong results and messages of workers.", totals.num_worker_faults)
         yield _counter("num_quarantined", "Requests ended because workers died of them.", totals.num_quarantined)
         yield _counter("prompt_tokens", "Context tokens computed.", totals.num_prompt_tokens)
         yield _counter("generation_tokens", "Tokens generated.", totals.num_generation_tokens)

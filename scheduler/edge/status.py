@@ -90,6 +90,9 @@ class CellStatusReport:
             tokens_per_block=group.tokens_per_block,
             num_held_blocks=blocks.num_held,
             num_cached_blocks=blocks.num_cached,
+            num_faults=group.standing.num_faults,
+            held_off_ms=max(0, group.standing.held_until_ns - now_ns) // _NS_PER_MS,
+            last_fault=group.standing.reason,
         )
         if group.in_flight:
             since_ns = max(group.last_progress_ns, group.in_flight[0].planned_ns)
@@ -124,6 +127,7 @@ def _counts(totals: Totals) -> status_pb2.CountsSinceStart:
         num_preemptions=totals.num_preemptions,
         num_recoveries=totals.num_recoveries,
         num_worker_deaths=totals.num_worker_deaths,
+        num_worker_faults=totals.num_worker_faults,
         num_prompt_tokens=totals.num_prompt_tokens,
         num_generated_tokens=totals.num_generation_tokens,
         prefix_cache_queries=totals.prefix_cache_queries,

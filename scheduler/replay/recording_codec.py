@@ -23,6 +23,7 @@ from scheduler.core.events import (
     Submitted,
     Turn,
     WorkerBeat,
+    WorkerFailed,
     WorkerLeft,
     WorkerLost,
     WorkerRegistered,
@@ -59,6 +60,8 @@ def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
         record.worker_message.frame = _encode_worker_event(event)
     elif isinstance(event, WorkerLost):
         record.worker_lost = event.connection
+    elif isinstance(event, WorkerFailed):
+        record.worker_failed.connection, record.worker_failed.reason = event.connection, event.reason
     elif isinstance(event, Submitted):
         _encode_spec(event.spec, record.submitted)
     elif isinstance(event, Recovered):
@@ -100,8 +103,14 @@ def decode_event(record: pb.Record) -> Event:
         event = decode_worker_message(message.frame, message.connection, time_ns)
         assert not isinstance(event, worker_pb2.LoraResult | worker_pb2.StepOutputs)
         return event
-    if kind == "worker_lost":
-        return WorkerLost(time_ns, record.worker_lost)
+    if kind in ("worker_lost", "worker_failed"):
+        failed = record.worker_failed
+        is_lost = kind == "worker_lost"
+        return (
+            WorkerLost(time_ns, record.worker_lost)
+            if is_lost
+            else WorkerFailed(time_ns, failed.connection, failed.reason)
+        )
     if kind == "submitted":
         return Submitted(time_ns, _decode_spec(record.submitted))
     if kind == "recovered":

@@ -6,11 +6,12 @@ from google.protobuf.message import DecodeError
 
 from protos import generation_pb2, worker_pb2
 from scheduler.core.effects import AddedSequence, StepPlan
-from scheduler.core.events import StepDone, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.core.events import StepDone, WorkerBeat, WorkerFailed, WorkerLeft, WorkerLost, WorkerRegistered
 from scheduler.core.failure import Failure
 from scheduler.wire.requests import ModelLimits, stop_ids
+from scheduler.wire.worker_checks import check_worker_message
 
-WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | StepDone
+WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | WorkerFailed | StepDone
 
 
 def decode_worker_message(
@@ -24,13 +25,14 @@ def decode_worker_message(
         time_ns: When it came, Unix nanoseconds.
 
     Raises:
-        ValueError: It is not a WorkerMessage.
+        ValueError: It is not a WorkerMessage; a WrongMessageError if it is one that no correct worker sends.
     """
     message = worker_pb2.WorkerMessage()
     try:
         message.ParseFromString(frame)
     except DecodeError as error:
         raise ValueError(str(error)) from None
+    check_worker_message(message)
     kind = message.WhichOneof("message")
     if kind == "step_result":
         return _step_done(message.step_result, connection, time_ns)

@@ -20,7 +20,7 @@ from scheduler.core.effects import (
     SequenceEnded,
     StepPlan,
 )
-from scheduler.core.events import Event, Submitted, Turn, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.core.events import Event, Submitted, Turn, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.core.request import FinishReason, Request, Sequence
 from scheduler.core.request_scheduler import RequestScheduler, SimpleScheduler
@@ -226,10 +226,22 @@ class Harness:
         for count in range(max_steps):
             busy = next((group for group in self.groups.values() if group.plans), None)
             if busy is None:
-                return count
+                held = [group.standing.held_until_ns for group in self.core.groups if group.is_held_off]
+                if not held or not len(self.core.queue):
+                    return count
+                self.wait_until(min(held))
+                continue
             self.step(busy.name)
             self.check()
         raise AssertionError("it does not come to an end")
+
+    def wait_until(self, time_ns: int) -> None:
+        """Lets time pass in which workers beat."""
+        while self.now_ns < time_ns:
+            self.now_ns = min(time_ns, self.now_ns + self.config.worker_timeout_ns // 2)
+            for group in self.groups.values():
+                self.handle(WorkerBeat(self.now_ns, group.registration.connection, group.epoch, 0))
+        self.turn()
 
     def kill(self, name: str) -> None:
         """A worker dies: it is silent for longer than its timeout."""

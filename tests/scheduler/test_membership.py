@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from scheduler.core.effects import EpochEnded, GroupRefused
-from scheduler.core.events import WorkerBeat
+from scheduler.core.events import StepDone, WorkerBeat, WorkerLeft
 from scheduler.core.failure import Failure
 from scheduler.core.request import FinishReason
 from tests.scheduler.harness import MS, Harness
@@ -163,7 +163,9 @@ def die_of(harness: Harness, poison: str) -> None:
         step = next(step for step in harness.group().in_flight if step.step_id == step_id)
         if any(request.request_id == poison for request in step.requests()):
             incarnation += 1
+            harness.cut("g")
             harness.add_group(incarnation=incarnation)
+            harness.wait_until(harness.group().standing.held_until_ns)
             harness.turn()
         else:
             harness.step()
@@ -203,6 +205,7 @@ def test_workers_that_die_of_other_causes_quarantine_nobody() -> None:
         harness.submit(f"r{number}", 3, 12)
     harness.turn()
     for incarnation in range(2, 8):
+        harness.cut("g")
         harness.add_group(incarnation=incarnation)
         harness.turn()
         harness.step()  # every one makes a token in between
@@ -217,7 +220,7 @@ def test_a_worker_that_leaves_is_no_death() -> None:
     harness.submit("a", 3, 6)
     harness.turn()
     harness.leave("g")
-    assert harness.core.lifecycle.requests["a"].num_deaths == 0
+    assert harness.core.lifecycle.requests["a"].died_on == []
     assert harness.core.totals.num_worker_deaths == 0
 
 
@@ -228,10 +231,10 @@ def test_a_closed_link_is_a_death_that_is_forgiven_when_the_same_worker_comes_ba
         harness.add_group("g", incarnation=7)
         harness.turn()
         harness.cut("g")
-        assert harness.core.lifecycle.requests["a"].num_deaths == 1
+        assert harness.core.lifecycle.requests["a"].died_on == ["g"]
     harness.add_group("g", incarnation=8)
     harness.turn()
-    assert harness.core.lifecycle.requests["a"].num_deaths == 1
+    assert harness.core.lifecycle.requests["a"].died_on == ["g"]
     harness.cut("g")
     assert harness.core.lifecycle.requests["a"].failure is not None
     assert harness.core.totals.num_worker_deaths == 6
@@ -244,6 +247,26 @@ def test_a_link_that_was_made_anew_begins_a_new_epoch() -> None:
     harness.turn()
     (group,) = harness.core.groups
     effects = harness.handle(WorkerBeat(harness.now_ns, b"another", group.epoch, 0))
-    assert EpochEnded(b"another", group.epoch) in effects
-    assert harness.core.groups == []
-    assert harness.core.lifecycle.requests["a"].num_deaths == 0
+    assert effects == [EpochEnded(b"another", group.epoch)]
+    harness.add_group("g", incarnation=7)
+    (successor,) = harness.core.groups
+    assert successor.epoch > group.epoch
+    assert harness.core.lifecycle.requests["a"].died_on == []
+
+
+def test_nobody_speaks_for_another_worker() -> None:
+    harness = Harness()
+    victim, liar = harness.add_group("g"), harness.add_group("h")
+    harness.submit("a", 3, 4)
+    harness.turn()
+    (busy,) = [group for group in (victim, liar) if group.plans]
+    other = liar if busy is victim else victim
+    link = other.registration.connection
+    wrong = StepDone(harness.now_ns, link, busy.epoch, 1, [5, 6, 7])
+    assert harness.handle(wrong) == [EpochEnded(link, busy.epoch)]
+    harness.handle(WorkerBeat(harness.now_ns, link, busy.epoch, 50))
+    harness.handle(WorkerBeat(harness.now_ns, link, busy.epoch, 50))
+    harness.handle(WorkerLeft(harness.now_ns, link, busy.epoch))
+    assert len(harness.core.groups) == 2
+    harness.run()
+    assert harness.ended == {"a": FinishReason.LENGTH}

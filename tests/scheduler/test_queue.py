@@ -78,7 +78,7 @@ def test_what_was_not_used_is_given_back() -> None:
     queue.push(request("x", client_id="two"))
     queue.push(request("y", client_id="two"))
     queue.pop(first)  # one stands at 1010
-    queue.refund(first, 1000)  # at 10
+    queue.settle(first)  # at 10
     assert drain(queue) == "xby"
 
 

@@ -11,8 +11,9 @@ import pytest
 import zmq
 
 from midstream.config import SchedulerConfig
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, ExecutionError
 from protos import generation_pb2, loads_pb2, scheduler_pb2, worker_pb2
+from scheduler.core.events import StepDone
 from scheduler.service import SchedulerService
 from tests.scheduler.cell import MODEL, WAIT_S, run_cell, until
 
@@ -297,3 +298,53 @@ async def test_a_slow_reader_costs_a_cursor_and_disturbs_nobody() -> None:
         await slow.read_until(*range(8))
         assert slow.tokens == fast.tokens
         assert [len(tokens) for tokens in slow.tokens.values()] == [900] * 8
+
+
+async def test_an_error_about_one_workers_message_ends_its_epoch_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with run_cell() as cell:
+        good, bad = await cell.worker(group_id="good"), await cell.worker(group_id="bad")
+        core = cell.service.engine.core
+        handle = core.handle
+
+        def fail_at_bad(event: Any) -> Any:
+            groups = {group.connection: group.group_id for group in core.groups}
+            if isinstance(event, StepDone) and groups.get(event.connection) == "bad":
+                raise KeyError("a defect")
+            return handle(event)
+
+        monkeypatch.setattr(core, "handle", fail_at_bad)
+        feed = await Feed(cell.stub).open()
+        for stream in range(6):
+            await cell.submit(f"r{stream}", [10 * stream, 3], 20)
+            await feed.attach(stream, f"r{stream}")
+        await feed.read_until(*range(6))
+        assert all(feed.tokens[stream] == list(range(4, 24)) for stream in range(6))
+        assert cell.service.engine.num_failed_events > 0
+        assert good.num_registrations == 1
+        assert bad.num_registrations > 1
+        assert cell.service.progress.problems() == []
+
+
+@pytest.mark.parametrize("what", ["planning", "the loop of worker messages"])
+async def test_a_scheduler_that_cannot_go_on_ends(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SchedulerConfig(port=0, worker_port=0, journal="off")
+    service = SchedulerService(config, MODEL)
+    running = asyncio.create_task(service.run())
+    await until(lambda: service.progress.problems() == [] and hasattr(service, "engine"))
+
+    def fail(_: Any) -> Any:
+        raise KeyError("a defect")
+
+    if what == "planning":
+        monkeypatch.setattr(service.engine.core, "handle", fail)
+        service.engine._turn_soon()
+    else:
+        monkeypatch.setattr(service.dispatcher, "_decode", fail)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(f"tcp://127.0.0.1:{service.worker_port}")
+            socket.send(b"anything")
+            await asyncio.wait((running,), timeout=WAIT_S)
+    with pytest.raises(ExecutionError, match=what):
+        await asyncio.wait_for(running, WAIT_S)

@@ -85,3 +85,52 @@ def test_what_is_too_large_to_leave_anything_starts_when_it_fits() -> None:
     harness.run()
     harness.check_is_empty()
     assert len(harness.tokens["large", 0]) == 5
+
+
+def test_the_account_of_a_client_outlasts_an_empty_queue() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(max_batch_size=1)
+    harness.submit("first", 2, 100, client_id="heavy")
+    harness.turn()  # the queue is empty
+    harness.submit("second", 2, 100, client_id="heavy")
+    harness.submit("x", 2, 2, client_id="light")
+    harness.run()
+    assert list(harness.ended) == ["first", "x", "second"]
+
+
+def test_the_head_of_a_client_that_has_its_share_blocks_nobody_else() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(num_blocks=64, max_batch_size=16)  # 256 tokens
+    harness.submit("one", 4, 100, client_id="heavy", num_sequences=2)  # 51 blocks
+    harness.turn()
+    for number in range(12):  # so that the next one of the heavy client is served first
+        harness.submit(f"paid{number}", 4, 12, client_id="light")
+    for _ in range(60):
+        harness.step()
+    harness.submit("two", 4, 100, client_id="heavy", num_sequences=2)
+    harness.submit("x", 4, 4, client_id="light")
+    harness.turn()
+    for _ in range(6):
+        harness.step()
+    assert "x" in harness.ended
+    assert "one" not in harness.ended
+    harness.run()
+    harness.check_is_empty()
+
+
+def test_small_ones_overtake_what_waits_for_room_by_as_much_as_it_asks_for_and_no_more() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(num_blocks=32, max_batch_size=16)  # 128 tokens
+    for number in range(60):
+        harness.submit(f"s{number:02}", 4, 12, client_id="small")  # 4 blocks each
+    harness.turn()
+    harness.submit("large", 4, 80, client_id="large")  # 21 blocks: room has to be made
+    order = []
+    for _ in range(2_000):
+        if not harness.groups["g"].plans:
+            break
+        harness.step()
+        order += [name for name in harness.ended if name not in order]
+    assert len(order) == 61
+    # It is not put off until all small ones are through.
+    assert order.index("large") < 40

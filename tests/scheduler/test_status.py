@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 from protos import status_pb2
 from scheduler.core.block_manager import BlockManager
 from scheduler.core.prefix_cache import PrefixCache
@@ -98,3 +100,16 @@ def test_what_was_counted_is_passed_on() -> None:
     assert len(status.time_to_first_token.counts) == len(status.time_to_first_token.bounds_ms) + 1
     assert [item.detokenizer_id for item in status.detokenizers] == ["detokenizer-0"]
     assert (status.cell, status.scheduler_epoch, status.is_draining) == ("cell", 7, False)
+
+
+def test_a_group_that_is_held_off_says_for_how_long_and_why() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group()
+    harness.submit("a", [1, 2])
+    harness.turn()
+    harness.handle(dataclasses.replace(harness.groups["g"].run(harness.now_ns), token_ids=[]))
+    harness.add_group()
+    status = ask(report(harness), harness)
+    (group,) = status.groups
+    assert (group.num_faults, group.held_off_ms, status.counts.num_worker_faults) == (1, 1000, 1)
+    assert group.last_fault == "wrong result: 0 tokens, 1 were asked for"

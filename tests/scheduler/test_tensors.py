@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from protos import generation_pb2, scheduler_pb2, worker_pb2
-from scheduler.core.effects import Refused
-from scheduler.core.events import StepDone
+from scheduler.core.effects import GroupJoined, Refused
+from scheduler.core.events import StepDone, WorkerFailed
 from scheduler.core.failure import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE, Failure
 from scheduler.core.request import ExtraOutput, Request
 from scheduler.core.request_spec import RequestSpec
@@ -140,6 +140,7 @@ async def test_tensors_that_come_before_their_result_become_a_part_of_it(dispatc
     def outputs(step_id: int, row: int) -> worker_pb2.StepOutputs:
         return worker_pb2.StepOutputs(epoch=1, step_id=step_id, outputs=[worker_pb2.RowOutputs(row=row)])
 
+    dispatcher.send_joined(GroupJoined(b"w", "w", 1))
     assert dispatcher._decode(message(step_outputs=outputs(1, 9))) is None
     for row in (3, 4):
         assert dispatcher._decode(message(step_outputs=outputs(2, row))) is None
@@ -150,3 +151,26 @@ async def test_tensors_that_come_before_their_result_become_a_part_of_it(dispatc
     event = dispatcher._decode(message(step_result=worker_pb2.StepResult(epoch=1, step_id=3)))
     assert isinstance(event, StepDone)
     assert event.outputs == ()
+
+
+async def test_tensors_of_nobody_are_not_kept_and_those_of_a_worker_are_bounded(dispatcher: Dispatcher) -> None:
+    def outputs(epoch: int, num_bytes: int) -> bytes:
+        tensor = generation_pb2.Tensor(
+            name="t", dtype=generation_pb2.Tensor.DTYPE_FLOAT32, shape=[1, num_bytes // 4], data=bytes(num_bytes)
+        )
+        rows = [worker_pb2.RowOutputs(row=1, tensors=[tensor])]
+        message = worker_pb2.StepOutputs(epoch=epoch, step_id=1, outputs=rows)
+        return worker_pb2.WorkerMessage(step_outputs=message).SerializeToString()
+
+    for peer in range(20):
+        assert dispatcher._decode([b"stranger %d" % peer, outputs(0, MIB)]) is None
+    dispatcher.send_joined(GroupJoined(b"w", "w", 1))
+    assert dispatcher._decode([b"w", outputs(2, MIB)]) is None
+    assert dispatcher._outputs == {}
+    dispatcher._max_held_bytes = 3 * MIB
+    for _ in range(2):
+        assert dispatcher._decode([b"w", outputs(1, MIB)]) is None
+    failed = dispatcher._decode([b"w", outputs(1, MIB)])
+    assert isinstance(failed, WorkerFailed)
+    assert "step_outputs" in failed.reason
+    assert dispatcher._outputs == {}

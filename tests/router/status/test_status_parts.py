@@ -85,3 +85,9 @@ def test_a_router_without_detokenizers_is_degraded_and_a_draining_one_drains() -
     assert router_part(router).state == Part.DEGRADED
     router.is_draining = True
     assert router_part(router).state == Part.DRAINING
+
+
+def test_a_worker_that_is_held_off_says_why() -> None:
+    group = status_pb2.GroupStatus(group_id="w", held_off_ms=8_000, last_fault="wrong result")
+    (part,) = [part for part in cell_parts(status_pb2.CellStatus(groups=[group])) if part.kind == "worker"]
+    assert (part.state, part.detail) == (Part.DEGRADED, "held off for 8 s: wrong result")

@@ -1,0 +1,107 @@
+"""What speaks against a worker group, kept from epoch to epoch: is it the worker that is bad, or what it runs?
+
+A *fault* is the worker's own: a result that no correct worker sends, a message that cannot be taken in, a result that
+never came. It is no evidence against any request. A *death* (the process is gone, silent, or stands still) may be a
+request's doing, but several in a row without one good step between them speak against the worker too.
+
+A group with either is held off: it stays registered and gets nothing to run for a pause that doubles each time. Then it
+is on trial with one request at a time, until it has done a few steps well.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+FIRST_PAUSE_NS = 1_000_000_000
+MAX_PAUSE_NS = 60_000_000_000
+NUM_STEPS_ON_TRIAL = 8
+# A correct worker has no faults, so they are forgotten late.
+NUM_STEPS_TO_FORGET = 256
+_RECENT_NS = 60_000_000_000
+_MAX_KNOWN = 1024
+
+
+@dataclass(slots=True)
+class Standing:
+    """One group's record.
+
+    Attributes:
+        num_faults: Since it last did NUM_STEPS_TO_FORGET steps without one.
+        num_deaths: In a row, without a good step in between.
+        num_good_steps: Since the last fault or death.
+        held_until_ns: It gets nothing to run before.
+        last_seen_ns: When it last registered or was given up.
+        reason: Of the last fault or death; empty for none.
+        lone_victims: Requests that were the only suspect when it died, since its last good step.
+    """
+
+    num_faults: int = 0
+    num_deaths: int = 0
+    num_good_steps: int = 0
+    held_until_ns: int = 0
+    last_seen_ns: int = 0
+    reason: str = ""
+    lone_victims: set[str] = field(default_factory=set)
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether it runs one request at a time."""
+        has_failed = self.num_faults > 0 or self.num_deaths > 1
+        return has_failed and self.num_good_steps < NUM_STEPS_ON_TRIAL
+
+    def is_held(self, now_ns: int) -> bool:
+        """Whether it is to run nothing now."""
+        return now_ns < self.held_until_ns
+
+    def note_fault(self, now_ns: int, reason: str) -> None:
+        """The worker itself did wrong."""
+        self.num_faults += 1
+        self._hold(now_ns, reason, self.num_faults)
+
+    def note_death(self, now_ns: int, reason: str) -> None:
+        """The worker died, for whatever cause; the first time it may go on as soon as it is back."""
+        self.num_deaths += 1
+        self._hold(now_ns, reason, self.num_deaths - 1 + self.num_faults)
+
+    def note_good_step(self) -> None:
+        """A step came back right."""
+        self.num_good_steps += 1
+        if self.num_deaths:
+            self.num_deaths = 0
+            self.lone_victims.clear()
+        if self.num_good_steps >= NUM_STEPS_TO_FORGET:
+            self.num_faults, self.reason = 0, ""
+
+    def forgive_death(self) -> None:
+        """What looked like a death was none, or is explained."""
+        self.num_deaths = max(0, self.num_deaths - 1)
+        if not self.num_faults and self.num_deaths < 2:
+            self.held_until_ns = 0
+
+    def _hold(self, now_ns: int, reason: str, count: int) -> None:
+        self.reason = reason
+        self.last_seen_ns = now_ns
+        self.num_good_steps = 0
+        if count > 0:
+            pause_ns = min(FIRST_PAUSE_NS << min(count - 1, 16), MAX_PAUSE_NS)
+            self.held_until_ns = max(self.held_until_ns, now_ns + pause_ns)
+
+
+class Standings:
+    """The records of all groups that were here lately, by group id."""
+
+    def __init__(self) -> None:
+        self._by_group: OrderedDict[str, Standing] = OrderedDict()
+
+    def num_recent(self, now_ns: int) -> int:
+        """Groups that registered or were given up lately."""
+        return sum(now_ns - standing.last_seen_ns < _RECENT_NS for standing in self._by_group.values())
+
+    def of(self, group_id: str) -> Standing:
+        """The group's record; a new one for a group that is not known."""
+        standing = self._by_group.setdefault(group_id, Standing())
+        self._by_group.move_to_end(group_id)
+        if len(self._by_group) > _MAX_KNOWN:
+            self._by_group.popitem(last=False)
+        return standing

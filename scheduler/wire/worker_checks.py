@@ -1,0 +1,158 @@
+"""Checks of a worker's message by itself: every length and range, before anything else looks at it.
+
+What can only be judged beside the step that was sent (how many rows, which drafts) is `Results.problem`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from protos import generation_pb2, worker_pb2
+
+MAX_NAME = 256
+_MAX_TEXT = 1 << 16
+_MAX_FEATURES = 256
+_MAX_BYTES = 1 << 50
+# Numbers that end in 32-bit fields of other messages, summed over requests or groups.
+_MAX_COUNT = 1 << 24
+_MAX_STATUS_CODE = 16
+_MAX_DIMENSIONS = 8
+_ITEM_BYTES = {
+    generation_pb2.Tensor.DTYPE_FLOAT32: 4,
+    generation_pb2.Tensor.DTYPE_FLOAT16: 2,
+    generation_pb2.Tensor.DTYPE_BFLOAT16: 2,
+    generation_pb2.Tensor.DTYPE_INT32: 4,
+    generation_pb2.Tensor.DTYPE_INT64: 8,
+}
+
+
+class WrongMessageError(ValueError):
+    """A message parses, but no correct worker sends it."""
+
+
+def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
+    """Check all fields of a message that are not judged beside the scheduler's state.
+
+    Registrations are answered by the core, with the field at fault; here only what it would stumble over.
+
+    Raises:
+        WrongMessageError: Names the field.
+    """
+    kind = message.WhichOneof("message")
+    if kind == "step_result":
+        _check_result(message.step_result)
+    elif kind == "step_outputs":
+        _check_step_outputs(message.step_outputs)
+    elif kind == "heartbeat":
+        memory = message.heartbeat.memory
+        _check_range("memory", (memory.cpu_bytes, memory.gpu_bytes, memory.pinned_bytes), _MAX_BYTES)
+    elif kind == "register":
+        _check_registration(message.register)
+    elif kind == "leave":
+        _check_text("reason", message.leave.reason, _MAX_TEXT)
+    elif kind == "lora_result":
+        _check_adapter(message.lora_result)
+
+
+def _check_registration(message: worker_pb2.Register) -> None:
+    for field in ("group_id", "model_fingerprint", "model", "device", "dtype", "kv_dtype", "host", "kv_store"):
+        _check_text(field, getattr(message, field), MAX_NAME)
+    if not message.group_id.isprintable():
+        raise WrongMessageError("group_id has unprintable characters")
+    if len(message.features) > _MAX_FEATURES:
+        raise WrongMessageError(f"features has {len(message.features)} entries, at most {_MAX_FEATURES}")
+    for feature in message.features:
+        _check_text("features", feature, MAX_NAME)
+    _check_range("world_size", (message.world_size,), _MAX_COUNT)
+    _check_range("max_loras", (message.max_loras,), _MAX_COUNT)
+    _check_range("lora_cache_bytes", (message.lora_cache_bytes,), _MAX_BYTES)
+
+
+def _check_result(result: worker_pb2.StepResult) -> None:
+    num_rows = len(result.token_ids)
+    if result.num_tokens:
+        num_rows = len(result.num_tokens)
+        if sum(result.num_tokens) != len(result.token_ids):
+            raise WrongMessageError(f"num_tokens adds up to {sum(result.num_tokens)}, not {len(result.token_ids)}")
+    if len(result.num_drafts) not in (0, num_rows):
+        raise WrongMessageError(f"num_drafts has {len(result.num_drafts)} entries for {num_rows} rows")
+    if not all(map(math.isfinite, result.candidate_log_probs)):
+        raise WrongMessageError("candidate_log_probs holds a number that is not finite")
+    if len(set(result.missing_blocks)) != len(result.missing_blocks):
+        raise WrongMessageError("missing_blocks names a block twice")
+    for item in result.errors:
+        _check_error(item.error)
+    if len({item.row for item in result.errors}) != len(result.errors):
+        raise WrongMessageError("errors names a row twice")
+    for outputs in result.outputs:
+        _check_row_outputs(outputs)
+
+
+def _check_step_outputs(message: worker_pb2.StepOutputs) -> None:
+    for outputs in message.outputs:
+        _check_row_outputs(outputs)
+
+
+def _check_row_outputs(outputs: worker_pb2.RowOutputs) -> None:
+    if outputs.HasField("log_probs"):
+        _check_log_probs("log_probs", outputs.log_probs)
+        if len(outputs.log_probs.token_log_probs) != 1:
+            raise WrongMessageError(f"log_probs is of {len(outputs.log_probs.token_log_probs)} tokens, not of one")
+    if outputs.HasField("prompt_log_probs"):
+        _check_log_probs("prompt_log_probs", outputs.prompt_log_probs)
+    for tensor in outputs.tensors:
+        _check_tensor(tensor)
+
+
+def _check_log_probs(field: str, rows: generation_pb2.LogProbs) -> None:
+    num_rows, num_top = len(rows.token_log_probs), len(rows.token_log_probs) * rows.top_k
+    lengths = (len(rows.token_ranks), len(rows.top_token_ids), len(rows.top_log_probs))
+    if lengths != (num_rows, num_top, num_top):
+        raise WrongMessageError(f"{field} has {lengths} ranks, top ids and top values for {num_rows} x {rows.top_k}")
+    if not all(map(_is_log_prob, rows.token_log_probs)) or not all(map(_is_log_prob, rows.top_log_probs)):
+        raise WrongMessageError(f"{field} holds NaN or infinity")
+
+
+def _is_log_prob(value: float) -> bool:
+    """Minus infinity is that of a token that cannot come."""
+    return value < math.inf  # NaN is not
+
+
+def _check_tensor(tensor: generation_pb2.Tensor) -> None:
+    _check_text("tensors.name", tensor.name, MAX_NAME)
+    if tensor.dtype not in _ITEM_BYTES:
+        raise WrongMessageError(f"tensors.dtype is {tensor.dtype}, which is unknown")
+    if not 1 <= len(tensor.shape) <= _MAX_DIMENSIONS:
+        raise WrongMessageError(f"tensors.shape has {len(tensor.shape)} dimensions, 1 to {_MAX_DIMENSIONS}")
+    num_bytes = math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
+    if num_bytes != len(tensor.data):
+        raise WrongMessageError(f"tensors.data has {len(tensor.data)} bytes, its shape says {num_bytes}")
+    _check_range("tensors.data_offset", (tensor.data_offset,), _MAX_BYTES)
+
+
+def _check_adapter(result: worker_pb2.LoraResult) -> None:
+    _check_text("name", result.name, MAX_NAME)
+    _check_text("fingerprint", result.fingerprint, MAX_NAME)
+    _check_range("rank", (result.rank,), _MAX_COUNT)
+    _check_range("num_virtual_tokens", (result.num_virtual_tokens,), _MAX_COUNT)
+    _check_range("num_bytes", (result.num_bytes,), _MAX_BYTES)
+    if result.HasField("error"):
+        _check_error(result.error)
+
+
+def _check_error(error: generation_pb2.ErrorInfo) -> None:
+    if not 1 <= error.code <= _MAX_STATUS_CODE:
+        raise WrongMessageError(f"error.code is {error.code}, not a gRPC status")
+    _check_text("error.message", error.message, _MAX_TEXT)
+    _check_text("error.field", error.field, MAX_NAME)
+
+
+def _check_text(field: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise WrongMessageError(f"{field} has {len(text)} characters, at most {most}")
+
+
+def _check_range(field: str, values: Sequence[int] | Iterable[int], most: int) -> None:
+    if any(value > most for value in values):
+        raise WrongMessageError(f"{field} is above {most}")

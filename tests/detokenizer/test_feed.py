@@ -1,0 +1,48 @@
+"""One feed carries many streams: what one of them cannot take is its own failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from detokenizer.feed import FeedPool, SchedulerFeed
+from detokenizer.streams import OutputStream
+from midstream.errors import ExecutionError
+from protos import generation_pb2
+from protos import scheduler_pb2 as pb
+
+
+class Router:
+    """The connection to the router: nobody is told anything."""
+
+    def mark_ready(self, stream: OutputStream) -> None:
+        """Nothing is sent here."""
+
+
+def opened(stream: int) -> pb.FeedOpened:
+    output = generation_pb2.OutputConfig(detokenize=False)
+    return pb.FeedOpened(stream=stream, num_prompt_tokens=1, num_sequences=1, streaming=True, output=output)
+
+
+def streams_of(feed: SchedulerFeed) -> list[OutputStream]:
+    decoders: Any = None
+    streams = [OutputStream(number, f"r{number}", number, 0, (), Router(), decoders, 1 << 20) for number in (1, 2)]
+    for stream in streams:
+        feed.attach(stream)
+    return streams
+
+
+async def test_what_one_stream_cannot_take_fails_that_stream_alone() -> None:
+    tensor = generation_pb2.Tensor(name="t", dtype=77)  # type: ignore[arg-type]  # unknown
+    bad = pb.FeedBatch(outputs=[pb.FeedOutputs(stream=1, tensors=[tensor])])
+    pool = FeedPool("127.0.0.1:1", "d", (2,), 1 << 20, lambda _: None)
+    feed = SchedulerFeed(pool, "127.0.0.1:1", "d", (2,))
+    feed.is_open = True
+    first, second = streams_of(feed)
+    feed._take(pb.FeedBatch(opened=[opened(1), opened(2)]))
+    bad.streams.extend([2])
+    bad.token_offsets.extend([0])
+    bad.token_ids.extend([7])
+    feed._take(bad)
+    assert isinstance(first.error, ExecutionError)
+    assert second.error is None
+    assert [list(chunk.token_ids) for chunk in second.take()] == [[7]]

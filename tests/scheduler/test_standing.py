@@ -1,0 +1,188 @@
+"""Whose fault it is: a defective worker is held off and costs no request its life; a poisonous request is ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from scheduler.core.events import StepDone
+from scheduler.core.failure import UNAVAILABLE, Failure
+from scheduler.core.request import FinishReason
+from scheduler.core.standing import MAX_PAUSE_NS, Standing
+from tests.scheduler.harness import MS, Harness
+
+Lie = Callable[[StepDone], StepDone]
+
+LIES: dict[str, Lie] = {
+    "too many tokens": lambda event: dataclasses.replace(event, token_ids=[*event.token_ids, 1]),
+    "no tokens": lambda event: dataclasses.replace(event, token_ids=[]),
+    "not in the vocabulary": lambda event: dataclasses.replace(event, token_ids=[1000] * len(event.token_ids)),
+    "drafts of too many rows": lambda event: dataclasses.replace(event, num_drafts=[0] * (len(event.token_ids) + 1)),
+    "drafts of too few rows": lambda event: dataclasses.replace(
+        event, num_tokens=[1] * len(event.token_ids), num_drafts=[0] * (len(event.token_ids) - 1 or 2)
+    ),
+    "drafts that nobody allowed": lambda event: dataclasses.replace(
+        event, num_tokens=[1] * len(event.token_ids), num_drafts=[1] * len(event.token_ids)
+    ),
+    "more drafts than were allowed": lambda event: dataclasses.replace(event, num_draft_tokens=1),
+    "log probabilities that nobody asked for": lambda event: dataclasses.replace(event, candidate_log_probs=[-1.0]),
+    "outputs of a row that did not run": lambda event: dataclasses.replace(event, outputs=((4000, b""),)),
+    "a failed row that did not run": lambda event: dataclasses.replace(event, failures=((4000, Failure(13, "no")),)),
+    "a missing block that was not looked for": lambda event: dataclasses.replace(event, missing_blocks=frozenset({1})),
+    "a step that was not sent": lambda event: dataclasses.replace(event, step_id=event.step_id + 9),
+}
+
+
+def run_beside(harness: Harness, fail: Callable[[], None], max_steps: int = 3_000) -> None:
+    """Runs until all requests have ended; each step of the group `bad` comes to `fail` instead."""
+    harness.turn()
+    for _ in range(max_steps):
+        if not harness.core.lifecycle.num_unfinished:
+            return
+        if "bad" in harness.groups and harness.groups["bad"].plans:
+            fail()
+        elif harness.groups["good"].plans:
+            harness.wait_until(harness.now_ns + 25 * MS)
+            harness.step("good")
+        else:
+            harness.wait_until(harness.now_ns + 500 * MS)
+        harness.check()
+    raise AssertionError("it does not come to an end")
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_a_worker_that_answers_wrongly_costs_no_request_its_life(lie: Lie) -> None:
+    harness = Harness(orphan_grace_ns=10**18)
+    harness.add_group("good", max_batch_size=4)
+    harness.add_group("bad")
+    num_lies = 0
+
+    def answer_wrongly() -> None:
+        nonlocal num_lies
+        num_lies += 1
+        harness.handle(lie(harness.groups["bad"].run(harness.now_ns)))
+        harness.add_group("bad", incarnation=7)
+        harness.turn()
+
+    for number in range(24):
+        harness.submit(f"r{number}", 3, 40)
+    run_beside(harness, answer_wrongly)
+    assert set(harness.ended.values()) == {FinishReason.LENGTH}
+    assert harness.core.totals.num_worker_faults == num_lies > 1
+    assert harness.core.totals.num_worker_deaths == harness.core.totals.num_quarantined == 0
+    # It was tried less and less often.
+    assert harness.group("bad").standing.num_faults == num_lies < 8
+
+
+def test_a_worker_that_dies_of_everything_costs_no_request_its_life() -> None:
+    harness = Harness(orphan_grace_ns=10**18)
+    harness.add_group("good", max_batch_size=4)
+    harness.add_group("bad")
+    num_lives = 1
+
+    def die() -> None:
+        nonlocal num_lives
+        num_lives += 1
+        harness.cut("bad")
+        harness.add_group("bad", incarnation=1000 + num_lives)
+        harness.turn()
+
+    for number in range(24):
+        harness.submit(f"r{number}", 3, 40)
+    run_beside(harness, die)
+    assert set(harness.ended.values()) == {FinishReason.LENGTH}
+    assert 1 < harness.core.totals.num_worker_deaths < 10
+    assert harness.core.totals.num_quarantined == 0
+
+
+def test_a_request_that_workers_die_of_is_ended_and_the_workers_are_cleared() -> None:
+    harness = Harness(orphan_grace_ns=10**18)
+    for name in ("one", "two"):
+        harness.add_group(name)
+    for number in range(6):
+        harness.submit(f"good{number}", 3, 30)
+    harness.submit("poison", 3, 30)
+    harness.turn()
+    incarnation = 1000
+    for _ in range(2_000):
+        busy = [name for name, group in harness.groups.items() if group.plans]
+        if not busy and not harness.core.lifecycle.num_unfinished:
+            break
+        for name in busy:
+            step = harness.group(name).in_flight[0]
+            if any(request.request_id == "poison" for request in step.requests()):
+                incarnation += 1
+                harness.cut(name)
+                harness.add_group(name, incarnation=incarnation)
+                harness.turn()
+            elif harness.groups[name].plans:
+                harness.step(name)
+        if not busy:
+            harness.wait_until(harness.now_ns + 500 * MS)
+    assert harness.ended.pop("poison") is FinishReason.ERROR
+    assert len(harness.ended) == 6
+    assert set(harness.ended.values()) == {FinishReason.LENGTH}
+    assert harness.core.totals.num_quarantined == 1
+    assert harness.core.totals.num_worker_deaths <= 4
+    assert not any(group.is_held_off for group in harness.core.groups)
+
+
+def test_alone_a_worker_that_answers_wrongly_leaves_requests_unavailable_and_blames_none() -> None:
+    harness = Harness(orphan_grace_ns=10**18, no_worker_timeout_ns=5_000 * MS)
+    harness.add_group("bad")
+    harness.submit("a", 3, 40)
+    harness.turn()
+    for _ in range(200):
+        if harness.ended:
+            break
+        if harness.groups["bad"].plans:
+            harness.handle(dataclasses.replace(harness.groups["bad"].run(harness.now_ns), token_ids=[]))
+            harness.add_group("bad", incarnation=7)
+        harness.wait_until(harness.now_ns + 500 * MS)
+    failure = harness.core.lifecycle.requests["a"].failure
+    assert failure is not None
+    assert (failure.code, failure.message) == (UNAVAILABLE, "all workers are held off")
+
+
+def test_alone_a_worker_that_dies_of_everything_is_blamed_after_one_request() -> None:
+    harness = Harness(orphan_grace_ns=10**18, no_worker_timeout_ns=600_000 * MS)
+    harness.add_group("bad")
+    for number in range(4):
+        harness.submit(f"r{number}", 3, 40)
+    harness.turn()
+    for incarnation in range(1000, 1060):
+        if harness.groups["bad"].plans:
+            harness.cut("bad")
+            harness.add_group("bad", incarnation=incarnation)
+        harness.wait_until(harness.now_ns + 20_000 * MS)
+    assert harness.core.totals.num_quarantined <= 1
+
+
+def test_pauses_double_up_to_a_minute_and_are_forgotten_after_many_good_steps() -> None:
+    standing = Standing()
+    pauses = []
+    for _ in range(8):
+        standing.note_fault(0, "wrong")
+        pauses.append(standing.held_until_ns // 1_000_000_000)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert standing.held_until_ns == MAX_PAUSE_NS
+    assert standing.is_on_trial
+    for _ in range(8):
+        standing.note_good_step()
+    assert not standing.is_on_trial
+    for _ in range(248):
+        standing.note_good_step()
+    assert standing.num_faults == 0
+
+
+def test_the_first_death_costs_no_pause_and_one_good_step_forgets_it() -> None:
+    standing = Standing()
+    for _ in range(5):
+        standing.note_death(0, "gone")
+        assert not standing.is_held(0)
+        standing.note_good_step()
+    standing.note_death(0, "gone")
+    standing.note_death(0, "gone")
+    assert standing.is_held(0)
