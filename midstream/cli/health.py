@@ -15,25 +15,40 @@ async def probe_health(address: str) -> str | None:
     Args:
         address: HOST:PORT.
     """
-    host, _, port = address.rpartition(":")
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            # A port that speaks TLS answers nothing to plain text.
-            answer = await _ask(host, int(port), None) or await _ask(host, int(port), _any_certificate())
-    except TimeoutError:
-        return "does not answer"
-    except OSError:
-        return "does not listen yet"
+    answer = await _get(address, "/health")
+    if isinstance(answer, str):
+        return answer
     head, _, body = answer.partition(b"\r\n\r\n")
     if b" 200 " in head.split(b"\r\n", 1)[0]:
         return None
     return _reasons(body)
 
 
-async def _ask(host: str, port: int, context: ssl.SSLContext | None) -> bytes:
+async def is_alive(address: str) -> bool:
+    """Whether the process at `address` gets on, be it that it serves, waits or drains."""
+    answer = await _get(address, "/live")
+    # A router has no such path, and that it says so shows that it gets on.
+    return isinstance(answer, bytes) and b" 503 " not in answer.split(b"\r\n", 1)[0]
+
+
+async def _get(address: str, path: str) -> bytes | str:
+    """The answer, or what is wrong."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            # A port that speaks TLS answers nothing to plain text.
+            plain = await _ask(host, int(port), path, None)
+            return plain or await _ask(host, int(port), path, _any_certificate())
+    except TimeoutError:
+        return "does not answer"
+    except OSError:
+        return "does not listen yet"
+
+
+async def _ask(host: str, port: int, path: str, context: ssl.SSLContext | None) -> bytes:
     reader, writer = await asyncio.open_connection(host, port, ssl=context)
     try:
-        writer.write(f"GET /health HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
         answer = await reader.read(64 << 10)
     except ConnectionResetError:
         return b""

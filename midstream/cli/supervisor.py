@@ -2,8 +2,9 @@
 
 A process's life: it is started and `starting` until its /health first answers 200, then `ready`, or `unhealthy` while
 /health says otherwise. When it dies it is `restarting` after a pause that doubles with each death and is forgotten
-once it has been ready for a second. Only a process that dies before everything was ready once ends the whole run: its
-settings are wrong.
+once it has been ready for a second. One that was ready and hangs (it does not answer, or its loops stand still) is
+killed after _MAX_HANG_S. Only a process that dies before everything was ready once ends the whole run: its settings are
+wrong.
 To stop, routers go first, so that streams in progress can finish behind them; the scheduler goes last.
 """
 
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from midstream.cli.health import probe_health
+from midstream.cli import health
 from midstream.cli.logs import last_lines, last_message
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, started_ticks
 from midstream.cli.topology import ProcessSpec
@@ -27,6 +28,7 @@ from midstream.errors import ExecutionError
 _PROBE_INTERVAL_S = 0.2
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 10.0
+_MAX_HANG_S = 30.0
 _STOP_ORDER = (("router",), ("detokenizer", "gpu_worker"), ("scheduler",))
 # More than the services' own limit for draining.
 _STOP_TIMEOUT_S = 40.0
@@ -196,8 +198,13 @@ class _Process:
         return code
 
     async def _watch_health(self) -> None:
+        address, hangs_since = self.spec.addresses["http"], None
         while True:
-            problem = await probe_health(self.spec.addresses["http"])
+            problem = await health.probe_health(address)
+            if self.state.phase is not ProcessPhase.UNHEALTHY or await health.is_alive(address):
+                hangs_since = None
+            elif time.monotonic() - (hangs_since := hangs_since or time.monotonic()) > _MAX_HANG_S:
+                self.send(signal.SIGKILL)
             # Ready for a second, it has served: whatever ends it now, it does not fail to start.
             if problem is None and self.state.phase is ProcessPhase.READY:
                 self._backoff_s = _FIRST_BACKOFF_S

@@ -1,6 +1,8 @@
 """A stand-in for any service under the supervisor: answers /health, or misbehaves as it is told.
 
-python -m tests.midstream.fake_service --name NAME --http-port PORT [--mode healthy|crash|stubborn] [--trace FILE]
+python -m tests.midstream.fake_service --name NAME --http-port PORT [--mode MODE] [--trace FILE]
+
+Modes: healthy, crash, stubborn, waiting.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from midstream.telemetry import HttpServer, Metrics
@@ -30,7 +33,13 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    server = HttpServer("127.0.0.1", arguments.http_port, Metrics(), list)
+    began = time.monotonic()
+
+    def problems() -> list[str]:
+        """While it is `waiting`, it serves for a second and then waits."""
+        return ["no worker"] if arguments.mode == "waiting" and time.monotonic() > began + 1 else []
+
+    server = HttpServer("127.0.0.1", arguments.http_port, Metrics(), problems)
     server.start()
     terminated.wait()
     server.stop()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from midstream.cli import health, supervisor
 from midstream.cli.run_dir import ProcessPhase, RunDir, RunState, is_alive
 from midstream.cli.supervisor import Supervisor, stop_orphans
 from midstream.cli.topology import ProcessSpec
@@ -117,6 +118,31 @@ async def test_the_pause_before_a_restart_grows_until_the_process_has_served(
     async with asyncio.timeout(20):
         while process._backoff_s != first:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+    await run.end()
+
+
+async def test_a_process_that_hangs_is_started_anew(
+    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_MAX_HANG_S", 0.5)
+    monkeypatch.setattr(health, "_TIMEOUT_S", 0.5)
+    run = Run(tmp_path, {"worker-0": "gpu_worker"}, free_port)
+    await run.ready.wait()
+    (process,) = run.supervisor._processes
+    os.kill(process.state.pid, signal.SIGSTOP)
+    await run.until(lambda state: _named(state, "worker-0") == (ProcessPhase.READY, 1))
+    await run.end()
+
+
+async def test_a_process_that_only_waits_for_others_is_left_alone(
+    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_MAX_HANG_S", 0.0)
+    run = Run(tmp_path, {"worker-0": "gpu_worker"}, free_port, mode="waiting")
+    await run.ready.wait()
+    await run.until(lambda state: _named(state, "worker-0")[0] is ProcessPhase.UNHEALTHY)
+    await asyncio.sleep(1)  # some probes more
+    assert _named(run.supervisor.state, "worker-0") == (ProcessPhase.UNHEALTHY, 0)
     await run.end()
 
 
