@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import generation_pb2 as protos_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/journal.proto\x12\x0cmidstream.v1\x1a\x17protos/generation.proto\"\x8a\x01\n\x0eJournalRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x1d\n\x10\x64\x65\x61\x64line_unix_ns\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x10\x61\x63\x63\x65pted_unix_ns\x18\x03 \x01(\x03\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\tB\x13\n\x11_deadline_unix_ns\"\xab\x02\n\rJournalCommit\x12\x10\n\x08requests\x18\x01 \x03(\x04\x12\x18\n\x10sequence_indices\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x07outputs\x18\x05 \x03(\x0b\x32\x1b.midstream.v1.JournalOutput\x12\x37\n\rsequence_ends\x18\x06 \x03(\x0b\x32 .midstream.v1.JournalSequenceEnd\x12-\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1b.midstream.v1.JournalFinish\x12\x31\n\nbeam_steps\x18\x08 \x03(\x0b\x32\x1d.midstream.v1.JournalBeamStep\"Y\n\x0fJournalBeamStep\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\"\\\n\rJournalOutput\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\xff\x01\n\x12JournalSequenceEnd\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x31\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1a.midstream.v1.FinishReason\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x11\n\tstop_word\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12 \n\x13\x63umulative_log_prob\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x16\n\x14_cumulative_log_prob\"\x99\x01\n\x0eJournalAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x1a\n\x12num_virtual_tokens\x18\x06 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\"\xe5\x02\n\rJournalFinish\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.midstream.v1.ErrorInfo\x12\x12\n\narrival_ns\x18\x03 \x01(\x03\x12\x11\n\tqueued_ns\x18\x04 \x01(\x03\x12\x1a\n\x12\x66irst_scheduled_ns\x18\x05 \x01(\x03\x12\x16\n\x0e\x66irst_token_ns\x18\x06 \x01(\x03\x12\x15\n\rlast_token_ns\x18\x07 \x01(\x03\x12\x13\n\x0b\x66inished_ns\x18\x08 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\x12\x17\n\x0fnum_preemptions\x18\n \x01(\r\x12\x16\n\x0enum_recoveries\x18\x0b \x01(\r\x12\x11\n\tnum_steps\x18\x0c \x01(\r\x12\x18\n\x10num_draft_tokens\x18\r \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x0e \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/journal.proto\x12\x0cmidstream.v1\x1a\x17protos/generation.proto\"\xd9\x01\n\x0eJournalRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x1d\n\x10\x64\x65\x61\x64line_unix_ns\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x10\x61\x63\x63\x65pted_unix_ns\x18\x03 \x01(\x03\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\"\n\x15\x64\x65\x61\x64line_monotonic_ns\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x0f\n\x07\x62oot_id\x18\x06 \x01(\tB\x13\n\x11_deadline_unix_nsB\x18\n\x16_deadline_monotonic_ns\"\xab\x02\n\rJournalCommit\x12\x10\n\x08requests\x18\x01 \x03(\x04\x12\x18\n\x10sequence_indices\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x07outputs\x18\x05 \x03(\x0b\x32\x1b.midstream.v1.JournalOutput\x12\x37\n\rsequence_ends\x18\x06 \x03(\x0b\x32 .midstream.v1.JournalSequenceEnd\x12-\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1b.midstream.v1.JournalFinish\x12\x31\n\nbeam_steps\x18\x08 \x03(\x0b\x32\x1d.midstream.v1.JournalBeamStep\"Y\n\x0fJournalBeamStep\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\"\\\n\rJournalOutput\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\xff\x01\n\x12JournalSequenceEnd\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x31\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1a.midstream.v1.FinishReason\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x11\n\tstop_word\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12 \n\x13\x63umulative_log_prob\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x16\n\x14_cumulative_log_prob\"\x99\x01\n\x0eJournalAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x1a\n\x12num_virtual_tokens\x18\x06 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\"\xe5\x02\n\rJournalFinish\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.midstream.v1.ErrorInfo\x12\x12\n\narrival_ns\x18\x03 \x01(\x03\x12\x11\n\tqueued_ns\x18\x04 \x01(\x03\x12\x1a\n\x12\x66irst_scheduled_ns\x18\x05 \x01(\x03\x12\x16\n\x0e\x66irst_token_ns\x18\x06 \x01(\x03\x12\x15\n\rlast_token_ns\x18\x07 \x01(\x03\x12\x13\n\x0b\x66inished_ns\x18\x08 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\x12\x17\n\x0fnum_preemptions\x18\n \x01(\r\x12\x16\n\x0enum_recoveries\x18\x0b \x01(\r\x12\x11\n\tnum_steps\x18\x0c \x01(\r\x12\x18\n\x10num_draft_tokens\x18\r \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x0e \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.journal_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOURNALREQUEST']._serialized_start=64
-  _globals['_JOURNALREQUEST']._serialized_end=202
-  _globals['_JOURNALCOMMIT']._serialized_start=205
-  _globals['_JOURNALCOMMIT']._serialized_end=504
-  _globals['_JOURNALBEAMSTEP']._serialized_start=506
-  _globals['_JOURNALBEAMSTEP']._serialized_end=595
-  _globals['_JOURNALOUTPUT']._serialized_start=597
-  _globals['_JOURNALOUTPUT']._serialized_end=689
-  _globals['_JOURNALSEQUENCEEND']._serialized_start=692
-  _globals['_JOURNALSEQUENCEEND']._serialized_end=947
-  _globals['_JOURNALADAPTER']._serialized_start=950
-  _globals['_JOURNALADAPTER']._serialized_end=1103
-  _globals['_JOURNALFINISH']._serialized_start=1106
-  _globals['_JOURNALFINISH']._serialized_end=1463
+  _globals['_JOURNALREQUEST']._serialized_end=281
+  _globals['_JOURNALCOMMIT']._serialized_start=284
+  _globals['_JOURNALCOMMIT']._serialized_end=583
+  _globals['_JOURNALBEAMSTEP']._serialized_start=585
+  _globals['_JOURNALBEAMSTEP']._serialized_end=674
+  _globals['_JOURNALOUTPUT']._serialized_start=676
+  _globals['_JOURNALOUTPUT']._serialized_end=768
+  _globals['_JOURNALSEQUENCEEND']._serialized_start=771
+  _globals['_JOURNALSEQUENCEEND']._serialized_end=1026
+  _globals['_JOURNALADAPTER']._serialized_start=1029
+  _globals['_JOURNALADAPTER']._serialized_end=1182
+  _globals['_JOURNALFINISH']._serialized_start=1185
+  _globals['_JOURNALFINISH']._serialized_end=1542
 # @@protoc_insertion_point(module_scope)

@@ -23,12 +23,17 @@ class JournalRequest(google.protobuf.message.Message):
     DEADLINE_UNIX_NS_FIELD_NUMBER: builtins.int
     ACCEPTED_UNIX_NS_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    DEADLINE_MONOTONIC_NS_FIELD_NUMBER: builtins.int
+    BOOT_ID_FIELD_NUMBER: builtins.int
     payload: builtins.bytes
     """A serialized GenerateRequest, as normalized by the router."""
     deadline_unix_ns: builtins.int
     accepted_unix_ns: builtins.int
     model_fingerprint: builtins.str
     """Of the model that it runs on: another model cannot go on with its tokens."""
+    deadline_monotonic_ns: builtins.int
+    """The deadline by the monotonic clock of that boot of that machine: there it holds whatever the wall clock did since."""
+    boot_id: builtins.str
     def __init__(
         self,
         *,
@@ -36,9 +41,14 @@ class JournalRequest(google.protobuf.message.Message):
         deadline_unix_ns: builtins.int | None = ...,
         accepted_unix_ns: builtins.int = ...,
         model_fingerprint: builtins.str = ...,
+        deadline_monotonic_ns: builtins.int | None = ...,
+        boot_id: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_deadline_unix_ns", b"_deadline_unix_ns", "deadline_unix_ns", b"deadline_unix_ns"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline_unix_ns", b"_deadline_unix_ns", "accepted_unix_ns", b"accepted_unix_ns", "deadline_unix_ns", b"deadline_unix_ns", "model_fingerprint", b"model_fingerprint", "payload", b"payload"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_deadline_monotonic_ns", b"_deadline_monotonic_ns", "_deadline_unix_ns", b"_deadline_unix_ns", "deadline_monotonic_ns", b"deadline_monotonic_ns", "deadline_unix_ns", b"deadline_unix_ns"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_deadline_monotonic_ns", b"_deadline_monotonic_ns", "_deadline_unix_ns", b"_deadline_unix_ns", "accepted_unix_ns", b"accepted_unix_ns", "boot_id", b"boot_id", "deadline_monotonic_ns", b"deadline_monotonic_ns", "deadline_unix_ns", b"deadline_unix_ns", "model_fingerprint", b"model_fingerprint", "payload", b"payload"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_deadline_monotonic_ns", b"_deadline_monotonic_ns"]) -> typing.Literal["deadline_monotonic_ns"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline_unix_ns", b"_deadline_unix_ns"]) -> typing.Literal["deadline_unix_ns"] | None: ...
 
 global___JournalRequest = JournalRequest

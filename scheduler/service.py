@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from pathlib import Path
 
+from midstream.clock import SteadyClock
 from midstream.config import SchedulerConfig
 from midstream.errors import ConfigError, ExecutionError
 from midstream.model.folder import ModelFolder, midstream_home, open_model_folder
@@ -66,6 +66,7 @@ class SchedulerService:
         self.limits = ModelLimits(
             self.model.max_sequence_length, self.model.end_ids, self.model.vocab_size, self.model.hidden_size
         )
+        self.clock = SteadyClock()
         self.progress = Progress()
         self.metrics = Metrics()
         self.server = Server(
@@ -85,9 +86,10 @@ class SchedulerService:
             worker_timeout_ms=config.worker_timeout_ms,
             max_held_bytes=config.max_tensor_bytes,
             keys=WorkerKeys.from_config(config),
+            clock=self.clock,
         )
         self.worker_port = self.dispatcher.port
-        self.journal = make_journal(config, self.model, self.limits, self.port)
+        self.journal = make_journal(config, self.model, self.limits, self.port, self.clock)
         progress = self.progress
         self._http = HttpServer(config.host, config.http_port, self.metrics, progress.problems, progress.stalled)
         self.http_port = self._http.port
@@ -112,6 +114,7 @@ class SchedulerService:
             dispatcher=self.dispatcher,
             observers=self._observers(),
             on_failure=self._on_planning_failure,
+            clock=self.clock,
         )
         adapters = Adapters(
             contents.adapters,
@@ -148,7 +151,7 @@ class SchedulerService:
         if self._recorder is not None:
             observers.append(self._recorder.note)
         if self._tracer is not None:
-            observers.append(RequestTraces(self._tracer).note)
+            observers.append(RequestTraces(self._tracer, self.clock).note)
         return observers
 
     def _open_recorder(self, config: CoreConfig) -> Recorder | None:
@@ -160,7 +163,7 @@ class SchedulerService:
             scheduler_plugin=self.config.scheduler_plugin,
             config=encode_config(config),
         )
-        return Recorder(Path(self.config.record), started, time.time_ns())
+        return Recorder(Path(self.config.record), started, self.clock.now_ns())
 
     def _on_planning_failure(self, error: Exception) -> None:
         logger.error("planning failed", exc_info=error)
@@ -258,7 +261,9 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
     )
 
 
-def make_journal(config: SchedulerConfig, model: ModelFolder, limits: ModelLimits, port: int) -> Journal:
+def make_journal(
+    config: SchedulerConfig, model: ModelFolder, limits: ModelLimits, port: int, clock: SteadyClock
+) -> Journal:
     """The journal that the configuration names; a file that it does not name is named after the gRPC port.
 
     Raises:
@@ -270,8 +275,8 @@ def make_journal(config: SchedulerConfig, model: ModelFolder, limits: ModelLimit
         return NoJournal()
     if config.journal == "sqlite":
         path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.sqlite"
-        return ThreadedJournal(SqliteStore(path), limits, model.fingerprint)
-    return ThreadedJournal(_postgres_store(config), limits, model.fingerprint)
+        return ThreadedJournal(SqliteStore(path), limits, model.fingerprint, clock)
+    return ThreadedJournal(_postgres_store(config), limits, model.fingerprint, clock)
 
 
 def _postgres_store(config: SchedulerConfig) -> Store:

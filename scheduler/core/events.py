@@ -1,4 +1,6 @@
-"""What happens to the core. Each event carries the time at which the edge saw it, in Unix nanoseconds."""
+"""What happens to the core. Each event carries the time at which the edge saw it.
+
+Times are nanoseconds by the process's steady clock (midstream/clock.py), which never jumps."""
 
 from __future__ import annotations
 

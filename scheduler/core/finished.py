@@ -18,23 +18,23 @@ class FinishedRequests:
         self._config = config
         self._timers = timers
         self._on_forget = on_forget
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._requests: OrderedDict[str, tuple[Request, int]] = OrderedDict()  # with the time from which it is kept
         self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return (request for request, _ in self._requests.values())
 
-    def keep(self, request: Request) -> None:
-        """Keeps a request, in place of older ones where these take too much."""
+    def keep(self, request: Request, now_ns: int) -> None:
+        """Keeps a request from now on, in place of older ones where these take too much."""
         config = self._config
-        self._requests[request.request_id] = request
+        self._requests[request.request_id] = request, now_ns
         self._num_tokens += _num_tokens(request)
         while len(self._requests) > config.max_num_finished or self._num_tokens > config.max_finished_tokens:
             self.forget(next(iter(self)))
-        self._timers.at(request.times.finished_ns + config.finished_ttl_ns, self._forget_expired)
+        self._timers.at(now_ns + config.finished_ttl_ns, self._forget_expired)
 
     def forget(self, request: Request) -> None:
         """Keeps a request no longer."""
@@ -44,8 +44,8 @@ class FinishedRequests:
 
     def _forget_expired(self, now_ns: int) -> None:
         while self._requests:
-            oldest = next(iter(self))
-            if oldest.times.finished_ns + self._config.finished_ttl_ns > now_ns:
+            oldest, kept_ns = next(iter(self._requests.values()))
+            if kept_ns + self._config.finished_ttl_ns > now_ns:
                 return
             self.forget(oldest)
 

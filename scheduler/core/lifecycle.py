@@ -112,7 +112,7 @@ class Lifecycle:
         for index, end in event.ends:
             request.sequences[index].end = end
         if event.finish is not None:
-            self._finished.keep(request)
+            self._finished.keep(request, self._clock.now_ns)  # how long ago it ended another clock would say
             return request
         request.num_recoveries = 1
         if request.beams is not None and request.live_sequences:
@@ -226,7 +226,7 @@ class Lifecycle:
         self._queue.settle(request)
         self._count_finished(request)
         self._effects.append(RequestEnded(request))
-        self._finished.keep(request)
+        self._finished.keep(request, self._clock.now_ns)
 
     def _count_finished(self, request: Request) -> None:
         totals, end = self._totals, request.sequences[0].end
@@ -234,7 +234,7 @@ class Lifecycle:
         name = end.reason.name.lower()
         totals.num_completed += 1
         totals.num_finished_by_reason[name] = totals.num_finished_by_reason.get(name, 0) + 1
-        totals.e2e_request_latency.observe(self._clock.now_ns - request.times.arrival_ns)
+        totals.e2e_request_latency.observe(self._clock.now_ns - request.times.queued_ns)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Room for a request's tensors, in place of ended requests that nobody reads; False where there is none."""

@@ -152,7 +152,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Unix nanoseconds by the scheduler's clock; 0 is "did not happen"."""
+    """By the scheduler's steady clock; 0 is "did not happen". `arrival_ns` is what another clock said."""
 
     arrival_ns: int = 0
     queued_ns: int = 0

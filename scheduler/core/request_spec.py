@@ -31,7 +31,7 @@ class RequestSpec:
         beam_width: Above 1 it is a beam search, whose best `num_sequences` beams are the outputs.
         beam_diversity_rate, length_penalty, early_stopping: See protos/generation.proto.
         num_draft_tokens: Drafts that may be verified in one step; 0 is no speculation.
-        deadline_ns: Unix nanoseconds; None is no deadline.
+        deadline_ns: By the scheduler's steady clock, as is arrival_ns; None is no deadline.
         lora_key: Identifies what the adapter holds; empty for none. lora_bytes: What it takes on a worker's device.
         prompt_key: Identifies what stands behind virtual tokens; empty where there are none.
         num_virtual_tokens: Ids from vocab_size on that the prompt may have.

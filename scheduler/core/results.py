@@ -165,7 +165,7 @@ class Results:
             request.died_on.clear()
         if request.times.first_token_ns == 0:
             request.times.first_token_ns = now_ns
-            self._totals.time_to_first_token.observe(now_ns - request.times.arrival_ns)
+            self._totals.time_to_first_token.observe(now_ns - request.times.queued_ns)
             self._totals.request_queue_time.observe(request.times.first_scheduled_ns - request.times.queued_ns)
 
     def _rows(self, step: InFlightStep) -> dict[int, Sequence]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +16,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from midstream.clock import SteadyClock
 from midstream.rpc.health import LoopProgress
 from protos import worker_pb2
 from scheduler.core.effects import EpochEnded, GroupJoined, GroupRefused, StepPlan
@@ -67,14 +67,16 @@ class Dispatcher:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_held_bytes: int = MAX_HELD_BYTES,
         keys: WorkerKeys | None = None,
+        clock: SteadyClock | None = None,
     ) -> None:
         """Binds the port; 0 takes a free one. With `keys` only workers that they name get through.
 
-        A worker may send at most `max_held_bytes` of tensors ahead of one result.
+        A worker may send at most `max_held_bytes` of tensors ahead of one result. Events carry the time of `clock`.
 
         Raises:
             zmq.ZMQError: The port is taken.
         """
+        self._clock = clock or SteadyClock()
         self.num_malformed = 0
         self.num_wrong = 0
         self.num_unsent = 0
@@ -117,7 +119,7 @@ class Dispatcher:
                 for delay_s in _LOOK_AFTER_S:
                     await asyncio.sleep(delay_s)
                     for connection in await self._lost_links():
-                        on_event(WorkerLost(time.time_ns(), connection))
+                        on_event(WorkerLost(self._clock.now_ns(), connection))
         finally:
             monitor.close()
 
@@ -148,7 +150,7 @@ class Dispatcher:
         try:
             if len(frames) != 2:
                 raise ValueError(f"{len(frames) - 1} frames, 1 is expected")
-            event = decode_worker_message(frames[1], connection, time.time_ns())
+            event = decode_worker_message(frames[1], connection, self._clock.now_ns())
             if isinstance(event, StepDone) and connection in self._outputs:
                 return self._with_outputs(event, self._outputs.pop(connection))
             if isinstance(event, worker_pb2.StepOutputs):
@@ -159,7 +161,7 @@ class Dispatcher:
                 return None
         except WrongMessageError as error:
             self.num_wrong += 1
-            return WorkerFailed(time.time_ns(), connection, f"wrong message: {error}")
+            return WorkerFailed(self._clock.now_ns(), connection, f"wrong message: {error}")
         except ValueError as error:
             self.num_malformed += 1
             logger.warning("dropped a malformed message on the worker port: %s", error)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 
+from midstream.clock import SteadyClock
 from midstream.errors import OverloadedError, from_status
 from scheduler.core.core import SchedulerCore
 from scheduler.core.effects import (
@@ -47,6 +47,7 @@ class Engine:
     """One running scheduler.
 
     Attributes:
+        clock: What its times are by.
         core: Its state; read it, change it by events only.
         hub: The feeds.
         iterations: Statistics of the last iterations.
@@ -63,6 +64,7 @@ class Engine:
         dispatcher: Dispatcher,
         observers: Sequence[Observer] = (),
         on_failure: Callable[[Exception], None] | None = None,
+        clock: SteadyClock | None = None,
     ) -> None:
         """Serves `core`.
 
@@ -71,12 +73,14 @@ class Engine:
             journal: Keeps them.
             dispatcher: Reaches the workers.
             observers: See each event with what followed.
+            clock: What events carry the time of.
             on_failure: Told when planning failed, so that nothing would move any more.
         """
+        self.clock = clock or SteadyClock()
         self.num_failed_events = 0
         self._on_failure = on_failure
         self.core = core
-        self.hub = FeedHub(core.config.scheduler_epoch, self._on_attach, self._on_detach)
+        self.hub = FeedHub(core.config.scheduler_epoch, self._on_attach, self._on_detach, self.clock)
         self.iterations: Broadcast[IterationStats] = Broadcast(_MAX_ITERATIONS)
         self.kv_events: Broadcast[tuple[str, KvChange]] = Broadcast(_MAX_KV_EVENTS)
         self._journal = journal
@@ -91,7 +95,7 @@ class Engine:
 
     def now_ns(self) -> int:
         """The time that events carry."""
-        return time.time_ns()
+        return self.clock.now_ns()
 
     def handle(self, event: Event) -> list[Effect]:
         """Hands an event to the core and carries out what follows."""

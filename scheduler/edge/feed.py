@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from midstream.clock import SteadyClock
 from midstream.errors import InvalidArgumentError
 from protos import scheduler_pb2
 from scheduler.core.effects import Accepted, Emitted, RequestEnded, RequestForgotten, SequenceEnded
@@ -67,7 +68,11 @@ class FeedHub:
     """All requests' logs, and the feeds that read them."""
 
     def __init__(
-        self, scheduler_epoch: int, on_attach: Callable[[str], None], on_detach: Callable[[str], None]
+        self,
+        scheduler_epoch: int,
+        on_attach: Callable[[str], None],
+        on_detach: Callable[[str], None],
+        clock: SteadyClock,
     ) -> None:
         """Starts empty.
 
@@ -75,7 +80,9 @@ class FeedHub:
             scheduler_epoch: Carried by every batch.
             on_attach: Called with the id of a request that has a reader more.
             on_detach: Called with the id of a request that has a reader less.
+            clock: What the requests' times are by.
         """
+        self.clock = clock
         self.scheduler_epoch = scheduler_epoch
         self.on_attach = on_attach
         self.on_detach = on_detach
@@ -217,7 +224,7 @@ class DetokenizerFeed:
         """Everything new, up to about MAX_TOKENS_PER_BATCH tokens; None when there is nothing."""
         if not self._dirty and not self._unknown:
             return None
-        builder = FeedBatchBuilder(self._hub.scheduler_epoch)
+        builder = FeedBatchBuilder(self._hub.scheduler_epoch, self._hub.clock)
         for stream, request_id in self._unknown:
             builder.add_unknown(stream, request_id)
         self._unknown.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
+from midstream.clock import SteadyClock
 from midstream.errors import NotFoundError
 from protos import generation_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.request import Request, Sequence, SequenceEnd
@@ -19,7 +20,8 @@ MAX_OUTPUT_BYTES = 8 << 20
 class FeedBatchBuilder:
     """One batch in the making."""
 
-    def __init__(self, scheduler_epoch: int) -> None:
+    def __init__(self, scheduler_epoch: int, clock: SteadyClock) -> None:
+        self._clock = clock
         self._batch = scheduler_pb2.FeedBatch(scheduler_epoch=scheduler_epoch)
         self._streams: list[int] = []
         self._indices: list[int] = []
@@ -131,7 +133,8 @@ class FeedBatchBuilder:
         )
 
     def _add_over(self, stream: int, request: Request) -> None:
-        ended = self._batch.ended.add(stream=stream, usage=usage_of(request), perf_metrics=perf_metrics_of(request))
+        metrics = perf_metrics_of(request, self._clock)
+        ended = self._batch.ended.add(stream=stream, usage=usage_of(request), perf_metrics=metrics)
         if request.failure is not None:
             failure = request.failure
             ended.error.code, ended.error.message, ended.error.field = failure.code, failure.message, failure.field
@@ -158,16 +161,16 @@ def usage_of(request: Request) -> generation_pb2.Usage:
     )
 
 
-def perf_metrics_of(request: Request) -> generation_pb2.PerfMetrics:
-    """When things happened to a request."""
+def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.PerfMetrics:
+    """When things happened to a request, by the wall clock."""
     times, num_steps = request.times, request.num_steps
     if not request.placed_sequences[0].waits_for_result:
         num_steps += max(len(sequence.output) for sequence in request.sequences)
     return generation_pb2.PerfMetrics(
-        arrival_unix_ns=times.arrival_ns,
-        first_scheduled_unix_ns=times.first_scheduled_ns,
-        first_token_unix_ns=times.first_token_ns,
-        last_token_unix_ns=times.last_token_ns,
+        arrival_unix_ns=clock.to_unix_ns(times.arrival_ns),
+        first_scheduled_unix_ns=clock.to_unix_ns(times.first_scheduled_ns),
+        first_token_unix_ns=clock.to_unix_ns(times.first_token_ns),
+        last_token_unix_ns=clock.to_unix_ns(times.last_token_ns),
         num_preemptions=request.num_preemptions,
         num_recoveries=request.num_recoveries,
         num_draft_tokens=request.num_draft_tokens,

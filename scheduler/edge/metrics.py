@@ -28,10 +28,12 @@ class SchedulerCollector(Collector):
         yield from self._gauges()
         yield from self._counters()
         totals = self._core.totals
-        yield _histogram("time_to_first_token_seconds", "From arrival to the first token.", totals.time_to_first_token)
+        yield _histogram(
+            "time_to_first_token_seconds", "From submission to the first token.", totals.time_to_first_token
+        )
         yield _histogram("inter_token_latency_seconds", "Between tokens of a sequence.", totals.inter_token_latency)
-        yield _histogram("e2e_request_latency_seconds", "From arrival to the end.", totals.e2e_request_latency)
-        yield _histogram("request_queue_time_seconds", "From arrival to the first step.", totals.request_queue_time)
+        yield _histogram("e2e_request_latency_seconds", "From submission to the end.", totals.e2e_request_latency)
+        yield _histogram("request_queue_time_seconds", "From submission to the first step.", totals.request_queue_time)
 
     def _gauges(self) -> Iterator[Metric]:
         core = self._core

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from grpc.aio import ServicerContext
 
@@ -58,7 +58,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._limits = limits
         self._cell = cell
         self._policies = policies
-        self._started_ns = time.time_ns()
+        self._started_ns = engine.now_ns()
         self._status = CellStatusReport(engine.core, engine.hub, cell)
 
     async def Submit(  # noqa: N802
@@ -79,10 +79,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         )
 
     async def _spec(self, request: generation_pb2.GenerateRequest) -> RequestSpec:
-        now_ns = time.time_ns()
+        now_ns = self._engine.now_ns()
         if request.prompt_tuning.HasField("table"):  # megabytes to hash and to copy
-            return await asyncio.to_thread(spec_from_proto, request, self._limits, now_ns)
-        return spec_from_proto(request, self._limits, now_ns)
+            spec = await asyncio.to_thread(spec_from_proto, request, self._limits, now_ns)
+        else:
+            spec = spec_from_proto(request, self._limits, now_ns)
+        return replace(spec, arrival_ns=self._engine.clock.from_unix_ns(spec.arrival_ns))
 
     async def Abort(  # noqa: N802
         self,
@@ -92,7 +94,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         """Ends a request."""
         if request.only_if_unread and self._engine.hub.is_read(request.request_id):
             return loads_pb2.AbortResponse()
-        effects = self._engine.handle(AbortRequested(time.time_ns(), request.request_id))
+        effects = self._engine.handle(AbortRequested(self._engine.now_ns(), request.request_id))
         return loads_pb2.AbortResponse(was_running=bool(effects))
 
     async def TokenFeed(  # noqa: N802
@@ -136,7 +138,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     def _stop(self, stop: scheduler_pb2.FeedStop, feed: DetokenizerFeed) -> None:
         request = feed.request_of(stop.stream)
         if request is not None:
-            now_ns = time.time_ns()
+            now_ns = self._engine.now_ns()
             self._engine.handle(
                 StopWordFound(now_ns, request.request_id, stop.sequence_index, stop.num_tokens, stop.stop_word)
             )
@@ -176,7 +178,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         return loads_pb2.ServerInfo(
             version=midstream.__version__,
             scheduler_epoch=core.config.scheduler_epoch,
-            started_unix_ns=self._started_ns,
+            started_unix_ns=self._engine.clock.to_unix_ns(self._started_ns),
             worker_groups=[
                 loads_pb2.WorkerGroupInfo(
                     group_id=group.group_id,
@@ -224,14 +226,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[stats_pb2.IterationStats]:
         """The state now; then, with `stream`, every iteration."""
         if not request.stream:
-            yield iteration_stats_proto(self._engine.core.current_stats(time.time_ns()))
+            yield iteration_stats_proto(self._engine.core.current_stats(self._engine.now_ns()), self._engine.clock)
             return
         iterations = self._engine.iterations
         first = iterations.last_number + 1
         await context.send_initial_metadata(())  # so that the caller knows from where on it follows
         async for run in iterations.follow(first):
             for _, stats in run if request.min_interval_ms == 0 else run[-1:]:
-                yield iteration_stats_proto(stats)
+                yield iteration_stats_proto(stats, self._engine.clock)
             await asyncio.sleep(request.min_interval_ms / 1e3)
 
     async def GetRequestStats(  # noqa: N802
@@ -270,7 +272,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         context: ServicerContext[status_pb2.GetCellStatusRequest, status_pb2.CellStatus],
     ) -> status_pb2.CellStatus:
         """Says what everything does, for those who watch."""
-        return self._status.answer(request, time.time_ns())
+        return self._status.answer(request, self._engine.now_ns())
 
     async def LoadLora(  # noqa: N802
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from midstream.clock import SteadyClock
 from midstream.telemetry.tracing import TraceParent, Tracer
 from protos import generation_pb2
 from scheduler.core.effects import Effect, RequestEnded
@@ -12,8 +13,9 @@ from scheduler.core.request import Request
 class RequestTraces:
     """Looks at the core's effects for requests that end."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, clock: SteadyClock) -> None:
         self._tracer = tracer
+        self._clock = clock
 
     def note(self, _: Event, effects: list[Effect]) -> None:
         """Takes in what followed an event."""
@@ -27,7 +29,8 @@ class RequestTraces:
         if parent is None:
             return
         span, times, record = parent.scheduler_span(), request.times, self._tracer.record
-        last_ns = times.finished_ns
+        unix_ns = self._clock.to_unix_ns
+        queued_ns, last_ns = unix_ns(times.queued_ns), unix_ns(times.finished_ns)
         attributes: dict[str, str | int] = {
             "midstream.request_id": request.request_id,
             "gen_ai.request.model": contents.model,
@@ -38,10 +41,10 @@ class RequestTraces:
             "midstream.recoveries": request.num_recoveries,
         }
         error = request.failure.message if request.failure is not None else ""
-        record("scheduler.request", parent, times.queued_ns, last_ns, attributes, span=span, error=error)
+        record("scheduler.request", parent, queued_ns, last_ns, attributes, span=span, error=error)
         name = {"midstream.request_id": request.request_id}
-        scheduled_ns, token_ns = times.first_scheduled_ns or last_ns, times.first_token_ns or last_ns
-        record("scheduler.queue", span, times.queued_ns, scheduled_ns, name)
+        scheduled_ns, token_ns = unix_ns(times.first_scheduled_ns) or last_ns, unix_ns(times.first_token_ns) or last_ns
+        record("scheduler.queue", span, queued_ns, scheduled_ns, name)
         if times.first_scheduled_ns:
             record("scheduler.prefill", span, scheduled_ns, token_ns, name)
         if times.first_token_ns:

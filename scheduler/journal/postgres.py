@@ -91,21 +91,25 @@ class PostgresStore(Store):
                 self._connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SCHEMA_LOCK,))
                 for statement in (_SCHEMA % SCHEMA_VERSION).split(";"):
                     self._connection.execute(statement.encode())
-            is_waiting = False
-            while not self._try_to_take(least_epoch):
-                if not is_waiting:
+            seen: object = None
+            since = time.monotonic()
+            # A lease that nobody renews is over also where the database's clock was set back and says otherwise.
+            while lease := self._try_to_take(least_epoch, is_over=time.monotonic() - since > 2 * LEASE_S):
+                if seen is None:
                     logger.info("waiting for the journal's lease")
-                is_waiting = True
+                if lease != seen:
+                    seen, since = lease, time.monotonic()
                 time.sleep(_POLL_INTERVAL_S)
         return self._epoch
 
-    def _try_to_take(self, least_epoch: int) -> bool:
+    def _try_to_take(self, least_epoch: int, *, is_over: bool) -> tuple[object, ...] | None:
+        """Takes the lease if it is free, or `is_over`; else says which one is in the way."""
         connection = self._connected
         with connection.transaction():
-            version, epoch, holder, is_free = connection.execute(
-                "SELECT schema_version, epoch, holder, lease_until <= clock_timestamp() "
+            version, epoch, holder, is_free, until = connection.execute(
+                "SELECT schema_version, epoch, holder, lease_until <= clock_timestamp(), lease_until::text "
                 "FROM midstream_writer FOR UPDATE"
-            ).fetchone() or (0, 0, "", True)
+            ).fetchone() or (0, 0, "", True, "")
             assert isinstance(version, int)
             assert isinstance(epoch, int)
             if version > SCHEMA_VERSION:
@@ -114,15 +118,15 @@ class PostgresStore(Store):
                     "use that version, or another database",
                     field="journal_url",
                 )
-            if not is_free and (self._is_standby or holder != self._holder):
-                return False
+            if not is_free and not is_over and (self._is_standby or holder != self._holder):
+                return epoch, until
             self._epoch = max(epoch + 1, least_epoch)
             connection.execute(
                 "UPDATE midstream_writer SET epoch = %s, holder = %s, "
                 "lease_until = clock_timestamp() + make_interval(secs => %s)",
                 (self._epoch, self._holder, LEASE_S),
             )
-        return True
+        return None
 
     def read(self) -> StoredJournal:
         """Reads all rows."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from google.protobuf.message import DecodeError
 
+from midstream.clock import SteadyClock
 from protos import generation_pb2
 from protos import journal_pb2 as pb
 from scheduler.core.beams import BeamStep
@@ -31,8 +32,8 @@ class StoredRequest:
     is_changed: bool = False
     beam_steps: list[BeamStep] = field(default_factory=list)
 
-    def output_record(self) -> bytes:
-        """Its output as one commit."""
+    def output_record(self, clock: SteadyClock) -> bytes:
+        """Its output as one commit; `clock` is what its times are by."""
         record = pb.JournalCommit(
             requests=[self.number] * len(self.outputs),
             sequence_indices=range(len(self.outputs)),
@@ -48,7 +49,7 @@ class StoredRequest:
             add_end(record, self.number, index, end)
         add_beam_steps(record, self.number, self.beam_steps)
         if self.finish is not None:
-            add_finish(record, self.number, self.finish)
+            add_finish(record, self.number, self.finish, clock)
         return record.SerializeToString()
 
     def event(self, time_ns: int) -> Recovered:
@@ -79,13 +80,16 @@ class Replayed:
     num_foreign: int = 0
 
 
-def encode_request(request: Request, model_fingerprint: str) -> bytes:
+def encode_request(request: Request, model_fingerprint: str, clock: SteadyClock) -> bytes:
     """A request as it was accepted."""
+    deadline_ns = request.spec.deadline_ns
     return pb.JournalRequest(
         payload=request.spec.payload,
-        deadline_unix_ns=request.spec.deadline_ns,
-        accepted_unix_ns=request.times.queued_ns,
+        deadline_unix_ns=None if deadline_ns is None else clock.to_unix_ns(deadline_ns),
+        accepted_unix_ns=clock.to_unix_ns(request.times.queued_ns),
         model_fingerprint=model_fingerprint,
+        deadline_monotonic_ns=None if deadline_ns is None else clock.to_monotonic_ns(deadline_ns),
+        boot_id=clock.boot_id,
     ).SerializeToString()
 
 
@@ -108,17 +112,17 @@ def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamSt
         record.beam_steps.add(request=number, parents=step.parents, token_ids=step.token_ids, log_probs=step.log_probs)
 
 
-def add_finish(record: pb.JournalCommit, number: int, finish: Finish) -> None:
+def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: SteadyClock) -> None:
     """Notes what is kept of a request once it has ended."""
     times, failure = finish.times, finish.failure
     message = record.finished.add(
         request=number,
-        arrival_ns=times.arrival_ns,
-        queued_ns=times.queued_ns,
-        first_scheduled_ns=times.first_scheduled_ns,
-        first_token_ns=times.first_token_ns,
-        last_token_ns=times.last_token_ns,
-        finished_ns=times.finished_ns,
+        arrival_ns=clock.to_unix_ns(times.arrival_ns),
+        queued_ns=clock.to_unix_ns(times.queued_ns),
+        first_scheduled_ns=clock.to_unix_ns(times.first_scheduled_ns),
+        first_token_ns=clock.to_unix_ns(times.first_token_ns),
+        last_token_ns=clock.to_unix_ns(times.last_token_ns),
+        finished_ns=clock.to_unix_ns(times.finished_ns),
         num_cached_tokens=finish.num_cached_tokens,
         num_preemptions=finish.num_preemptions,
         num_recoveries=finish.num_recoveries,
@@ -130,30 +134,33 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish) -> None:
         message.error.code, message.error.message, message.error.field = failure.code, failure.message, failure.field
 
 
-def replay(stored: StoredJournal, limits: ModelLimits, model_fingerprint: str) -> Replayed:
+def replay(stored: StoredJournal, limits: ModelLimits, model_fingerprint: str, clock: SteadyClock) -> Replayed:
     """Reads rows up to the first commit that is damaged; a damaged request is left out by itself.
 
-    What follows a damaged commit is computed again: the same tokens, since they depend on the request alone.
+    Times become those of `clock`. What follows a damaged commit is computed again: the same tokens, since they depend
+    on the request alone.
     """
     result = Replayed(num_damaged=stored.num_damaged)
     for number, sealed, output in stored.requests:
-        request = _read_request(number, sealed, limits)
+        request = _read_request(number, sealed, limits, clock)
         if request is None:
             result.num_damaged += 1
         elif request[1] != model_fingerprint:
             result.num_foreign += 1
         else:
             result.requests[number] = request[0]
-            if output and not _apply(output, result.requests):
+            if output and not _apply(output, result.requests, clock):
                 result.num_damaged += 1
     for position, (_, sealed) in enumerate(stored.commits):
-        if not _apply(sealed, result.requests, marks=True):
+        if not _apply(sealed, result.requests, clock, marks=True):
             result.num_damaged += len(stored.commits) - position
             break
     return result
 
 
-def _read_request(number: int, sealed: bytes, limits: ModelLimits) -> tuple[StoredRequest, str] | None:
+def _read_request(
+    number: int, sealed: bytes, limits: ModelLimits, clock: SteadyClock
+) -> tuple[StoredRequest, str] | None:
     data = unseal(sealed)
     if data is None:
         return None
@@ -163,9 +170,9 @@ def _read_request(number: int, sealed: bytes, limits: ModelLimits) -> tuple[Stor
     except DecodeError:
         return None
     spec = replace(
-        spec_from_proto(payload, limits, record.accepted_unix_ns),
-        arrival_ns=payload.arrival_time_unix_ns or record.accepted_unix_ns,
-        deadline_ns=record.deadline_unix_ns if record.HasField("deadline_unix_ns") else None,
+        spec_from_proto(payload, limits, clock.from_unix_ns(record.accepted_unix_ns)),
+        arrival_ns=clock.from_unix_ns(payload.arrival_time_unix_ns or record.accepted_unix_ns),
+        deadline_ns=_read_deadline(record, clock),
         payload=record.payload,
     )
     outputs = [array("I") for _ in range(spec.num_sequences)]
@@ -173,7 +180,15 @@ def _read_request(number: int, sealed: bytes, limits: ModelLimits) -> tuple[Stor
     return stored, record.model_fingerprint
 
 
-def _apply(sealed: bytes, requests: dict[int, StoredRequest], *, marks: bool = False) -> bool:
+def _read_deadline(record: pb.JournalRequest, clock: SteadyClock) -> int | None:
+    if not record.HasField("deadline_unix_ns"):
+        return None
+    if record.HasField("deadline_monotonic_ns") and record.boot_id and record.boot_id == clock.boot_id:
+        return clock.from_monotonic_ns(record.deadline_monotonic_ns)
+    return clock.from_unix_ns(record.deadline_unix_ns)
+
+
+def _apply(sealed: bytes, requests: dict[int, StoredRequest], clock: SteadyClock, *, marks: bool = False) -> bool:
     """Adds a commit; False when it is damaged. Parts of requests that are not there are passed over."""
     data = unseal(sealed)
     if data is None:
@@ -195,11 +210,11 @@ def _apply(sealed: bytes, requests: dict[int, StoredRequest], *, marks: bool = F
             taken = BeamStep(tuple(step.parents), tuple(step.token_ids), tuple(step.log_probs))
             requests[step.request].beam_steps.append(taken)
             requests[step.request].is_changed |= marks
-    _apply_ends(record, requests, marks)
+    _apply_ends(record, requests, clock, marks)
     return True
 
 
-def _apply_ends(record: pb.JournalCommit, requests: dict[int, StoredRequest], marks: bool) -> None:
+def _apply_ends(record: pb.JournalCommit, requests: dict[int, StoredRequest], clock: SteadyClock, marks: bool) -> None:
     for end in record.sequence_ends:
         if end.request in requests:
             stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
@@ -211,7 +226,7 @@ def _apply_ends(record: pb.JournalCommit, requests: dict[int, StoredRequest], ma
             requests[end.request].is_changed |= marks
     for finish in record.finished:
         if finish.request in requests:
-            requests[finish.request].finish = _read_finish(finish)
+            requests[finish.request].finish = _read_finish(finish, clock)
             requests[finish.request].is_changed |= marks
 
 
@@ -225,17 +240,17 @@ def _runs(record: pb.JournalCommit) -> Iterator[tuple[int, int, array[int]]]:
         start += count
 
 
-def _read_finish(record: pb.JournalFinish) -> Finish:
+def _read_finish(record: pb.JournalFinish, clock: SteadyClock) -> Finish:
     failure = None
     if record.HasField("error"):
         failure = Failure(record.error.code, record.error.message, record.error.field)
     times = RequestTimes(
-        arrival_ns=record.arrival_ns,
-        queued_ns=record.queued_ns,
-        first_scheduled_ns=record.first_scheduled_ns,
-        first_token_ns=record.first_token_ns,
-        last_token_ns=record.last_token_ns,
-        finished_ns=record.finished_ns,
+        arrival_ns=clock.from_unix_ns(record.arrival_ns),
+        queued_ns=clock.from_unix_ns(record.queued_ns),
+        first_scheduled_ns=clock.from_unix_ns(record.first_scheduled_ns),
+        first_token_ns=clock.from_unix_ns(record.first_token_ns),
+        last_token_ns=clock.from_unix_ns(record.last_token_ns),
+        finished_ns=clock.from_unix_ns(record.finished_ns),
     )
     return Finish(
         times,

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from midstream.clock import SteadyClock
 from scheduler.journal import Journal, JournalContents, JournalEntry, JournalError
 from scheduler.journal.adapters import read_adapters
 from scheduler.journal.records import Replayed, replay
@@ -42,14 +43,16 @@ class _Commit:
 class ThreadedJournal(Journal):
     """A journal in a store."""
 
-    def __init__(self, store: Store, limits: ModelLimits, model_fingerprint: str) -> None:
+    def __init__(self, store: Store, limits: ModelLimits, model_fingerprint: str, clock: SteadyClock) -> None:
         """Opens nothing yet.
 
         Args:
             store: Where to; its methods are called by one thread.
             limits: Of the served model.
             model_fingerprint: Of the served model; requests of another one are dropped.
+            clock: What times in the scheduler are by.
         """
+        self._clock = clock
         self._store = store
         self._limits = limits
         self._model_fingerprint = model_fingerprint
@@ -100,14 +103,14 @@ class ThreadedJournal(Journal):
         started = time.monotonic()
         epoch = self._store.take_over(least_epoch=time.time_ns() // 1_000_000)
         stored = self._store.read()
-        replayed = replay(stored, self._limits, self._model_fingerprint)
+        replayed = replay(stored, self._limits, self._model_fingerprint, self._clock)
         self._report(replayed)
         known = replayed.requests
-        changed = [(item.number, seal(item.output_record())) for item in known.values() if item.is_changed]
+        changed = [(item.number, seal(item.output_record(self._clock))) for item in known.values() if item.is_changed]
         gone = [number for number, _, _ in stored.requests if number not in known]
         if changed or gone or stored.commits:
             self._store.write(Transaction(forgotten=gone, compacted=changed))
-        now_ns = time.time_ns()
+        now_ns = self._clock.now_ns()
         requests = [item.event(now_ns) for item in known.values()]
         # Those that ended first are forgotten first; the others go on in the order in which they came.
         requests.sort(key=lambda request: (request.finish is None, request.finish and request.finish.times.finished_ns))
@@ -122,7 +125,7 @@ class ThreadedJournal(Journal):
         )
         kept = {item.recovered.spec.request_id: kept_of(item) for item in known.values()}
         adapters = read_adapters(stored, self._model_fingerprint)
-        return JournalContents(epoch, requests, adapters), RowWriter(kept, self._model_fingerprint)
+        return JournalContents(epoch, requests, adapters), RowWriter(kept, self._model_fingerprint, self._clock)
 
     def _report(self, replayed: Replayed) -> None:
         self.num_damaged = replayed.num_damaged

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from midstream.clock import SteadyClock
 from protos import journal_pb2 as pb
 from scheduler.core.effects import Accepted, BeamsAdvanced, Emitted, RequestEnded, RequestForgotten, SequenceEnded
 from scheduler.core.events import Recovered
@@ -66,13 +67,15 @@ class RowWriter:
         num_compactions: How often all commits were folded into the requests' rows.
     """
 
-    def __init__(self, kept: dict[str, Kept], model_fingerprint: str) -> None:
+    def __init__(self, kept: dict[str, Kept], model_fingerprint: str, clock: SteadyClock) -> None:
         """Goes on behind what is stored.
 
         Args:
             kept: What a journal held when it was opened, by request id; compacted.
             model_fingerprint: Of the served model.
+            clock: What the requests' times are by.
         """
+        self._clock = clock
         self.num_compactions = 0
         self._kept = kept
         self._model_fingerprint = model_fingerprint
@@ -120,7 +123,7 @@ class RowWriter:
         kept = Kept(self._next_number, [0] * count, [0] * count, [False] * count)
         self._next_number += 1
         self._kept[request.request_id] = kept
-        data = encode_request(request, self._model_fingerprint)
+        data = encode_request(request, self._model_fingerprint, self._clock)
         result.accepted.append((kept.number, seal(data)))
 
     def _add_tokens(self, sequence: Sequence, length: int, runs: _Runs, record: pb.JournalCommit) -> None:
@@ -185,7 +188,7 @@ class RowWriter:
             return
         kept = self._kept[request.request_id]
         kept.is_over = True
-        add_finish(record, kept.number, request.finish)
+        add_finish(record, kept.number, request.finish, self._clock)
         self._note_changed(request.request_id, request, kept, 0)
 
     def _forget(self, request: Request, result: Transaction) -> None:
@@ -199,7 +202,7 @@ class RowWriter:
         rows = []
         for request_id, request in self._changed.items():
             kept = self._kept[request_id]
-            rows.append((kept.number, seal(_stored(request, kept).output_record())))
+            rows.append((kept.number, seal(_stored(request, kept).output_record(self._clock))))
         self._changed.clear()
         self._changed_bytes = self._commit_bytes = 0
         self.num_compactions += 1

@@ -30,7 +30,7 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
     Args:
         request: Checked by a router: token ids, request id and seed are filled.
         limits: Of the served model.
-        now_ns: Arrival here, from which the timeout counts.
+        now_ns: Arrival here, from which the timeout counts; `arrival_ns` is left as the wall clock's.
     """
     virtual = request.prompt_tuning.resolved
     named = range(virtual.first_virtual_token, virtual.first_virtual_token + virtual.num_virtual_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from midstream.clock import SteadyClock
 from protos import stats_pb2
 from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, KvChange
 from scheduler.core.request import FinishReason, Request, RequestState
@@ -12,13 +13,13 @@ from scheduler.core.stats import IterationStats
 _NS_PER_MS = 1e6
 
 
-def iteration_stats_proto(stats: IterationStats) -> stats_pb2.IterationStats:
+def iteration_stats_proto(stats: IterationStats, clock: SteadyClock) -> stats_pb2.IterationStats:
     """One iteration, under TensorRT-LLM's names."""
     requests, kv, step = stats.requests, stats.kv, stats.step
     reused_and_missed = kv.reused + kv.missed
     cpu_bytes, gpu_bytes, pinned_bytes = stats.memory
     return stats_pb2.IterationStats(
-        timestamp=datetime.fromtimestamp(stats.time_ns / 1e9, UTC).strftime("%m-%d-%Y %H:%M:%S.%f"),
+        timestamp=datetime.fromtimestamp(clock.to_unix_ns(stats.time_ns) / 1e9, UTC).strftime("%m-%d-%Y %H:%M:%S.%f"),
         iter=stats.iteration,
         iter_latency_ms=step.latency_ns / _NS_PER_MS,
         new_active_requests_queue_latency_ms=step.queue_latency_ns / _NS_PER_MS,

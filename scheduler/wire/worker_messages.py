@@ -22,7 +22,7 @@ def decode_worker_message(
     Args:
         frame: A serialized WorkerMessage.
         connection: Where it came from.
-        time_ns: When it came, Unix nanoseconds.
+        time_ns: When it came.
 
     Raises:
         ValueError: It is not a WorkerMessage; a WrongMessageError if it is one that no correct worker sends.

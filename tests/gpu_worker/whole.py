@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from gpu_worker.lora.messages import AdapterMessages
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.scheduler_link.messages import decode_step, encode_result
+from midstream.clock import SteadyClock
 from protos import generation_pb2 as pb
 from protos import worker_pb2
 from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
@@ -88,11 +89,11 @@ class Whole:
         self.core = SchedulerCore(self._config, policy)
         self._store: Store | None = None
         if self._journal is not None:
-            self._store = SqliteStore(self._journal)
+            self._store, clock = SqliteStore(self._journal), SteadyClock()
             self._config = replace(self._config, scheduler_epoch=self._store.take_over(least_epoch=1))
-            stored = replay(self._store.read(), self.limits, FINGERPRINT).requests.values()
+            stored = replay(self._store.read(), self.limits, FINGERPRINT, clock).requests.values()
             known = {item.recovered.spec.request_id: kept_of(item) for item in stored}
-            self._writer = RowWriter(known, FINGERPRINT)
+            self._writer = RowWriter(known, FINGERPRINT, clock)
             for item in stored:
                 self.handle(item.event(1))
         self._join()

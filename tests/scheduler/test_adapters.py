@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from midstream.clock import SteadyClock
 from midstream.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -75,7 +76,7 @@ class Cell:
         self.workers = Workers(answer)
 
     async def __aenter__(self) -> Cell:
-        self.journal = ThreadedJournal(SqliteStore(self.path), LIMITS, "print")
+        self.journal = ThreadedJournal(SqliteStore(self.path), LIMITS, "print", SteadyClock())
         contents = await self.journal.open(lambda error: None)
         self.adapters = Adapters(
             contents.adapters,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from midstream.clock import SteadyClock
 from midstream.errors import ConfigError
 from protos import generation_pb2, worker_pb2
-from scheduler.core.effects import Effect
+from scheduler.core.effects import Accepted, Effect
 from scheduler.core.events import AbortRequested, Event, Recovered, StopWordFound, Submitted
-from scheduler.core.request import ExtraOutput, FinishReason
+from scheduler.core.request import ExtraOutput, FinishReason, Request
+from scheduler.core.request_spec import RequestSpec
 from scheduler.journal import DeposedError, JournalError, is_entry
 from scheduler.journal.records import Replayed, replay
 from scheduler.journal.sqlite import SqliteStore, torn_tail_bytes
@@ -23,6 +26,7 @@ from scheduler.wire.requests import spec_from_proto
 from tests.scheduler.harness import LIMITS, Harness
 
 PRINT = "print"
+CLOCK = SteadyClock()
 
 
 class Cell:
@@ -31,10 +35,10 @@ class Cell:
     def __init__(self, store: Store, **config: Any) -> None:
         self.store = store
         self.epoch = store.take_over(least_epoch=1)
-        self.replayed: Replayed = replay(store.read(), LIMITS, PRINT)
+        self.replayed: Replayed = replay(store.read(), LIMITS, PRINT, CLOCK)
         self.harness = Harness(**config)
         known = {item.recovered.spec.request_id: kept_of(item) for item in self.replayed.requests.values()}
-        self.writer = RowWriter(known, PRINT)
+        self.writer = RowWriter(known, PRINT, CLOCK)
         for item in self.replayed.requests.values():
             self.handle(item.event(self.harness.now_ns))
 
@@ -275,7 +279,7 @@ def test_a_newer_journal_is_refused_and_left_alone(path: Path) -> None:
 def test_requests_of_another_model_are_dropped(path: Path) -> None:
     cell = begin(path)
     cell.submit("a", [5], 3)
-    replayed = replay(cell.store.read(), LIMITS, "another")
+    replayed = replay(cell.store.read(), LIMITS, "another", CLOCK)
     assert (replayed.num_foreign, replayed.requests) == (1, {})
 
 
@@ -292,3 +296,46 @@ def test_a_full_disk_fails_the_transaction_as_a_whole(path: Path) -> None:
     after = begin(path)
     assert list(after.harness.core.lifecycle.requests) == ["a"]
     assert isinstance(after.replayed.requests[1].recovered, Recovered)
+
+
+@pytest.mark.parametrize("jump_s", [3, -3, 3600, -3600])
+@pytest.mark.parametrize("boot", ["this", "another"])
+def test_a_deadline_outlasts_a_restart_and_on_the_same_machine_also_a_jump(
+    tmp_path: Path, jump_s: int, boot: str
+) -> None:
+    second = 1_000_000_000
+    before = SteadyClock(lambda: 1_700_000_000 * second, lambda: 50 * second, boot_id="this")
+    spec = RequestSpec(
+        request_id="a", prompt=array("I", [1]), max_tokens=4, deadline_ns=before.now_ns() + 25 * second,
+        payload=generation_pb2.GenerateRequest(request_id="a").SerializeToString(),
+    )  # fmt: skip
+    store = SqliteStore(tmp_path / "journal")
+    store.take_over(least_epoch=1)
+    writer = RowWriter({}, PRINT, before)
+    store.write(writer.transaction([Accepted(Request(spec, 1), is_attached=False)]))
+    # Two seconds later, by the monotonic clock.
+    after = SteadyClock(lambda: (1_700_000_002 + jump_s) * second, lambda: 52 * second, boot_id=boot)
+    (stored,) = replay(store.read(), LIMITS, PRINT, after).requests.values()
+    assert stored.recovered.spec.deadline_ns is not None
+    left_s = (stored.recovered.spec.deadline_ns - after.now_ns()) / second
+    assert left_s == (23 if boot == "this" else 23 - jump_s)
+    store.close()
+
+
+def test_a_finished_request_is_kept_for_its_time_after_a_restart_whatever_the_clock_says(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "journal")
+    cell = Cell(store)
+    cell.harness.add_group()
+    cell.submit("a", [1, 2], 2)
+    while cell.step():
+        pass
+    ended_ns = cell.harness.core.lifecycle.requests["a"].times.finished_ns
+    (stored,) = replay(store.read(), LIMITS, PRINT, CLOCK).requests.values()
+    later = Harness()
+    later.now_ns = ended_ns + 3_600_000_000_000  # an hour, says the clock
+    later.handle(stored.event(later.now_ns))
+    later.advance(59_000)
+    assert "a" in later.core.lifecycle.requests
+    later.advance(2_000)
+    assert "a" not in later.core.lifecycle.requests
+    store.close()

@@ -257,9 +257,9 @@ def test_times_of_a_request() -> None:
     assert times.first_token_ns == start + 30 * MS
     assert times.last_token_ns == times.finished_ns == start + 60 * MS
     totals = harness.core.totals
-    assert totals.time_to_first_token.sum_ns == 35 * MS
+    assert totals.time_to_first_token.sum_ns == 30 * MS
     assert totals.inter_token_latency.sum_ns == 30 * MS
-    assert totals.e2e_request_latency.sum_ns == 65 * MS
+    assert totals.e2e_request_latency.sum_ns == 60 * MS
     assert totals.request_queue_time.sum_ns == 10 * MS
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from midstream.clock import SteadyClock
 from protos import stats_pb2
 from scheduler.core.effects import IterationDone
 from scheduler.core.events import WorkerBeat
@@ -43,7 +44,11 @@ def iterations(**settings: Any) -> tuple[Harness, list[dict[str, Any]]]:
         harness.handle(beat)
         harness.handle(group.run(harness.now_ns))
         harness.turn()
-    stats = [iteration_stats_proto(effect.stats) for effect in harness.effects if isinstance(effect, IterationDone)]
+    stats = [
+        iteration_stats_proto(effect.stats, SteadyClock())
+        for effect in harness.effects
+        if isinstance(effect, IterationDone)
+    ]
     return harness, [MessageToDict(item, always_print_fields_with_no_presence=True) for item in stats]
 
 
@@ -72,14 +77,14 @@ def test_one_iteration_by_hand() -> None:
     harness.now_ns += 4 * MS
     harness.finish_step()
     first, second = [effect.stats for effect in harness.effects if isinstance(effect, IterationDone)]
-    stats = iteration_stats_proto(first)
+    stats = iteration_stats_proto(first, SteadyClock())
     assert stats.timestamp == "01-01-1970 00:00:01.005000"
     assert (stats.iter, stats.iter_latency_ms, stats.new_active_requests_queue_latency_ms) == (1, 2.0, 3.0)
     assert (stats.cpu_mem_usage, stats.gpu_mem_usage, stats.pinned_mem_usage) == (10, 20, 30)
     kv = stats.kv_cache_stats
     assert (kv.max_num_blocks, kv.used_num_blocks, kv.free_num_blocks, kv.tokens_per_block) == (8, 2, 6, 4)
     assert (kv.alloc_total_blocks, kv.alloc_new_blocks, kv.reused_blocks, kv.missed_blocks) == (2, 2, 0, 1)
-    stats = iteration_stats_proto(second)
+    stats = iteration_stats_proto(second, SteadyClock())
     assert (stats.num_active_requests, stats.num_queued_requests, stats.max_num_active_requests) == (2, 0, 4096 + 64)
     batch = stats.inflight_batching_stats
     assert (batch.num_context_requests, batch.num_gen_requests, batch.num_scheduled_requests) == (1, 1, 2)
@@ -102,13 +107,19 @@ def test_what_a_request_went_through() -> None:
         harness.step()
     for name in ("a", "b"):
         request = harness.core.lifecycle.requests[name]
-        metrics = perf_metrics_of(request)
+        metrics = perf_metrics_of(request, SteadyClock())
         assert metrics.arrival_unix_ns == start_ns
         assert metrics.num_steps == num_steps[name]
         assert metrics.arrival_unix_ns < metrics.first_scheduled_unix_ns < metrics.first_token_unix_ns
         assert metrics.first_token_unix_ns < metrics.last_token_unix_ns == request.times.finished_ns
-    assert perf_metrics_of(harness.core.lifecycle.requests["a"]).first_scheduled_unix_ns == start_ns + 3 * MS
-    assert [perf_metrics_of(harness.core.lifecycle.requests[name]).num_preemptions for name in "ab"] == [0, 1]
+    assert (
+        perf_metrics_of(harness.core.lifecycle.requests["a"], SteadyClock()).first_scheduled_unix_ns
+        == start_ns + 3 * MS
+    )
+    assert [perf_metrics_of(harness.core.lifecycle.requests[name], SteadyClock()).num_preemptions for name in "ab"] == [
+        0,
+        1,
+    ]
 
 
 def test_json_names_are_those_of_tensorrt_llm() -> None:

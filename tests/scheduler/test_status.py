@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from midstream.clock import SteadyClock
 from protos import status_pb2
 from scheduler.core.block_manager import BlockManager
 from scheduler.core.prefix_cache import PrefixCache
@@ -11,7 +12,7 @@ from tests.scheduler.harness import MS, Harness
 
 
 def report(harness: Harness, clock: list[float] | None = None) -> CellStatusReport:
-    hub = FeedHub(7, lambda _: None, lambda _: None)
+    hub = FeedHub(7, lambda _: None, lambda _: None, SteadyClock())
     hub.connect("detokenizer-0")
     now = clock or [0.0]
     return CellStatusReport(harness.core, hub, "cell", lambda: now[0])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from midstream.clock import SteadyClock
 from protos import generation_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.effects import GroupJoined, Refused
 from scheduler.core.events import StepDone, WorkerFailed
@@ -81,7 +82,7 @@ def test_a_journal_keeps_what_was_asked_for_alone(tmp_path: Path) -> None:
     message.output.return_generation_logits = True
     spec = spec_from_proto(message, limits, 0)
     assert spec.tensor_bytes == 5 * 1000 * 4
-    writer = RowWriter({}, "print")
+    writer = RowWriter({}, "print", SteadyClock())
     from scheduler.core.events import Submitted
     from scheduler.journal import is_entry
 
@@ -89,14 +90,14 @@ def test_a_journal_keeps_what_was_asked_for_alone(tmp_path: Path) -> None:
     harness.run()
     entries: list[Any] = [effect for effect in harness.effects if is_entry(effect)]
     store.write(writer.transaction(entries))
-    (stored,) = replay(store.read(), limits, "print").requests.values()
+    (stored,) = replay(store.read(), limits, "print", SteadyClock()).requests.values()
     assert [list(tokens) for tokens in stored.outputs] == [[]]
     assert stored.finish is None
     store.close()
 
 
 def feed_of(request: Request) -> DetokenizerFeed:
-    hub = FeedHub(1, lambda _: None, lambda _: None)
+    hub = FeedHub(1, lambda _: None, lambda _: None, SteadyClock())
     hub.restore(request)
     feed = hub.connect("d")
     feed.attach(1, request.request_id)

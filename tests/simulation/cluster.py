@@ -11,6 +11,7 @@ from typing import Any
 
 import detokenizer.__main__
 import router.__main__
+from midstream.clock import SteadyClock
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.model.folder import ModelFolder
 from scheduler.core.core import SchedulerCore
@@ -160,9 +161,9 @@ class Cluster:
         """Of the newest scheduler."""
         return self.service.engine if self.service is not None else None
 
-    def make_journal(self, _: object, model: ModelFolder, limits: ModelLimits, *__: object) -> Journal:
+    def make_journal(self, _: object, model: ModelFolder, limits: ModelLimits, __: int, clock: SteadyClock) -> Journal:
         """For the scheduler that is starting."""
-        return SimulatedJournal(self.network, self.disk, running(), limits, model.fingerprint)
+        return SimulatedJournal(self.network, self.disk, running(), limits, model.fingerprint, clock)
 
     def make_engine(self, core: SchedulerCore, **parts: Any) -> Engine:
         """For the scheduler that is starting: all that its core does is checked."""

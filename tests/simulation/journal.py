@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
+from midstream.clock import SteadyClock
 from protos import generation_pb2, journal_pb2
 from scheduler.journal import DeposedError, JournalContents, JournalEntry, JournalError
 from scheduler.journal.store import Store, StoredJournal, Transaction, unseal
@@ -133,8 +134,16 @@ class DiskStore(Store):
 class SimulatedJournal(ThreadedJournal):
     """What the journal's thread does, as a task: the rows, their order and the group commit are the real ones."""
 
-    def __init__(self, network: Network, disk: Disk, process: Process, limits: ModelLimits, fingerprint: str) -> None:
-        super().__init__(DiskStore(disk), limits, fingerprint)
+    def __init__(
+        self,
+        network: Network,
+        disk: Disk,
+        process: Process,
+        limits: ModelLimits,
+        fingerprint: str,
+        clock: SteadyClock,
+    ) -> None:
+        super().__init__(DiskStore(disk), limits, fingerprint, clock)
         self._network, self._disk, self._process = network, disk, process
         self._waiting: list[tuple[list[JournalEntry], Callable[[], None]]] = []
         self._changed = Flag()

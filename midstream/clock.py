@@ -1,0 +1,67 @@
+"""Time inside a process: it never jumps. Wall time is for the wire and the disk, and converted where these are met."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# Reading two clocks takes a moment, and the wall clock is slewed: less is no jump.
+_TOLERANCE_NS = 1_000_000
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class SteadyClock:
+    """Unix time as of the clock's making, counted on by the monotonic clock.
+
+    It differs from the wall clock by what that one has jumped since. Safe to read from any thread.
+    """
+
+    def __init__(
+        self, wall_ns: Callable[[], int] | None = None, monotonic_ns: Callable[[], int] | None = None, boot_id: str = ""
+    ) -> None:
+        """Starts at the present.
+
+        Args:
+            wall_ns: Unix nanoseconds; default: the system's.
+            monotonic_ns: Nanoseconds since some time; default: the system's.
+            boot_id: Tells where and since when `monotonic_ns` counts; default: the system's.
+        """
+        self._wall_ns = wall_ns or time.time_ns
+        self._monotonic_ns = monotonic_ns or time.monotonic_ns
+        self.boot_id = boot_id or _boot_id()
+        self._offset_ns = self._wall_ns() - self._monotonic_ns()
+        self._jumped_ns = 0
+
+    def now_ns(self) -> int:
+        """The time."""
+        return self._monotonic_ns() + self._offset_ns
+
+    def to_unix_ns(self, time_ns: int) -> int:
+        """What the wall clock, as it goes now, shows or would have shown at a time; 0, "did not happen", stays 0."""
+        return time_ns + self._jump_ns() if time_ns else 0
+
+    def from_unix_ns(self, unix_ns: int) -> int:
+        """The time at which the wall clock, as it goes now, shows `unix_ns`; 0 stays 0."""
+        return unix_ns - self._jump_ns() if unix_ns else 0
+
+    def to_monotonic_ns(self, time_ns: int) -> int:
+        """A time by the monotonic clock, which all processes of the same `boot_id` share."""
+        return time_ns - self._offset_ns
+
+    def from_monotonic_ns(self, monotonic_ns: int) -> int:
+        """The inverse of `to_monotonic_ns`."""
+        return monotonic_ns + self._offset_ns
+
+    def _jump_ns(self) -> int:
+        jumped_ns = self._wall_ns() - self._monotonic_ns() - self._offset_ns
+        if abs(jumped_ns - self._jumped_ns) > _TOLERANCE_NS:
+            self._jumped_ns = jumped_ns
+        return self._jumped_ns
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""  # not Linux: then nothing is known to share the monotonic clock
