@@ -334,6 +334,7 @@ def test_a_finished_request_is_kept_for_its_time_after_a_restart_whatever_the_cl
     later = Harness()
     later.now_ns = ended_ns + 3_600_000_000_000  # an hour, says the clock
     later.handle(stored.event(later.now_ns))
+    later.ended["a"] = FinishReason.LENGTH
     later.advance(59_000)
     assert "a" in later.core.lifecycle.requests
     later.advance(2_000)
