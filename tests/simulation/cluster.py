@@ -77,6 +77,7 @@ class Cluster:
         self.all_processes: list[Process] = []
         self.names: dict[str, list[str]] = {}
         self.crashes: list[str] = []
+        self.wall_shifts: dict[str, float] = {}
         self._watch = watch
         # Whether workers share a host, and can take over what one that died had computed.
         self._store: Store | None = [] if network.dice.random() < 0.6 else None
@@ -118,6 +119,7 @@ class Cluster:
     def run(self, name: str, main: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
         """Runs something in a new process."""
         process = Process(name, len(self.all_processes))
+        process.wall_shift_s = self.wall_shifts.get(name, 0.0)
         process.on_death.append(lambda: self.network.died(process))
         self.all_processes.append(process)
         self.processes[name] = process

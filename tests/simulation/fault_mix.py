@@ -30,7 +30,8 @@ def mixture(dice: random.Random) -> Scenario:  # noqa: C901 (one throw of the di
         elif dice.random() < 0.1:
             job.leaves_after = dice.randint(1, 10)
     weather = _weather(dice)
-    faults: list[Fault] = dice.choices((_kill, _terminate, _freeze, _part, _cut), (4, 2, 2, 2, 2), k=dice.randint(1, 4))
+    kinds: tuple[Fault, ...] = (_kill, _terminate, _freeze, _part, _cut, _jump, _lie)
+    faults = dice.choices(kinds, (4, 2, 2, 2, 2, 2, 2), k=dice.randint(1, 4))
 
     async def inject(stage: Stage) -> None:
         network = stage.cluster.network
@@ -93,6 +94,15 @@ async def _terminate(stage: Stage, dice: random.Random) -> None:
     process.terminate()
     await stage.until(lambda: process.is_dead, 20, f"{name} drains")
     await stage.restart(name)
+
+
+async def _jump(stage: Stage, dice: random.Random) -> None:
+    stage.jump(_any(stage, dice))
+
+
+async def _lie(stage: Stage, dice: random.Random) -> None:
+    name = dice.choice([name for name in stage.cluster.processes if name.startswith("worker")])
+    stage.cluster.workers[name].lies = dice.randint(1, 4)
 
 
 async def _freeze(stage: Stage, dice: random.Random) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import random
 
+from midstream.errors import DeadlineError
 from tests.simulation.cluster import Shape
 from tests.simulation.model import vocabulary
 from tests.simulation.scenarios import Scenario, scenario
 from tests.simulation.stage import Stage
 from tests.simulation.workload import Job, jobs, long_request, request
+
+# When the first client may send its request.
+_START_S = 0.5
 
 
 def _two_of_each() -> Shape:
@@ -172,3 +177,37 @@ def journal_fails(dice: random.Random) -> Scenario:
         inject=inject,
         may_report=("the journal failed", "the journal is damaged"),
     )
+
+
+@scenario(21)
+def clocks_jump(dice: random.Random) -> Scenario:
+    """The wall clocks of all parts jump, again and again: deadlines are kept, and nothing else happens."""
+    late = [
+        Job(long_request(dice, 8 + number, 5, 200), timeout_s=dice.uniform(1.0, 3.0), must_complete=False)
+        for number in range(2)
+    ]
+    dies = dice.random() < 0.5
+
+    async def inject(stage: Stage) -> None:
+        while not stage.is_over:
+            parts = [name for name, item in stage.cluster.processes.items() if not item.is_dead]
+            stage.jump(dice.choice([name for name in parts if not name.startswith("client")]))
+            stage.happened["26"] += 1
+            if dies and stage.is_streaming() and dice.random() < 0.1:
+                stage.kill("scheduler")
+                await stage.restart("scheduler", 0.05, 0.1)
+            await asyncio.sleep(0.1)
+
+    def judge(stage: Stage) -> None:
+        for job in late:
+            off_s = job.ended_s - _START_S - job.start_s - (job.timeout_s or 0)
+            if stage.happened["kill scheduler"]:
+                continue
+            if not isinstance(job.error, DeadlineError):
+                stage.problems.append(f"past its deadline it ended with {job.error!r}")
+            elif abs(off_s) > 0.1:
+                stage.problems.append(f"its deadline was off by {off_s:+.3f} s")
+        if stage.checker.num_deaths and not stage.happened["kill scheduler"]:
+            stage.problems.append("a worker was given up")
+
+    return Scenario(shape=Shape(step_s=0.05), jobs=[*late, *jobs(dice, 3)], inject=inject, judge=judge)

@@ -153,6 +153,26 @@ def poisonous_request(dice: random.Random) -> Scenario:
     return Scenario(jobs=[*work, bad], inject=inject, judge=judge)
 
 
+@scenario(22)
+def worker_lies(dice: random.Random) -> Scenario:
+    """A worker that answers wrongly, for a while or for good, beside a healthy one: it is held off, and nobody ends."""
+    work = jobs(dice, 4)
+    name, num_lies = f"worker-{dice.randrange(2)}", dice.choice((1, 3, -1))
+
+    async def inject(stage: Stage) -> None:
+        stage.cluster.workers[name].lies = num_lies
+
+    def judge(stage: Stage) -> None:
+        engine = stage.cluster.engine
+        assert engine is not None
+        if engine.core.totals.num_worker_faults:
+            stage.happened["27"] += 1
+            if stage.checker.num_deaths:
+                stage.problems.append("a worker that lies counts as dead")
+
+    return Scenario(jobs=work, inject=inject, judge=judge)
+
+
 @scenario(16)
 def kv_exhausted(dice: random.Random) -> Scenario:
     """More requests than blocks: pauses, and the same output."""

@@ -12,6 +12,7 @@ import asyncio.base_events
 import contextvars
 import heapq
 import itertools
+import random
 import signal
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -32,6 +33,7 @@ class Process:
         held: Callbacks that wait while it is frozen; None while it runs.
         signals: Handlers of SIGTERM and others.
         on_death: What its operating system does then: closes its connections.
+        wall_shift_s: How far its machine's wall clock is ahead. wall_drift: By how much that one is fast.
     """
 
     def __init__(self, name: str, number: int) -> None:
@@ -39,6 +41,8 @@ class Process:
         self.number = number
         self.is_dead = False
         self.exit_code: int | None = None
+        self.wall_shift_s = 0.0
+        self.wall_drift = random.Random(f"clock of {name}").uniform(-1e-3, 1e-3)
         self.held: deque[Callback] | None = None
         self.signals: dict[int, Callable[[], object]] = {}
         self.on_death: list[Callable[[], None]] = []
@@ -160,8 +164,11 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         return self.now
 
     def unix_ns(self) -> int:
-        """What `time.time_ns` says."""
-        return int((START_S + self.now) * 1e9)
+        """What `time.time_ns` says, to the process that asks."""
+        process, now_s = PROCESS.get(), self.now
+        if process is not None:
+            now_s += now_s * process.wall_drift + process.wall_shift_s
+        return int((START_S + now_s) * 1e9)
 
     def run_soon(self, callback: Callback) -> None:
         """Runs a callback that was held back."""

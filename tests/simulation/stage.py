@@ -94,6 +94,12 @@ class Stage:
             self.happened[f"kill {name.partition('-')[0]}"] += 1
             process.die()
 
+    def jump(self, name: str) -> None:
+        """The wall clock of a part jumps; its later lives on that machine have the new time too."""
+        seconds = self.dice.choice((3, -3, 30, -30, 3600, -3600))
+        self.cluster.wall_shifts[name] = self.process(name).wall_shift_s = seconds
+        self.cluster.network.note(f"{self.process(name)!r} has its clock at {seconds:+d} s")
+
     async def restart(self, name: str, low_s: float = 0.05, high_s: float = 1.0) -> None:
         """Starts a part that has ended, a while later."""
         await self.sleep(low_s, high_s)

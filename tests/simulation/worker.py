@@ -15,9 +15,10 @@ from unittest.mock import Mock
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_worker.batch.step import Step
+from gpu_worker.batch.step import RowLogProbs, Step, StepOutput
 from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
+from midstream.errors import ExecutionError
 from midstream.telemetry import Metrics
 from protos import worker_pb2
 from tests.simulation.loop import Flag, Process
@@ -73,14 +74,14 @@ class SimulatedWorker:
 
     Attributes:
         hangs: The next step never ends, while the link goes on.
-        wrong_result: The next result has a token too many.
+        lies: So many of the next results are wrong; -1: all.
     """
 
     def __init__(
         self, network: Network, name: str, address: str, num_blocks: int, step_s: float, store: Store | None
     ) -> None:
         self.process = running()
-        self.hangs = self.wrong_result = False
+        self.hangs, self.lies = False, 0
         self._network, self._step_s = network, step_s
         register = worker_pb2.Register(
             group_id=name,
@@ -141,7 +142,26 @@ class SimulatedWorker:
         await asyncio.sleep(self._step_s * self._network.dice.uniform(0.5, 1.5))
         missing = self._adopt(step)
         output = replace(self._model.run(step), missing_blocks=missing)
+        if self.lies:
+            self.lies -= self.lies > 0
+            output = self._lie(output)
         self.link.send_result(step, output, 0.0)
+
+    def _lie(self, output: StepOutput) -> StepOutput:
+        dice, count = self._network.dice, len(output.token_ids)
+        self._network.note(f"{self.process!r} lies")
+        lies: tuple[dict[str, Any], ...] = (
+            {"token_ids": np.append(output.token_ids, 1)},
+            {"token_ids": np.full(count + 1, VOCAB_SIZE)},
+            {"token_ids": output.token_ids, "num_tokens": (1,) * (count + 1)},
+            {"num_drafts": (0,) * (count + 2)},
+            {"num_drafts": (9,) * max(count, 1)},
+            {"candidate_log_probs": (-1.0,)},
+            {"missing_blocks": (1_000_000,)},
+            {"errors": ((1_000_000, ExecutionError("no such row")),)},
+            {"log_probs": (RowLogProbs(1_000_000, -1.0, 0, (), ()),)},
+        )
+        return replace(output, **dice.choice(lies))
 
     def _adopt(self, step: Step) -> tuple[int, ...]:
         """Fills blocks with what dead workers left; those that were not found."""
