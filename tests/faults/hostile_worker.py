@@ -1,0 +1,242 @@
+"""A worker that says anything, beside a healthy one, at a real scheduler.
+
+python -m tests.faults.hostile_worker --messages 20000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from unittest import mock
+
+import zmq
+
+from protos import generation_pb2, worker_pb2
+from scheduler.core import standing
+from tests.fakes.model import FakeModel, ProtocolError
+from tests.faults.mutation import Mutator
+from tests.scheduler.cell import MODEL, Cell, run_cell
+from tests.scheduler.test_service import Feed
+
+_NUM_STREAMS = 8
+_MAX_TOKENS = 24
+_END_WITHIN_S = 60.0
+_KINDS = [field.name for field in worker_pb2.WorkerMessage.DESCRIPTOR.fields]
+# Held off as usual a worker says little that matters.
+_SHORT_PAUSE_NS = 1_000_000
+
+
+class HostileWorker:
+    """Obeys like a worker, and changes most of what it says.
+
+    Attributes:
+        num_mutated: Messages that it changed. paths: The fields.
+        seen: Requests that it was given, whose output it may have spoiled.
+    """
+
+    def __init__(self, address: str, seed: int, cell: Cell) -> None:
+        self.num_mutated = 0
+        self.paths: Counter[str] = Counter()
+        self.seen: set[str] = set()
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        self._address = address
+        self._cell = cell
+        self._dice = random.Random(seed)
+        self._mutator = Mutator(self._dice, self._numbers, lambda: ("healthy", "hostile"))
+        self._epoch = 0
+        self._is_waiting = False
+        self._model = self._new_model()
+        self._last = worker_pb2.WorkerMessage()
+        self.thread = threading.Thread(target=self._run, name="hostile-worker", daemon=True)
+
+    def _new_model(self) -> FakeModel:
+        return FakeModel(vocab_size=MODEL.vocab_size, tokens_per_block=16, num_blocks=256)
+
+    def _numbers(self) -> list[int]:
+        """Epochs of all workers, and of none."""
+        epochs = [group.epoch for group in self._cell.service.engine.core.groups]
+        return [*epochs, self._epoch, self._epoch - 1]
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self._address)
+            try:
+                while not self.stop.is_set():
+                    if not self._epoch and not self._is_waiting:
+                        self._is_waiting = True
+                        self._say(socket, worker_pb2.WorkerMessage(register=self._registration()), 0.3)
+                    if socket.poll(2):
+                        self._obey(socket, worker_pb2.SchedulerMessage.FromString(socket.recv()))
+                    else:
+                        self._is_waiting = False  # no answer: it will try again
+                        self._say(socket, self._unasked(), 0.9)
+            except BaseException as error:
+                self.error = error
+                raise
+
+    def _registration(self) -> worker_pb2.Register:
+        return worker_pb2.Register(
+            group_id="hostile", incarnation=self._dice.getrandbits(60), model_fingerprint="print", model="fake",
+            tokens_per_block=16, num_blocks=256, vocab_size=MODEL.vocab_size, max_sequence_length=4096,
+            max_batch_size=64, max_num_tokens=512, world_size=1, device="fake", protocol_version=1,
+        )  # fmt: skip
+
+    def _obey(self, socket: zmq.Socket[bytes], message: worker_pb2.SchedulerMessage) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "registered":
+            self._epoch, self._model = message.registered.epoch, self._new_model()
+        elif kind in ("rejected", "epoch_ended"):
+            self._epoch, self._is_waiting = 0, False
+        elif kind == "step_batch":
+            self.seen |= {added.request_id for added in message.step_batch.add_sequences}
+            try:
+                result = self._model.step(message.step_batch)
+            except (ProtocolError, KeyError):
+                return  # it has lost the thread by its own doing
+            self._say(socket, worker_pb2.WorkerMessage(step_result=result), 0.5)
+
+    def _unasked(self) -> worker_pb2.WorkerMessage:
+        """A message of any kind, as it might be."""
+        message = worker_pb2.WorkerMessage()
+        kind = self._dice.choice(_KINDS)
+        part = getattr(message, kind)
+        part.SetInParent()
+        if kind == "register":
+            part.CopyFrom(self._registration())
+        else:
+            part.epoch = self._epoch
+        for _ in range(self._dice.randint(0, 3)):
+            self._mutator.mutate(part)
+        return message
+
+    def _say(self, socket: zmq.Socket[bytes], message: worker_pb2.WorkerMessage, share: float) -> None:
+        """Sends a message, changed in such a share of the cases; sometimes twice, late, damaged or never."""
+        dice = self._dice
+        if dice.random() >= share:
+            socket.send(message.SerializeToString())
+            return
+        self.num_mutated += 1
+        how = dice.choice(
+            ("field", "field", "field", "field", "fields", "twice", "again", "never", "bytes", "cut", "parts")
+        )
+        if how in ("field", "fields"):
+            for _ in range(1 if how == "field" else 4):
+                self.paths[self._mutator.mutate(message)] += 1
+        frame = message.SerializeToString()
+        if how == "twice":
+            socket.send(frame)
+        elif how == "again":
+            frame = self._last.SerializeToString()
+        elif how == "bytes" and frame:
+            place = dice.randrange(len(frame))
+            frame = frame[:place] + dice.randbytes(1) + frame[place + 1 :]
+        elif how == "cut":
+            frame = frame[: dice.randrange(len(frame) + 1)]
+        self._last.CopyFrom(message)
+        if how == "parts":
+            socket.send_multipart([frame, frame])
+        elif how != "never":
+            socket.send(frame)
+
+
+@dataclass
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        problems: What must not be.
+        num_own: Requests that the healthy worker had for itself, all of which ended rightly.
+    """
+
+    num_mutated: int = 0
+    num_requests: int = 0
+    num_own: int = 0
+    num_faults: int = 0
+    paths: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+
+async def run(num_messages: int, seed: int) -> Outcome:
+    """Keeps requests going until so many messages were changed."""
+    outcome = Outcome()
+    pauses = {"FIRST_PAUSE_NS": _SHORT_PAUSE_NS, "MAX_PAUSE_NS": _SHORT_PAUSE_NS}
+    with mock.patch.multiple(standing, **pauses):
+        async with run_cell(worker_timeout_ms=5_000, heartbeat_interval_ms=50) as cell:
+            healthy = await cell.worker(group_id="healthy")
+            worker = HostileWorker(f"tcp://127.0.0.1:{cell.service.worker_port}", seed, cell)
+            worker.thread.start()
+            try:
+                feed = await Feed(cell.stub).open()
+                number = 0
+                while worker.num_mutated < num_messages and not outcome.problems and worker.error is None:
+                    await _round(cell, feed, range(number, number + _NUM_STREAMS), worker, outcome)
+                    number += _NUM_STREAMS
+            finally:
+                worker.stop.set()
+                await asyncio.to_thread(worker.thread.join, 10)
+            core = cell.service.engine.core
+            outcome.num_mutated, outcome.paths = worker.num_mutated, worker.paths
+            outcome.num_faults = core.totals.num_worker_faults
+            _judge(cell, worker, outcome)
+            if not healthy.is_alive():
+                outcome.problems.append("the healthy worker has ended")
+    return outcome
+
+
+async def _round(cell: Cell, feed: Feed, numbers: range, worker: HostileWorker, outcome: Outcome) -> None:
+    for number in numbers:
+        fields = {"output": generation_pb2.OutputConfig(), "client_id": f"client {number % 2}"}
+        await cell.submit(f"r{number}", [number % 900, 3], _MAX_TOKENS, **fields)
+        await feed.attach(number, f"r{number}")
+    try:
+        async with asyncio.timeout(_END_WITHIN_S):
+            await feed.read_until(*numbers)
+    except TimeoutError:
+        outcome.problems.append(f"not all of {numbers} have ended: {sorted(set(numbers) - set(feed.ended))}")
+        return
+    expected = list(range(4, 4 + _MAX_TOKENS))
+    for number in numbers:
+        outcome.num_requests += 1
+        if f"r{number}" in worker.seen:
+            continue
+        outcome.num_own += 1
+        if feed.tokens[number] != expected or feed.ends[number].finish_reason != generation_pb2.FINISH_REASON_LENGTH:
+            outcome.problems.append(f"r{number} of the healthy worker gave {feed.tokens[number]}")
+
+
+def _judge(cell: Cell, worker: HostileWorker, outcome: Outcome) -> None:
+    core, problems = cell.service.engine.core, cell.service.progress.problems()
+    outcome.problems += problems
+    if cell.service.engine.num_failed_events:
+        outcome.problems.append(f"the core failed at {cell.service.engine.num_failed_events} messages")
+    if core.totals.num_quarantined:
+        outcome.problems.append("a request was ended for a worker's faults")
+    if core.totals.num_conservation_violations:
+        outcome.problems.append("blocks were lost")
+    if worker.error is not None:
+        outcome.problems.append(f"the hostile worker failed itself: {worker.error!r}")
+
+
+def main() -> int:
+    """Runs by hand."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--messages", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    outcome = asyncio.run(run(arguments.messages, arguments.seed))
+    print(
+        f"{outcome.num_mutated} messages changed in {len(outcome.paths)} fields, {outcome.num_faults} faults counted; "
+        f"{outcome.num_requests} requests ended, {outcome.num_own} of the healthy worker alone"
+    )
+    print("\n".join(outcome.problems) or "no healthy request was harmed")
+    return bool(outcome.problems)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,20 @@
+"""Whatever a worker says, the healthy one's requests end rightly, and the scheduler lives."""
+
+from __future__ import annotations
+
+import pytest
+
+from protos import worker_pb2
+from tests.faults.hostile_worker import run
+
+
+@pytest.mark.timeout(240)
+async def test_a_thousand_changed_messages_harm_no_request_of_the_healthy_worker() -> None:
+    outcome = await run(1_000, seed=1)
+    assert outcome.problems == []
+    assert outcome.num_mutated >= 1_000
+    assert outcome.num_own > 20
+    assert outcome.num_faults > 50
+    # Every kind of message was changed, and most fields of those that matter most.
+    for part in worker_pb2.WorkerMessage.DESCRIPTOR.fields:
+        assert any(path.startswith(f".{part.name}") for path in outcome.paths), part.name
