@@ -93,7 +93,10 @@ class RunDir:
         Raises:
             ConfigError: Another one runs here.
         """
-        self.logs.mkdir(parents=True, exist_ok=True)
+        for folder in (self.path, self.logs):  # logs, state and journal are nobody else's business
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_uid == os.geteuid():
+                folder.chmod(0o700)
         lock = self._lock_file.open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -126,6 +126,7 @@ class Engine:
             request = self.core.lifecycle.requests.get(event.spec.request_id)
             if request is not None:
                 self.hub.restore(request)
+        self._journal.know(list(self.core.lifecycle.requests.values()))
 
     def handle_worker_event(self, event: WorkerEvent) -> None:
         """Takes in what a worker said; what the core fails at ends that worker's epoch."""

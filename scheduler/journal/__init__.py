@@ -22,6 +22,7 @@ from scheduler.core.effects import (
     SequenceEnded,
 )
 from scheduler.core.events import Recovered
+from scheduler.core.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,10 @@ class DeposedError(JournalError):
     """Another scheduler has taken the journal over."""
 
 
+class LostError(JournalError):
+    """What was written is gone: the journal was deleted or truncated while it was in use."""
+
+
 def is_entry(effect: Effect) -> bool:
     """Whether an effect belongs into the journal."""
     if isinstance(effect, Accepted):
@@ -98,8 +103,10 @@ class Journal(ABC):
     Attributes:
         num_commits: Transactions since it was opened.
         num_damaged: Records that could not be read then, and those that were dropped because they followed one.
+        num_lost: How often it was gone in use, and begun anew with what is in memory.
     """
 
+    num_lost = 0
     num_commits = 0
     num_damaged = 0
 
@@ -118,6 +125,9 @@ class Journal(ABC):
     @abstractmethod
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
         """Keeps entries. Returns at once; calls `then` on the event loop, in order, when they are safe."""
+
+    def know(self, requests: list[Request]) -> None:  # noqa: B027 (not all journals need it)
+        """Tells which requests came of those that `open` gave, should they have to be written again."""
 
     @abstractmethod
     async def close(self) -> None:

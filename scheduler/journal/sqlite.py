@@ -2,18 +2,21 @@
 
 The write-ahead log is synced at each transaction (synchronous=FULL), so what was committed outlives a
 power cut.
+The files are their owner's alone: they hold prompts and outputs. Before each commit it is looked whether they are still
+those that were opened, and have not shrunk: else what was committed would be on no disk.
 A transaction that was cut off (torn tail) is dropped by SQLite when the file is opened; it was shown to nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
 from midstream.errors import ConfigError
-from scheduler.journal import DeposedError, JournalError
+from scheduler.journal import DeposedError, JournalError, LostError
 from scheduler.journal.store import SCHEMA_VERSION, Store, StoredJournal, Transaction
 
 logger = logging.getLogger(__name__)
@@ -25,6 +28,7 @@ CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, request BLOB NO
 CREATE TABLE IF NOT EXISTS commits (number INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS adapters (name TEXT PRIMARY KEY, record BLOB NOT NULL);
 """
+_SUFFIXES = ("", "-wal", "-shm")
 _WAL_HEADER_BYTES, _WAL_FRAME_HEADER_BYTES = 32, 24
 
 
@@ -37,11 +41,14 @@ class SqliteStore(Store):
         self._connection: sqlite3.Connection | None = None
         self._epoch = 0
         self._num_damaged = 0
+        # By suffix: device, inode and largest size so far.
+        self._files: dict[str, tuple[int, int, int]] = {}
 
     def take_over(self, least_epoch: int) -> int:
         """Opens the file, or makes it; sets a file aside that SQLite cannot read at all."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._look_for_truncation()
             try:
                 self._open(least_epoch)
             except sqlite3.DatabaseError as error:
@@ -53,9 +60,16 @@ class SqliteStore(Store):
             raise JournalError(f"{self._path} cannot be opened: {error}") from None
         return self._epoch
 
+    def _look_for_truncation(self) -> None:
+        """SQLite takes a file of no bytes for a new one."""
+        if self._path.exists() and self._path.stat().st_size == 0:
+            logger.error("the journal %s was truncated: what it held is gone", self._path)
+            self._num_damaged += 1
+
     def _open(self, least_epoch: int) -> None:
         self.close()
         torn = torn_tail_bytes(self._path)
+        self._make_private()
         connection = sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         self._connection = connection
         version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -78,13 +92,66 @@ class SqliteStore(Store):
         self._epoch = connection.execute("SELECT epoch FROM writer").fetchone()[0]
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.execute("COMMIT")
+        self._files = self._stat_files()
 
-    def _set_aside(self, error: sqlite3.DatabaseError) -> None:
+    def _make_private(self) -> None:
+        self._path.touch(mode=0o600)  # SQLite gives the mode of the file to those beside it
+        for suffix in _SUFFIXES:
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                self._file(suffix).chmod(0o600)
+
+    def _file(self, suffix: str) -> Path:
+        return self._path.with_name(self._path.name + suffix)
+
+    def _stat_files(self) -> dict[str, tuple[int, int, int]]:
+        files = {}
+        for suffix in ("", "-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                status = self._file(suffix).stat()
+                files[suffix] = status.st_dev, status.st_ino, status.st_size
+        return files
+
+    def _check_files(self) -> None:
+        """Raises LostError where the files are not those that were written, or have become shorter."""
+        files = self._stat_files()
+        for suffix, (device, inode, size) in self._files.items():
+            found = files.get(suffix)
+            if found is None:
+                raise LostError(f"{self._path}{suffix} was deleted while it was in use")
+            if found[:2] != (device, inode):
+                raise LostError(f"{self._path}{suffix} was replaced while it was in use")
+            if found[2] < size:
+                raise LostError(f"{self._path}{suffix} was truncated while it was in use")
+        self._files = files
+
+    def begin_anew(self) -> None:
+        """Sets aside what is there, unless another scheduler has begun a journal in its place, and opens a new file."""
+        epoch, self._epoch = self._epoch, 0
+        self.close()
+        try:
+            if (other := self._epoch_there()) > epoch:
+                raise DeposedError(f"scheduler epoch {epoch} is over: {other} writes to {self._path}")
+            self._set_aside(LostError("it was deleted or truncated while it was in use"))
+            self._open(least_epoch=epoch)
+        except (sqlite3.Error, OSError) as error:
+            raise JournalError(f"{self._path} cannot be begun anew: {error}") from None
+
+    def _epoch_there(self) -> int:
+        """The epoch of whatever journal is there; 0 where there is none that can be read."""
+        if not self._path.exists():
+            return 0
+        with contextlib.closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True)) as connection:
+            try:
+                return int(connection.execute("SELECT epoch FROM writer").fetchone()[0])
+            except (sqlite3.Error, TypeError):
+                return 0
+
+    def _set_aside(self, error: Exception) -> None:
         self.close()
         aside = self._path.with_name(self._path.name + ".damaged")
         logger.error("the journal cannot be read: %s; it is kept as %s", error, aside)
-        for suffix in ("", "-wal", "-shm"):
-            file = self._path.with_name(self._path.name + suffix)
+        for suffix in _SUFFIXES:
+            file = self._file(suffix)
             if file.exists():
                 file.replace(aside.with_name(aside.name + suffix))
         self._num_damaged += 1
@@ -121,6 +188,7 @@ class SqliteStore(Store):
     def write(self, transaction: Transaction) -> None:
         """One transaction, which begins with a look at the epoch."""
         connection = self._connected
+        self._check_files()
         try:
             connection.execute("BEGIN IMMEDIATE")
             self._check_epoch()
@@ -133,7 +201,8 @@ class SqliteStore(Store):
                 connection.rollback()
 
     def check(self) -> None:
-        """Looks at the epoch."""
+        """Looks at the files and at the epoch."""
+        self._check_files()
         try:
             self._check_epoch()
         except sqlite3.Error as error:

@@ -76,11 +76,20 @@ class Store(ABC):
 
         Raises:
             DeposedError: Another one is the writer now.
+            LostError: What was written before is gone.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Raises DeposedError if another one is the writer now; called now and then while nothing is written."""
+        """Raises what `write` would; called now and then while nothing is written."""
+
+    def begin_anew(self) -> None:
+        """After a LostError: becomes the writer of an empty journal in its place.
+
+        Raises:
+            DeposedError: Another one has done so.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:

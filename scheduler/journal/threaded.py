@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from midstream.clock import SteadyClock
-from scheduler.journal import Journal, JournalContents, JournalEntry, JournalError
-from scheduler.journal.adapters import read_adapters
+from scheduler.core.request import Request
+from scheduler.journal import Journal, JournalContents, JournalEntry, JournalError, LostError
+from scheduler.journal.adapters import encode_adapter, read_adapters
 from scheduler.journal.records import Replayed, replay
 from scheduler.journal.store import Store, Transaction, seal
 from scheduler.journal.writer import RowWriter, kept_of
@@ -38,6 +39,11 @@ _CHECK_INTERVAL_S = 0.5
 class _Commit:
     entries: list[JournalEntry]
     then: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    requests: list[Request]
 
 
 class ThreadedJournal(Journal):
@@ -56,7 +62,7 @@ class ThreadedJournal(Journal):
         self._store = store
         self._limits = limits
         self._model_fingerprint = model_fingerprint
-        self._queue: queue.SimpleQueue[_Commit | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Commit | _Known | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
@@ -71,6 +77,10 @@ class ThreadedJournal(Journal):
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
         """Hands entries to the thread."""
         self._queue.put(_Commit(entries, then))
+
+    def know(self, requests: list[Request]) -> None:
+        """Hands the requests to the thread."""
+        self._queue.put(_Known(requests))
 
     async def close(self) -> None:
         """Lets the thread finish what it was given."""
@@ -125,7 +135,9 @@ class ThreadedJournal(Journal):
         )
         kept = {item.recovered.spec.request_id: kept_of(item) for item in known.values()}
         adapters = read_adapters(stored, self._model_fingerprint)
-        return JournalContents(epoch, requests, adapters), RowWriter(kept, self._model_fingerprint, self._clock)
+        held = [(adapter.name, seal(encode_adapter(adapter, self._model_fingerprint))) for adapter in adapters]
+        writer = RowWriter(kept, self._model_fingerprint, self._clock, held)
+        return JournalContents(epoch, requests, adapters), writer
 
     def _report(self, replayed: Replayed) -> None:
         self.num_damaged = replayed.num_damaged
@@ -142,17 +154,35 @@ class ThreadedJournal(Journal):
             try:
                 commits = [self._queue.get(timeout=_CHECK_INTERVAL_S)]
             except queue.Empty:
-                self._store.check()
+                self._or_anew(self._store.check, writer)
                 continue
             while not self._queue.empty():
                 commits.append(self._queue.get())
-            group = [commit for commit in commits if commit is not None]
+            for item in commits:
+                if isinstance(item, _Known):
+                    writer.know(item.requests)
+            group = [commit for commit in commits if isinstance(commit, _Commit)]
             if group:
-                self._store.write(writer.transaction(entry for commit in group for entry in commit.entries))
+                transaction = writer.transaction(entry for commit in group for entry in commit.entries)
+                self._or_anew(lambda: self._store.write(transaction), writer)  # noqa: B023 (called at once)
                 self.num_commits += 1
                 _call(loop, _call_all, [commit.then for commit in group])
-            if len(group) < len(commits):
+            if None in commits:
                 return
+
+    def _or_anew(self, action: Callable[[], None], writer: RowWriter) -> None:
+        """Does something with the store; where that is gone, writes all that should be in it to a new one."""
+        try:
+            action()
+        except LostError as error:
+            self.num_lost += 1
+            logger.critical("the journal is gone: %s", error)
+            self._store.begin_anew()
+            everything = writer.everything()
+            self._store.write(everything)
+            logger.warning(
+                "began a new journal with what is in memory", extra={"num_requests": len(everything.accepted)}
+            )
 
 
 def _call_all(callbacks: list[Callable[[], None]]) -> None:

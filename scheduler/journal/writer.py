@@ -67,14 +67,23 @@ class RowWriter:
         num_compactions: How often all commits were folded into the requests' rows.
     """
 
-    def __init__(self, kept: dict[str, Kept], model_fingerprint: str, clock: SteadyClock) -> None:
+    def __init__(
+        self,
+        kept: dict[str, Kept],
+        model_fingerprint: str,
+        clock: SteadyClock,
+        adapters: Iterable[tuple[str, bytes]] = (),
+    ) -> None:
         """Goes on behind what is stored.
 
         Args:
             kept: What a journal held when it was opened, by request id; compacted.
             model_fingerprint: Of the served model.
             clock: What the requests' times are by.
+            adapters: What the journal holds of these, sealed, by name.
         """
+        self._adapters = dict(adapters)
+        self._requests: dict[str, Request] = {}
         self._clock = clock
         self.num_compactions = 0
         self._kept = kept
@@ -114,8 +123,10 @@ class RowWriter:
         elif isinstance(entry, RequestForgotten):
             self._forget(entry.request, result)
         elif isinstance(entry, AdapterLoaded):
-            result.adapters.append((entry.adapter.name, seal(encode_adapter(entry.adapter, self._model_fingerprint))))
+            sealed = self._adapters[entry.adapter.name] = seal(encode_adapter(entry.adapter, self._model_fingerprint))
+            result.adapters.append((entry.adapter.name, sealed))
         elif isinstance(entry, AdapterUnloaded):
+            self._adapters.pop(entry.name, None)
             result.adapters.append((entry.name, b""))
 
     def _accept(self, request: Request, result: Transaction) -> None:
@@ -123,6 +134,7 @@ class RowWriter:
         kept = Kept(self._next_number, [0] * count, [0] * count, [False] * count)
         self._next_number += 1
         self._kept[request.request_id] = kept
+        self._requests[request.request_id] = request
         data = encode_request(request, self._model_fingerprint, self._clock)
         result.accepted.append((kept.number, seal(data)))
 
@@ -192,11 +204,32 @@ class RowWriter:
         self._note_changed(request.request_id, request, kept, 0)
 
     def _forget(self, request: Request, result: Transaction) -> None:
+        self._requests.pop(request.request_id, None)
         kept = self._kept.pop(request.request_id, None)
         if kept is not None:
             result.forgotten.append(kept.number)
             if self._changed.pop(request.request_id, None) is not None:
                 self._changed_bytes -= kept.num_bytes
+
+    def know(self, requests: Iterable[Request]) -> None:
+        """Takes in which requests came of those that were in the journal."""
+        self._requests.update((request.request_id, request) for request in requests if request.request_id in self._kept)
+
+    def everything(self) -> Transaction:
+        """All rows anew, as of the last transaction, for a journal that is empty."""
+        known = [(self._requests[request_id], kept) for request_id, kept in self._kept.items()]
+        self._changed.clear()
+        self._changed_bytes = self._commit_bytes = 0
+        return Transaction(
+            accepted=[
+                (kept.number, seal(encode_request(request, self._model_fingerprint, self._clock)))
+                for request, kept in known
+            ],
+            compacted=[
+                (kept.number, seal(_stored(request, kept).output_record(self._clock))) for request, kept in known
+            ],
+            adapters=list(self._adapters.items()),
+        )
 
     def _compact(self) -> list[tuple[int, bytes]]:
         rows = []

@@ -165,8 +165,7 @@ class Outcome:
 async def run(num_messages: int, seed: int) -> Outcome:
     """Keeps requests going until so many messages were changed."""
     outcome = Outcome()
-    pauses = {"FIRST_PAUSE_NS": _SHORT_PAUSE_NS, "MAX_PAUSE_NS": _SHORT_PAUSE_NS}
-    with mock.patch.multiple(standing, **pauses):
+    with mock.patch.multiple(standing, FIRST_PAUSE_NS=_SHORT_PAUSE_NS, MAX_PAUSE_NS=_SHORT_PAUSE_NS):
         async with run_cell(worker_timeout_ms=5_000, heartbeat_interval_ms=50) as cell:
             healthy = await cell.worker(group_id="healthy")
             worker = HostileWorker(f"tcp://127.0.0.1:{cell.service.worker_port}", seed, cell)

@@ -108,7 +108,7 @@ class Mutator:
         return dice.choice((*_TEXTS, *self.texts()))
 
 
-def _fields(message: Message, path: str) -> Iterator[tuple[str, Message, FieldDescriptor]]:
+def _fields(message: Message, path: str) -> Iterator[tuple[str, Message, Any]]:
     for field in message.DESCRIPTOR.fields:
         here = f"{path}.{field.name}"
         yield here, message, field

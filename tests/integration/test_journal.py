@@ -69,6 +69,28 @@ async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_o
     assert "the journal failed" in parts.log("scheduler")
 
 
+def _remove_journal(folder: Path) -> None:
+    for file in folder.glob("journal.sqlite*"):
+        file.unlink()
+
+
+async def test_a_journal_that_is_deleted_in_use_is_begun_anew_and_a_successor_goes_on(tmp_path: Path) -> None:
+    with running(Parts(tmp_path)) as parts:
+        async with parts.stub() as stub:
+            half_way = asyncio.Event()
+            streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000)]
+            await half_way.wait()
+            _remove_journal(tmp_path)
+            await asyncio.to_thread(parts.wait_for_log, "scheduler", "began a new journal")
+            await asyncio.to_thread(parts.kill, "scheduler")
+            parts.start("scheduler")
+            results = await asyncio.gather(*streams)
+    assert [received for received, _ in results] == [
+        list(range(first + 1, first + 1 + NUM_TOKENS)) for first in (1000, 2000)
+    ]
+    assert '"num_unfinished": 2' in parts.log("scheduler")
+
+
 async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_path: Path) -> None:
     path = str(tmp_path / "journal.sqlite")
     with running(Parts(tmp_path)) as parts:

@@ -178,6 +178,14 @@ async def test_one_supervisor_per_directory(tmp_path: Path) -> None:
     second.release()
 
 
+def test_a_run_directory_is_its_owners_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o755)
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.acquire()
+    assert {path.stat().st_mode & 0o777 for path in (run_dir.path, run_dir.logs)} == {0o700}
+    run_dir.release()
+
+
 async def test_the_state_read_is_the_state_written(tmp_path: Path, free_port: Callable[[], int]) -> None:
     run = Run(tmp_path, KINDS, free_port)
     await run.until(lambda state: state.phase is ProcessPhase.READY)

@@ -17,7 +17,7 @@ from scheduler.core.effects import Accepted, Effect
 from scheduler.core.events import AbortRequested, Event, Recovered, StopWordFound, Submitted
 from scheduler.core.request import ExtraOutput, FinishReason, Request
 from scheduler.core.request_spec import RequestSpec
-from scheduler.journal import DeposedError, JournalError, is_entry
+from scheduler.journal import DeposedError, JournalError, LostError, is_entry
 from scheduler.journal.records import Replayed, replay
 from scheduler.journal.sqlite import SqliteStore, torn_tail_bytes
 from scheduler.journal.store import SCHEMA_VERSION, Store
@@ -340,3 +340,89 @@ def test_a_finished_request_is_kept_for_its_time_after_a_restart_whatever_the_cl
     later.advance(2_000)
     assert "a" not in later.core.lifecycle.requests
     store.close()
+
+
+def modes(folder: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+
+
+def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    store = SqliteStore(folder / "journal")
+    cell = Cell(store)
+    cell.submit("a", [1, 2], 2)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert modes(folder) == {0o600}
+    for path in folder.iterdir():  # as an earlier version left them
+        path.chmod(0o644)
+    second = SqliteStore(folder / "journal")
+    second.take_over(least_epoch=1)
+    assert modes(folder) == {0o600}
+    for each in (store, second):
+        each.close()
+
+
+@pytest.mark.parametrize("how", ["delete", "delete the log", "truncate", "truncate the log", "replace"])
+def test_a_journal_that_is_gone_in_use_is_noticed(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "journal"
+    store = SqliteStore(path)
+    cell = Cell(store)
+    cell.harness.add_group()
+    cell.submit("a", [1, 2], 20)
+    cell.step()
+    victim = path.with_name("journal-wal") if "log" in how else path
+    if how.startswith("delete"):
+        victim.unlink()
+    elif how == "replace":
+        shutil.copy(path, tmp_path / "copy")
+        (tmp_path / "copy").replace(path)
+    else:
+        with victim.open("r+b") as file:
+            file.truncate(0)
+    with pytest.raises(LostError, match=str(victim)):
+        store.check()
+    with pytest.raises(LostError):
+        cell.submit("b", [1, 2], 2)
+    # What is in memory goes into a new one, under the same epoch.
+    store.begin_anew()
+    store.write(cell.writer.everything())
+    while cell.step():
+        pass
+    store.close()
+    later = SqliteStore(path)
+    epoch = later.take_over(least_epoch=1)
+    assert epoch == cell.epoch + 1
+    known = list(replay(later.read(), LIMITS, PRINT, CLOCK).requests.values())
+    assert [item.recovered.spec.request_id for item in known] == ["a", "b"]
+    assert [item.outputs[0].tolist() for item in known] == [list(range(3, 23)), [3, 4]]
+    later.close()
+
+
+def test_a_journal_that_another_has_begun_in_its_place_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    store = SqliteStore(path)
+    store.take_over(least_epoch=5)
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink()
+    successor = SqliteStore(path)
+    assert successor.take_over(least_epoch=9) == 9
+    with pytest.raises(LostError):
+        store.check()
+    with pytest.raises(DeposedError):
+        store.begin_anew()
+    successor.check()
+    successor.close()
+
+
+def test_a_truncated_journal_does_not_open_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal"
+    store = SqliteStore(path)
+    Cell(store).submit("a", [1, 2], 2)
+    store.close()
+    with path.open("r+b") as file:
+        file.truncate(0)
+    again = SqliteStore(path)
+    again.take_over(least_epoch=1)
+    assert again.read().num_damaged == 1
+    assert "was truncated" in caplog.text
+    again.close()
