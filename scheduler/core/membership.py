@@ -80,7 +80,7 @@ class Membership:
         self.groups[epoch] = group
         self._effects.append(GroupJoined(event.connection, event.group_id, epoch))
         self._note_kv_changes(group, [CacheCleared()])
-        self._timers.at(self._clock.now_ns + self._config.worker_timeout_ns, partial(self._check_alive, group))
+        self._timers.at(self._clock.now_ns + self._config.worker_timeout_ns, partial(self._check_alive, epoch))
         group.standing.last_seen_ns = self._clock.now_ns
         if group.is_held_off:
             self._timers.at(group.standing.held_until_ns, _take_a_turn)
@@ -281,8 +281,10 @@ class Membership:
         message = f"{len(request.died_on)} workers in a row died while they ran this request"
         self._lifecycle.end(request, FinishReason.ERROR, Failure(INTERNAL, message))
 
-    def _check_alive(self, group: WorkerGroup, now_ns: int) -> None:
-        if self.groups.get(group.epoch) is not group:
+    def _check_alive(self, epoch: int, now_ns: int) -> None:
+        # By its epoch: a timer that held the group would keep the accounts of all its blocks after its end.
+        group = self.groups.get(epoch)
+        if group is None:
             return
         due_ns = group.last_heard_ns + self._config.worker_timeout_ns
         if now_ns >= due_ns:
@@ -294,7 +296,7 @@ class Membership:
                 self.end_by_death(group, "it makes no progress")
                 return
             due_ns = min(due_ns, since_ns + self._config.progress_timeout_ns)
-        self._timers.at(due_ns, partial(self._check_alive, group))
+        self._timers.at(due_ns, partial(self._check_alive, epoch))
 
     def wait_for_workers(self) -> None:
         """Starts the time that requests without a deadline wait while there is no worker at all."""

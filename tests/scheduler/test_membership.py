@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 
@@ -138,6 +140,16 @@ def test_a_result_of_the_wrong_shape_ends_the_epoch(tokens: list[int]) -> None:
     harness.add_group()
     harness.run()
     harness.check_is_empty()
+
+
+def test_a_group_that_is_given_up_takes_no_memory_any_more() -> None:
+    harness = Harness()
+    harness.add_group()
+    group = weakref.ref(harness.group())
+    harness.leave("g")
+    harness.effects.clear()
+    gc.collect()
+    assert group() is None
 
 
 def test_a_row_that_fails_ends_its_own_request_alone() -> None:
