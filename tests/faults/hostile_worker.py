@@ -51,7 +51,7 @@ class HostileWorker:
         self._epoch = 0
         self._is_waiting = False
         self._model = self._new_model()
-        self._last = worker_pb2.WorkerMessage()
+        self._last = b""
         self.thread = threading.Thread(target=self._run, name="hostile-worker", daemon=True)
 
     def _new_model(self) -> FakeModel:
@@ -132,13 +132,13 @@ class HostileWorker:
         if how == "twice":
             socket.send(frame)
         elif how == "again":
-            frame = self._last.SerializeToString()
+            frame = self._last
         elif how == "bytes" and frame:
             place = dice.randrange(len(frame))
             frame = frame[:place] + dice.randbytes(1) + frame[place + 1 :]
         elif how == "cut":
             frame = frame[: dice.randrange(len(frame) + 1)]
-        self._last.CopyFrom(message)
+        self._last = frame
         if how == "parts":
             socket.send_multipart([frame, frame])
         elif how != "never":
