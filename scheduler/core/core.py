@@ -163,13 +163,13 @@ class SchedulerCore:
         if request is None or self._placement.refuse_impossible(request):
             return
         self._clients.note(event.spec.client_id)
-        if not self.membership.groups:
+        if not self.membership.has_usable_group:
             self.membership.watch_lack_of_workers()
 
     def _recover(self, event: Recovered) -> None:
         self.lifecycle.recover(event)
         self._clients.note(event.spec.client_id)
-        if not self.membership.groups:
+        if not self.membership.has_usable_group:
             self.membership.watch_lack_of_workers()
 
     def _start_drain(self, _: DrainStarted) -> None:
