@@ -192,7 +192,7 @@ def find_crash(path: Path, isa: str) -> str | None:
     passed = path.with_suffix(f".{digest}.passed")
     if passed.exists():
         return None
-    command = [sys.executable, "-m", "kernels.cpu.self_check", str(path), isa]
+    command = [sys.executable, "-P", "-m", "kernels.cpu.self_check", str(path), isa]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode < 0:

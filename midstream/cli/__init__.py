@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import midstream
 from midstream.errors import MidstreamError
+from midstream.python_process import python_command, python_environment
 
 # Name -> (module, what it does). Only the module of the command that was asked for is imported.
 COMMANDS = {
@@ -31,8 +32,8 @@ COMMANDS = {
 }
 # Name -> (module, what it does). Processes of their own, as services are not imported here; all arguments are theirs.
 PROGRAMS = {
-    "replay": ("scheduler.replay", "run a recorded scheduler again, as it was or with changes"),
-    "simulate": ("scheduler.replay.simulator", "run the scheduler with simulated workers, to plan capacity"),
+    "replay": ("scheduler.replay.replay", "run a recorded scheduler again, as it was or with changes"),
+    "simulate": ("scheduler.replay.replay.simulator", "run the scheduler with simulated workers, to plan capacity"),
 }
 
 
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_program(module_name: str, words: Sequence[str]) -> int:
     try:
-        return subprocess.run([sys.executable, "-m", module_name, *words], check=False).returncode
+        return subprocess.run(python_command(module_name, *words), env=python_environment(), check=False).returncode
     except KeyboardInterrupt:
         return 130
 

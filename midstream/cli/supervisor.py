@@ -24,6 +24,7 @@ from midstream.cli.logs import last_lines, last_message
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, started_ticks
 from midstream.cli.topology import ProcessSpec
 from midstream.errors import ExecutionError
+from midstream.python_process import python_environment
 
 _PROBE_INTERVAL_S = 0.2
 _FIRST_BACKOFF_S = 0.05
@@ -178,7 +179,7 @@ class _Process:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | self.spec.environment,
+                env=python_environment(os.environ | self.spec.environment),
             )
         self._update(
             phase=ProcessPhase.STARTING,

@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import EMBEDDED_MODEL
 from midstream.processors import num_compute_threads
+from midstream.python_process import python_command
 from midstream.security.private_folder import is_private
 
 HOST = "127.0.0.1"
@@ -37,7 +37,7 @@ class ProcessSpec:
     @property
     def command(self) -> list[str]:
         """The command line."""
-        return [sys.executable, "-m", self.kind, "--name", self.name, *self.flags]
+        return python_command(self.kind, "--name", self.name, *self.flags)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from midstream.cli.supervisor import Supervisor
 from midstream.cli.topology import Topology, plan_processes
 from midstream.errors import ExecutionError
 from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
+from midstream.python_process import python_command, python_environment
 
 _POLL_INTERVAL_S = 0.1
 
@@ -121,14 +121,19 @@ def _run_detached(arguments: argparse.Namespace, console: Console) -> int:
     run_dir = RunDir(arguments.run_dir)
     run_dir.acquire()  # refuses at once when something runs here
     run_dir.release()
-    command = [sys.executable, "-m", "midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", arguments.model]
+    command = python_command("midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", arguments.model)
     for part in ("routers", "detokenizers", "workers", "tensor-parallel", "pipeline-parallel"):
         command += [f"--{part}", str(getattr(arguments, part.replace("-", "_")))]
     prepare_model(arguments.model, console)
     log = run_dir.logs / "supervisor.log"
     with log.open("wb") as output:
         supervisor = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=python_environment(),
         )
     try:
         state = _wait_until_ready(run_dir, supervisor, console)

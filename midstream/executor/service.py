@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from midstream.cli.run_dir import RunDir
 from midstream.errors import ExecutionError
 from midstream.executor.config import ExecutorConfig
 from midstream.executor.engine_folder import with_tokenizer
+from midstream.python_process import python_command, python_environment
 
 
 class LocalService:
@@ -41,7 +41,7 @@ class LocalService:
             ExecutionError: It did not start.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="midstream-"))
-        self._environment = {**os.environ, **environment}
+        self._environment = python_environment({**os.environ, **environment})
         counts = [item for part, count in parts.items() for item in (f"--{part}", str(count))]
         try:
             model = with_tokenizer(model, tokenizer_dir, self._directory / "model")
@@ -81,7 +81,7 @@ class LocalService:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _midstream(self, command: str, *arguments: str) -> None:
-        line = [sys.executable, "-m", "midstream.cli", command, "--run-dir", str(self._directory), *arguments]
+        line = python_command("midstream.cli", command, "--run-dir", str(self._directory), *arguments)
         done = subprocess.run(
             line, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )

@@ -7,12 +7,10 @@ import os
 import select
 import socket
 import subprocess
-import sys
-from pathlib import Path
 
-import midstream
 from midstream.grammar.messages import READY, Guide, receive, send
 from midstream.model.folder import ModelFolder
+from midstream.python_process import python_command, python_environment
 
 MEMORY_BYTES = 2 << 30
 LIMIT_S = 2.0
@@ -38,10 +36,9 @@ class GrammarProcess:
         self._connection, other = socket.socketpair()
         self._limit_s = limit_s
         self._is_ready = False
-        root = str(Path(midstream.__file__).parents[1])
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "midstream.grammar.child", str(other.fileno())),
+                *python_command("midstream.grammar.child", str(other.fileno())),
                 *(str(folder.path / "tokenizer.json"), str(folder.vocab_size)),
                 *(",".join(map(str, folder.end_ids)), str(memory_bytes), str(limit_s)),
             ],
@@ -49,7 +46,7 @@ class GrammarProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={"PATH": os.environ.get("PATH", ""), "PYTHONPATH": root, "RAYON_NUM_THREADS": "1"},
+            env=python_environment({"PATH": os.environ.get("PATH", ""), "RAYON_NUM_THREADS": "1"}),
         )
         other.close()
 

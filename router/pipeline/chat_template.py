@@ -13,13 +13,11 @@ import queue
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import midstream
 from midstream.errors import ConfigError, InvalidArgumentError
+from midstream.python_process import python_command, python_environment
 from router.pipeline.template_renderer import CPU_LIMIT_S, LENGTH, MAX_OUTPUT_CHARACTERS
 
 # A guard for the case that a process waits instead of computing; its own limit is of CPU time.
@@ -109,9 +107,9 @@ class _Process:
             _BrokenError: That failed.
         """
         # Nothing of this process's environment: keys and tokens may be in it.
-        environment = {"PYTHONPATH": str(Path(midstream.__file__).parents[1]), "PATH": os.environ.get("PATH", "")}
+        environment = python_environment({"PATH": os.environ.get("PATH", "")})
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "router.pipeline.template_renderer"],
+            python_command("router.pipeline.template_renderer"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

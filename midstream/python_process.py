@@ -1,0 +1,40 @@
+"""How this project starts Python processes: without the working folder on their path.
+
+`python -m` imports from the working folder first, so that a user's `scheduler.py`, `protos/` or `logging.py` would be
+executed in place of ours or of the standard library's.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import midstream
+
+_ROOT = Path(midstream.__file__).parents[1]
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs `module`; start it with `python_environment`."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def python_environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return `base` with a path on which our packages come first and the working folder does not come.
+
+    Absolute entries of PYTHONPATH stay, for plugins. Relative and empty ones mean the working folder and are removed.
+    PYTHONSAFEPATH keeps the processes that ours start in turn from adding it again.
+    """
+    entries = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if Path(entry).is_absolute()]
+    root = str(_ROOT)
+    # An installed package is found without an entry, and site-packages ahead of the standard library may hide its
+    # modules; behind other entries it needs one.
+    if entries or root not in (*site.getsitepackages(), site.getusersitepackages()):
+        entries.insert(0, root)
+    environment = {**base, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(entries))}
+    if not entries:
+        del environment["PYTHONPATH"]
+    return environment

@@ -1,0 +1,104 @@
+"""Files in the folder where a command runs are not imported, whatever they are called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from midstream.grammar.messages import Guide
+from midstream.grammar.process import GrammarProcess
+from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
+from midstream.python_process import python_environment
+from router.pipeline.chat_template import ChatTemplate
+from tests.integration.service import START_TIMEOUT_S
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("detokenizer", "gpu_worker", "kernels", "midstream", "protos", "router", "scheduler")
+NAMES = ("protos/__init__", "midstream/__init__", "scheduler", "router", "gpu_worker", "logging", "json", "numpy")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of modules that leave a file behind where one is imported."""
+    folder = tmp_path / "project"
+    for name in NAMES:
+        file = (folder / name).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r})\nraise SystemExit('imported')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of an environment into which the project is installed as a user would, beside its dependencies."""
+    folder = tmp_path_factory.mktemp("installed")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / "source" / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "source")
+    venv.create(folder / "venv", with_pip=False, symlinks=True)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    options = ["--python", str(folder / "venv/bin/python"), "-q", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", *options, "install", "--no-deps", "--no-build-isolation"]
+    # Modules of this environment, but not its editable installation of the project: .pth files in it are not read.
+    packages = str(Path(pytest.__file__).parents[1])
+    subprocess.run([*command, str(folder / "source")], check=True, env=os.environ | {"PYTHONPATH": packages})
+    (site / "dependencies.pth").write_text(packages)
+    return folder / "venv" / "bin" / "midstream"
+
+
+def serve_from(folder: Path, *midstream: str) -> None:
+    """Start every part in `folder`, let them answer one prompt, and stop them."""
+    run_dir = ("--run-dir", str(folder.parent / "run"))
+
+    def run(*words: str) -> str:
+        command = [*midstream, *words, *run_dir]
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    try:
+        run("up", "--detach")
+        assert run("generate", "Hi", "--max-tokens", "1", "--temperature", "0")
+    finally:
+        subprocess.run([*midstream, "down", "--now", *run_dir], cwd=folder, check=False, capture_output=True)
+    assert not (folder.parent / "imported").exists()
+
+
+def test_parts_of_an_installation_import_nothing_from_there(folder: Path, installed: Path) -> None:
+    serve_from(folder, str(installed))
+
+
+def test_parts_of_a_checkout_import_nothing_from_there(folder: Path) -> None:
+    serve_from(folder, str(Path(sys.executable).with_name("midstream")))
+
+
+def test_helper_processes_import_nothing_from_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    process = GrammarProcess(open_model_folder(EMBEDDED_MODEL))
+    try:
+        assert template.render([{"role": "user", "content": "hello"}]) == "hello"
+        assert process.check(Guide("regex", "a+")) == ""
+    finally:
+        template.close()
+        process.kill()
+    assert not (folder.parent / "imported").exists()
+
+
+def test_of_pythonpath_the_entries_stay_that_do_not_depend_on_the_working_folder() -> None:
+    environment = python_environment({"PYTHONPATH": ":/plugins:.:lib", "HOME": "/home/user"})
+    assert environment == {"PYTHONPATH": f"{ROOT}:/plugins", "PYTHONSAFEPATH": "1", "HOME": "/home/user"}
