@@ -17,6 +17,7 @@ class StatusCode(IntEnum):
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     UNIMPLEMENTED = 12
     INTERNAL = 13
@@ -112,6 +113,12 @@ class UnauthenticatedError(MidstreamError):
     code = StatusCode.UNAUTHENTICATED
 
 
+class PermissionDeniedError(MidstreamError):
+    """The caller is known and may not do this."""
+
+    code = StatusCode.PERMISSION_DENIED
+
+
 class ExecutionError(MidstreamError):
     """A request failed while it ran."""
 
@@ -126,6 +133,7 @@ _LEAVES: tuple[type[MidstreamError], ...] = (
     AbortedError,
     UnsupportedError,
     UnauthenticatedError,
+    PermissionDeniedError,
     ExecutionError,
 )
 _BY_CODE: dict[int, type[MidstreamError]] = {leaf.code.value: leaf for leaf in _LEAVES}

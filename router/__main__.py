@@ -57,6 +57,8 @@ async def serve(config: RouterConfig) -> None:
         max_beam_width=config.max_beam_width,
         unavailable_timeout_s=config.unavailable_timeout_s,
         sampling_defaults=sampling_defaults(folder) if config.generation_config == "auto" else None,
+        share_prefix_cache=config.share_prefix_cache,
+        adapter_root=config.adapter_root,
     )
     metrics.gauge("num_live_detokenizers", "Detokenizers that can be used.").set_function(lambda: pool.num_live)
     server = Server(
@@ -89,7 +91,7 @@ async def serve(config: RouterConfig) -> None:
 
     status = StatusFeed(cells, folder.name, router_status, server.draining)
     add_servicers(server, front, prompts, cells, status, router_id)
-    api = OpenAiApi(front, prompts, metrics, progress.problems, config.max_message_bytes)
+    api = OpenAiApi(front, prompts, metrics, progress.problems, config.max_message_bytes, progress.stalled)
     pages = api.app()
     pages.router.routes.extend(dashboard_routes(status))
     app = AuthenticatedApp(pages, authenticator, refuse)

@@ -2,36 +2,58 @@
 
 Both front doors ask here before anything else: gRPC through `admit`, HTTP through `AuthenticatedApp`. Who an
 authenticated caller is becomes its requests' client id, whatever they say, and a part of their request ids inside, so
-that nobody can resume, abort or probe what is another's. Health, metrics and the dashboard's page are open to all.
+that nobody but an admin can resume, abort or probe what is another's. What a caller may do is said by its roles
+(permissions.py). Health and the dashboard's page are open to all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc.aio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from midstream.config import RouterConfig
-from midstream.errors import ConfigError, MidstreamError, UnauthenticatedError
+from midstream.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    MidstreamError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from router.permissions import (
+    ALL_ROLES,
+    DEFAULT_ROLES,
+    Role,
+    name_roles,
+    parse_roles,
+    roles_for_method,
+    roles_for_path,
+)
 
 logger = logging.getLogger(__name__)
 
 _OPEN_METHODS = "/grpc.health.v1.Health/"
 # The dashboard's page says nothing of the service; what it shows comes from /dashboard/feed, which is not open.
-_OPEN_PATHS = frozenset({"/health", "/metrics", "/dashboard"})
+_OPEN_PATHS = frozenset({"/health", "/live", "/dashboard"})
 _OPEN_PREFIX = "/dashboard/static/"
 _MIN_TOKEN_CHARACTERS = 16
 _LOOK_INTERVAL_S = 1.0
 _MAX_CLIENT_ID = 128
+# A request id as it is inside the system, and in its logs.
+_INNER_ID = re.compile(r".*@[0-9a-f]{16}", re.DOTALL)
+
+_EntryT = TypeVar("_EntryT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,124 +63,202 @@ class Caller:
     Attributes:
         name: The client id of an authenticated caller, else the address that the call comes from.
         is_authenticated: Whether a token or a certificate says so.
+        roles: What it may do.
     """
 
     name: str = ""
     is_authenticated: bool = False
+    roles: frozenset[Role] = ALL_ROLES
 
     def scope(self, request_id: str) -> str:
-        """A request's id inside the system: an authenticated caller's cannot be another's."""
-        if not self.is_authenticated:
+        """Return a request's id inside the system: an authenticated caller's cannot be another's.
+
+        An admin names others' requests by the inner ids, which logs and status show.
+        """
+        if not self.is_authenticated or (Role.ADMIN in self.roles and _INNER_ID.fullmatch(request_id)):
             return request_id
-        return f"{request_id}@{hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()}"
+        return f"{request_id}@{self._digest()}"
+
+    def salt(self, cache_salt: str) -> str:
+        """Return the cache salt with which an authenticated caller shares prefixes with nobody else."""
+        return f"{cache_salt}@{self._digest()}" if self.is_authenticated else cache_salt
+
+    def require(self, roles: frozenset[Role]) -> None:
+        """Raise PermissionDeniedError unless the caller has one of `roles`."""
+        if self.roles.isdisjoint(roles):
+            who = self.name if self.is_authenticated else "a caller without credentials"
+            raise PermissionDeniedError(f"{who} needs the role {name_roles(roles)}")
+
+    def _digest(self) -> str:
+        return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
 
 
+# Outside of a door, where nothing was asked.
 _NOBODY = Caller()
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=_NOBODY)
 
 
-class TokenFile:
-    """Bearer tokens and the client ids they stand for, from a file that is read again when it changes.
+class _WatchedFile(Generic[_EntryT]):
+    """Lines of a file, which is read again when it changes; a changed file that is not usable is not taken."""
 
-    A line is `TOKEN CLIENT_ID`; empty lines and those that begin with # say nothing.
-    """
+    field: str
 
     def __init__(self, path: str) -> None:
-        """Reads the file.
+        """Read the file.
 
         Raises:
-            ConfigError: It is missing, holds no token, or one that is too short or there twice.
+            ConfigError: It is missing, or a line is wrong.
         """
         self._path = Path(path)
         self._signature = self._sign()
-        self._clients = self._read()
+        self._entries = self._read()
         self._looked_at = time.monotonic()
 
-    def client_of(self, token: str) -> str | None:
-        """The client id of a token; takes the same time whatever token it is."""
-        self._refresh()
-        digest, found = _digest(token), None
-        for known, client in self._clients:
-            if hmac.compare_digest(known, digest):
-                found = client
-        return found
-
-    def _refresh(self) -> None:
+    def entries(self) -> dict[bytes, _EntryT]:
+        """Return what the file holds now."""
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_INTERVAL_S:
-            return
-        self._looked_at = now
-        try:
-            signature = self._sign()
-            if signature != self._signature:
-                self._signature = signature
-                self._clients = self._read()
-                logger.info("took %d tokens", len(self._clients))
-        except ConfigError as error:
-            logger.warning("the tokens on disk are not usable, so the old ones stay: %s", error)
+        if now - self._looked_at >= _LOOK_INTERVAL_S:
+            self._looked_at = now
+            try:
+                signature = self._sign()
+                if signature != self._signature:
+                    self._signature = signature
+                    self._entries = self._read()
+                    logger.info("took %d entries of %s", len(self._entries), self._path)
+            except ConfigError as error:
+                logger.warning("%s is not usable, so its old contents stay: %s", self._path, error)
+        return self._entries
+
+    def _parse(self, words: list[str]) -> tuple[bytes, _EntryT]:
+        """Return key and value of a line; raise InvalidArgumentError without quoting it, as it may hold a secret."""
+        raise NotImplementedError
 
     def _sign(self) -> tuple[int, int, int]:
         try:
             stat = self._path.stat()
         except OSError as error:
-            raise ConfigError(f"cannot be read: {error}", field="auth_tokens") from None
+            raise ConfigError(f"cannot be read: {error}", field=self.field) from None
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
-    def _read(self) -> list[tuple[bytes, str]]:
+    def _read(self) -> dict[bytes, _EntryT]:
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot be read: {error}", field="auth_tokens") from None
-        clients: dict[bytes, str] = {}
+            raise ConfigError(f"cannot be read: {error}", field=self.field) from None
+        entries: dict[bytes, _EntryT] = {}
         for number, line in enumerate(lines, 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
-            # The line itself may hold a secret, so it is not shown.
-            if len(words) != 2 or len(words[1]) > _MAX_CLIENT_ID:
-                raise ConfigError(f"{self._path}, line {number} is not TOKEN CLIENT_ID", field="auth_tokens")
-            if len(words[0]) < _MIN_TOKEN_CHARACTERS:
-                reason = f"{self._path}, line {number}: a token has at least {_MIN_TOKEN_CHARACTERS} characters"
-                raise ConfigError(reason, field="auth_tokens")
-            if clients.setdefault(_digest(words[0]), words[1]) != words[1]:
-                raise ConfigError(f"{self._path}, line {number}: the token is another client's", field="auth_tokens")
-        if not clients:
-            raise ConfigError(f"{self._path} holds no token", field="auth_tokens")
-        return list(clients.items())
+            try:
+                key, entry = self._parse(words)
+                if entries.setdefault(key, entry) != entry:
+                    raise InvalidArgumentError("an earlier line says otherwise")
+            except InvalidArgumentError as error:
+                raise ConfigError(f"{self._path}, line {number}: {error.message}", field=self.field) from None
+        if not entries:
+            raise ConfigError(f"{self._path} has no entry", field=self.field)
+        return entries
+
+
+class TokenFile(_WatchedFile[tuple[str, frozenset[Role]]]):
+    """Bearer tokens, the client ids they stand for and their roles.
+
+    A line is `TOKEN CLIENT_ID [ROLE,...]`; without roles it is generate and observe. Empty lines and those that begin
+    with # are skipped.
+    """
+
+    field = "auth_tokens"
+
+    def caller_of(self, token: str) -> Caller | None:
+        """Return whom a token stands for; takes the same time whatever token it is."""
+        digest, found = _digest(token), None
+        for known, entry in self.entries().items():
+            if hmac.compare_digest(known, digest):
+                found = entry
+        return None if found is None else Caller(found[0], is_authenticated=True, roles=found[1])
+
+    def _parse(self, words: list[str]) -> tuple[bytes, tuple[str, frozenset[Role]]]:
+        if len(words) not in (2, 3) or len(words[1]) > _MAX_CLIENT_ID:
+            raise InvalidArgumentError("it is not TOKEN CLIENT_ID [ROLE,...]")
+        if len(words[0]) < _MIN_TOKEN_CHARACTERS:
+            raise InvalidArgumentError(f"a token has at least {_MIN_TOKEN_CHARACTERS} characters")
+        roles = parse_roles(words[2], "") if len(words) == 3 else DEFAULT_ROLES
+        return _digest(words[0]), (words[1], roles)
+
+
+class RoleFile(_WatchedFile[frozenset[Role]]):
+    """Roles of clients that are known by certificates: lines of `CLIENT_ID ROLE,...`."""
+
+    field = "auth_roles"
+
+    def roles_of(self, client: str) -> frozenset[Role]:
+        """Return a client's roles; those of one that is not listed are generate and observe."""
+        return self.entries().get(client.encode(), DEFAULT_ROLES)
+
+    def _parse(self, words: list[str]) -> tuple[bytes, frozenset[Role]]:
+        if len(words) != 2:
+            raise InvalidArgumentError("it is not CLIENT_ID ROLE,...")
+        return words[0].encode(), parse_roles(words[1], "")
 
 
 class Authenticator:
     """Finds out who calls."""
 
-    def __init__(self, *, tokens: TokenFile | None = None, by_certificate: bool = False) -> None:
-        """Takes tokens, or the names in clients' certificates; without either everyone is taken."""
+    def __init__(
+        self,
+        *,
+        tokens: TokenFile | None = None,
+        by_certificate: bool = False,
+        roles: RoleFile | None = None,
+        anonymous_roles: frozenset[Role] | None = None,
+    ) -> None:
+        """Know callers by tokens or by the names in their certificates; without either everyone is let in.
+
+        Args:
+            tokens: Bearer tokens.
+            by_certificate: Whether certificates say who calls.
+            roles: Roles of those.
+            anonymous_roles: Roles of callers without credentials; by default all where everyone is let in, else none.
+        """
         self._tokens = tokens
         self._by_certificate = by_certificate
+        self._roles = roles
+        is_open = tokens is None and not by_certificate
+        self._anonymous_roles = (ALL_ROLES if is_open else frozenset()) if anonymous_roles is None else anonymous_roles
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> Authenticator:
-        """What the configuration asks for.
+        """Return what the configuration asks for.
 
         Raises:
-            ConfigError: It contradicts itself, or the tokens are not usable.
+            ConfigError: It contradicts itself, or a file is not usable.
         """
-        if config.auth == "token":
-            if not config.auth_tokens:
-                raise ConfigError("is empty, and auth is token", field="auth_tokens")
-            return cls(tokens=TokenFile(config.auth_tokens))
-        if config.auth_tokens:
+        if config.auth_tokens and config.auth != "token":
             raise ConfigError(f"is given, and auth is {config.auth}", field="auth_tokens")
+        if config.auth_roles and config.auth != "mtls":
+            raise ConfigError(f"is given, and auth is {config.auth}", field="auth_roles")
+        if config.auth == "token" and not config.auth_tokens:
+            raise ConfigError("is empty, and auth is token", field="auth_tokens")
         if config.auth == "mtls" and not (config.tls and config.tls_require_client_cert):
             raise ConfigError("mtls needs tls and tls_require_client_cert", field="auth")
-        return cls(by_certificate=config.auth == "mtls")
+        return cls(
+            tokens=TokenFile(config.auth_tokens) if config.auth == "token" else None,
+            by_certificate=config.auth == "mtls",
+            roles=RoleFile(config.auth_roles) if config.auth_roles else None,
+            anonymous_roles=_anonymous_roles(config),
+        )
 
     def admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Sets `current_caller` for a gRPC call.
+        """Set `current_caller` for a gRPC call.
 
         Raises:
             UnauthenticatedError: Nobody knows the caller.
+            PermissionDeniedError: It lacks the role that the method needs.
         """
+        address = context.peer().rpartition(":")[0]
         if method.startswith(_OPEN_METHODS):
+            current_caller.set(Caller(address, roles=frozenset()))
             return
         authorization = ""
         if self._tokens is not None:
@@ -169,35 +269,48 @@ class Authenticator:
         if self._by_certificate:
             properties: Mapping[str, Iterable[bytes]] = context.auth_context()
             names = [name.decode() for name in properties.get("x509_common_name", ())]
-        current_caller.set(self.identify(authorization, names, context.peer().rpartition(":")[0]))
+        current_caller.set(self.identify(authorization, names, address, roles_for_method(method)))
 
-    def identify(self, authorization: str, certificate_names: Iterable[str], address: str) -> Caller:
-        """The caller.
+    def identify(
+        self, authorization: str, certificate_names: Iterable[str], address: str, roles: frozenset[Role]
+    ) -> Caller:
+        """Return the caller.
 
         Args:
             authorization: The header or metadata of that name; empty where there is none.
             certificate_names: Common names of the certificate that was shown and checked.
             address: Where the call comes from.
+            roles: It needs one of these.
 
         Raises:
             UnauthenticatedError: No credentials, or wrong ones.
+            PermissionDeniedError: It has none of the roles.
         """
-        if self._tokens is not None:
+        caller = self._known(authorization, certificate_names, address, roles)
+        caller.require(roles)
+        return caller
+
+    def _known(
+        self, authorization: str, certificate_names: Iterable[str], address: str, roles: frozenset[Role]
+    ) -> Caller:
+        is_anonymous_enough = not self._anonymous_roles.isdisjoint(roles)
+        if self._tokens is not None and (authorization or not is_anonymous_enough):
             scheme, _, token = authorization.partition(" ")
             if not authorization:
                 raise UnauthenticatedError("authorization is missing; send `authorization: Bearer TOKEN`")
             if scheme.lower() != "bearer":
                 raise UnauthenticatedError("authorization must be `Bearer TOKEN`")
-            client = self._tokens.client_of(token.strip())
-            if client is None:
+            caller = self._tokens.caller_of(token.strip())
+            if caller is None:
                 raise UnauthenticatedError("the token is not known here")
-            return Caller(client, is_authenticated=True)
-        if self._by_certificate:
-            name = next(iter(certificate_names), "")
+            return caller
+        name = next(iter(certificate_names), "") if self._by_certificate else ""
+        if self._by_certificate and (name or not is_anonymous_enough):
             if not 0 < len(name) <= _MAX_CLIENT_ID:
                 raise UnauthenticatedError("a client certificate with a common name is needed")
-            return Caller(name, is_authenticated=True)
-        return Caller(address)
+            allowed = self._roles.roles_of(name) if self._roles is not None else DEFAULT_ROLES
+            return Caller(name, is_authenticated=True, roles=allowed)
+        return Caller(address, roles=self._anonymous_roles)
 
 
 class AuthenticatedApp:
@@ -222,9 +335,12 @@ class AuthenticatedApp:
             client = scope.get("client")
             try:
                 caller = self._authenticator.identify(
-                    authorization, scope.get("certificate_names", ()), client[0] if client else ""
+                    authorization,
+                    scope.get("certificate_names", ()),
+                    client[0] if client else "",
+                    roles_for_path(scope["path"]),
                 )
-            except UnauthenticatedError as error:
+            except (UnauthenticatedError, PermissionDeniedError) as error:
                 await self._refuse(error, scope, receive, send)
                 return
             current_caller.set(caller)
@@ -233,6 +349,24 @@ class AuthenticatedApp:
 
 def _is_open(path: str) -> bool:
     return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
+
+
+def _anonymous_roles(config: RouterConfig) -> frozenset[Role] | None:
+    if not config.anonymous_roles:
+        return None if config.auth != "none" or is_loopback(config.host) else DEFAULT_ROLES
+    roles = parse_roles(config.anonymous_roles, "anonymous_roles")
+    # Request ids of callers without a name could be those of callers that have one.
+    if config.auth != "none" and not roles <= {Role.OBSERVE}:
+        raise ConfigError(f"may only be observe where auth is {config.auth}", field="anonymous_roles")
+    return roles
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is of this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _digest(token: str) -> bytes:

@@ -15,9 +15,10 @@ from midstream.errors import UnsupportedError
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import current_caller
+from router.permissions import Role
 from router.pipeline.cells import Cells
 from router.pipeline.output import FrontDoor, Output
-from router.pipeline.request_checks import check_model
+from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
 
 _CALL_TIMEOUT_S = 10.0
@@ -158,6 +159,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
     async def LoadLora(self, request: loads_pb2.LoadLoraRequest, context: object) -> loads_pb2.LoadLoraResponse:  # noqa: N802
         """Loads an adapter in every cell."""
+        check_adapter_path(request.path, self._front.runner.adapter_root, "path")
         self._cells.any()
         first, *_ = await asyncio.gather(*(cell.stub.LoadLora(request) for cell in self._cells.cells.values()))
         return first
@@ -170,7 +172,11 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
     async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:  # noqa: N802
         """The adapters that are loaded; all cells have the same."""
-        return await self._cells.any().stub.ListLoras(request, timeout=_CALL_TIMEOUT_S)
+        response = await self._cells.any().stub.ListLoras(request, timeout=_CALL_TIMEOUT_S)
+        if Role.ADMIN not in current_caller.get().roles:
+            for lora in response.loras:
+                lora.ClearField("path")
+        return response
 
 
 async def _relay(output: Output, context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -34,7 +34,27 @@ class RouterConfig(GrpcServiceConfig):
     auth: str = setting(
         "none", "How clients are known; mtls: by their certificates.", choices=("none", "token", "mtls")
     )
-    auth_tokens: str = setting("", "File with lines of `TOKEN CLIENT_ID`, re-read when it changes.")
+    auth_tokens: str = setting(
+        "",
+        "File with lines of `TOKEN CLIENT_ID [ROLE,...]`, re-read when it changes. Roles are generate, observe and "
+        "admin; without them generate,observe.",
+    )
+    auth_roles: str = setting(
+        "", "With auth mtls: file with lines of `CLIENT_ID ROLE,...`; clients not in it may generate,observe."
+    )
+    anonymous_roles: str = setting(
+        "",
+        "Roles of callers without credentials; empty: with auth none all on a loopback address and generate,observe on "
+        "others, else none. Beside auth token or mtls it can be observe, for monitoring.",
+    )
+    share_prefix_cache: bool = setting(
+        False,
+        "Share cached prefixes between authenticated clients. It is faster where they send the same prompts, and lets "
+        "each find out by timing what others sent.",
+    )
+    adapter_root: str = setting(
+        "", "Folder under which adapters may be loaded by path; empty: requests name loaded adapters only."
+    )
     tls_require_client_cert: bool = setting(False, "Take only clients with a certificate of the authorities.")
     unavailable_timeout_s: float = setting(
         30.0, "Seconds that a request without a deadline waits for a part that is away."

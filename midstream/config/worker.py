@@ -71,6 +71,8 @@ class WorkerConfig(ServiceConfig):
     )
     replicate_post_processors: bool = setting(
         False, "Call them on all ranks of a group; only off is implemented for several ranks: on rank 0 alone."
+    adapter_root: str = setting(
+        "", "Folder that adapters must lie in, behind symbolic links too; empty: as routers say."
     )
     cuda_graphs: bool = setting(True, "On a GPU, decode by replaying recorded CUDA graphs.")
     batch_invariant: bool = setting(False, "On a GPU, let no output depend on the rest of its batch; slower.")

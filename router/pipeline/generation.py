@@ -31,6 +31,7 @@ from router.pipeline.grammar_check import GrammarChecker
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.readers import Readers
 from router.pipeline.request_checks import (
+    check_adapter_path,
     check_name,
     check_post_processor,
     check_request,
@@ -141,6 +142,7 @@ class Runner:
 
     Attributes:
         readers: Clients that wait for a request's output, or for its scheduler to take it.
+        adapter_root: Folder under which adapters may be loaded by path; empty: nowhere.
     """
 
     def __init__(
@@ -155,8 +157,24 @@ class Runner:
         max_tensor_bytes: int = 256 << 20,
         sampling_defaults: pb.SamplingConfig | None = None,
         max_beam_width: int = 16,
+        share_prefix_cache: bool = False,
+        adapter_root: str = "",
     ) -> None:
-        """`sampling_defaults` fill what requests leave unset."""
+        """Run requests for one model.
+
+        Args:
+            model: What is served.
+            prompts: Makes token ids of what clients send.
+            cells: Schedulers.
+            pool: Detokenizers.
+            max_pending_bytes: Bytes that may wait for one slow reader.
+            unavailable_timeout_s: How long a part that is away is waited for where there is no deadline.
+            max_tensor_bytes: Bytes of tensors that one request may ask for.
+            sampling_defaults: Fill what requests leave unset.
+            sampling_defaults: Fill what requests leave unset.
+            share_prefix_cache: Whether authenticated clients share prefixes.
+            adapter_root: Folder under which requests may name adapters by path; empty: nowhere.
+        """
         self.model = model
         self.cells = cells
         self.pool = pool
@@ -166,6 +184,8 @@ class Runner:
         self._max_tensor_bytes = max_tensor_bytes
         self._sampling_defaults = sampling_defaults or pb.SamplingConfig()
         self._max_beam_width = max_beam_width
+        self._share_prefix_cache = share_prefix_cache
+        self.adapter_root = adapter_root
         self._grammars = GrammarChecker(model)
         self._aborting: set[asyncio.Task[None]] = set()
         self.readers = Readers()
@@ -188,6 +208,10 @@ class Runner:
             raise DeadlineError("the deadline had passed on arrival")
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         check_request(request, self.model, self._max_beam_width, self.cells.features)
+        check_request(request, self.model)
+        for path, field in ((request.lora.path, "lora.path"), (request.prompt_tuning.path, "prompt_tuning.path")):
+            if path:
+                check_adapter_path(path, self.adapter_root, field)
         await self._normalize(request)
         cell = self.cells.choose(request.token_ids.values, request.cache_salt)
         if cell.features is not None:
@@ -292,6 +316,8 @@ class Runner:
             for ids in await self._prompts.bad_word_ids(list(bad_words)):
                 request.stopping.bad_word_token_ids.add(values=ids)
         request.request_id = current_caller.get().scope(request.request_id or uuid.uuid4().hex)
+        if not self._share_prefix_cache:
+            request.cache_salt = current_caller.get().salt(request.cache_salt)
         request.model = self.model.name
         fill_sampling(request.sampling, self._sampling_defaults)
         if not request.sampling.HasField("seed"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from midstream.extras import tensor_bytes
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
+from router.authentication import current_caller
+from router.permissions import Role
 from router.pipeline.virtual_tokens import check_virtual_tokens, num_token_ids
 
 MAX_NAME = 128
@@ -150,6 +154,22 @@ def check_name(value: str, field: str) -> None:
     """Raises InvalidArgumentError where a name is too long."""
     if len(value) > MAX_NAME:
         raise InvalidArgumentError(f"has {len(value)} characters; at most {MAX_NAME}", field=field)
+
+
+def check_adapter_path(path: str, root: str, field: str) -> None:
+    """Raise where the caller may not load an adapter from `path`, which does not depend on what is there.
+
+    Raises:
+        PermissionDeniedError: The caller is no admin.
+        InvalidArgumentError: Paths are not taken, or it is not below `root`.
+    """
+    current_caller.get().require(frozenset({Role.ADMIN}))
+    if not root:
+        reason = "paths are not taken, as --adapter-root is not set; name an adapter that is loaded"
+        raise InvalidArgumentError(reason, field=field)
+    # Where symbolic links lead is the workers' to check, whose files they are.
+    if not PurePath(os.path.normpath(path)).is_relative_to(os.path.normpath(root)) or "\0" in path:
+        raise InvalidArgumentError("is not below the folder of adapters (--adapter-root)", field=field)
 
 
 def check_supported(request: pb.GenerateRequest, features: Iterable[str]) -> None:

@@ -21,12 +21,13 @@ from router.authentication import AuthenticatedApp, Authenticator, current_calle
 from router.protocols.http_server import HttpPort
 from router.protocols.openai.app import refuse
 
-SERVICE = "midstream.v1.Test"
+# Names of the real service, for its methods' roles.
+SERVICE = "midstream.v1.Midstream"
 
 
 @contextlib.asynccontextmanager
 async def serving(tls: Tls | None, authenticator: Authenticator | None = None) -> AsyncIterator[str]:
-    """A server whose method `WhoAmI` answers with the caller's name."""
+    """A server whose method `GetModelInfo` answers with the caller's name."""
     admit = authenticator.admit if authenticator is not None else None
     server = Server(SERVICE, "127.0.0.1", 0, Progress(), tls=tls, admit=admit)
 
@@ -38,8 +39,8 @@ async def serving(tls: Tls | None, authenticator: Authenticator | None = None) -
         await asyncio.Event().wait()
 
     methods: dict[str, Any] = {
-        "WhoAmI": grpc.unary_unary_rpc_method_handler(cast("Any", answer)),
-        "Stream": grpc.unary_stream_rpc_method_handler(cast("Any", stream)),
+        "GetModelInfo": grpc.unary_unary_rpc_method_handler(cast("Any", answer)),
+        "GetStatus": grpc.unary_stream_rpc_method_handler(cast("Any", stream)),
     }
     server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
     await server.start()
@@ -48,11 +49,11 @@ async def serving(tls: Tls | None, authenticator: Authenticator | None = None) -
 
 
 def who_am_i(channel: grpc.aio.Channel) -> Any:
-    return channel.unary_unary(f"/{SERVICE}/WhoAmI")
+    return channel.unary_unary(f"/{SERVICE}/GetModelInfo")
 
 
 def stream_of(channel: grpc.aio.Channel) -> Any:
-    return channel.unary_stream(f"/{SERVICE}/Stream")
+    return channel.unary_stream(f"/{SERVICE}/GetStatus")
 
 
 async def ask(channel: grpc.aio.Channel) -> str:

@@ -177,7 +177,7 @@ class Rig:
         for worker in self._workers.values():
             await asyncio.to_thread(worker.kill)
             worker.runner.close()
-        for runner in self._cluster._runners:
+        for runner in self._cluster.runners:
             runner.close()
         await self._service.stop()
         self._cluster.prompts.close()

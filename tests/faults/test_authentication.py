@@ -15,7 +15,8 @@ from midstream.config import RouterConfig
 from midstream.errors import ConfigError, UnauthenticatedError
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import open_channel
-from router.authentication import Authenticator, TokenFile
+from router.authentication import Authenticator, Caller, TokenFile
+from router.permissions import DEFAULT_ROLES
 from tests.faults.guarded_ports import ask, fetch, http_port, replace, serving, stream_of, who_am_i
 
 ALICE, BOB = "alice-has-a-long-token", "bob-has-a-long-token-too"
@@ -34,6 +35,8 @@ def tokens_in(path: Path, *lines: str) -> TokenFile:
         ["short me"],
         [ALICE],
         [f"{ALICE} alice and more"],
+        [f"{ALICE} alice root"],
+        [f"{ALICE} alice generate,"],
         [f"{ALICE} alice", f"{ALICE} bob"],
         [f"{ALICE} {'x' * 129}"],
     ],
@@ -53,6 +56,9 @@ def test_authentication_that_contradicts_itself_refuses_to_start(tmp_path: Path)
         ("auth_tokens", {"auth": "token", "auth_tokens": "/nowhere"}),
         ("auth_tokens", {"auth_tokens": str(path)}),
         ("auth", {"auth": "mtls"}),
+        ("auth_roles", {"auth_roles": str(path)}),
+        ("anonymous_roles", {"anonymous_roles": "root"}),
+        ("anonymous_roles", {"auth": "token", "auth_tokens": str(path), "anonymous_roles": "generate"}),
     ):
         with pytest.raises(ConfigError) as raised:
             Authenticator.from_config(RouterConfig(**settings))  # type: ignore[arg-type]
@@ -90,11 +96,12 @@ def test_a_changed_token_file_is_read_again_and_a_broken_one_is_not(
     path = tmp_path / "tokens"
     tokens = tokens_in(path, f"{ALICE} alice")
     replace(path, f"{BOB} bob\n".encode())
-    assert (tokens.client_of(ALICE), tokens.client_of(BOB)) == (None, "bob")
+    bob = Caller("bob", is_authenticated=True, roles=DEFAULT_ROLES)
+    assert (tokens.caller_of(ALICE), tokens.caller_of(BOB)) == (None, bob)
     replace(path, b"")
-    assert tokens.client_of(BOB) == "bob"
+    assert tokens.caller_of(BOB) == bob
     path.unlink()
-    assert tokens.client_of(BOB) == "bob"
+    assert tokens.caller_of(BOB) == bob
 
 
 async def test_tokens_over_http(tmp_path: Path) -> None:

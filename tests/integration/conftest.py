@@ -32,8 +32,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> I
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Traced is what clients ask to be traced.
     tracing = {"MIDSTREAM_OTLP_ENDPOINT": collector.endpoint, "MIDSTREAM_TRACE_RATIO": "0"}
-    logging = {"MIDSTREAM_LOG_LEVEL": "debug"}
-    service = Service.start(tmp_path_factory.mktemp("service"), *flags, PYTHONPATH=path, **tracing, **logging)
+    settings = {"MIDSTREAM_LOG_LEVEL": "debug", "MIDSTREAM_ADAPTER_ROOT": str(tmp_path_factory.getbasetemp())}
+    service = Service.start(tmp_path_factory.mktemp("service"), *flags, PYTHONPATH=path, **tracing, **settings)
     yield service
     service.stop()
 

@@ -20,6 +20,7 @@ from midstream.rpc.serving import Server
 from midstream.telemetry import Metrics
 from protos import detokenizer_pb2_grpc
 from protos.status_pb2 import RouterStatus
+from router.authentication import AuthenticatedApp, Authenticator
 from router.dashboard import dashboard_routes
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
@@ -28,7 +29,7 @@ from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.protocols import add_servicers
 from router.protocols.http_server import HttpPort
-from router.protocols.openai.app import OpenAiApi
+from router.protocols.openai.app import OpenAiApi, refuse
 from router.status import StatusFeed
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 
@@ -89,7 +90,7 @@ class Cluster:
         self.scheduler_address = ""
         self.prompts = PromptBuilder(folder, 1)
         self._parts: list[Part] = []
-        self._runners: list[Runner] = []
+        self.runners: list[Runner] = []
 
     async def start_scheduler(self) -> None:
         self.scheduler_address = await self.scheduler.start()
@@ -103,7 +104,12 @@ class Cluster:
         return self._keep(Part(server, servicer, asyncio.create_task(pool.run())))
 
     async def add_router(
-        self, *detokenizers: Part, max_pending_bytes: int = 1 << 20, unavailable_timeout_s: float = 5.0, port: int = 0
+        self,
+        *detokenizers: Part,
+        max_pending_bytes: int = 1 << 20,
+        unavailable_timeout_s: float = 5.0,
+        port: int = 0,
+        authenticator: Authenticator | None = None,
     ) -> Part:
         cells = Cells(self.scheduler_address, MAX_MESSAGE)
         pool = DetokenizerPool(",".join(part.address for part in detokenizers) or "127.0.0.1:1", MAX_MESSAGE)
@@ -115,14 +121,20 @@ class Cluster:
             max_pending_bytes=max_pending_bytes,
             unavailable_timeout_s=unavailable_timeout_s,
         )
-        self._runners.append(runner)
-        server = Server("midstream.v1.Midstream", "127.0.0.1", port, Progress())
+        self.runners.append(runner)
+        server = Server(
+            "midstream.v1.Midstream",
+            "127.0.0.1",
+            port,
+            Progress(),
+            admit=authenticator.admit if authenticator else None,
+        )
         front = FrontDoor(runner, RouterMetrics(Metrics()), server.draining)
         status = StatusFeed(cells, self.folder.name, lambda: RouterStatus(router_id="r"), server.draining, 0.05)
         add_servicers(server, front, self.prompts, cells, status, "r")
         pages = OpenAiApi(front, self.prompts, Metrics(), list, MAX_MESSAGE).app()
         pages.router.routes.extend(dashboard_routes(status))
-        http = HttpPort(pages, "127.0.0.1", 0)
+        http = HttpPort(AuthenticatedApp(pages, authenticator or Authenticator(), refuse), "127.0.0.1", 0)
         await server.start()
         http.start()
 
@@ -137,7 +149,7 @@ class Cluster:
     async def close(self) -> None:
         for part in reversed(self._parts):
             await part.kill()
-        for runner in self._runners:
+        for runner in self.runners:
             runner.close()
         await self.scheduler.stop()
         self.prompts.close()

@@ -41,12 +41,14 @@ class OpenAiApi:
         metrics: Metrics,
         problems: Callable[[], list[str]],
         max_body_bytes: int,
+        stalled: Callable[[], list[str]] = list,
     ) -> None:
         self._front = front
         self._model = front.runner.model
         self._prompts = prompts
         self._metrics = metrics
         self._problems = problems
+        self._stalled = stalled
         self._max_body_bytes = max_body_bytes
         self._models = Models(self._model, front.runner.cells)
         self._vocabulary = Vocabulary(self._spell, format_of(self._model.chat_template))
@@ -63,6 +65,7 @@ class OpenAiApi:
             "/v1/models": self._list_models,
             "/v1/models/{name:path}": self._one_model,
             "/health": self._health,
+            "/live": self._live,
             "/metrics": self._show_metrics,
             "/openapi.json": self._describe,
         }
@@ -114,9 +117,10 @@ class OpenAiApi:
         return JSONResponse({"prompt": text}, headers=ignored_header(ignored_fields(body)))
 
     async def _health(self, request: Request) -> Response:
-        problems = self._problems()
-        body = {"status": "NOT_SERVING" if problems else "SERVING", "stalled": problems}
-        return JSONResponse(body, 503 if problems else 200)
+        return _health_answer(self._problems())
+
+    async def _live(self, request: Request) -> Response:
+        return _health_answer(self._stalled())
 
     async def _show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -134,6 +138,11 @@ class OpenAiApi:
 
     def _spell(self, token_id: int) -> str:
         return self._prompts.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _health_answer(problems: list[str]) -> Response:
+    body = {"status": "NOT_SERVING" if problems else "SERVING", "stalled": problems}
+    return JSONResponse(body, 503 if problems else 200)
 
 
 def _mapped(endpoint: Endpoint) -> Endpoint:

@@ -13,6 +13,8 @@ from midstream.model.folder import ModelFolder
 from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
 from protos import loads_pb2
+from router.authentication import current_caller
+from router.permissions import Role
 from router.pipeline.cells import Cells
 from router.pipeline.request_checks import MAX_NAME
 
@@ -85,4 +87,5 @@ class Models:
         return {**card, "root": self._model.name, "parent": None, "max_model_len": self._model.max_sequence_length}
 
     def _adapter_card(self, adapter: loads_pb2.LoraInfo) -> dict[str, object]:
-        return {**self._card(), "id": adapter.name, "root": adapter.path, "parent": self._model.name}
+        root = adapter.path if Role.ADMIN in current_caller.get().roles else adapter.name
+        return {**self._card(), "id": adapter.name, "root": root, "parent": self._model.name}

@@ -1,0 +1,112 @@
+"""Which role each method of each door needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from midstream.errors import ConfigError
+
+
+class Role(StrEnum):
+    """What a caller may do.
+
+    GENERATE: run requests, and read, resume and abort one's own.
+    OBSERVE: metrics, loads and status, which hold no contents of requests.
+    ADMIN: all of that, adapters, KV events (they hold the tokens of all prompts) and other callers' requests.
+    """
+
+    GENERATE = "generate"
+    OBSERVE = "observe"
+    ADMIN = "admin"
+
+
+ALL_ROLES = frozenset(Role)
+DEFAULT_ROLES = frozenset({Role.GENERATE, Role.OBSERVE})
+
+_GENERATE = frozenset({Role.GENERATE})
+_OBSERVE = frozenset({Role.OBSERVE})
+_ADMIN = frozenset({Role.ADMIN})
+# What clients of either kind ask first: which model, and whether it is ready.
+_ANY = ALL_ROLES
+
+_METHODS = {
+    "/midstream.v1.Midstream/": {
+        "Generate": _GENERATE,
+        "Resume": _GENERATE,
+        "Abort": _GENERATE,
+        "GetModelInfo": _ANY,
+        "GetServerInfo": _OBSERVE,
+        "GetLoads": _OBSERVE,
+        "GetIterationStats": _OBSERVE,
+        "GetStatus": _OBSERVE,
+        "ListLoras": _ANY,
+        "LoadLora": _ADMIN,
+        "UnloadLora": _ADMIN,
+        "SubscribeKvEvents": _ADMIN,
+    },
+    "/inference.GRPCInferenceService/": {
+        "ServerLive": _ANY,
+        "ServerReady": _ANY,
+        "ModelReady": _ANY,
+        "ServerMetadata": _ANY,
+        "ModelMetadata": _ANY,
+        "ModelConfig": _ANY,
+        "ModelInfer": _GENERATE,
+        "ModelStreamInfer": _GENERATE,
+        "ModelStatistics": _OBSERVE,
+    },
+    "/openengine.v1.Inference/": {"Generate": _GENERATE},
+    "/openengine.v1.Control/": {
+        "GetModelInfo": _ANY,
+        "Health": _ANY,
+        "GetServerInfo": _OBSERVE,
+        "GetLoad": _OBSERVE,
+        "Abort": _GENERATE,
+        "LoadLora": _ADMIN,
+        "UnloadLora": _ADMIN,
+        "ListLoras": _ANY,
+        "GetKvEventSources": _ADMIN,
+        "SubscribeKvEvents": _ADMIN,
+    },
+    "/grpc.reflection.v1alpha.ServerReflection/": {"ServerReflectionInfo": _ANY},
+}
+_GRPC = {prefix + name: roles for prefix, methods in _METHODS.items() for name, roles in methods.items()}
+_HTTP = (
+    ("/v1/models", _ANY),
+    ("/openapi.json", _ANY),
+    ("/v1/", _GENERATE),
+    ("/tokenize", _GENERATE),
+    ("/detokenize", _GENERATE),
+    ("/metrics", _OBSERVE),
+    ("/dashboard/feed", _OBSERVE),
+)
+
+
+def roles_for_method(method: str) -> frozenset[Role]:
+    """Return the roles of which a caller of a gRPC method needs one; a method that is not listed is an admin's."""
+    return _GRPC.get(method, _ADMIN)
+
+
+def roles_for_path(path: str) -> frozenset[Role]:
+    """Return the roles of which a caller of an HTTP path needs one; a path that is not listed is an admin's."""
+    return next((roles for prefix, roles in _HTTP if path.startswith(prefix)), _ADMIN)
+
+
+def parse_roles(text: str, field: str) -> frozenset[Role]:
+    """Return the roles in a comma-separated list.
+
+    Raises:
+        ConfigError: One is unknown, or there is none.
+    """
+    names = [name.strip() for name in text.split(",")]
+    try:
+        roles = frozenset(Role(name) for name in names)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a list of generate, observe and admin", field=field) from None
+    return ALL_ROLES if Role.ADMIN in roles else roles
+
+
+def name_roles(roles: Iterable[Role]) -> str:
+    """Return the roles as an error message lists them."""
+    return " or ".join(role for role in Role if role in frozenset(roles))

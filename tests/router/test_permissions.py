@@ -1,0 +1,161 @@
+"""Which callers reach which methods, over every door of a router."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from midstream.client import AsyncClient
+from midstream.errors import PermissionDeniedError
+from midstream.rpc.serving import open_channel
+from protos import generation_pb2 as pb
+from protos import kserve_pb2, openengine_pb2, service_pb2
+from router.authentication import Authenticator, Caller, RoleFile, TokenFile, current_caller
+from router.permissions import _GRPC, ALL_ROLES, DEFAULT_ROLES, Role, roles_for_path
+from tests.router.conftest import Cluster
+
+TOKENS = {
+    Role.GENERATE: "token-that-generates",
+    Role.OBSERVE: "token-that-observes",
+    Role.ADMIN: "token-of-an-admin-here",
+}
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+def authenticator(folder: Path) -> Authenticator:
+    file = folder / "tokens"
+    file.write_text("".join(f"{token} {role}-client {role}\n" for role, token in TOKENS.items()))
+    return Authenticator(tokens=TokenFile(str(file)))
+
+
+def methods() -> Iterator[tuple[str, bool, bool]]:
+    """Names of all methods that clients can call, and whether they stream requests and responses."""
+    for module in (service_pb2, kserve_pb2, openengine_pb2):
+        for service in module.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                yield f"/{service.full_name}/{method.name}", method.client_streaming, method.server_streaming
+
+
+def test_every_method_has_its_roles() -> None:
+    assert {name for name, _, _ in methods()} == {name for name in _GRPC if not name.startswith("/grpc.")}
+
+
+async def call(address: str, token: str, method: tuple[str, bool, bool]) -> grpc.StatusCode:
+    """The status of an empty call; OK where it answers and goes on."""
+    name, _, streams = method
+    async with open_channel(address, token=token) as opened:
+        channel: Any = opened
+        # An empty message is one of any type, and one request is a stream of requests.
+        try:
+            if streams:
+                await channel.unary_stream(name)(b"", timeout=2).read()
+            else:
+                await channel.unary_unary(name)(b"", timeout=2)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_each_role_reaches_its_methods_and_no_others(cluster: Cluster, tmp_path: Path) -> None:
+    part = await cluster.add_router(await cluster.add_detokenizer(), authenticator=authenticator(tmp_path))
+    for role, token in TOKENS.items():
+        statuses = await asyncio.gather(*(call(part.address, token, method) for method in methods()))
+        reached = {name for (name, _, _), status in zip(methods(), statuses, strict=True) if status is not DENIED}
+        expected = {name for name, _, _ in methods() if role in _GRPC[name] or role is Role.ADMIN}
+        assert reached == expected, role
+    assert part.http is not None
+    assert isinstance(part.pages, Starlette)
+    routes = [route for route in part.pages.routes if isinstance(route, Route) and "static" not in route.path]
+    for role, token in TOKENS.items():
+        for route in routes:
+            method = "POST" if route.methods and "POST" in route.methods else "GET"
+            status = await asyncio.to_thread(http_status, part.http.port, method, route.path, token)
+            is_open = route.path in ("/health", "/live", "/dashboard")
+            may = is_open or role is Role.ADMIN or role in roles_for_path(route.path)
+            assert (status == 403) is not may, (role, route.path, status)
+            # An admin reaches a path that is not listed: nobody forgot one.
+            assert is_open or roles_for_path(route.path) != {Role.ADMIN}
+
+
+def http_status(port: int, method: str, path: str, token: str) -> int:
+    data = b"{}" if method == "POST" else None
+    headers = {"authorization": f"Bearer {token}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+async def test_monitoring_without_credentials_sees_metrics_and_nothing_else(cluster: Cluster, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKENS[Role.GENERATE]} client\n")
+    anonymous = Authenticator(tokens=TokenFile(str(tokens)), anonymous_roles=frozenset({Role.OBSERVE}))
+    part = await cluster.add_router(await cluster.add_detokenizer(), authenticator=anonymous)
+    assert part.http is not None
+    statuses = {}
+    for path in ("/metrics", "/v1/models", "/v1/completions"):
+        request = urllib.request.Request(f"http://127.0.0.1:{part.http.port}{path}")
+        try:
+            with await asyncio.to_thread(urllib.request.urlopen, request, timeout=20) as response:
+                statuses[path] = response.status
+        except urllib.error.HTTPError as error:
+            statuses[path] = error.code
+            error.close()
+    assert statuses == {"/metrics": 200, "/v1/models": 200, "/v1/completions": 401}
+
+
+async def test_only_an_admin_learns_where_adapters_lie_and_loads_them_by_path(cluster: Cluster, tmp_path: Path) -> None:
+    part = await cluster.add_router(await cluster.add_detokenizer(), authenticator=authenticator(tmp_path))
+    by_path = pb.GenerateRequest(prompt="a", lora=pb.LoraConfig(name="x", path="/nowhere"))
+    async with AsyncClient(part.address, token=TOKENS[Role.GENERATE]) as client:
+        for action in (client.load_lora("x", "/nowhere"), client.unload_lora("x"), client.stream(by_path).result()):
+            with pytest.raises(PermissionDeniedError, match="admin"):
+                await action
+
+
+def test_request_ids_and_salts_of_two_clients_never_meet() -> None:
+    alice, bob = (Caller(name, is_authenticated=True, roles=DEFAULT_ROLES) for name in ("alice", "bob"))
+    root = Caller("root", is_authenticated=True, roles=ALL_ROLES)
+    inner = alice.scope("id")
+    assert len({inner, bob.scope("id"), bob.scope(inner), root.scope("id")}) == 4
+    assert root.scope(inner) == inner  # an admin may name another's request
+    assert len({alice.salt(""), bob.salt(""), bob.salt(alice.salt("")), alice.salt("own")}) == 4
+    assert Caller("127.0.0.1").salt("shared") == "shared"
+
+
+async def test_the_cache_salt_is_the_clients_unless_prefixes_are_shared(cluster: Cluster) -> None:
+    await cluster.add_router(await cluster.add_detokenizer())
+    runner = cluster.runners[0]
+    salts = []
+    for name in ("alice", "bob"):
+        current_caller.set(Caller(name, is_authenticated=True, roles=DEFAULT_ROLES))
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1]), cache_salt="s")
+        await runner._normalize(request)
+        salts.append(request.cache_salt)
+    assert len({*salts, "s"}) == 3
+    runner._share_prefix_cache = True
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1]), cache_salt="s")
+    await runner._normalize(request)
+    assert request.cache_salt == "s"
+
+
+def test_roles_of_certificates_come_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "roles").write_text("# who\nops admin\nmonitor observe\n")
+    known = Authenticator(by_certificate=True, roles=RoleFile(str(tmp_path / "roles")))
+    for name, roles in (("ops", ALL_ROLES), ("monitor", {Role.OBSERVE}), ("alice", DEFAULT_ROLES)):
+        assert known.identify("", [name], "address", ALL_ROLES).roles == roles
+    with pytest.raises(PermissionDeniedError):
+        known.identify("", ["monitor"], "address", frozenset({Role.GENERATE}))
