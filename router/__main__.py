@@ -24,9 +24,10 @@ from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.generation import Runner
 from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
+from router.pipeline.reach import watch_reach
 from router.pipeline.request_traces import RequestTraces, TracedApp, remember_client
 from router.pipeline.sampling_defaults import sampling_defaults
-from router.pipeline.stream_limits import StreamLimits
+from router.pipeline.stream_limits import CallLimits, StreamLimits, admit_within, watcher_limits
 from router.protocols import ADAPTED_SERVICES, SERVICE, add_servicers
 from router.protocols.http_server import HttpPort
 from router.protocols.openai.app import OpenAiApi, refuse
@@ -61,6 +62,9 @@ async def serve(config: RouterConfig) -> None:
         adapter_root=config.adapter_root,
     )
     metrics.gauge("num_live_detokenizers", "Detokenizers that can be used.").set_function(lambda: pool.num_live)
+    watchers = watcher_limits()
+    calls = CallLimits(watchers, config.max_concurrent_streams, config.max_streams_per_client)
+    admit = admit_within(calls, authenticator)
     server = Server(
         SERVICE,
         config.host,
@@ -70,7 +74,7 @@ async def serve(config: RouterConfig) -> None:
         # Beyond the router's own limit, which refuses: here a client's calls would wait in silence.
         max_concurrent_streams=2 * config.max_concurrent_streams,
         tls=tls,
-        admit=remember_client(authenticator.admit) if tracer is not None else authenticator.admit,
+        admit=remember_client(admit) if tracer is not None else admit,
         more_services=ADAPTED_SERVICES,
     )
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
@@ -89,7 +93,7 @@ async def serve(config: RouterConfig) -> None:
             problems=progress.problems(),
         )
 
-    status = StatusFeed(cells, folder.name, router_status, server.draining)
+    status = StatusFeed(cells, folder.name, router_status, server.draining, watchers=watchers)
     add_servicers(server, front, prompts, cells, status, router_id)
     api = OpenAiApi(front, prompts, metrics, progress.problems, config.max_message_bytes, progress.stalled)
     pages = api.app()
@@ -97,6 +101,7 @@ async def serve(config: RouterConfig) -> None:
     app = AuthenticatedApp(pages, authenticator, refuse)
     http = HttpPort(TracedApp(app) if tracer is not None else app, config.host, config.http_port, tls)
     parts = {"cells": cells.run(), "detokenizers": pool.run(), "status": status.run()}
+    parts["reach"] = watch_reach(cells, pool, progress)
     tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
     await server.start()
     http.start()

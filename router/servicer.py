@@ -78,7 +78,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
     async def GetServerInfo(self, request: loads_pb2.GetServerInfoRequest, context: object) -> loads_pb2.ServerInfo:  # noqa: N802
         """The first cell's word, with the worker groups and detokenizers of all cells."""
-        calls = [cell.stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S) for cell in self._cells.cells.values()]
+        calls = [cell.watch_stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S) for cell in self._cells.cells.values()]
         first, *others = await asyncio.gather(*calls)
         for other in others:
             first.worker_groups.extend(other.worker_groups)
@@ -91,7 +91,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         """The load of every cell."""
         response = loads_pb2.GetLoadsResponse()
         cells = list(self._cells.cells.values())
-        answers = await asyncio.gather(*(cell.stub.GetLoads(request, timeout=_CALL_TIMEOUT_S) for cell in cells))
+        answers = await asyncio.gather(*(cell.watch_stub.GetLoads(request, timeout=_CALL_TIMEOUT_S) for cell in cells))
         for cell, answer in zip(cells, answers, strict=True):
             for load in answer.cells:
                 load.cell = load.cell or cell.name
@@ -109,6 +109,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             # From here on the caller misses no iteration.
             await asyncio.gather(*(call.initial_metadata() for call in calls))
             await context.send_initial_metadata(())
+        calls = [cell.watch_stub.GetIterationStats(request) for cell in self._cells.cells.values()]
         reads = {asyncio.ensure_future(call.read()): call for call in calls}
         try:
             while reads:
@@ -144,7 +145,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         """KV-cache events of the one cell."""
         if len(self._cells.cells) > 1:
             raise UnsupportedError("each cell numbers its own KV events: subscribe at the schedulers")
-        async for batch in self._cells.any().stub.SubscribeKvEvents(request):
+        async for batch in self._cells.any().watch_stub.SubscribeKvEvents(request):
             yield batch
 
     async def GetStatus(  # noqa: N802
@@ -161,18 +162,18 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         """Loads an adapter in every cell."""
         check_adapter_path(request.path, self._front.runner.adapter_root, "path")
         self._cells.any()
-        first, *_ = await asyncio.gather(*(cell.stub.LoadLora(request) for cell in self._cells.cells.values()))
+        first, *_ = await asyncio.gather(*(cell.watch_stub.LoadLora(request) for cell in self._cells.cells.values()))
         return first
 
     async def UnloadLora(self, request: loads_pb2.UnloadLoraRequest, context: object) -> loads_pb2.UnloadLoraResponse:  # noqa: N802
         """Unloads an adapter in every cell."""
         self._cells.any()
-        await asyncio.gather(*(cell.stub.UnloadLora(request) for cell in self._cells.cells.values()))
+        await asyncio.gather(*(cell.watch_stub.UnloadLora(request) for cell in self._cells.cells.values()))
         return loads_pb2.UnloadLoraResponse()
 
     async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:  # noqa: N802
         """The adapters that are loaded; all cells have the same."""
-        response = await self._cells.any().stub.ListLoras(request, timeout=_CALL_TIMEOUT_S)
+        response = await self._cells.any().watch_stub.ListLoras(request, timeout=_CALL_TIMEOUT_S)
         if Role.ADMIN not in current_caller.get().roles:
             for lora in response.loras:
                 lora.ClearField("path")

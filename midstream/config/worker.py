@@ -74,6 +74,7 @@ class WorkerConfig(ServiceConfig):
     adapter_root: str = setting(
         "", "Folder that adapters must lie in, behind symbolic links too; empty: as routers say."
     )
+    adapter_root: str = setting("", "Folder that adapters must lie in, behind links too; empty: as routers say.")
     cuda_graphs: bool = setting(True, "On a GPU, decode by replaying recorded CUDA graphs.")
     batch_invariant: bool = setting(False, "On a GPU, let no output depend on the rest of its batch; slower.")
     num_threads: int = setting(0, "Compute threads on a CPU; 0: one for each core that affinity and cgroup leave.")

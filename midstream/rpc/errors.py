@@ -25,6 +25,7 @@ _MAX_FIELD_CHARACTERS = 256
 # A status's text is metadata too, percent-encoded; clients take 8 KiB of metadata by default.
 _MAX_DETAIL_CHARACTERS = 800
 _Context = grpc.aio.ServicerContext[Any, Any]
+_AdmitCall = Callable[[_Context], Callable[[], None] | None]
 
 
 def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
@@ -79,32 +80,38 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
         )
 
 
-def _map_coroutine(behaviour: Callable[..., Any], admit: Callable[[_Context], None] | None) -> Callable[..., Any]:
+def _map_coroutine(behaviour: Callable[..., Any], admit: _AdmitCall | None) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        release = None
         try:
-            if admit is not None:
-                admit(context)
+            release = admit(context) if admit is not None else None
             response = behaviour(request, context)
             return await response if inspect.isawaitable(response) else response
         except Exception as error:  # noqa: BLE001 (mapped, and logged where unexpected)
             await _abort(error, context)
+        finally:
+            if release is not None:
+                release()
 
     return call
 
 
 def _map_generator(
-    behaviour: Callable[..., AsyncIterator[Any]], admit: Callable[[_Context], None] | None
+    behaviour: Callable[..., AsyncIterator[Any]], admit: _AdmitCall | None
 ) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        release = None
         try:
-            if admit is not None:
-                admit(context)
+            release = admit(context) if admit is not None else None
             # Closed here and now when the caller leaves, so that its `finally` does not wait for the garbage collector.
             async with contextlib.aclosing(behaviour(request, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     yield response
         except Exception as error:  # noqa: BLE001 (mapped, and logged where unexpected)
             await _abort(error, context)
+        finally:
+            if release is not None:
+                release()
 
     return call
 

@@ -104,6 +104,10 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, progress: Progress, names: Sequence[str]) -> None:
         self._progress = progress
         self._names = names
+        self._status = _status(progress)
+        self._changed = asyncio.Event()
+        self._num_watchers = 0
+        self._looking: asyncio.Task[None] | None = None
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: N802
         if request.service not in self._names:
@@ -111,11 +115,33 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthCheckResponse(status=_status(self._progress))
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:  # noqa: N802
-        known = request.service in self._names
-        last = -1
+        if request.service not in self._names:
+            yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            await asyncio.Event().wait()
+        self._num_watchers += 1
+        try:
+            if self._num_watchers == 1:
+                self._status = _status(self._progress)
+                self._looking = asyncio.create_task(self._look(), name="health-watch")
+            last = -1
+            while True:
+                changed, status = self._changed, self._status
+                if status != last:
+                    yield health_pb2.HealthCheckResponse(status=status)
+                    last = status
+                else:
+                    await changed.wait()
+        finally:
+            self._num_watchers -= 1
+            if not self._num_watchers and self._looking is not None:
+                self._looking.cancel()
+
+    async def _look(self) -> None:
+        """Look again and again for all watchers together, so that one more costs nothing while nothing changes."""
         while True:
-            status = _status(self._progress) if known else int(health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-            if status != last:
-                yield health_pb2.HealthCheckResponse(status=status)
-                last = status
             await asyncio.sleep(_WATCH_INTERVAL_S)
+            status = _status(self._progress)
+            if status != self._status:
+                self._status = status
+                changed, self._changed = self._changed, asyncio.Event()
+                changed.set()

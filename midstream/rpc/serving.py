@@ -42,7 +42,8 @@ _KEEPALIVE = [
 ]
 _EVENT_LOOP_BEAT_S = 0.5
 _Context = grpc.aio.ServicerContext[Any, Any]
-Admit = Callable[[str, _Context], None]
+# Raises where the caller may not; what comes back, if anything, is called when the call has ended.
+Admit = Callable[[str, _Context], Callable[[], None] | None]
 _COLLECT_INTERVAL_S = 0.1
 _next_collection = 0.0
 
@@ -79,7 +80,7 @@ class Server:
             max_message_bytes: Largest message, each way.
             max_concurrent_streams: Calls at once on one connection.
             tls: Certificates; None: plain text.
-            admit: Called before each method with its full name; raises where the caller may not.
+            admit: Called before each method with its full name.
             more_services: Full protobuf names of other services that reflection shows.
 
         Raises:

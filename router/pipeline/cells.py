@@ -36,7 +36,8 @@ class Cell:
 
     Attributes:
         name: Its address.
-        stub: Its calls.
+        stub: Its calls that requests need, and those that say whether they would be answered.
+        watch_stub: All others, over a connection of their own: watchers cannot fill that of requests.
         load: Requests it has or will have, by its last word and what was submitted since.
         features: What its workers can do; None while that is not known.
         is_up: Whether it answered last.
@@ -47,6 +48,8 @@ class Cell:
         self.name = name
         self._channel = open_channel(name, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
         self.stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._channel)  # type: ignore[assignment]
+        self._watch_channel = open_channel(name, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
+        self.watch_stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._watch_channel)  # type: ignore[assignment]
         self.load = 0
         self.features: frozenset[str] | None = None
         self.is_up = False
@@ -103,8 +106,9 @@ class Cell:
             delay = min(2 * delay, _LAST_RETRY_S)
 
     async def close(self) -> None:
-        """Closes the channel."""
+        """Closes the channels."""
         await self._channel.close()
+        await self._watch_channel.close()
 
 
 class Cells:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -89,13 +90,14 @@ class RequestSpan:
 def remember_client(admit: Admit) -> Admit:
     """`admit`, which also keeps the `traceparent` of gRPC calls."""
 
-    def admit_and_remember(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        admit(method, context)
+    def admit_and_remember(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[], None] | None:
+        release = admit(method, context)
         found = ""
         for key, value in context.invocation_metadata() or ():
             if key == TRACE_PARENT_KEY:
                 found = str(value)
         _client_parent.set(found)
+        return release
 
     return admit_and_remember
 

@@ -1,14 +1,42 @@
-"""How many streams may be open at once, in all and for one client."""
+"""How many calls may be open at once, in all and for one client."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
 
 from midstream.errors import OverloadedError
+from midstream.rpc.serving import Admit
+from router.authentication import Authenticator, current_caller
 
 _RETRY_AFTER_MS = 1000
+# Of streams that only watch, and of calls that ask or control; none of them is a request.
+_MAX_WATCHERS, _MAX_WATCHERS_PER_CLIENT = 256, 64
+_MAX_CONTROL_CALLS, _MAX_CONTROL_CALLS_PER_CLIENT = 1024, 128
+# Anybody may watch the health of a router, and a watch costs a few kilobytes.
+_MAX_HEALTH_WATCHES, _MAX_HEALTH_WATCHES_PER_CLIENT = 2048, 256
+_NATIVE, _OPENENGINE = "/midstream.v1.Midstream/", "/openengine.v1."
+_KSERVE = "/inference.GRPCInferenceService/"
+# Counted by the requests that they run.
+_COUNTED_AS_REQUESTS = frozenset(
+    {_NATIVE + "Generate", _NATIVE + "Resume", _OPENENGINE + "Inference/Generate", _KSERVE + "ModelInfer"}
+)
+_COUNTED_AS_WATCHERS = frozenset(
+    {
+        _NATIVE + "GetIterationStats",
+        _NATIVE + "SubscribeKvEvents",
+        _OPENENGINE + "Control/SubscribeKvEvents",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    }
+)
+# The status feed counts it with those that watch over HTTP.
+_GET_STATUS = _NATIVE + "GetStatus"
+# One stream may hold any number of requests, and a client may abort all of its own at once.
+_COUNTED_AS_STREAMS = frozenset({_KSERVE + "ModelStreamInfer", _NATIVE + "Abort", _OPENENGINE + "Control/Abort"})
 
 
 class StreamLimits:
@@ -32,11 +60,12 @@ class StreamLimits:
         """
         if self.num_open >= self._max_streams:
             raise OverloadedError(
-                f"this router has {self.num_open} streams, its most; try another", retry_after_ms=_RETRY_AFTER_MS
+                f"this router has {self.num_open} such streams, its most; try another", retry_after_ms=_RETRY_AFTER_MS
             )
         if self._open[client] >= self._max_streams_per_client:
             raise OverloadedError(
-                f"this client has {self._open[client]} streams on this router, its most", retry_after_ms=_RETRY_AFTER_MS
+                f"this client has {self._open[client]} such streams on this router, its most",
+                retry_after_ms=_RETRY_AFTER_MS,
             )
         self.num_open += 1
         self._open[client] += 1
@@ -47,3 +76,45 @@ class StreamLimits:
         self._open[client] -= 1
         if not self._open[client]:
             del self._open[client]
+
+
+def watcher_limits() -> StreamLimits:
+    """Return the limits of streams that watch, of whatever protocol."""
+    return StreamLimits(_MAX_WATCHERS, _MAX_WATCHERS_PER_CLIENT)
+
+
+class CallLimits:
+    """Counts the open gRPC calls of each kind, so that no client's fill what others need."""
+
+    def __init__(self, watchers: StreamLimits, max_streams: int = 4096, max_streams_per_client: int = 1024) -> None:
+        self._watchers = watchers
+        self._streams = StreamLimits(max_streams, max_streams_per_client)
+        self._control = StreamLimits(_MAX_CONTROL_CALLS, _MAX_CONTROL_CALLS_PER_CLIENT)
+        self._health = StreamLimits(_MAX_HEALTH_WATCHES, _MAX_HEALTH_WATCHES_PER_CLIENT)
+
+    def take(self, method: str) -> Callable[[], None] | None:
+        """Count a call of the current caller; what comes back ends it, where it is counted here.
+
+        Raises:
+            OverloadedError: There are too many.
+        """
+        if method in _COUNTED_AS_REQUESTS or method == _GET_STATUS:
+            return None
+        limits = self._control
+        if method in _COUNTED_AS_WATCHERS:
+            limits = self._watchers
+        elif method in _COUNTED_AS_STREAMS:
+            limits = self._streams
+        elif method == "/grpc.health.v1.Health/Watch":
+            limits = self._health
+        return limits.take(current_caller.get().name)
+
+
+def admit_within(limits: CallLimits, authenticator: Authenticator) -> Admit:
+    """Return what lets a gRPC call in: of a known caller that may, while it has not too many."""
+
+    def admit(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[], None] | None:
+        authenticator.admit(method, context)
+        return limits.take(method)
+
+    return admit

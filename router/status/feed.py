@@ -19,7 +19,7 @@ from midstream.errors import UnavailableError
 from protos import status_pb2
 from router.authentication import current_caller
 from router.pipeline.cells import Cell, Cells
-from router.pipeline.stream_limits import StreamLimits
+from router.pipeline.stream_limits import StreamLimits, watcher_limits
 from router.status.parts import Parts, cell_parts, natural, router_part
 from router.status.samples import LATENCY_WINDOW_S, Samples
 
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
 _TIMEOUT_S = 1.0
 _MAX_MAP_CELLS = 512
-_MAX_WATCHERS, _MAX_WATCHERS_PER_CLIENT = 256, 64
 _ANY_ADDRESS = ("0.0.0.0:", "[::]:")
 
 
@@ -42,8 +41,9 @@ class StatusFeed:
         router: Callable[[], status_pb2.RouterStatus],
         draining: asyncio.Event,
         interval_s: float = _INTERVAL_S,
+        watchers: StreamLimits | None = None,
     ) -> None:
-        """`router` says how this router is; watchers are sent away when `draining` is set."""
+        """`router` says how it is; `watchers` counts watchers, which are sent away when `draining` is set."""
         self._cells = cells
         self._model = model
         self._router = router
@@ -53,7 +53,8 @@ class StatusFeed:
         self._parts = Parts()
         self._names: dict[str, str] = {}
         self._latest: status_pb2.SystemStatus | None = None
-        self._watchers = StreamLimits(_MAX_WATCHERS, _MAX_WATCHERS_PER_CLIENT)
+        self._limits = watchers or watcher_limits()
+        self._num_watchers = 0
         self._wanted = asyncio.Event()
         self._changed = asyncio.Condition()
 
@@ -83,8 +84,9 @@ class StatusFeed:
             UnavailableError: This router drains.
         """
         seen = 0
-        release = self._watchers.take(current_caller.get().name)
-        if self._watchers.num_open == 1:
+        release = self._limits.take(current_caller.get().name)
+        self._num_watchers += 1
+        if self._num_watchers == 1:
             self._wanted.set()
         try:
             while True:
@@ -93,6 +95,7 @@ class StatusFeed:
                 seen = self._samples.last_number
                 yield status
         finally:
+            self._num_watchers -= 1
             release()
 
     async def _next(self, seen: int) -> status_pb2.SystemStatus:
@@ -115,7 +118,7 @@ class StatusFeed:
     async def _ask(self) -> None:
         router = self._router()
         request = status_pb2.GetCellStatusRequest(router=router)
-        request.max_map_cells = _MAX_MAP_CELLS if self._watchers.num_open else 0
+        request.max_map_cells = _MAX_MAP_CELLS if self._num_watchers else 0
         cells = list(self._cells.cells.values())
         answers = await asyncio.gather(*(_ask_cell(cell, request) for cell in cells))
         answered = {cell.name: answer for cell, answer in zip(cells, answers, strict=True) if answer is not None}
@@ -149,7 +152,7 @@ class StatusFeed:
 
 async def _ask_cell(cell: Cell, request: status_pb2.GetCellStatusRequest) -> status_pb2.CellStatus | None:
     try:
-        return await cell.stub.GetStatus(request, timeout=_TIMEOUT_S)
+        return await cell.watch_stub.GetStatus(request, timeout=_TIMEOUT_S)
     except grpc.aio.AioRpcError:
         return None
 

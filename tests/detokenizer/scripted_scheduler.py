@@ -56,6 +56,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.status = status_pb2.CellStatus()
         self.status_requests: list[status_pb2.GetCellStatusRequest] = []
         self.loras: list[loads_pb2.LoraInfo] = []
+        self.keeps_watchers = False
         self.changed = asyncio.Event()
         self.server: Server | None = None
 
@@ -158,6 +159,12 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def GetIterationStats(self, request: stats_pb2.GetIterationStatsRequest, context: Any) -> Any:  # noqa: N802
         for number in range(3 if request.stream else 1):
             yield stats_pb2.IterationStats(iter=number)
+        if self.keeps_watchers:
+            await asyncio.Event().wait()
+
+    async def SubscribeKvEvents(self, request: Any, context: Any) -> Any:  # noqa: N802
+        yield stats_pb2.KvEventBatch()
+        await asyncio.Event().wait()
 
     async def TokenFeed(  # type: ignore[override]  # noqa: N802
         self, request_iterator: Any, context: Any

@@ -27,6 +27,7 @@ from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.generation import Runner
 from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
+from router.pipeline.stream_limits import CallLimits, admit_within, watcher_limits
 from router.protocols import add_servicers
 from router.protocols.http_server import HttpPort
 from router.protocols.openai.app import OpenAiApi, refuse
@@ -111,6 +112,7 @@ class Cluster:
         port: int = 0,
         authenticator: Authenticator | None = None,
     ) -> Part:
+        authenticator, watchers = authenticator or Authenticator(), watcher_limits()
         cells = Cells(self.scheduler_address, MAX_MESSAGE)
         pool = DetokenizerPool(",".join(part.address for part in detokenizers) or "127.0.0.1:1", MAX_MESSAGE)
         runner = Runner(
@@ -127,14 +129,16 @@ class Cluster:
             "127.0.0.1",
             port,
             Progress(),
-            admit=authenticator.admit if authenticator else None,
+            admit=admit_within(CallLimits(watchers), authenticator),
         )
         front = FrontDoor(runner, RouterMetrics(Metrics()), server.draining)
-        status = StatusFeed(cells, self.folder.name, lambda: RouterStatus(router_id="r"), server.draining, 0.05)
+        status = StatusFeed(
+            cells, self.folder.name, lambda: RouterStatus(router_id="r"), server.draining, 0.05, watchers
+        )
         add_servicers(server, front, self.prompts, cells, status, "r")
         pages = OpenAiApi(front, self.prompts, Metrics(), list, MAX_MESSAGE).app()
         pages.router.routes.extend(dashboard_routes(status))
-        http = HttpPort(AuthenticatedApp(pages, authenticator or Authenticator(), refuse), "127.0.0.1", 0)
+        http = HttpPort(AuthenticatedApp(pages, authenticator, refuse), "127.0.0.1", 0)
         await server.start()
         http.start()
 

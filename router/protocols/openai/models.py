@@ -75,7 +75,7 @@ class Models:
 
     async def _listed(self) -> dict[str, loads_pb2.LoraInfo]:
         try:
-            listed = await self._cells.any().stub.ListLoras(loads_pb2.ListLorasRequest(), timeout=_TIMEOUT_S)
+            listed = await self._cells.any().watch_stub.ListLoras(loads_pb2.ListLorasRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         self._adapters = {item.name: item for item in listed.loras}

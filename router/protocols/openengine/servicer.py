@@ -196,7 +196,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
             raise UnsupportedError("each cell numbers its own KV events: subscribe at the schedulers")
         ranks: dict[str, int] = {}
         native = stats_pb2.SubscribeKvEventsRequest(start_sequence_number=request.start_sequence_number)
-        async for batch in self._cells.any().stub.SubscribeKvEvents(native):
+        async for batch in self._cells.any().watch_stub.SubscribeKvEvents(native):
             for event in batch.events:
                 rank = ranks.setdefault(event.group_id, len(ranks))
                 if not request.data_parallel_ranks or rank in request.data_parallel_ranks:

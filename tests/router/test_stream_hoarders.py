@@ -1,0 +1,122 @@
+"""A client that opens all the streams it can, beside one that wants to be served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from midstream.client import AsyncClient
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import open_channel
+from protos import stats_pb2, status_pb2
+from router.authentication import Authenticator, TokenFile
+from router.pipeline.cells import Cells
+from router.pipeline.detokenizer_pool import DetokenizerPool
+from router.pipeline.reach import watch_reach
+from tests.router.conftest import MAX_MESSAGE, Cluster
+
+HOARDER, PROBE = "token-of-the-hoarder", "token-of-the-probe-client"
+NUM_IDLE = 4500
+# Watchers, watches of health, and KServe's streams, which may hold requests.
+MAX_ACCEPTED = 64 + 256 + NUM_IDLE // 6
+WATCHED = {
+    "/midstream.v1.Midstream/GetIterationStats": stats_pb2.GetIterationStatsRequest(stream=True),
+    "/midstream.v1.Midstream/SubscribeKvEvents": stats_pb2.SubscribeKvEventsRequest(),
+    "/midstream.v1.Midstream/GetStatus": status_pb2.GetStatusRequest(stream=True),
+    "/grpc.health.v1.Health/Watch": health_pb2.HealthCheckRequest(),
+    "/openengine.v1.Control/SubscribeKvEvents": stats_pb2.SubscribeKvEventsRequest(),
+    "/inference.GRPCInferenceService/ModelStreamInfer": None,
+}
+
+
+async def first_tokens(cluster: Cluster, client: AsyncClient, count: int) -> list[float]:
+    """Seconds until each of some requests had its first token."""
+    scheduler, times = cluster.scheduler, []
+    for number in range(count):
+        began, before = time.monotonic(), len(scheduler.submits)
+        stream = client.generate(token_ids=[1, 2, 3], timeout_s=20)
+        first = asyncio.ensure_future(anext(stream))
+        await scheduler.until(lambda before=before: len(scheduler.submits) > before)
+        request_id = scheduler.submits[-1].request.request_id
+        scheduler.emit(request_id, [5 + number])
+        await first
+        times.append(time.monotonic() - began)
+        scheduler.end(request_id)
+        async for _ in stream:
+            pass
+    return times
+
+
+async def hoard(channel: Any, count: int) -> tuple[list[Any], Counter[grpc.StatusCode | None]]:
+    """Open streams of every kind and read none; returns them, and how many of each status."""
+    calls = []
+    for number in range(count):
+        name, request = list(WATCHED.items())[number % len(WATCHED)]
+        if request is None:
+            calls.append(channel.stream_stream(name)())
+        else:
+            calls.append(channel.unary_stream(name)(request.SerializeToString()))
+    refused = 0
+    with contextlib.suppress(TimeoutError):
+        for ended in asyncio.as_completed([asyncio.ensure_future(call.code()) for call in calls], timeout=30):
+            await ended
+            refused += 1
+            if refused >= count - MAX_ACCEPTED:
+                break
+    return calls, Counter([(await call.code()) if call.done() else None for call in calls])
+
+
+async def test_idle_streams_of_one_client_cost_the_others_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.scheduler.keeps_watchers = True
+    (tmp_path / "tokens").write_text(f"{HOARDER} hoarder admin\n{PROBE} probe\n")
+    authenticator = Authenticator(tokens=TokenFile(str(tmp_path / "tokens")))
+    part = await cluster.add_router(await cluster.add_detokenizer(), authenticator=authenticator)
+    async with AsyncClient(part.address, token=PROBE) as probe, open_channel(part.address, token=HOARDER) as channel:
+        alone = await first_tokens(cluster, probe, 20)
+        calls, statuses = await hoard(channel, NUM_IDLE)
+        assert statuses.pop(None) <= MAX_ACCEPTED
+        # A connection takes no more than so many streams either, and refuses those beyond.
+        assert set(statuses) <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+        beside = await first_tokens(cluster, probe, 20)
+        assert (await probe.model_info()).model == cluster.folder.name
+        for call in calls:
+            call.cancel()
+    assert statistics.median(beside) <= 3 * statistics.median(alone)
+    assert max(beside) <= max(3 * max(alone), 0.5)
+
+
+async def test_health_says_when_the_parts_that_requests_need_do_not_answer(cluster: Cluster) -> None:
+    detokenizer = await cluster.add_detokenizer()
+    cells, pool, progress = (
+        Cells(cluster.scheduler_address, MAX_MESSAGE),
+        DetokenizerPool(detokenizer.address, 1 << 20),
+        Progress(),
+    )
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(work)
+            for work in (cells.run(), pool.run(), watch_reach(cells, pool, progress, unreached_s=1))
+        ]
+
+        async def until(problems: list[str]) -> None:
+            async with asyncio.timeout(20):
+                while progress.problems() != problems:  # noqa: ASYNC110 (looked at from outside, as probes do)
+                    await asyncio.sleep(0.05)
+
+        await until([])
+        await detokenizer.kill()
+        await until(["no detokenizer answers"])
+        await cluster.scheduler.stop()
+        await until(["no detokenizer answers", "no scheduler answers"])
+        assert progress.stalled() == []  # it is alive
+        for task in tasks:
+            task.cancel()
