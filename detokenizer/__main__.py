@@ -17,6 +17,7 @@ from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
+from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.tls import Tls
 from midstream.telemetry import HttpServer, Metrics, configure_logging
 from midstream.telemetry.tracing import Tracer
@@ -53,7 +54,16 @@ async def serve(config: DetokenizerConfig) -> None:
     metrics.gauge("num_connected_schedulers", "Open token feeds.").set_function(
         lambda: sum(feed.is_open for feed in pool.feeds.values())
     )
-    server = Server(SERVICE, config.host, config.port, progress, max_message_bytes=config.max_message_bytes, tls=tls)
+    routers = PeerNames(config.router_names, "router_names")
+    server = Server(
+        SERVICE,
+        config.host,
+        config.port,
+        progress,
+        max_message_bytes=config.max_message_bytes,
+        tls=tls,
+        admit=admit_peers(config, lambda _: routers),
+    )
     detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)
     feeding = asyncio.create_task(pool.run(), name="the loop of token feeds")

@@ -12,7 +12,8 @@ from midstream.config import SchedulerConfig
 from midstream.errors import ConfigError, ExecutionError
 from midstream.model.folder import ModelFolder, midstream_home, open_model_folder
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import Server
+from midstream.rpc.serving import Admit, Server
+from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.tls import Tls
 from midstream.telemetry import HttpServer, Metrics
 from midstream.telemetry.tracing import Tracer
@@ -76,6 +77,7 @@ class SchedulerService:
             self.progress,
             max_message_bytes=config.max_message_bytes,
             tls=Tls.from_config(config),
+            admit=_admit(config),
         )
         self.port = self.server.port
         self.dispatcher = Dispatcher(
@@ -230,6 +232,14 @@ def check(config: SchedulerConfig) -> None:
             raise ConfigError(f"is {getattr(config, name)}; at least {least}", field=name)
     if config.max_context_chunk and not config.enable_chunked_context:
         raise ConfigError("has no meaning without enable_chunked_context; leave it out", field="max_context_chunk")
+
+
+def _admit(config: SchedulerConfig) -> Admit | None:
+    """Return what keeps every method for the parts that call it."""
+    routers = PeerNames(config.router_names, "router_names")
+    detokenizers = PeerNames(config.detokenizer_names, "detokenizer_names")
+    feed = f"/{SERVICE_NAME}/TokenFeed"
+    return admit_peers(config, lambda method: detokenizers if method == feed else routers)
 
 
 def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: int) -> CoreConfig:

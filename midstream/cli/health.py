@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import ssl
 
 _TIMEOUT_S = 2.0
@@ -58,9 +60,14 @@ async def _ask(host: str, port: int, path: str, context: ssl.SSLContext | None) 
 
 
 def _any_certificate() -> ssl.SSLContext:
-    # Health is no secret and nothing is sent: whose certificate it is does not matter here.
+    # Health is no secret and nothing is sent: whose certificate it is does not matter here. A port that asks for one is
+    # shown what the parts themselves show.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    cert, key = (os.environ.get(name, "") for name in ("MIDSTREAM_TLS_CERT", "MIDSTREAM_TLS_KEY"))
+    if cert and key:
+        with contextlib.suppress(OSError):
+            context.load_cert_chain(cert, key, password=lambda: b"")
     return context
 
 

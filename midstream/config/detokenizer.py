@@ -14,5 +14,8 @@ class DetokenizerConfig(GrpcServiceConfig):
     model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
     port: int = setting(50054, "gRPC port.")
     schedulers: str = setting("127.0.0.1:50052", "Comma-separated scheduler targets, one per cell.")
+    router_names: str = setting(
+        "router", "Comma-separated names in certificates of those that may call as routers: kinds, DNS names or URIs."
+    )
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
     max_pending_bytes: int = setting(8 << 20, "Bytes of one request that may wait for a slow router.")

@@ -17,6 +17,10 @@ class SchedulerConfig(GrpcServiceConfig):
     curve: bool = setting(False, "Encrypt the workers' links and take only workers whose keys are known.")
     curve_secret_key: str = setting("", "File with this process's key pair, from `midstream keys`.")
     curve_worker_keys: str = setting("", "Folder with workers' public keys, NAME.key; re-read when it changes.")
+    router_names: str = setting(
+        "router", "Comma-separated names in certificates of those that may call as routers: kinds, DNS names or URIs."
+    )
+    detokenizer_names: str = setting("detokenizer", "The same of those that may read the token feed.")
     capacity_policy: str = setting(
         "guaranteed_no_evict",
         "Which requests may hold KV blocks.",

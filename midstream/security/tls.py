@@ -112,12 +112,12 @@ class Tls:
         return grpc.ssl_channel_credentials(contents.get("ca"), contents.get("key"), contents.get("cert"))
 
     def http_context(self) -> ssl.SSLContext:
-        """What an HTTP server needs; `refresh` keeps it up to date. A client may show a certificate: it is checked."""
+        """Return what an HTTP server needs; `refresh` keeps it up to date. What a client shows is checked."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._load(context)
         if "ca" in self._paths:
-            context.verify_mode = ssl.CERT_OPTIONAL
+            context.verify_mode = ssl.CERT_REQUIRED if self.require_client_cert else ssl.CERT_OPTIONAL
         self._contexts.append(context)
         return context
 

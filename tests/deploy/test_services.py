@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig, WorkerConfig, parse_config
 from midstream.config.service import GrpcServiceConfig, ServiceConfig
-from tests.deploy.rendering import Manifest, Rendered, container_of, ports_of, render
+from tests.deploy.rendering import ROOT, Manifest, Rendered, container_of, ports_of, render
 
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "router": RouterConfig,
@@ -154,12 +155,20 @@ def test_every_link_is_secured() -> None:
         assert files == {f"/etc/midstream/tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
         # Services take only those of the same authorities; a router's clients show tokens.
         assert config.tls_require_client_cert == (part != "router")
+        # Each inner port takes the parts whose certificates are named there, which those of certificates.yaml are.
+        names = {"scheduler": ["router", "detokenizer"], "detokenizer": ["router"], "router": []}[part]
+        listed = [getattr(config, f"{name}_names") for name in names]
+        assert listed == [f"spiffe://midstream/{name}" for name in names]
+    file = ROOT / "deploy/k8s/components/secure/certificates.yaml"
+    uris = {item["spec"]["secretName"]: item["spec"]["uris"] for item in yaml.safe_load_all(file.read_text())}
+    assert uris == {f"tls-{part}": [f"spiffe://midstream/{part}"] for part in ("router", "scheduler", "detokenizer")}
     router, scheduler = config_of(rendered, "router"), config_of(rendered, "scheduler")
     worker = config_of(rendered, "worker")
     assert isinstance(router, RouterConfig)
     assert isinstance(scheduler, SchedulerConfig)
     assert isinstance(worker, WorkerConfig)
-    assert (router.auth, scheduler.curve, worker.curve) == ("token", True, True)
+    assert (router.auth, router.anonymous_roles) == ("token", "observe")
+    assert (scheduler.curve, worker.curve) == (True, True)
     named = [router.auth_tokens, scheduler.curve_secret_key, worker.curve_secret_key, worker.curve_server_key]
     for part, pod in rendered.pods().items():
         mounts = [item["mountPath"] for item in container_of(pod)["volumeMounts"]]

@@ -31,8 +31,10 @@ class Authority:
         self._key = str(folder / "ca.key")
         _openssl("req", "-x509", *_KEY, "-keyout", self._key, "-out", self.ca, "-subj", f"/CN={name}")
 
-    def issue(self, name: str, *, hosts: str = "IP:127.0.0.1,DNS:localhost") -> Identity:
-        """A new certificate for `name`; one of this name made before is replaced."""
+    def issue(self, name: str, *, hosts: str = "IP:127.0.0.1,DNS:localhost", part: str = "") -> Identity:
+        """A new certificate for `name`, and for a part's kind; one of this name made before is replaced."""
+        if part:
+            hosts = f"URI:spiffe://midstream/{part},{hosts}"
         request, key, cert, extensions = (
             str(self._folder / f"{name}.{kind}") for kind in ("csr", "key", "pem", "extensions")
         )

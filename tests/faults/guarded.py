@@ -16,6 +16,8 @@ from tests.integration.parts import free_ports
 from tests.integration.service import midstream
 
 ALICE = "alice-has-a-long-token"
+BOB = "bob-has-a-long-token-too"
+ROOT = "root-is-the-administrator"
 
 
 class Guarded(NamedProcesses):
@@ -39,7 +41,8 @@ class Guarded(NamedProcesses):
             assert result.returncode == 0, result.stderr
         self._allowed.mkdir()
         (folder / "worker.key").rename(self._allowed / "worker.key")
-        (folder / "tokens").write_text(f"{ALICE} alice\n", encoding="utf-8")
+        tokens = f"{ALICE} alice\n{BOB} bob\n{ROOT} root admin\n"
+        (folder / "tokens").write_text(tokens, encoding="utf-8")
 
     def _command(self, name: str) -> list[str]:
         folder, ports = self.folder, self.ports
@@ -47,7 +50,12 @@ class Guarded(NamedProcesses):
         if name == "worker":
             server = ["--curve-server-key", str(folder / "scheduler.key"), "--num-threads", "1"]
             return ["gpu_worker", "--scheduler", f"tcp://127.0.0.1:{ports['worker']}", *curve, *server]
-        tls = ["--tls", *_flags(self.authority.issue(name)), "--tls-ca", self.authority.ca]
+        tls = [
+            "--tls",
+            *_flags(self.authority.issue(name, part=name if name in ("scheduler", "detokenizer") else "router")),
+            "--tls-ca",
+            self.authority.ca,
+        ]
         own = ["--port", str(ports[name]), *tls]
         schedulers = ["--schedulers", f"127.0.0.1:{ports['scheduler']}"]
         if name == "scheduler":

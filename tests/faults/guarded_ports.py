@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import Server
+from midstream.rpc.serving import Admit, Server
 from midstream.security.tls import Tls
 from router.authentication import AuthenticatedApp, Authenticator, current_caller
 from router.protocols.http_server import HttpPort
@@ -26,9 +26,12 @@ SERVICE = "midstream.v1.Midstream"
 
 
 @contextlib.asynccontextmanager
-async def serving(tls: Tls | None, authenticator: Authenticator | None = None) -> AsyncIterator[str]:
+async def serving(
+    tls: Tls | None, authenticator: Authenticator | None = None, admit: Admit | None = None
+) -> AsyncIterator[str]:
     """A server whose method `GetModelInfo` answers with the caller's name."""
-    admit = authenticator.admit if authenticator is not None else None
+    if authenticator is not None:
+        admit = authenticator.admit
     server = Server(SERVICE, "127.0.0.1", 0, Progress(), tls=tls, admit=admit)
 
     async def answer(request: bytes, context: object) -> bytes:

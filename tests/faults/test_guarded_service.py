@@ -8,6 +8,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,12 +16,20 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.client import AsyncClient, Result, SamplingParams
-from midstream.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError, UnavailableError
+from midstream.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from midstream.rpc.serving import open_channel
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
+from protos import scheduler_pb2, stats_pb2
+from router.authentication import Caller
 from tests.faults.certificates import Authority
-from tests.faults.guarded import ALICE, Guarded, running_guarded
+from tests.faults.guarded import ALICE, BOB, ROOT, Guarded, running_guarded
 from tests.faults.processes import until
 from tests.router.test_grammar_check import BAD
 
@@ -79,6 +88,71 @@ async def test_nobody_else_gets_through_any_door(guarded: Guarded, tmp_path_fact
                 assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
     async with guarded.alice() as alice:
         assert len((await alice.server_info()).worker_groups) == 1
+
+
+async def test_a_clients_certificate_opens_no_inner_port(guarded: Guarded) -> None:
+    carol = guarded.authority.issue("carol")
+    spy = Tls(carol.cert, carol.key, guarded.authority.ca)
+    hello = scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id="spy"))
+    detokenizer = guarded.authority.issue("detokenizer-again", part="detokenizer")
+    named = Tls(detokenizer.cert, detokenizer.key, guarded.authority.ca)
+    for port, tls, calls in (
+        ("scheduler", spy, ("Abort", "TokenFeed")),
+        ("scheduler", named, ("Abort",)),  # a detokenizer reads the feed, and does nothing else there
+        ("detokenizer", spy, ("Stream",)),
+        ("detokenizer", named, ("Stream",)),
+    ):
+        async with open_channel(f"127.0.0.1:{guarded.ports[port]}", tls=tls) as opened:
+            channel: Any = opened
+            for name in calls:
+                service = "Detokenizer" if port == "detokenizer" else "Scheduler"
+                method = f"/midstream.v1.{service}/{name}"
+                if name == "Abort":
+                    call = channel.unary_unary(method)(b"", timeout=20)
+                else:
+                    call = channel.stream_stream(method)(iter([hello.SerializeToString()]), timeout=20)
+                assert await call.code() is grpc.StatusCode.PERMISSION_DENIED, (port, name)
+
+
+async def test_a_client_learns_nothing_of_anothers_prompts(guarded: Guarded) -> None:
+    prompt, tls = list(range(40, 140)), Tls(ca=guarded.authority.ca)
+
+    async def cached(client: AsyncClient) -> int:
+        result = await client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=2), timeout_s=60).result()
+        assert result.usage is not None
+        return result.usage.cached_tokens
+
+    async with guarded.alice() as alice, guarded.client(tls=tls, token=BOB) as bob:
+        assert await cached(alice) == 0
+        assert await cached(alice) > 64
+        assert await cached(bob) == 0
+    events = "/midstream.v1.Midstream/SubscribeKvEvents"
+    everything = stats_pb2.SubscribeKvEventsRequest(start_sequence_number=1).SerializeToString()
+    for token, status in ((BOB, grpc.StatusCode.PERMISSION_DENIED), (ROOT, None)):
+        async with open_channel(f"127.0.0.1:{guarded.ports['token']}", tls=tls, token=token) as opened:
+            channel: Any = opened
+            call = channel.unary_stream(events)(everything, timeout=20)
+            if status is None:
+                assert await call.read()
+            else:
+                assert await call.code() is status
+
+
+async def test_an_admin_aborts_anothers_request_by_its_inner_id_and_others_do_not(guarded: Guarded) -> None:
+    tls = Tls(ca=guarded.authority.ca)
+    alice_inner = Caller("alice", is_authenticated=True).scope("long")
+    async with (
+        guarded.alice() as alice,
+        guarded.client(tls=tls, token=BOB) as bob,
+        guarded.client(tls=tls, token=ROOT) as root,
+    ):
+        stream = alice.generate("The stream", sampling=SAMPLING, request_id="long", timeout_s=100)
+        await anext(stream)
+        assert not await bob.abort("long")
+        assert not await bob.abort(alice_inner)
+        assert await root.abort(alice_inner)
+        with pytest.raises(PermissionDeniedError):
+            await bob.unload_lora("any")
 
 
 async def test_https_asks_for_the_token(guarded: Guarded) -> None:

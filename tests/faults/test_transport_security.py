@@ -14,11 +14,15 @@ import pytest
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.errors import ConfigError
 from midstream.rpc.serving import open_channel
+from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.secure_channel import SecureChannel
 from midstream.security.tls import Tls
 from router.authentication import Authenticator
 from tests.faults.certificates import Authority, Identity
 from tests.faults.guarded_ports import ask, fetch, http_port, replace, serving, stream_of
+from tests.integration.service import midstream
+
+REFUSED = r"certificate required|reset|EOF|closed"
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +172,9 @@ async def test_https_with_client_certificates_and_their_rotation(authority: Auth
     async with http_port(Authenticator(by_certificate=True), tls) as port:
         url = f"https://127.0.0.1:{port}"
         context = ssl.create_default_context(cafile=authority.ca)
-        assert (await asyncio.to_thread(fetch, f"{url}/v1/models", context))[0] == 401
-        assert (await asyncio.to_thread(fetch, f"{url}/health", context))[0] == 200
+        for page in ("/v1/models", "/health"):
+            with pytest.raises(OSError, match=REFUSED):
+                await asyncio.to_thread(fetch, f"{url}{page}", context)
         dora = authority.issue("dora")
         context.load_cert_chain(dora.cert, dora.key)
         assert await asyncio.to_thread(fetch, f"{url}/v1/models", context) == (200, "dora")
@@ -181,3 +186,68 @@ async def test_https_with_client_certificates_and_their_rotation(authority: Auth
             while await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port)) == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         assert await asyncio.to_thread(fetch, f"{url}/v1/models", context) == (200, "dora")
+
+
+async def test_https_asks_for_a_certificate_also_where_callers_need_no_name(authority: Authority) -> None:
+    identity, dora = authority.issue("router"), authority.issue("dora")
+    tls = Tls(identity.cert, identity.key, authority.ca, require_client_cert=True)
+    async with http_port(Authenticator(), tls) as port:
+        url = f"https://127.0.0.1:{port}/v1/models"
+        context = ssl.create_default_context(cafile=authority.ca)
+        with pytest.raises(OSError, match=REFUSED):
+            await asyncio.to_thread(fetch, url, context)
+        context.load_cert_chain(dora.cert, dora.key)
+        assert await asyncio.to_thread(fetch, url, context) == (200, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("names", "is_router"),
+    [
+        ("URI:spiffe://midstream/router", True),
+        ("URI:spiffe://cluster.local/ns/midstream/router", True),
+        ("DNS:router", True),
+        ("DNS:gateway.example", True),  # listed as a whole
+        ("URI:spiffe://midstream/router/client", False),
+        ("URI:https://midstream/router", False),
+        ("DNS:router.example,DNS:client", False),
+        ("email:router", False),
+        ("URI:spiffe://midstream/detokenizer", False),
+    ],
+)
+async def test_an_inner_port_takes_the_parts_that_it_names(authority: Authority, names: str, is_router: bool) -> None:
+    server, caller = authority.issue("scheduler"), authority.issue("caller", hosts=names)
+    config = SchedulerConfig(tls=True, tls_cert=server.cert, tls_key=server.key, tls_ca=authority.ca)
+    peers = PeerNames("router, gateway.example", "router_names")
+    shown = Tls(caller.cert, caller.key, authority.ca)
+    async with (
+        serving(Tls.from_config(config), admit=admit_peers(config, lambda _: peers)) as address,
+        open_channel(address, tls=shown) as channel,
+    ):
+        if is_router:
+            await ask(channel)
+        else:
+            assert (await refusal(channel)).code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_no_key_of_the_command_is_for_others_to_read(tmp_path: Path) -> None:
+    made = midstream("certificates", "alice", "--output", str(tmp_path))
+    assert made.returncode == 0, made.stderr
+    assert {path.stat().st_mode & 0o077 for path in tmp_path.glob("*.key")} == {0}
+
+
+async def test_the_commands_certificates_are_those_of_parts_and_clients(tmp_path: Path) -> None:
+    made = midstream("certificates", "scheduler", "router", "alice", "--output", str(tmp_path))
+    assert made.returncode == 0, made.stderr
+    ca = str(tmp_path / "ca.pem")
+    config = SchedulerConfig(
+        tls=True, tls_cert=str(tmp_path / "scheduler.pem"), tls_key=str(tmp_path / "scheduler.key"), tls_ca=ca
+    )
+    routers = PeerNames(config.router_names, "router_names")
+    async with serving(Tls.from_config(config), admit=admit_peers(config, lambda _: routers)) as address:
+        router, alice = (
+            Tls(str(tmp_path / f"{name}.pem"), str(tmp_path / f"{name}.key"), ca) for name in ("router", "alice")
+        )
+        async with open_channel(address, tls=router) as channel:
+            await ask(channel)
+        async with open_channel(address, tls=alice) as channel:
+            assert (await refusal(channel)).code() is grpc.StatusCode.PERMISSION_DENIED
