@@ -189,6 +189,7 @@ class AsyncClient:
             self._next_stub,
             timeout_s=timeout_s,
             unavailable_timeout_s=self._unavailable_timeout_s,
+            has_other_routers=self._num_routers > 1,
         )
 
     def resume(self, request_id: str, from_token: int = 0, *, timeout_s: float | None = None) -> AsyncStream:
@@ -200,6 +201,7 @@ class AsyncClient:
             timeout_s=timeout_s,
             unavailable_timeout_s=self._unavailable_timeout_s,
             from_token=from_token,
+            has_other_routers=self._num_routers > 1,
         )
 
     async def abort(self, request_id: str) -> bool:

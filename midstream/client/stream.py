@@ -19,11 +19,11 @@ import grpc.aio
 
 from midstream.chunk import Chunk, FinishReason, SequenceEnds
 from midstream.client.result import Result
-from midstream.errors import DeadlineError, ExecutionError, MidstreamError
+from midstream.errors import DeadlineError, ExecutionError, MidstreamError, UnavailableError
 from midstream.extras import TensorCursor
 from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
-from protos import service_pb2
+from protos import loads_pb2, service_pb2
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # How a call ends when its router dies or drains; CANCELLED by the server, since our own cancel is never read.
 _BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5
+# After this long without output a router is asked whether it answers at all, and left where it does not.
+_SILENCE_S, _ANSWER_S = 2.0, 3.0
 
 
 class AsyncStream:
@@ -50,8 +52,12 @@ class AsyncStream:
         timeout_s: float | None,
         unavailable_timeout_s: float,
         from_token: int = 0,
+        has_other_routers: bool = False,
     ) -> None:
-        """Begins at the first iteration. Without a `request` it resumes at `from_token`."""
+        """Begins at the first iteration. Without a `request` it resumes at `from_token`.
+
+        With other routers to go to, one that stands still is left after some seconds.
+        """
         self.request_id = request_id
         self.num_resumes = 0
         self._request = request
@@ -67,6 +73,10 @@ class AsyncStream:
         self._broken_since: float | None = None
         self._delay = 0.0
         self._final: Chunk | None = None
+        self._has_other_routers = has_other_routers
+        self._last_read = 0.0
+        self._watching: asyncio.Task[None] | None = None
+        self._is_silent = False
 
     def __aiter__(self) -> Self:
         return self
@@ -81,15 +91,11 @@ class AsyncStream:
         while True:
             if self._call is None:
                 self._call = await self._open()
-            try:
-                response = await self._call.read()
-            except grpc.aio.AioRpcError as error:
-                await self._recover(error)
+            response = await self._read(self._call)
+            if response is None:
                 continue
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
             if not isinstance(response, pb.GenerateResponse):
+                self._stop_watching()
                 if self._final is None:
                     raise ExecutionError("the stream ended without a final chunk")
                 _raise_for(self._final)
@@ -105,6 +111,22 @@ class AsyncStream:
             if chunk.is_final:
                 self._final = chunk
             return chunk
+
+    async def _read(self, call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]) -> object:
+        """Return what comes next; None where the call broke, and another is to be opened."""
+        try:
+            response = await call.read()
+        except grpc.aio.AioRpcError as error:
+            await self._recover(error)
+            return None
+        except asyncio.CancelledError:
+            if not self._is_silent:
+                self.cancel()
+                raise
+            await self._leave(grpc.StatusCode.UNAVAILABLE, UnavailableError("the router does not answer"))
+            return None
+        self._last_read = asyncio.get_running_loop().time()
+        return response
 
     async def result(self) -> Result:
         """Everything, once the request has ended.
@@ -123,6 +145,7 @@ class AsyncStream:
 
     def cancel(self) -> None:
         """Leaves the stream; the request is aborted unless it is detached."""
+        self._stop_watching()
         if self._call is not None:
             self._call.cancel()
 
@@ -133,31 +156,62 @@ class AsyncStream:
         timeout = None if self._deadline is None else max(self._deadline - loop.time(), 0.001)
         stub = self._next_stub()
         if self._request is not None and not self._offsets:
-            return stub.Generate(self._request, timeout=timeout)
-        size = max(self._offsets, default=-1) + 1
-        resume = service_pb2.ResumeRequest(
-            request_id=self.request_id,
-            from_token=self._from_token,
-            from_token_by_sequence=[self._offsets.get(index, self._from_token) for index in range(size)],
-        )
-        return stub.Resume(resume, timeout=timeout)  # type: ignore[return-value]  # only the request's type differs
+            call = stub.Generate(self._request, timeout=timeout)
+        else:
+            size = max(self._offsets, default=-1) + 1
+            resume = service_pb2.ResumeRequest(
+                request_id=self.request_id,
+                from_token=self._from_token,
+                from_token_by_sequence=[self._offsets.get(index, self._from_token) for index in range(size)],
+            )
+            call = stub.Resume(resume, timeout=timeout)  # type: ignore[assignment]  # only the request's type differs
+        self._is_silent, self._last_read = False, loop.time()
+        if self._has_other_routers:
+            self._stop_watching()
+            self._watching = asyncio.create_task(self._watch(stub, call))
+        return call
+
+    async def _watch(self, stub: Stub, call: grpc.aio.Call) -> None:
+        """Cancel the call once its router answers nothing: it may stand still behind an open connection."""
+        loop = asyncio.get_running_loop()
+        while not call.done():
+            await asyncio.sleep(max(self._last_read + _SILENCE_S - loop.time(), 0.1))
+            if loop.time() - self._last_read < _SILENCE_S:
+                continue
+            try:
+                await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=_ANSWER_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and loop.time() - self._last_read >= _SILENCE_S:
+                    self._is_silent = True
+                    call.cancel()
+                    return
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
 
     async def _recover(self, error: grpc.aio.AioRpcError) -> None:
-        """Returns when the stream should be opened again; else raises."""
+        """Return when the stream should be opened again; else raise."""
         if self._final is not None:
             # The router was lost between the final chunk and the status, which the chunk says too.
             _raise_for(self._final)
             if error.code() in _BROKEN:
                 raise StopAsyncIteration
-        if error.code() not in _BROKEN:
-            raise error_from_rpc(error) from None
+        await self._leave(error.code(), error_from_rpc(error))
+
+    async def _leave(self, code: grpc.StatusCode, error: MidstreamError) -> None:
+        """Return when the stream should be opened again at the next router; else raise `error`."""
+        self._stop_watching()
+        if code not in _BROKEN:
+            raise error from None
         now = asyncio.get_running_loop().time()
         if self._broken_since is None:
             self._broken_since = now
         if self._deadline is not None and now >= self._deadline:
             raise DeadlineError("the deadline passed") from None
         if now - self._broken_since > self._unavailable_timeout_s:
-            raise error_from_rpc(error) from None
+            raise error from None
         self._call = None
         self.num_resumes += 1
         await asyncio.sleep(self._delay)

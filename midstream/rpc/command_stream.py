@@ -12,6 +12,7 @@ from collections import deque
 from typing import Generic, TypeVar, cast
 
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.rpc.serving import open_channel
 from midstream.security.tls import Tls
@@ -19,6 +20,7 @@ from midstream.security.tls import Tls
 logger = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.1
+_ASK_S = 1.0
 
 CommandT = TypeVar("CommandT")
 BatchT = TypeVar("BatchT")
@@ -32,7 +34,15 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         is_open: Whether commands reach it.
     """
 
-    def __init__(self, kind: str, target: str, max_message_bytes: int, tls: Tls | None, server_name: str) -> None:
+    def __init__(
+        self,
+        kind: str,
+        target: str,
+        max_message_bytes: int,
+        tls: Tls | None,
+        server_name: str,
+        silence_s: float = 0.0,
+    ) -> None:
         """Opens nothing yet.
 
         Args:
@@ -41,6 +51,8 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             max_message_bytes: Largest message, each way.
             tls: Certificates; None: plain text.
             server_name: Name that its certificate must carry; empty: its address.
+            silence_s: How long it may leave a question after its health unanswered before the stream is given up; 0: it
+                is not asked, and only a closed connection or keepalive ends the stream.
         """
         self.target = target
         self.is_open = False
@@ -48,6 +60,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         self._max_message_bytes = max_message_bytes
         self._tls = tls
         self._server_name = server_name
+        self._silence_s = silence_s
         self._commands: deque[CommandT] = deque()
         self._wake = asyncio.Event()
 
@@ -101,11 +114,25 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             self._wake.set()
             async with asyncio.TaskGroup() as group:
                 writer = group.create_task(self._write(call))
+                asking = group.create_task(self._ask(channel)) if self._silence_s else None
                 while (batch := await call.read()) is not grpc.aio.EOF:
                     self._take(cast("BatchT", batch))
                 writer.cancel()
+                if asking is not None:
+                    asking.cancel()
         finally:
             call.cancel()
+
+    async def _ask(self, channel: grpc.aio.Channel) -> None:
+        """Raise TimeoutError once the other side answers nothing: it may stand still behind an open connection."""
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            await asyncio.sleep(_ASK_S)
+            try:
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._silence_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise TimeoutError from None
 
     async def _write(self, call: grpc.aio.StreamStreamCall[CommandT, BatchT]) -> None:
         while True:

@@ -37,6 +37,8 @@ _KEEPALIVE_MS = 10_000
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # What a ping is waited for; unless it is set, that is a minute, whatever the keepalive's timeout.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]

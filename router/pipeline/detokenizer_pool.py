@@ -22,6 +22,8 @@ from router.pipeline.streams import ClientStream
 
 _CONNECT_TIMEOUT_S = 2.0
 _REFUSAL_S = 0.5
+# A detokenizer answers in milliseconds; one that stands still is left for another as soon as that is certain.
+_SILENCE_S = 3.0
 _Call = grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]
 
 
@@ -41,7 +43,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         tls: Tls | None = None,
         server_name: str = "",
     ) -> None:
-        super().__init__("detokenizer", target, max_message_bytes, tls, server_name)
+        super().__init__("detokenizer", target, max_message_bytes, tls, server_name, _SILENCE_S)
         self.streams: dict[int, ClientStream] = {}
         self.refuses_until = 0.0
         self._on_live = on_live
