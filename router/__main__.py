@@ -12,7 +12,9 @@ from midstream.config import RouterConfig, load_config
 from midstream.errors import MidstreamError
 from midstream.model.folder import open_model_folder
 from midstream.rpc.health import Progress
+from midstream.rpc.open_files import raise_open_files_limit
 from midstream.rpc.serving import Server
+from midstream.security.host_header import AllowedHosts
 from midstream.security.tls import Tls
 from midstream.telemetry import Metrics, configure_logging
 from midstream.telemetry.tracing import Tracer
@@ -29,7 +31,8 @@ from router.pipeline.request_traces import RequestTraces, TracedApp, remember_cl
 from router.pipeline.sampling_defaults import sampling_defaults
 from router.pipeline.stream_limits import CallLimits, StreamLimits, admit_within, watcher_limits
 from router.protocols import ADAPTED_SERVICES, SERVICE, add_servicers
-from router.protocols.http_server import HttpPort
+from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request_bytes
+from router.protocols.http_server import HostCheckedApp, HttpPort
 from router.protocols.openai.app import OpenAiApi, refuse
 from router.status import StatusFeed
 
@@ -71,6 +74,7 @@ async def serve(config: RouterConfig) -> None:
         config.port,
         progress,
         max_message_bytes=config.max_message_bytes,
+        max_request_bytes=max_request_bytes(folder, config.max_message_bytes),
         # Beyond the router's own limit, which refuses: here a client's calls would wait in silence.
         max_concurrent_streams=2 * config.max_concurrent_streams,
         tls=tls,
@@ -95,11 +99,19 @@ async def serve(config: RouterConfig) -> None:
 
     status = StatusFeed(cells, folder.name, router_status, server.draining, watchers=watchers)
     add_servicers(server, front, prompts, cells, status, router_id)
-    api = OpenAiApi(front, prompts, metrics, progress.problems, config.max_message_bytes, progress.stalled)
+    body_limit = max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)
+    api = OpenAiApi(front, prompts, metrics, progress.problems, BodyBudget(body_limit), progress.stalled)
     pages = api.app()
     pages.router.routes.extend(dashboard_routes(status))
     app = AuthenticatedApp(pages, authenticator, refuse)
-    http = HttpPort(TracedApp(app) if tracer is not None else app, config.host, config.http_port, tls)
+    checked = HostCheckedApp(app, AllowedHosts(config.host, config.allowed_hosts))
+    http = HttpPort(
+        TracedApp(checked) if tracer is not None else checked,
+        config.host,
+        config.http_port,
+        tls,
+        max_open_files=raise_open_files_limit(),
+    )
     parts = {"cells": cells.run(), "detokenizers": pool.run(), "status": status.run()}
     parts["reach"] = watch_reach(cells, pool, progress)
     tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import re
 import time
@@ -31,6 +30,7 @@ from midstream.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
+from midstream.security.host_header import is_loopback
 from router.permissions import (
     ALL_ROLES,
     DEFAULT_ROLES,
@@ -359,14 +359,6 @@ def _anonymous_roles(config: RouterConfig) -> frozenset[Role] | None:
     if config.auth != "none" and not roles <= {Role.OBSERVE}:
         raise ConfigError(f"may only be observe where auth is {config.auth}", field="anonymous_roles")
     return roles
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is of this machine alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _digest(token: str) -> bytes:

@@ -29,6 +29,12 @@ class RouterConfig(GrpcServiceConfig):
     max_tensor_bytes: int = setting(256 << 20, "Bytes of logits and hidden states that one request may ask for.")
     max_beam_width: int = setting(16, "Widest beam search that a request may ask for.")
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
+    allowed_hosts: str = setting(
+        "",
+        "Comma-separated host names by which clients call the HTTP port, * for any; empty: on a loopback address "
+        "those of this machine, on others any.",
+    )
+    max_body_bytes: int = setting(0, "Largest HTTP body; 0: 2 MiB and 128 bytes for each token of the context.")
     max_concurrent_streams: int = setting(4096, "Streams at once on this router.")
     max_streams_per_client: int = setting(1024, "Streams at once of one client, or address where none is known.")
     auth: str = setting(

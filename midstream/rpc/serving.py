@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from midstream.errors import ExecutionError, MidstreamError
 from midstream.rpc.errors import ErrorMapper
 from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, bind
+from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.secure_channel import SecureChannel
 from midstream.security.tls import Tls
 
@@ -43,6 +44,7 @@ _KEEPALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _EVENT_LOOP_BEAT_S = 0.5
+_HANDSHAKE_MS = 10_000
 _Context = grpc.aio.ServicerContext[Any, Any]
 # Raises where the caller may not; what comes back, if anything, is called when the call has ended.
 Admit = Callable[[str, _Context], Callable[[], None] | None]
@@ -67,6 +69,7 @@ class Server:
         progress: Progress,
         *,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        max_request_bytes: int = 0,
         max_concurrent_streams: int = 4096,
         tls: Tls | None = None,
         admit: Admit | None = None,
@@ -80,6 +83,7 @@ class Server:
             port: 0 takes a free one.
             progress: What health is computed from.
             max_message_bytes: Largest message, each way.
+            max_request_bytes: Largest message that comes in; 0: as max_message_bytes.
             max_concurrent_streams: Calls at once on one connection.
             tls: Certificates; None: plain text.
             admit: Called before each method with its full name.
@@ -94,8 +98,11 @@ class Server:
                 *_KEEPALIVE,
                 ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_receive_message_length", max_request_bytes or max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+                # A share of the files that may be open, so that connections leave some to the rest of the process.
+                ("grpc.max_allowed_incoming_connections", raise_open_files_limit() // 4),
                 ("grpc.max_concurrent_streams", max_concurrent_streams),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),

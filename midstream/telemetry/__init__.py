@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
+
+from midstream.security.host_header import AllowedHosts
 
 PREFIX = "midstream:"
 ALIAS_PREFIX = "vllm:"
@@ -140,7 +143,18 @@ def _alias(family: Metric) -> Metric:
 
 
 # Path -> (status, content type, body).
+_MAX_THREADS = 128
 Page = Callable[[], tuple[int, str, bytes]]
+
+
+class _BoundedHTTPServer(ThreadingHTTPServer):
+    """One thread per connection, up to a limit; what is beyond it is closed at once."""
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if threading.active_count() > _MAX_THREADS:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
 
 
 class HttpServer:
@@ -163,7 +177,7 @@ class HttpServer:
             "/health": lambda: _health_page(health()),
             "/live": lambda: _health_page(stalled()),
         }
-        self._server = ThreadingHTTPServer((host, port), _handler_of(pages))
+        self._server = _BoundedHTTPServer((host, port), _handler_of(pages, AllowedHosts(host)))
         self._server.daemon_threads = True
         self._host = host
         self._server.timeout = 0.5  # seconds after which the thread looks whether to stop, should nothing wake it
@@ -194,13 +208,15 @@ def _health_page(stalled: list[str]) -> tuple[int, str, bytes]:
     return (503 if stalled else 200), "application/json", json.dumps(body).encode()
 
 
-def _handler_of(pages: Mapping[str, Page]) -> type[BaseHTTPRequestHandler]:
+def _handler_of(pages: Mapping[str, Page], allowed: AllowedHosts) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = 10  # seconds that a client may take to send its request
 
         def do_GET(self) -> None:
             page = pages.get(self.path.partition("?")[0])
             status, content_type, body = page() if page else (404, "text/plain", b"not found\n")
+            if not allowed.include(self.headers.get("Host", "")):
+                status, content_type, body = 421, "text/plain", b"this host name is not served here\n"
             self.send_response(status)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))

@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from typing import cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from midstream.rpc.serving import MAX_METADATA_BYTES
+from midstream.security.host_header import AllowedHosts
 from midstream.security.tls import Tls
 
 _LOOK_INTERVAL_S = 1.0
+# Seconds that a client may take from connecting (or from the first byte of a further request) to the end of the head,
+# and from there to the end of the body.
+HEAD_TIMEOUT_S, BODY_TIMEOUT_S = 10.0, 60.0
+_MAX_CONNECTIONS = 16_384
+_REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 
 
 class _Server(uvicorn.Server):
@@ -25,11 +33,62 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, with a limit on what is not body, and the names of the client's certificate."""
+class ConnectionLimits:
+    """Counts the open connections of a port, in all and of each address."""
 
+    def __init__(self, max_connections: int) -> None:
+        """Leave half of what may be open to the rest, and half of that to other addresses."""
+        self.max_connections = max(min(max_connections, _MAX_CONNECTIONS), 2)
+        self._open: Counter[str] = Counter()
+        self._num_open = 0
+
+    def enter(self, address: str) -> bool:
+        """Count a connection, unless there are too many."""
+        if self._num_open >= self.max_connections or self._open[address] >= self.max_connections // 2:
+            return False
+        self._num_open += 1
+        self._open[address] += 1
+        return True
+
+    def leave(self, address: str) -> None:
+        """Count one less."""
+        self._num_open -= 1
+        self._open[address] -= 1
+        if not self._open[address]:
+            del self._open[address]
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits of connections, of what is not body, and of the time in which a request comes.
+
+    It also knows the names of the client's certificate.
+    """
+
+    limits: ConnectionLimits
+    timeouts_s: tuple[float, float]
     _num_held_bytes = 0  # received, and neither a whole head nor body
     _is_too_large = False
+    _is_counted = False
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuses a connection that is too many; from the others a head is expected."""
+        super().connection_made(transport)
+        self._address = self.client[0] if self.client else ""
+        self._is_counted = self.limits.enter(self._address)
+        if not self._is_counted:
+            transport.write(_REFUSAL)
+            transport.close()
+            return
+        self._expect(self.timeouts_s[0])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Gives back what the connection held."""
+        self._expect(None)
+        if self._is_counted:
+            self._is_counted = False
+            self.limits.leave(self._address)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Cuts a connection whose head (or trailer) does not end within the limit."""
@@ -38,6 +97,25 @@ class _Protocol(HttpToolsProtocol):
         if self._num_held_bytes > MAX_METADATA_BYTES and not self.transport.is_closing():
             self._is_too_large = True
             self.send_400_response("")
+        elif self._num_held_bytes and self._timer is None and not self.transport.is_closing():
+            self._expect(self.timeouts_s[0])
+
+    def _expect(self, timeout_s: float | None) -> None:
+        """Closes the connection unless called again in time; None expects nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if timeout_s is None else self.loop.call_later(timeout_s, self._time_out, timeout_s)
+
+    def _time_out(self, timeout_s: float) -> None:
+        self._timer = None
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not cycle.more_body:
+            # A request that is whole is being answered, however long that takes.
+            self._expect(timeout_s)
+        elif not self.transport.is_closing():
+            if cycle is None or cycle.response_complete or not cycle.response_started:
+                self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n\r\n")
+            self.transport.close()
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
@@ -49,6 +127,7 @@ class _Protocol(HttpToolsProtocol):
         subject = certificate.get("subject", ())
         names = [value for part in subject for key, value in part if key == "commonName"]
         cast("dict[str, object]", self.scope)["certificate_names"] = names
+        self._expect(self.timeouts_s[1])
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -59,6 +138,7 @@ class _Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is whole."""
         self._num_held_bytes = 0
+        self._expect(None)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -70,11 +150,53 @@ class _Protocol(HttpToolsProtocol):
         self.transport.close()
 
 
+def _protocol(limits: ConnectionLimits, timeouts_s: tuple[float, float]) -> type[_Protocol]:
+    """Return the protocol of one port."""
+    return type("_PortProtocol", (_Protocol,), {"limits": limits, "timeouts_s": timeouts_s})
+
+
+class HostCheckedApp:
+    """An ASGI application that answers only requests to hosts that it knows itself by."""
+
+    def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http":
+            hosts = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
+            if not all(map(self._allowed.include, hosts)):
+                text = "421: this host name is not served here; see --allowed-hosts\n"
+                await PlainTextResponse(text, 421)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class HttpPort:
     """An ASGI application on a port."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, tls: Tls | None = None) -> None:
-        """Binds the port; 0 takes a free one, in `self.port`. With `tls` it speaks HTTPS.
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        tls: Tls | None = None,
+        *,
+        max_open_files: int = 1024,
+        head_timeout_s: float = HEAD_TIMEOUT_S,
+        body_timeout_s: float = BODY_TIMEOUT_S,
+    ) -> None:
+        """Bind the port.
+
+        Args:
+            app: What answers.
+            host: Address to listen on.
+            port: 0 takes a free one, which is in `self.port`.
+            tls: Certificates for HTTPS; None: plain HTTP.
+            max_open_files: What the process may have open; connections here take half of it at most.
+            head_timeout_s: Within which a request's head must come.
+            body_timeout_s: Within which its body must come.
 
         Raises:
             OSError: It is taken.
@@ -85,7 +207,7 @@ class HttpPort:
         self._tls = tls
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http=_protocol(ConnectionLimits(max_open_files // 2), (head_timeout_s, body_timeout_s)),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -29,6 +29,7 @@ from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.stream_limits import CallLimits, admit_within, watcher_limits
 from router.protocols import add_servicers
+from router.protocols.body_budget import BodyBudget
 from router.protocols.http_server import HttpPort
 from router.protocols.openai.app import OpenAiApi, refuse
 from router.status import StatusFeed
@@ -136,7 +137,7 @@ class Cluster:
             cells, self.folder.name, lambda: RouterStatus(router_id="r"), server.draining, 0.05, watchers
         )
         add_servicers(server, front, self.prompts, cells, status, "r")
-        pages = OpenAiApi(front, self.prompts, Metrics(), list, MAX_MESSAGE).app()
+        pages = OpenAiApi(front, self.prompts, Metrics(), list, BodyBudget(4 << 20)).app()
         pages.router.routes.extend(dashboard_routes(status))
         http = HttpPort(AuthenticatedApp(pages, authenticator, refuse), "127.0.0.1", 0)
         await server.start()

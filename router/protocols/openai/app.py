@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -16,9 +19,11 @@ from starlette.types import Receive, Scope, Send
 from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
+from router.authentication import current_caller
 from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model
+from router.protocols.body_budget import BodyBudget
 from router.protocols.openai.body import Body
 from router.protocols.openai.errors import error_body, headers, http_status
 from router.protocols.openai.ignored import ignored_fields, ignored_header
@@ -28,6 +33,8 @@ from router.protocols.openai.openapi import document
 from router.protocols.openai.reply import Reply
 from router.protocols.openai.tool_calls import format_of
 
+_INLINE_BYTES = 32 << 10
+_T = TypeVar("_T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -40,7 +47,7 @@ class OpenAiApi:
         prompts: PromptBuilder,
         metrics: Metrics,
         problems: Callable[[], list[str]],
-        max_body_bytes: int,
+        budget: BodyBudget,
         stalled: Callable[[], list[str]] = list,
     ) -> None:
         self._front = front
@@ -49,7 +56,8 @@ class OpenAiApi:
         self._metrics = metrics
         self._problems = problems
         self._stalled = stalled
-        self._max_body_bytes = max_body_bytes
+        self._budget = budget
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
         self._models = Models(self._model, front.runner.cells)
         self._vocabulary = Vocabulary(self._spell, format_of(self._model.chat_template))
 
@@ -79,6 +87,7 @@ class OpenAiApi:
         body = await self._body(request)
         job = make(body, self._vocabulary)
         job.ignored = ignored_fields(body)
+        job = await self._read(request, lambda body: make(body, self._vocabulary))
         await self._models.resolve(job.requests)
         return Reply(self._front, job, request.headers.get("last-event-id"))
 
@@ -89,7 +98,7 @@ class OpenAiApi:
         return JSONResponse(await self._models.card(request.path_params["name"]))
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await self._read(request, lambda body: body)
         check_model(body.text("model") or "", self._model)
         native = pb.GenerateRequest()
         if body.has("messages"):
@@ -108,9 +117,11 @@ class OpenAiApi:
         return JSONResponse(answer, headers=ignored_header(ignored))
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await self._read(request, lambda body: body)
         check_model(body.text("model") or "", self._model)
         ids = body.token_ids("tokens")
+        if len(ids) > self._model.max_sequence_length:
+            raise InvalidArgumentError(f"has {len(ids)}; at most {self._model.max_sequence_length}", field="tokens")
         if max(ids, default=0) >= self._model.vocab_size:
             raise InvalidArgumentError(f"must be in 0..{self._model.vocab_size - 1}", field="tokens")
         text = self._prompts.tokenizer.decode(ids, skip_special_tokens=False)
@@ -128,13 +139,22 @@ class OpenAiApi:
     async def _describe(self, request: Request) -> Response:
         return JSONResponse(document(self._model))
 
-    async def _body(self, request: Request) -> Body:
-        data = bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > self._max_body_bytes:
-                raise InvalidArgumentError(f"the body has more than {self._max_body_bytes} bytes")
-        return Body.parse(bytes(data))
+    async def _read(self, request: Request, make: Callable[[Body], _T]) -> _T:
+        """Return what `make` makes of the body, which is parsed off the event loop where it is long."""
+        limit, data = self._budget.max_body_bytes, bytearray()
+        with self._budget.hold(current_caller.get().name) as held:
+            if int(request.headers.get("content-length") or 0) > limit:
+                raise InvalidArgumentError(f"the body has more than {limit} bytes")
+            async for part in request.stream():
+                held.add(len(part))
+                data += part
+                if len(data) > limit:
+                    raise InvalidArgumentError(f"the body has more than {limit} bytes")
+            if len(data) <= _INLINE_BYTES:
+                return make(Body.parse(bytes(data)))
+            # One at a time: parsers hold the interpreter's lock, and two would starve the loop for twice as long.
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._parser, lambda: make(Body.parse(bytes(data))))
 
     def _spell(self, token_id: int) -> str:
         return self._prompts.tokenizer.decode([token_id], skip_special_tokens=False)

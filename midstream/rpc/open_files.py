@@ -1,0 +1,18 @@
+"""How many files and connections this process may have open."""
+
+from __future__ import annotations
+
+import resource
+
+# More than any part needs, and few enough that what closes all of them at a fork does not take long.
+_ENOUGH = 65_536
+
+
+def raise_open_files_limit() -> int:
+    """Raise the soft limit of open files, often 1,024, as far as the hard one allows; return what it is now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(_ENOUGH, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return _ENOUGH if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,87 @@
+"""How many bytes of requests that are not yet complete may be in memory, in all and of one client."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import TracebackType
+
+from midstream.errors import OverloadedError
+from midstream.model.folder import ModelFolder
+
+# For guides, tools and all that is not prompt; and bytes for each token of the context, as JSON at its most verbose.
+_FIXED_BYTES, _BYTES_PER_TOKEN = 2 << 20, 128
+# Largest bodies that may come in at once, in all and from one client.
+_BODIES, _BODIES_PER_CLIENT = 16, 4
+_RETRY_AFTER_MS = 500
+
+
+def max_body_bytes(model: ModelFolder, configured: int, max_message_bytes: int) -> int:
+    """Return the size of the largest HTTP body that is taken: as configured, or by the model's context length."""
+    by_context = _FIXED_BYTES + _BYTES_PER_TOKEN * model.max_sequence_length
+    return min(configured or by_context, max_message_bytes)
+
+
+def max_request_bytes(model: ModelFolder, max_message_bytes: int) -> int:
+    """Return the size of the largest gRPC request that is taken: its prompt may be embeddings in float32."""
+    by_context = (4 << 20) + (4 * model.hidden_size + _BYTES_PER_TOKEN) * model.max_sequence_length
+    return min(by_context, max_message_bytes)
+
+
+class BodyBudget:
+    """Counts the bytes of bodies that are in memory."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.num_bytes = 0
+        self._by_client: Counter[str] = Counter()
+
+    def hold(self, client: str) -> HeldBody:
+        """Return an account of one body, to be used as a context manager."""
+        return HeldBody(self, client)
+
+    def add(self, client: str, num_bytes: int) -> None:
+        """Count bytes.
+
+        Raises:
+            OverloadedError: There are too many.
+        """
+        if (
+            self.num_bytes + num_bytes > _BODIES * self.max_body_bytes
+            or self._by_client[client] + num_bytes > _BODIES_PER_CLIENT * self.max_body_bytes
+        ):
+            raise OverloadedError("too many bytes of requests are on their way", retry_after_ms=_RETRY_AFTER_MS)
+        self.num_bytes += num_bytes
+        self._by_client[client] += num_bytes
+
+    def remove(self, client: str, num_bytes: int) -> None:
+        """Take bytes back."""
+        self.num_bytes -= num_bytes
+        self._by_client[client] -= num_bytes
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+
+class HeldBody:
+    """The bytes of one body, counted until the context ends."""
+
+    def __init__(self, budget: BodyBudget, client: str) -> None:
+        self._budget = budget
+        self._client = client
+        self._num_bytes = 0
+
+    def __enter__(self) -> HeldBody:
+        return self
+
+    def add(self, num_bytes: int) -> None:
+        """Count more bytes of it.
+
+        Raises:
+            OverloadedError: There are too many, of all bodies.
+        """
+        self._budget.add(self._client, num_bytes)
+        self._num_bytes += num_bytes
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._budget.remove(self._client, self._num_bytes)

@@ -1,0 +1,182 @@
+"""What one client may hold of a router's HTTP port: connections, time, bytes; and by which names it may call it."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midstream.rpc.open_files import raise_open_files_limit
+from midstream.security.host_header import AllowedHosts
+from router.authentication import Authenticator, TokenFile
+from router.protocols.body_budget import BodyBudget
+from router.protocols.http_server import HostCheckedApp, HttpPort
+from tests.router.conftest import Cluster
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers in three pieces, a quarter of a second apart, once the body is whole."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        if not message.get("more_body", False):
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for more in (True, True, False):
+        await asyncio.sleep(0.25)
+        await send({"type": "http.response.body", "body": b"piece", "more_body": more})
+
+
+async def exchange(port: int, data: bytes, source: str = "127.0.0.1") -> tuple[bytes, float]:
+    """What comes back until the connection is closed, and after how long that is."""
+    began = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
+    writer.write(data)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    return answer, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nhost: x\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\nhalf",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n",
+    ],
+)
+async def test_a_request_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
+    port = HttpPort(echo, "127.0.0.1", 0, head_timeout_s=0.3, body_timeout_s=0.3)
+    port.start()
+    answer, elapsed = await exchange(port.port, sent)
+    await port.stop(0)
+    assert answer.split()[1:2] == [b"408"]
+    assert 0.2 < elapsed < 5
+
+
+async def test_an_answer_may_take_longer_than_its_request() -> None:
+    sent = b"GET / HTTP/1.1\r\nhost: x\r\n"
+    port = HttpPort(echo, "127.0.0.1", 0, head_timeout_s=0.3, body_timeout_s=0.3)
+    port.start()
+    # The head of another request behind it waits for the first one's answer.
+    answer, _ = await exchange(port.port, sent + b"\r\n" + sent)
+    await port.stop(0)
+    assert answer.count(b"piece") == 3
+
+
+async def test_connections_of_one_address_leave_room_for_others() -> None:
+    port = HttpPort(echo, "127.0.0.1", 0, max_open_files=16)  # 8 connections, 4 of each address
+    port.start()
+    held = [await asyncio.open_connection("127.0.0.1", port.port) for _ in range(4)]
+    request = b"GET / HTTP/1.0\r\nhost: x\r\n\r\n"
+    assert (await exchange(port.port, request))[0].startswith(b"HTTP/1.1 503")
+    assert b"200 OK" in (await exchange(port.port, request, "127.0.0.2"))[0]
+    held.pop()[1].close()
+    async with asyncio.timeout(10):
+        while b"200 OK" not in (await exchange(port.port, request))[0]:
+            pass
+    for _, writer in held:
+        writer.close()
+    await port.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("bound", "names", "host", "status"),
+    [
+        ("127.0.0.1", "", "127.0.0.1:8000", 200),
+        ("127.0.0.1", "", "LocalHost", 200),
+        ("127.0.0.1", "", "[::1]:8000", 200),
+        ("127.0.0.1", "", "rebound.example", 421),
+        ("127.0.0.1", "", "localhost.rebound.example:8000", 421),
+        ("127.0.0.1", "llm.example", "llm.example", 200),
+        ("127.0.0.1", "*", "any.example", 200),
+        ("0.0.0.0", "", "any.example", 200),
+        ("0.0.0.0", "llm.example", "any.example", 421),
+    ],
+)
+async def test_a_name_of_another_site_is_not_answered(bound: str, names: str, host: str, status: int) -> None:
+    port = HttpPort(HostCheckedApp(echo, AllowedHosts(bound, names)), "127.0.0.1", 0)
+    port.start()
+    answer, _ = await exchange(port.port, f"GET / HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+    await port.stop(0)
+    assert answer.split()[1] == str(status).encode()
+
+
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
+    program = (
+        "import resource; from midstream.rpc.open_files import raise_open_files_limit as r;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 900)); print(r(), resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["900", "(900,", "900)"]
+    assert raise_open_files_limit() <= resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+def test_the_bytes_of_a_body_are_given_back() -> None:
+    budget = BodyBudget(100)
+    with budget.hold("a") as held:
+        held.add(100)
+        assert budget.num_bytes == 100
+    assert budget.num_bytes == 0
+
+
+async def test_unfinished_bodies_of_one_client_leave_room_for_others(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("token-of-a-hoarder hoarder\ntoken-of-the-probe probe\n")
+    authenticator = Authenticator(tokens=TokenFile(str(tmp_path / "tokens")))
+    part = await cluster.add_router(await cluster.add_detokenizer(), authenticator=authenticator)
+    assert part.http is not None
+    size = 4 << 20  # the largest body
+    token = "authorization: Bearer token-of-a-hoarder"
+    head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\n{token}\r\ncontent-length: {size}\r\n\r\n"
+    opened = [await asyncio.open_connection("127.0.0.1", part.http.port) for _ in range(6)]
+    for _, writer in opened:
+        writer.write(head.encode() + b" " * (size - 1))
+    refused = [asyncio.ensure_future(reader.readuntil(b"\r\n")) for reader, _ in opened]
+    async with asyncio.timeout(30):
+        done, _ = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+    assert all(b" 429 " in task.result() for task in done)
+    status, answer = await asyncio.to_thread(tokenize, part.http.port, b'{"prompt": "hello"}')
+    assert (status, answer["count"] > 0) == (200, True)
+    for task in refused:
+        task.cancel()
+    await asyncio.gather(*refused, return_exceptions=True)
+    for _, writer in opened:
+        writer.close()
+
+
+def tokenize(port: int, body: bytes) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("POST", "/tokenize", body, {"authorization": "Bearer token-of-the-probe"})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer
+
+
+async def test_large_bodies_hold_the_event_loop_no_longer_than_one_takes_to_parse(cluster: Cluster) -> None:
+    part = await cluster.add_router(await cluster.add_detokenizer())
+    assert part.http is not None
+    # Each is under the limit, and none is a prompt that fits.
+    body = b'{"prompt": [' + b"1," * ((2 << 20) - 16) + b"1]}"
+    began = time.monotonic()
+    json.loads(body)
+    alone = time.monotonic() - began
+    sending = [asyncio.to_thread(tokenize, part.http.port, body) for _ in range(3)]
+    worst, answers = 0.0, asyncio.gather(*sending)
+    while not answers.done():
+        before = time.monotonic()
+        await asyncio.sleep(0.001)
+        worst = max(worst, time.monotonic() - before)
+    assert {status for status, _ in await answers} == {400}
+    assert worst < max(2 * alone, 0.25)
