@@ -6,6 +6,7 @@ Each sub-command is a module with `add_arguments(parser)` and `run(arguments)`, 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import subprocess
 import sys
@@ -57,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stderr.close()
+        return 1
+    except OSError as error:
+        hint = ""
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
+            hint = "; --run-dir and MIDSTREAM_HOME name other folders"
+        print(f"midstream {parsed.command}: {error}{hint}", file=sys.stderr)
         return 1
     return status
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from midstream.cli.credentials import add_credentials, credentials_of
-from midstream.cli.run_dir import RunDir
+from midstream.cli.run_dir import RunDir, orphans
 from midstream.cli.status import NOT_RUNNING
 from midstream.cli.up import add_run_dir
 from midstream.client import AsyncClient, SamplingParams
@@ -86,7 +86,7 @@ def router_addresses(arguments: argparse.Namespace) -> list[str]:
         return list(arguments.address)
     run_dir = RunDir(arguments.run_dir)
     state = run_dir.read_state()
-    if state is None or not run_dir.is_supervised():
+    if state is None or not (run_dir.is_supervised() or orphans(state)):
         raise UnavailableError(NOT_RUNNING)
     return [router.addresses["grpc"] for router in state.of_kind("router")]
 

@@ -143,6 +143,11 @@ class RunDir:
             raise ConfigError(f"{self._state_file} is damaged or of another version; delete it") from None
 
 
+def orphans(state: RunState | None) -> list[ProcessState]:
+    """Return the parts that still run; without a supervisor nobody starts them again when they end."""
+    return [process for process in state.processes if is_alive(process)] if state is not None else []
+
+
 def _parse_state(fields: dict[str, Any]) -> RunState:
     processes = tuple(
         ProcessState(**(item | {"phase": ProcessPhase(item["phase"])})) for item in fields.pop("processes")

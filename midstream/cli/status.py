@@ -15,13 +15,17 @@ from rich.table import Table
 
 from midstream.cli.credentials import Credentials, add_credentials, credentials_of
 from midstream.cli.health import probe_health
-from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive
+from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, orphans
 from midstream.cli.up import add_run_dir
 from midstream.rpc.serving import open_channel
 from protos import loads_pb2, scheduler_pb2_grpc
 
 _TIMEOUT_S = 2.0
 NOT_RUNNING = "No Midstream service is running here. Start one with: midstream up --detach"
+UNSUPERVISED = (
+    "The supervisor of these is gone: they serve, and none is started again when it ends. "
+    "`midstream up` stops them and starts anew, on the same journal; `midstream down` stops them."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +48,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; 1 when nothing runs."""
     run_dir = RunDir(arguments.run_dir)
     state = run_dir.read_state()
-    if state is None or not run_dir.is_supervised():
+    is_supervised = run_dir.is_supervised()
+    if state is None or not (is_supervised or orphans(state)):
         print(json.dumps({"running": False, "processes": []}) if arguments.json else NOT_RUNNING)
         return 1
     statuses = asyncio.run(_ask_all(state, credentials_of(arguments)))
     if arguments.json:
-        print(json.dumps(_to_json(run_dir, state, statuses), indent=2))
+        print(json.dumps(_to_json(run_dir, state, statuses, is_supervised), indent=2))
     else:
         console = Console(highlight=False)
         console.print(_table(statuses))
+        if not is_supervised:
+            console.print(UNSUPERVISED, style="red")
         console.print(f"{state.model}, {state.phase}; logs in {run_dir.logs}", style="dim")
     return 0
 
@@ -106,9 +113,10 @@ def _table(statuses: list[ProcessStatus]) -> Table:
     return table
 
 
-def _to_json(run_dir: RunDir, state: RunState, statuses: list[ProcessStatus]) -> dict[str, object]:
+def _to_json(run_dir: RunDir, state: RunState, statuses: list[ProcessStatus], is_supervised: bool) -> dict[str, object]:
     return {
         "running": True,
+        "supervised": is_supervised,
         "phase": state.phase,
         "model": state.model,
         "run_dir": str(run_dir.path),

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from midstream.cli import health
 from midstream.cli.logs import last_lines, last_message
-from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, started_ticks
+from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, orphans, started_ticks
 from midstream.cli.topology import ProcessSpec
 from midstream.errors import ExecutionError
 from midstream.python_process import python_environment
@@ -235,8 +235,8 @@ def stop_orphans(state: RunState | None) -> int:
     Returns:
         How many processes.
     """
-    orphans = [process for process in state.processes if is_alive(process)] if state else []
-    for process in orphans:
+    left = orphans(state)
+    for process in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-    return len(orphans)
+    return len(left)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import shutil
 import signal
 import subprocess
 import time
@@ -141,10 +142,22 @@ def _run_detached(arguments: argparse.Namespace, console: Console) -> int:
         supervisor.terminate()
         raise
     if state is None:
-        raise ExecutionError(f"it did not start; {log} ends with\n{log.read_text(encoding='utf-8').strip()[-2000:]}")
+        raise ExecutionError(why_not_started(log, supervisor.returncode))
     console.print(how_to_talk(state))
     console.print("`midstream status` shows it, `midstream down` stops it.", style="dim")
     return 0
+
+
+def why_not_started(log: Path, status: int | None) -> str:
+    """Return what a supervisor that ended left as the reason; a full disk takes no log."""
+    text = log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
+    if text:
+        return f"it did not start; {log} ends with\n{text}"
+    free = shutil.disk_usage(log.parent).free
+    return (
+        f"it did not start (exit status {status}) and could write no reason to {log}; "
+        f"{free >> 20} MiB are free there; --run-dir names another folder"
+    )
 
 
 def _wait_until_ready(run_dir: RunDir, supervisor: subprocess.Popen[bytes], console: Console) -> RunState | None:

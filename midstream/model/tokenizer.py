@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from midstream.errors import ConfigError
+from midstream.model.tokenizer_check import check_tokenizer
 
 
 class Tokenizer:
@@ -30,10 +31,13 @@ class Tokenizer:
         file = path / "tokenizer.json"
         try:
             text = file.read_text(encoding="utf-8")
+            check_tokenizer(file, text)
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             self.decoder: dict[str, Any] = json.loads(text).get("decoder") or {}
         except FileNotFoundError:
             raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model") from None
+        except ConfigError:
+            raise
         except Exception as error:
             # The library raises plain Exception for anything that it cannot read.
             raise ConfigError(f"{file} is not a tokenizer: {error}", field="model") from error

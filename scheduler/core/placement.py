@@ -43,7 +43,9 @@ class Placement:
         self._clock = clock
 
     def start_queued(self, num_steps: int) -> None:
-        """Start queued requests as the policy selects them, else in order; those behind one that has to wait where fair.
+        """Start queued requests as the policy selects them, else in order.
+
+        In order, one behind a request that has to wait starts where that is fair.
 
         Args:
             num_steps: Steps planned so far.

@@ -19,6 +19,7 @@ from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, InvalidArgumentError, MidstreamError
 from midstream.model.folder import open_model_folder
 from midstream.model.prepare.gguf_file import read_gguf_head
+from midstream.model.tokenizer import Tokenizer
 from router.pipeline.chat_template import ChatTemplate
 from tests.integration.named_processes import ROOT
 
@@ -259,3 +260,40 @@ class limited_memory:  # noqa: N801 (used as a function)
 
     def __exit__(self, *_: Any) -> None:
         resource.setrlimit(resource.RLIMIT_AS, self._limits)
+
+
+def replaced(pattern: str, content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [replaced("a", "aa")] * 40}},
+        {"normalizer": replaced("a", "b" * 10_000)},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x" * 100}]}},
+        {"normalizer": {"type": "Unknown"}},
+        {"decoder": {"type": "Sequence", "decoders": [replaced("a", "aaaa")] * 20}},
+    ],
+)
+def test_a_tokenizer_that_explodes_is_refused_by_a_process_that_lives_on(
+    folder: Path, fields: dict[str, object]
+) -> None:
+    change(folder / "tokenizer.json", **fields)
+    with pytest.raises(ConfigError, match=r"tokenizer|normalizer|decoder"):
+        Tokenizer(folder)
+
+
+def test_what_ends_the_process_that_loads_a_tokenizer_ends_its_own_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bomb = {"type": "Sequence", "normalizers": [replaced("a", "a" * 1000)] * 4}
+    change(folder / "tokenizer.json", normalizer=bomb)
+    monkeypatch.setattr("midstream.model.tokenizer_check.MAX_EXPANSION", 1 << 50)  # as if it were not recognized
+    with pytest.raises(ConfigError, match="ends the process that uses it"):
+        Tokenizer(folder)
+
+
+def test_an_ordinary_normalizer_is_no_bomb(folder: Path) -> None:
+    change(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}]})
+    assert Tokenizer(folder).encode("plain text")

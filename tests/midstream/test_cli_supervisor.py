@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from midstream.cli import health, supervisor
-from midstream.cli.run_dir import ProcessPhase, RunDir, RunState, is_alive
+from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, started_ticks
 from midstream.cli.supervisor import Supervisor, stop_orphans
 from midstream.cli.topology import ProcessSpec
+from midstream.cli.up import why_not_started
 from midstream.errors import ConfigError, ExecutionError
+from tests.integration.service import midstream
 
 FAKE = "tests.midstream.fake_service"
 
@@ -208,3 +211,38 @@ def _all_ready(state: RunState) -> bool:
 def _named(state: RunState, name: str) -> tuple[ProcessPhase, int]:
     (process,) = (process for process in state.processes if process.name == name)
     return process.phase, process.num_restarts
+
+
+def test_status_shows_parts_whose_supervisor_was_killed(tmp_path: Path) -> None:
+    pid, addresses = os.getpid(), {"grpc": "127.0.0.1:1", "http": "127.0.0.1:1"}
+    part = ProcessState("scheduler-0", "scheduler", addresses, "", ProcessPhase.READY, pid, started_ticks(pid))
+    RunDir(tmp_path).write_state(RunState("model", ProcessPhase.READY, 1, 0.0, (part,)))
+    result = midstream("status", "--json", "--run-dir", str(tmp_path))
+    status = json.loads(result.stdout)
+    assert (result.returncode, status["running"], status["supervised"]) == (0, True, False)
+    assert [process["pid"] for process in status["processes"]] == [pid]
+    assert "supervisor" in midstream("status", "--run-dir", str(tmp_path)).stdout
+
+
+def test_a_run_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.acquire()
+    assert run_dir.path.stat().st_mode & 0o777 == 0o700
+    run_dir.release()
+
+
+@pytest.mark.parametrize("command", [("up",), ("up", "--detach"), ("generate", "hi"), ("status",)])
+def test_a_home_that_cannot_be_written_is_named_without_a_traceback(command: tuple[str, ...]) -> None:
+    result = midstream(*command, MIDSTREAM_HOME="/proc/no-home")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert result.stdout + result.stderr
+
+
+def test_a_supervisor_that_could_write_no_log_is_still_explained(tmp_path: Path) -> None:
+    log = tmp_path / "supervisor.log"
+    log.write_text("")
+    assert "exit status 1" in why_not_started(log, 1)
+    assert "MiB are free" in why_not_started(log, 1)
+    log.write_text("a reason")
+    assert why_not_started(log, 1).endswith("a reason")

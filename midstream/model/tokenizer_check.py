@@ -1,0 +1,104 @@
+"""Whether a tokenizer from a model folder, which is not trusted, can be loaded here.
+
+The library that runs it aborts the process where memory ends, and a normalizer of some bytes can turn one character
+into gigabytes. So what a chain of replacements may make of a character is bounded, and what could still go wrong is
+tried in a process of its own with little memory and time: `python -m midstream.model.tokenizer_check FILE`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from midstream.errors import ConfigError
+from midstream.python_process import python_command, python_environment
+
+# Characters that normalizers may make of one; of the tokenizers in use none goes beyond four.
+MAX_EXPANSION = 64
+MAX_BYTES = 256 << 20
+_MEMORY_BYTES, _CPU_S, _WALL_S = 2 << 30, 15, 60
+_PROBE_CHARACTERS = 4096
+
+
+def check_tokenizer(file: Path, text: str) -> None:
+    """Raise where loading or using the tokenizer.json `text`, the contents of `file`, would end this process.
+
+    Raises:
+        ConfigError: It is too large, expands text without bound, or fails in its own process.
+        ValueError: It is not JSON.
+    """
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{file} is larger than {MAX_BYTES >> 20} MiB", field="model")
+    fields = json.loads(text)
+    steps = [step for part in ("normalizer", "pre_tokenizer", "decoder") for step in _steps(fields.get(part))]
+    for part in ("normalizer", "decoder"):
+        expansion = 1
+        for step in _steps(fields.get(part)):
+            expansion *= _expansion(step)
+        if expansion > MAX_EXPANSION:
+            raise ConfigError(f"the {part} in {file} makes up to {expansion} characters of one", field="model")
+    # Byte-level tokenizers without a normalizer have nothing to try, and start sooner.
+    if fields.get("normalizer") is None and not any("pattern" in step for step in steps):
+        return
+    command = python_command("midstream.model.tokenizer_check", str(file))
+    try:
+        done = subprocess.run(
+            command,
+            env=python_environment({"RAYON_NUM_THREADS": "1"}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_WALL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"the tokenizer in {file} takes too long", field="model") from None
+    if done.returncode < 0:
+        raise ConfigError(f"the tokenizer in {file} ends the process that uses it", field="model")
+    if done.returncode > 0:
+        reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason"]
+        raise ConfigError(f"{file} is not a tokenizer: {reason[0][:500]}", field="model")
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a normalizer, pre-tokenizer or decoder, sequences taken apart."""
+    pending = [part]
+    while pending:
+        step = pending.pop()
+        if isinstance(step, dict):
+            yield step
+            pending += [item for value in step.values() if isinstance(value, list) for item in value]
+
+
+def _expansion(step: dict[str, Any]) -> int:
+    content = step.get("content", step.get("prepend", ""))
+    return max(len(content), 1) if isinstance(content, str) and step.get("type") in ("Replace", "Prepend") else 1
+
+
+def main() -> int:
+    """Load the tokenizer that the command line names, and use it, within limits."""
+    import tokenizers
+
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    text = Path(sys.argv[1]).read_text(encoding="utf-8")
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    fields = json.loads(text)
+    patterns = json.dumps([fields.get("normalizer"), fields.get("pre_tokenizer")], ensure_ascii=False)
+    printable = "".join(map(chr, range(32, 0x250)))
+    probe = (printable + " a" * 64 + "a" * 64 + patterns)[:_PROBE_CHARACTERS]
+    ids = tokenizer.encode(probe).ids
+    tokenizer.decode(ids)
+    if len(ids) > 4 * MAX_EXPANSION * len(probe):
+        print(f"{len(probe)} characters give {len(ids)} tokens", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
