@@ -30,6 +30,7 @@ from protos import scheduler_pb2, stats_pb2
 from router.authentication import Caller
 from tests.faults.certificates import Authority
 from tests.faults.guarded import ALICE, BOB, ROOT, Guarded, running_guarded
+from tests.faults.guarded_ports import fetch
 from tests.faults.processes import until
 from tests.router.test_grammar_check import BAD
 
@@ -201,3 +202,19 @@ async def test_parts_that_die_come_back_behind_their_locks(guarded: Guarded) -> 
         async for chunk in stream:
             result.add(chunk)
     assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
+
+
+async def test_logs_and_metrics_hold_no_contents_and_no_credentials(guarded: Guarded) -> None:
+    secret = "tell nobody of zygomorphic petunias"
+    async with guarded.alice() as alice:
+        result = await alice.generate(secret, sampling=SAMPLING, request_id="quiet", timeout_s=100).result()
+        with pytest.raises(InvalidArgumentError):
+            await alice.generate(secret, sampling=SamplingParams(max_tokens=-1)).result()
+    context = ssl.create_default_context(cafile=guarded.authority.ca)
+    url = f"https://127.0.0.1:{guarded.ports['http']}/metrics"
+    status, metrics = await asyncio.to_thread(fetch, url, context, Authorization=f"Bearer {ALICE}")
+    assert status == 200
+    logs = [guarded.log(name) for name in ("scheduler", "worker", "detokenizer", "token", "certificate")]
+    for text in (metrics, *logs):
+        for hidden in ("zygomorphic", result.text[:40], ALICE, ROOT):
+            assert hidden not in text

@@ -1,0 +1,238 @@
+"""A client that sends anything to every method, beside one that is to be served.
+
+MIDSTREAM_FUZZ_MESSAGES=20000 pytest tests/router/test_hostile_client.py runs more than the default of 1,000.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import string
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from midstream.client import AsyncClient
+from midstream.rpc.serving import open_channel
+from protos import kserve_pb2, openengine_pb2, service_pb2
+from router.protocols.openai.openapi import document
+from tests.router.conftest import Cluster
+from tests.router.test_stream_hoarders import first_tokens
+
+NUM_MESSAGES = 1000  # of a round, each with a service and a seed of its own
+NUM_ROUNDS = -(-int(os.environ.get("MIDSTREAM_FUZZ_MESSAGES", "1000")) // NUM_MESSAGES)
+SEED = int(os.environ.get("MIDSTREAM_FUZZ_SEED", "15"))
+MAX_GROWTH_BYTES = 512 << 20
+AT_ONCE = 16
+UNEXPECTED = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS)
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health", "/x")
+INTEGERS = (0, 1, -1, 2, 7, 64, 1024, 1 << 16, (1 << 31) - 1, -(1 << 31), 1 << 31, (1 << 32) - 1, 1 << 62, -(1 << 62))
+FLOATS = (0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, float("nan"), float("inf"), -float("inf"))
+TEXTS = ("", "a", "smollm2", "ensemble", "\0", "🫠" * 50, "{", "[1]", "../../etc/passwd", "/", "a" * 5000, "{{ x }}")
+
+_Field = FieldDescriptor
+_RANGES = {
+    _Field.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
+    _Field.CPPTYPE_INT64: (-(1 << 63), (1 << 63) - 1),
+    _Field.CPPTYPE_UINT32: (0, (1 << 32) - 1),
+    _Field.CPPTYPE_UINT64: (0, (1 << 64) - 1),
+}
+
+
+def value_of(field: FieldDescriptor, draw: random.Random, depth: int) -> Any:
+    """A value of a field's type: an edge of its range, or a message of such."""
+    kind = field.cpp_type
+    if kind == _Field.CPPTYPE_MESSAGE:
+        assert field.message_type is not None
+        return fill(field.message_type, draw, depth + 1)
+    if kind in _RANGES:
+        low, high = _RANGES[kind]
+        return min(max(draw.choice(INTEGERS), low), high)
+    if kind in (_Field.CPPTYPE_FLOAT, _Field.CPPTYPE_DOUBLE):
+        return draw.choice(FLOATS)
+    if kind == _Field.CPPTYPE_BOOL:
+        return draw.random() < 0.5
+    if kind == _Field.CPPTYPE_ENUM:
+        assert field.enum_type is not None
+        return draw.choice([item.number for item in field.enum_type.values])
+    text = draw.choice(TEXTS)
+    return text.encode() if field.type == _Field.TYPE_BYTES else text
+
+
+def fill(descriptor: Descriptor, draw: random.Random, depth: int = 0) -> Message:
+    """A message with about half of its fields set."""
+    message: Message = GetMessageClass(descriptor)()
+    for field in descriptor.fields:
+        if draw.random() < 0.5 or (depth > 4 and field.cpp_type == _Field.CPPTYPE_MESSAGE):
+            continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            continue
+        if field.is_repeated:
+            values = [value_of(field, draw, depth) for _ in range(draw.choice((1, 1, 2, 3, 70)) if depth < 2 else 1)]
+            getattr(message, field.name).extend(values)
+        elif field.cpp_type == _Field.CPPTYPE_MESSAGE:
+            getattr(message, field.name).CopyFrom(value_of(field, draw, depth))
+        else:
+            setattr(message, field.name, value_of(field, draw, depth))
+    return message
+
+
+def rpc_methods() -> list[Any]:
+    modules = (service_pb2, kserve_pb2, openengine_pb2)
+    return [
+        method
+        for module in modules
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ]
+
+
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    """Some bytes of a message changed, cut off or repeated."""
+    changed = bytearray(data)
+    for _ in range(draw.randint(1, 4)):
+        if changed:
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+    return bytes(changed[: draw.randint(0, len(changed))] if draw.random() < 0.5 else changed * 2)
+
+
+async def call_rpc(channel: Any, draw: random.Random, methods: list[Any]) -> str:
+    """Send a random message to a random method; returns the status that the call ends with."""
+    method = draw.choice(methods)
+    data = fill(method.input_type, draw).SerializeToString()
+    is_damaged = draw.random() < 0.2
+    data = damaged(data, draw) if is_damaged else data
+    name = f"/{method.containing_service.full_name}/{method.name}"
+    if method.client_streaming:
+        call = channel.stream_stream(name)(iter([data] * draw.randint(1, 3)), timeout=0.3)
+    elif method.server_streaming:
+        call = channel.unary_stream(name)(data, timeout=0.3)
+    else:
+        call = channel.unary_unary(name)(data, timeout=0.3)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        if method.server_streaming:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        else:
+            await call
+    code = await call.code()
+    # What gRPC itself says of bytes that are no message.
+    if is_damaged and code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+        return "damaged"
+    # Of the service's own; the client's library says INTERNAL as well where a deadline cuts its requests.
+    is_defect = code in UNEXPECTED and "internal error" in (await call.details() or "")
+    return f"{code.name} of {name}" if is_defect else code.name
+
+
+def json_value(draw: random.Random, depth: int = 0) -> Any:
+    kind = draw.randrange(9)
+    if kind < 2 and depth < 3:
+        return [json_value(draw, depth + 1) for _ in range(draw.randint(0, 4))]
+    if kind == 2 and depth < 3:
+        return {draw.choice(("role", "content", "type", "text")): json_value(draw, depth + 1) for _ in range(3)}
+    return draw.choice((None, True, 0.5, draw.choice(INTEGERS), draw.choice(TEXTS), draw.choice(FLOATS[:6])))
+
+
+async def call_http(port: int, draw: random.Random, names: list[str]) -> str:
+    """Send a random request to the HTTP port; returns the status of the answer, empty where there is none."""
+    path = draw.choice(PATHS)
+    fields = {name: json_value(draw) for name in draw.sample(names, draw.randint(0, 8))}
+    fields |= draw.choice(({}, {"prompt": "hello"}, {"messages": [{"role": "user", "content": "hello"}]}))
+    body = json.dumps(fields).encode()
+    if draw.random() < 0.2:
+        body = damaged(body, draw)
+    length = len(body) if draw.random() < 0.9 else draw.choice((0, len(body) + 5, 10**12))
+    method = draw.choice(("POST", "POST", "POST", "GET", "PUT", "".join(draw.choices(string.ascii_uppercase, k=5))))
+    head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = b""
+    try:
+        with contextlib.suppress(TimeoutError, OSError):
+            writer.write(head.encode() + body)
+            async with asyncio.timeout(0.3):
+                answer = await reader.read(200)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    return answer.split()[1].decode() if len(answer.split()) > 1 else ""
+
+
+async def send_all(send: Callable[[], Any], count: int) -> Counter[str]:
+    """Calls `send` again and again, some at once; returns how often each status came."""
+    statuses, left = Counter[str](), iter(range(count))
+
+    async def run() -> None:
+        for _ in left:
+            statuses[await send()] += 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(run())
+    return statuses
+
+
+def property_names(schema: Any) -> Iterator[str]:
+    """Names of all properties in an OpenAPI document."""
+    if isinstance(schema, dict):
+        yield from schema.get("properties", {})
+        for value in schema.values():
+            yield from property_names(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from property_names(value)
+
+
+@pytest.mark.parametrize("round_number", range(NUM_ROUNDS))
+async def test_nothing_that_a_client_sends_harms_another(cluster: Cluster, round_number: int) -> None:
+    part = await cluster.add_router(await cluster.add_detokenizer())
+    assert part.http is not None
+    port, draw, process = part.http.port, random.Random(SEED + round_number), psutil.Process()
+    names, methods = sorted(set(property_names(document(cluster.folder)))), rpc_methods()
+    async with AsyncClient(part.address) as probe, open_channel(part.address) as channel:
+        alone = await first_tokens(cluster, probe, 20)
+        before = process.memory_info().rss
+        hostile = asyncio.gather(
+            send_all(lambda: call_rpc(channel, draw, methods), NUM_MESSAGES // 2),
+            send_all(lambda: call_http(port, draw, names), NUM_MESSAGES - NUM_MESSAGES // 2),
+        )
+        beside = []
+        while not hostile.done():
+            beside += await own_first_token(cluster, probe)
+        by_grpc, by_http = await hostile
+        grown = process.memory_info().rss - before
+        after = await first_tokens(cluster, probe, 5)
+    assert not [status for status in by_grpc if " of " in status], by_grpc
+    assert not [status for status in by_http if status.startswith("5") and status not in ("503", "504")], by_http
+    assert by_grpc["INVALID_ARGUMENT"] > NUM_MESSAGES // 50
+    assert grown < MAX_GROWTH_BYTES
+    assert after
+    # Clients and services share one event loop here, and the first number is of an idle one.
+    assert sorted(beside)[int(0.99 * len(beside))] <= max(3 * max(alone), 3.0)
+
+
+async def own_first_token(cluster: Cluster, client: AsyncClient) -> list[float]:
+    """Seconds until a request had its first token, among whatever else is submitted."""
+    scheduler, name, began = cluster.scheduler, f"probe-{time.monotonic_ns()}", time.monotonic()
+    stream = client.generate(token_ids=[1, 2, 3], request_id=name, timeout_s=60)
+    first = asyncio.ensure_future(anext(stream))
+    await scheduler.until(lambda: name in scheduler.requests)
+    scheduler.emit(name, [5])
+    await first
+    elapsed = time.monotonic() - began
+    scheduler.end(name)
+    async for _ in stream:
+        pass
+    return [elapsed]
