@@ -39,6 +39,7 @@ _METHODS = {
         "GetServerInfo": _OBSERVE,
         "GetLoads": _OBSERVE,
         "GetIterationStats": _OBSERVE,
+        "GetRequestStats": _GENERATE,
         "GetStatus": _OBSERVE,
         "ListLoras": _ANY,
         "LoadLora": _ADMIN,

@@ -104,12 +104,11 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         context: grpc.aio.ServicerContext[stats_pb2.GetIterationStatsRequest, stats_pb2.IterationStats],
     ) -> AsyncIterator[stats_pb2.IterationStats]:
         """Statistics of all cells, as they come."""
-        calls = [cell.stub.GetIterationStats(request) for cell in self._cells.cells.values()]
+        calls = [cell.watch_stub.GetIterationStats(request) for cell in self._cells.cells.values()]
         if request.stream:
             # From here on the caller misses no iteration.
             await asyncio.gather(*(call.initial_metadata() for call in calls))
             await context.send_initial_metadata(())
-        calls = [cell.watch_stub.GetIterationStats(request) for cell in self._cells.cells.values()]
         reads = {asyncio.ensure_future(call.read()): call for call in calls}
         try:
             while reads:
@@ -131,7 +130,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         names = {scope(request_id): request_id for request_id in request.request_ids}
         scoped = stats_pb2.GetRequestStatsRequest(request_ids=names)
         cells = self._cells.cells.values()
-        calls = [cell.stub.GetRequestStats(scoped, timeout=_CALL_TIMEOUT_S) for cell in cells]
+        calls = [cell.watch_stub.GetRequestStats(scoped, timeout=_CALL_TIMEOUT_S) for cell in cells]
         response = stats_pb2.GetRequestStatsResponse()
         for answer in await asyncio.gather(*calls):
             for stats in answer.requests:

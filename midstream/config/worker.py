@@ -65,14 +65,11 @@ class WorkerConfig(ServiceConfig):
         0, "In place of lora_device_cache_percent: ranks of a module in a layer on the device; 0: the share counts."
     )
     lora_max_adapter_size: int = setting(64, "Largest rank of an adapter.")
-    adapter_root: str = setting("", "Folder that adapters must lie in; empty: they may lie anywhere.")
     logits_post_processors: str = setting(
         "", "Logits post-processors beside those of installed packages: comma-separated NAME=module:Class."
     )
     replicate_post_processors: bool = setting(
         False, "Call them on all ranks of a group; only off is implemented for several ranks: on rank 0 alone."
-    adapter_root: str = setting(
-        "", "Folder that adapters must lie in, behind symbolic links too; empty: as routers say."
     )
     adapter_root: str = setting("", "Folder that adapters must lie in, behind links too; empty: as routers say.")
     cuda_graphs: bool = setting(True, "On a GPU, decode by replaying recorded CUDA graphs.")

@@ -171,7 +171,6 @@ class Runner:
             unavailable_timeout_s: How long a part that is away is waited for where there is no deadline.
             max_tensor_bytes: Bytes of tensors that one request may ask for.
             sampling_defaults: Fill what requests leave unset.
-            sampling_defaults: Fill what requests leave unset.
             share_prefix_cache: Whether authenticated clients share prefixes.
             adapter_root: Folder under which requests may name adapters by path; empty: nowhere.
         """
@@ -208,7 +207,6 @@ class Runner:
             raise DeadlineError("the deadline had passed on arrival")
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         check_request(request, self.model, self._max_beam_width, self.cells.features)
-        check_request(request, self.model)
         for path, field in ((request.lora.path, "lora.path"), (request.prompt_tuning.path, "prompt_tuning.path")):
             if path:
                 check_adapter_path(path, self.adapter_root, field)

@@ -150,6 +150,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def GetModelInfo(self, request: Any, context: Any) -> loads_pb2.ModelInfo:  # noqa: N802
         return loads_pb2.ModelInfo(features=self.features)
 
+    async def GetRequestStats(self, request: Any, context: Any) -> stats_pb2.GetRequestStatsResponse:  # noqa: N802
+        return stats_pb2.GetRequestStatsResponse()
+
     async def LoadLora(self, request: Any, context: Any) -> loads_pb2.LoadLoraResponse:  # noqa: N802
         return loads_pb2.LoadLoraResponse(lora=loads_pb2.LoraInfo(name=request.name))
 

@@ -84,10 +84,13 @@ class OpenAiApi:
     async def _generate(self, request: Request, make: Callable[[Body, Vocabulary], Job]) -> Response:
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
-        body = await self._body(request)
-        job = make(body, self._vocabulary)
-        job.ignored = ignored_fields(body)
-        job = await self._read(request, lambda body: make(body, self._vocabulary))
+
+        def make_job(body: Body) -> Job:
+            job = make(body, self._vocabulary)
+            job.ignored = ignored_fields(body)
+            return job
+
+        job = await self._read(request, make_job)
         await self._models.resolve(job.requests)
         return Reply(self._front, job, request.headers.get("last-event-id"))
 
