@@ -1,0 +1,70 @@
+"""What a parser finds in a model's text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool call begins.
+
+    Attributes:
+        index: Which call of the sequence, from 0.
+        name: The tool, one of those offered.
+        call_id: What the model itself calls it; None in formats without ids.
+    """
+
+    index: int
+    name: str
+    call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments, which together are the text of a JSON object."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """A call is complete."""
+
+    index: int
+
+
+Event = TextDelta | ReasoningDelta | CallBegin | CallArguments | CallEnd
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """The events with adjacent deltas of a kind made one, and empty ones left out."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, TextDelta | ReasoningDelta) and not event.text:
+            continue
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            result[-1] = TextDelta(last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            result[-1] = ReasoningDelta(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+            result[-1] = CallArguments(event.index, last.text + event.text)
+        else:
+            result.append(event)
+    return result

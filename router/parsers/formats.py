@@ -1,0 +1,206 @@
+"""The formats by name, and which of them a model writes: told by its chat template, or by its architecture."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from midstream.errors import ConfigError
+from midstream.model.folder import ModelFolder
+from router.parsers import deepseek, gemma, glm, harmony, hermes, invoke, kimi, llama, mistral, pythonic, qwen_coder
+from router.parsers.guides import CallGrammar
+from router.parsers.machine import Machine, Offer, Script
+from router.parsers.reasoning import ThinkTags, after_thinking, plain
+
+_BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def _plain_id(digest: bytes, name: str, index: int) -> str:
+    return f"call_{digest.hex()[:24]}"
+
+
+def _short_id(digest: bytes, name: str, index: int) -> str:
+    # Mistral's templates refuse any other.
+    number = int.from_bytes(digest, "little")
+    return "".join(_BASE36[number // 36**place % 36] for place in range(9))
+
+
+def _kimi_id(digest: bytes, name: str, index: int) -> str:
+    return f"functions.{name}:{index}"
+
+
+def _hermes(template: str) -> CallGrammar:
+    return CallGrammar("<tool_call>\n", '{"name": "NAME", "arguments": ', "}", None, "\n</tool_call>")
+
+
+def _mistral(template: str) -> CallGrammar:
+    if mistral.ARGS in template:
+        return CallGrammar(mistral.MARK, f"NAME{mistral.ARGS}", "", None, "")
+    return CallGrammar(f"{mistral.MARK}[", '{"name": "NAME", "arguments": ', "}", ", ", "]")
+
+
+def _deepseek(template: str) -> CallGrammar:
+    call, separator, end = deepseek.CALL, deepseek.SEPARATOR, deepseek.CALL_END
+    if "```json" in template:
+        opening = f"{call}function{separator}NAME\n```json\n"
+        return CallGrammar(deepseek.BEGIN, opening, f"\n```{end}", "\n", deepseek.END)
+    return CallGrammar(deepseek.BEGIN, f"{call}NAME{separator}", end, "", deepseek.END)
+
+
+def _kimi(template: str) -> CallGrammar:
+    opening = f"{kimi.CALL}functions.NAME:NUMBER{kimi.ARGUMENT}"
+    return CallGrammar(kimi.BEGIN, opening, kimi.CALL_END, "", kimi.END)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes tool calls.
+
+    Attributes:
+        script: Reads them.
+        marks: Begin and end calls; where they are special tokens, text must keep special tokens.
+        ends_reasoning: Of the marks those that nobody writes within reasoning.
+        make_id: A call's id as the model's template wants it, of 16 random bytes, the tool's name and the index.
+        grammar: Of calls that follow a schema, by the model's template; None: none can be given.
+        arguments_are_text: The model's template takes the arguments of earlier calls as text, not as an object.
+    """
+
+    script: Script
+    marks: tuple[str, ...]
+    ends_reasoning: tuple[str, ...] = ()
+    make_id: Callable[[bytes, str, int], str] = _plain_id
+    grammar: Callable[[str], CallGrammar] | None = None
+    arguments_are_text: bool = False
+
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat(hermes.script, (hermes.OPENING, hermes.CLOSING), grammar=_hermes),
+    "llama3_json": ToolFormat(llama.script, (llama.TAG,)),
+    "pythonic": ToolFormat(pythonic.script, (pythonic.START, pythonic.END)),
+    "mistral": ToolFormat(mistral.script, (mistral.MARK, mistral.CALL_ID, mistral.ARGS), (), _short_id, _mistral),
+    "qwen3_coder": ToolFormat(qwen_coder.script, (hermes.OPENING, hermes.CLOSING)),
+    "deepseek_v3": ToolFormat(
+        deepseek.script,
+        (deepseek.BEGIN, deepseek.END, deepseek.CALL, deepseek.SEPARATOR, deepseek.CALL_END),
+        (deepseek.BEGIN,),
+        grammar=_deepseek,
+        arguments_are_text=True,
+    ),
+    "deepseek_v32": ToolFormat(invoke.deepseek_v32, ("｜DSML｜",), (invoke.DSML_BEGIN,)),
+    "kimi_k2": ToolFormat(
+        kimi.script, (kimi.BEGIN, kimi.END, kimi.CALL, kimi.ARGUMENT, kimi.CALL_END), (kimi.BEGIN,), _kimi_id, _kimi
+    ),
+    "glm45": ToolFormat(glm.script, glm.MARKS),
+    "openai": ToolFormat(harmony.script, harmony.MARKS),
+    "functiongemma": ToolFormat(gemma.function_gemma, gemma.FUNCTION_GEMMA, (gemma.FUNCTION_GEMMA[0],)),
+    "gemma4": ToolFormat(gemma.gemma4, gemma.GEMMA4, (gemma.GEMMA4[0],)),
+    "minimax_m2": ToolFormat(
+        invoke.minimax, (invoke.MINIMAX_BEGIN, invoke.MINIMAX_END), (invoke.MINIMAX_BEGIN,)
+    ),
+}  # fmt: skip
+# gpt-oss's reasoning is in its channels: one script reads both.
+REASONING_FORMATS: dict[str, ThinkTags | None] = {
+    "think": ThinkTags("<think>", "</think>"),
+    "deepseek_r1": ThinkTags("<think>", "</think>", is_always_open=True),
+    "mistral": ThinkTags("[THINK]", "[/THINK]"),
+    "gemma4": ThinkTags("<|channel>thought", "<channel|>"),
+    "openai": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Models that a format is taken for: by architecture, or by all of these in the template and none of those."""
+
+    name: str
+    contains: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
+
+
+# The first row that fits counts.
+_TOOL_ROWS = (
+    _Row("openai", ("<|channel|>", "<|message|>"), architectures=("gpt_oss",)),
+    _Row("deepseek_v32", ("｜DSML｜",)),
+    _Row("deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
+    _Row("kimi_k2", (kimi.BEGIN,)),
+    _Row("minimax_m2", (invoke.MINIMAX_BEGIN,), architectures=("minimax_m2",)),
+    _Row("glm45", ("<tool_call>", "<arg_key>"), architectures=("glm4_moe",)),
+    _Row("qwen3_coder", ("<tool_call>", "<function=")),
+    _Row("gemma4", ("<|tool_call>",)),
+    _Row("functiongemma", ("<start_function_call>",)),
+    _Row("hermes", ("<tool_call>",)),
+    _Row("mistral", ("[TOOL_CALLS]",)),
+    _Row("pythonic", ("<|python_start|>",)),
+    _Row("pythonic", ("func_name1(params_name1=params_value1",)),
+    _Row("llama3_json", ("<|python_tag|>",)),
+    _Row("llama3_json", ("tools", '"parameters"')),
+)
+_REASONING_ROWS = (
+    _Row("openai", ("<|channel|>", "<|message|>"), architectures=("gpt_oss",)),
+    _Row("gemma4", ("<|channel>", "<channel|>")),
+    _Row("mistral", ("[THINK]",)),
+    _Row("deepseek_r1", ("</think>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>"), lacks=("thinking",)),
+    _Row("think", ("</think>",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFormat:
+    """How the served model writes calls and reasoning; None where that is not known, and such text is the answer."""
+
+    tools: ToolFormat | None = None
+    reasoning: ThinkTags | None = None
+    has_channels: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What begins and ends calls and reasoning."""
+        tools = self.tools.marks if self.tools else ()
+        reasoning = (self.reasoning.opening, self.reasoning.closing) if self.reasoning else ()
+        return (*tools, *reasoning, *(harmony.MARKS if self.has_channels else ()))
+
+    def parser(self, offer: Offer) -> Machine:
+        """A parser of one sequence's text."""
+        if self.has_channels:
+            return Machine(harmony.script, offer)
+        reads_calls = self.tools is not None and offer.tools
+        answer = self.tools.script if self.tools and reads_calls else plain
+        if self.reasoning is None:
+            return Machine(answer, offer)
+        ends = self.tools.ends_reasoning if self.tools and reads_calls else ()
+        return Machine(after_thinking(self.reasoning, answer, ends), offer)
+
+    def call_id(self, request_id: str, sequence: int, index: int, name: str) -> str:
+        """The id of a call that the model gave none: the same wherever and whenever its text is parsed."""
+        digest = hashlib.blake2b(f"{request_id}/{sequence}/{index}".encode(), digest_size=16).digest()
+        return (self.tools.make_id if self.tools else _plain_id)(digest, name, index)
+
+
+def format_of(folder: ModelFolder, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ModelFormat:
+    """The format of a model, or the one that is configured for it.
+
+    Raises:
+        ConfigError: A name that is not known.
+    """
+    tools = _choose(tool_parser, "tool_parser", tuple(TOOL_FORMATS), _TOOL_ROWS, folder)
+    reasoning = _choose(reasoning_parser, "reasoning_parser", tuple(REASONING_FORMATS), _REASONING_ROWS, folder)
+    has_channels = "openai" in (tools, reasoning)
+    return ModelFormat(TOOL_FORMATS.get(tools), REASONING_FORMATS.get(reasoning), has_channels)
+
+
+def _choose(name: str, field: str, names: tuple[str, ...], rows: tuple[_Row, ...], folder: ModelFolder) -> str:
+    if name == "auto":
+        template = folder.chat_template or ""
+        fits = (row.name for row in rows if _fits(row, template, folder.architecture))
+        return next(fits, "none")
+    if name != "none" and name not in names:
+        raise ConfigError(f"{name!r} is not one of auto, none, {', '.join(names)}", field=field)
+    return name
+
+
+def _fits(row: _Row, template: str, architecture: str) -> bool:
+    if architecture in row.architectures:
+        return True
+    return all(mark in template for mark in row.contains) and not any(mark in template for mark in row.lacks)

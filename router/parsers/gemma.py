@@ -1,0 +1,47 @@
+"""FunctionGemma and Gemma 4: `call:NAME{key:value,...}` between tags, strings between quotes of their own."""
+
+from __future__ import annotations
+
+import json
+
+from router.parsers.literals import LiteralError, Literals
+from router.parsers.machine import Call, Machine, Script, Steps
+
+
+def between(opening: str, closing: str, quote: str) -> Script:
+    """The script for a model with these marks."""
+
+    def script(machine: Machine) -> Steps[None]:
+        while (yield from machine.text_until(opening)):
+            body = ""
+            # A closing tag within a string closes nothing.
+            while True:
+                part, mark = yield from machine.take_until(quote, closing)
+                body += part + mark
+                if mark != quote:
+                    break
+                part, mark = yield from machine.take_until(quote)
+                body += part + mark
+            call = _read(body.removesuffix(closing), quote)
+            if machine.settle([call] if call else None, opening + body):
+                yield from machine.take_space()
+
+    return script
+
+
+def _read(body: str, quote: str) -> Call | None:
+    reader = Literals(body, quote)
+    try:
+        reader.expect("call:")
+        name = reader.word()
+        reader.expect("{")
+        arguments = reader.fields("}")
+    except LiteralError:
+        return None
+    return Call(name, json.dumps(arguments, ensure_ascii=False)) if reader.at_end() else None
+
+
+GEMMA4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
+gemma4 = between(*GEMMA4)
+function_gemma = between(*FUNCTION_GEMMA)

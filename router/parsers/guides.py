@@ -1,0 +1,123 @@
+"""Grammars that hold calls to their tools' schemas, in the format that the model itself writes.
+
+They are Lark as llguidance reads it. Text is free until a call begins; from there on the grammar decides, so that
+`auto` stays the model's choice and its arguments still fit. A mark that is one token of the tokenizer is that token in
+the grammar, for text never matches it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from router.parsers.machine import Schema
+
+# As json.dumps writes: white space left to a model may be all that a small one writes.
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TEXT = r"TEXT: /(.|\n)*/"
+_SPACE = r"SPACE: /\s*/"
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """How a format writes calls whose arguments are JSON.
+
+    Attributes:
+        begin: Text before the first call, or the first part of it; free text ends here.
+        opening: Text before a call's arguments; NAME stands for the tool and NUMBER for digits.
+        closing: Text after a call's arguments.
+        separator: Text between calls of a section; None: a section has one call.
+        end: Text after the last call of a section.
+    """
+
+    begin: str
+    opening: str
+    closing: str
+    separator: str | None
+    end: str
+
+
+def auto_guide(
+    grammar: CallGrammar,
+    tools: Mapping[str, Schema],
+    strict: Iterable[str],
+    tokens: Mapping[str, int],
+    *,
+    max_calls: int | None,
+    thinking: tuple[str, str] | None,
+) -> str:
+    """Lark for free text with calls in it.
+
+    Args:
+        grammar: The model's format.
+        tools: Schemas of parameters, by name.
+        strict: Tools whose arguments follow their schema; those of others are any object.
+        tokens: Marks that are one token, with its id.
+        max_calls: 1: at most one call; None: any number.
+        thinking: Marks of the model's reasoning, where they may come first.
+    """
+    strict = frozenset(strict)
+    spell = _Speller(tokens)
+    calls = []
+    for name, schema in tools.items():
+        opening = spell(grammar.opening.replace("NAME", name))
+        parameters = _json(schema if name in strict else {"type": "object"})
+        calls.append(f"{opening} {parameters} {spell(grammar.closing)}".strip())
+    section = "call"
+    if grammar.separator is not None and max_calls != 1:
+        section = f"call ({spell(grammar.separator)} call)*"
+    begins_with_token = bool(spell.first_token(grammar.begin))
+    lines = [f"call: {' | '.join(calls)}"]
+    if begins_with_token:
+        lines.append(f"section: TEXT {spell(grammar.begin)} {section} {spell(grammar.end)}")
+    else:
+        lines.append(f"begin[lazy]: TEXT {spell(grammar.begin)}")
+        lines.append(f"section: begin {section} {spell(grammar.end)}")
+    answer = f"section{'?' if max_calls == 1 else '*'} TEXT"
+    if thinking is not None and spell.first_token(thinking[0]):
+        # TEXT does not match these tokens, and the model may still think.
+        answer = f"(TEXT {spell(thinking[0])})? (TEXT {spell(thinking[1])})? {answer}"
+    return "\n".join([f"start: {answer}", *lines, _TEXT])
+
+
+def after_thinking(schema: Schema, closing: str, tokens: Mapping[str, int]) -> str:
+    """Lark for reasoning that is open, then JSON of a schema."""
+    spell = _Speller(tokens)
+    if spell.first_token(closing):
+        lines = ["start: TEXT " + spell(closing) + " SPACE " + _json(schema)]
+    else:
+        lines = [f"start: thinking SPACE {_json(schema)}", f"thinking[lazy]: TEXT {spell(closing)}"]
+    return "\n".join([*lines, _TEXT, _SPACE])
+
+
+def _json(schema: Schema) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
+
+
+class _Speller:
+    """Writes text as Lark's literals, marks among it as tokens."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        marks = sorted(map(re.escape, tokens), key=len, reverse=True)
+        self._split = re.compile("|".join([*marks, "NUMBER"]))
+
+    def first_token(self, text: str) -> int | None:
+        """The token that `text` begins with."""
+        found = self._split.match(text)
+        return self._tokens.get(found[0]) if found else None
+
+    def __call__(self, text: str) -> str:
+        """The terms for `text`; nothing for none."""
+        terms, position = [], 0
+        for found in self._split.finditer(text):
+            terms.append(_literal(text[position : found.start()]))
+            terms.append("/[0-9]+/" if found[0] == "NUMBER" else f"<[{self._tokens[found[0]]}]>")
+            position = found.end()
+        return " ".join(filter(None, [*terms, _literal(text[position:])]))
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""

@@ -1,0 +1,35 @@
+"""MiniMax M2 and DeepSeek V3.2: a section of `<invoke name="...">` with `<parameter name="...">` for each argument."""
+
+from __future__ import annotations
+
+import re
+
+from router.parsers.machine import Call, Offer, Script
+from router.parsers.sections import section
+from router.parsers.tagged_values import arguments_of
+
+
+def invocations(prefix: str, begin: str, end: str) -> Script:
+    """The script for a model whose tags begin with `prefix` and whose sections lie between `begin` and `end`."""
+    tag = re.escape(prefix)
+    parameter = re.compile(
+        rf'\s*<{tag}parameter name="([^">]+)"(?: string="(?:true|false)")?>(.*?)</{tag}parameter>', re.DOTALL
+    )
+
+    def read(body: str, offer: Offer) -> Call | None:
+        name, opening, rest = body.partition('">')
+        values, position = [], 0
+        while found := parameter.match(rest, position):
+            values.append((found[1].strip(), found[2].removeprefix("\n").removesuffix("\n")))
+            position = found.end()
+        if not opening or rest[position:].strip() or name not in offer.tools:
+            return None
+        return Call(name, arguments_of(values, offer.tools[name]))
+
+    return section(begin, end, f'<{prefix}invoke name="', f"</{prefix}invoke>", read)
+
+
+MINIMAX_BEGIN, MINIMAX_END = "<minimax:tool_call>", "</minimax:tool_call>"
+DSML_BEGIN, DSML_END = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
+minimax = invocations("", MINIMAX_BEGIN, MINIMAX_END)
+deepseek_v32 = invocations("｜DSML｜", DSML_BEGIN, DSML_END)

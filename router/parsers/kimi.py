@@ -1,0 +1,24 @@
+"""Kimi K2: a section of calls, each an id `functions.NAME:INDEX` and JSON arguments between special tokens."""
+
+from __future__ import annotations
+
+import re
+
+from router.parsers.machine import Call, Offer, arguments_text
+from router.parsers.sections import section
+
+BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL, ARGUMENT, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+def _read(body: str, offer: Offer) -> Call | None:
+    call_id, separator, text = body.partition(ARGUMENT)
+    found, arguments = _ID.fullmatch(call_id.strip()), arguments_text(text)
+    if not separator or found is None or arguments is None:
+        return None
+    # The template writes the id of a past call as it is, so the model's own must come back to it.
+    return Call(found[1], arguments, call_id.strip())
+
+
+script = section(BEGIN, END, CALL, CALL_END, _read)

@@ -1,0 +1,185 @@
+"""Values as models write them outside of JSON: Python literals, and Gemma's with its own quotes. Nothing is run."""
+
+from __future__ import annotations
+
+import re
+
+_MAX_DEPTH = 64
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_WORD = re.compile(r"[A-Za-z_][\w.\-]*")
+_WORDS: dict[str, object] = {
+    "true": True,
+    "True": True,
+    "false": False,
+    "False": False,
+    "null": None,
+    "None": None,
+}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "0": "\0"}
+_CODED = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})")
+
+
+class LiteralError(ValueError):
+    """The text is no literal."""
+
+
+class Literals:
+    """Reads literals from a text, one after another.
+
+    Attributes:
+        position: Of the next character.
+    """
+
+    def __init__(self, text: str, quote: str = "") -> None:
+        """`quote` is a mark that begins and ends strings without escapes, beside Python's quotes."""
+        self.position = 0
+        self._text = text
+        self._quote = quote
+        self._depth = 0
+
+    def skip(self, mark: str = "") -> bool:
+        """Skips white space, and then `mark`; whether it was there."""
+        while self._text[self.position : self.position + 1].isspace():
+            self.position += 1
+        if not mark or not self._text.startswith(mark, self.position):
+            return False
+        self.position += len(mark)
+        return True
+
+    def expect(self, mark: str) -> None:
+        """Skips white space and `mark`.
+
+        Raises:
+            LiteralError: It is not there.
+        """
+        if not self.skip(mark):
+            raise LiteralError(f"{mark} expected at {self.position}")
+
+    def at_end(self) -> bool:
+        """Whether nothing but white space follows."""
+        self.skip()
+        return self.position == len(self._text)
+
+    def word(self) -> str:
+        """A name; dots and hyphens are part of it.
+
+        Raises:
+            LiteralError: There is none.
+        """
+        self.skip()
+        return self._match(_WORD)
+
+    def value(self) -> object:
+        """The next value.
+
+        Raises:
+            LiteralError: It is none, or is nested too deeply.
+        """
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise LiteralError("is nested too deeply")
+        value = self._value()
+        self._depth -= 1
+        return value
+
+    def _value(self) -> object:
+        self.skip()
+        if self._quote and self.skip(self._quote):
+            return self._quoted()
+        for quote in ('"""', "'''", '"', "'"):
+            if self.skip(quote):
+                return self._string(quote)
+        if self.skip("["):
+            return self.items("]")
+        if self.skip("("):
+            return self.items(")")
+        if self.skip("{"):
+            return self.fields("}")
+        if _WORD.match(self._text, self.position):
+            name = self.word()
+            if name not in _WORDS:
+                raise LiteralError(f"{name} is no literal")
+            return _WORDS[name]
+        return self._number()
+
+    def items(self, end: str) -> list[object]:
+        """Values up to `end`, which is consumed."""
+        values: list[object] = []
+        while not self.skip(end):
+            values.append(self.value())
+            if not self.skip(","):
+                self.expect(end)
+                break
+        return values
+
+    def fields(self, end: str, separator: str = ":") -> dict[str, object]:
+        """Keys, bare or quoted, and values, up to `end`, which is consumed."""
+        values: dict[str, object] = {}
+        while not self.skip(end):
+            self.skip()
+            is_bare = _WORD.match(self._text, self.position)
+            key = self.word() if is_bare else self.value()
+            if not isinstance(key, str):
+                raise LiteralError("a key must be text")
+            self.expect(separator)
+            values[key] = self.value()
+            if not self.skip(","):
+                self.expect(end)
+                break
+        return values
+
+    def _number(self) -> int | float:
+        text = self._match(_NUMBER).replace("_", "")
+        try:
+            number = float(text)
+            if not text.lstrip("+-").isdigit():
+                if abs(number) == float("inf"):
+                    raise LiteralError("is no number")
+                return number
+            return int(text)
+        except (ValueError, OverflowError):
+            raise LiteralError("is no number") from None
+
+    def _quoted(self) -> str:
+        end = self._text.find(self._quote, self.position)
+        if end == -1:
+            raise LiteralError("a string does not end")
+        text = self._text[self.position : end]
+        self.position = end + len(self._quote)
+        return text
+
+    def _string(self, quote: str) -> str:
+        parts: list[str] = []
+        text = self._text
+        while True:
+            end, escape = text.find(quote, self.position), text.find("\\", self.position)
+            if end == -1:
+                raise LiteralError("a string does not end")
+            if escape == -1 or end < escape:
+                parts.append(text[self.position : end])
+                self.position = end + len(quote)
+                return "".join(parts)
+            parts.append(text[self.position : escape])
+            self.position = escape + 1
+            parts.append(self._escaped())
+
+    def _escaped(self) -> str:
+        coded = _CODED.match(self._text, self.position)
+        if coded:
+            self.position = coded.end()
+            number = int(next(filter(None, coded.groups())), 16)
+            if number > 0x10FFFF or 0xD800 <= number < 0xE000:
+                raise LiteralError("is no character")
+            return chr(number)
+        mark = self._text[self.position : self.position + 1]
+        self.position += 1
+        if mark in ('"', "'", "\\", "/"):
+            return mark
+        return _ESCAPES.get(mark, "\\" + mark)
+
+    def _match(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self._text, self.position)
+        if found is None:
+            raise LiteralError(f"nothing known at {self.position}")
+        self.position = found.end()
+        return found[0]

@@ -1,0 +1,61 @@
+"""Llama 3 (JSON): the text is JSON objects, `{"name": ..., "parameters": {...}}`, maybe after `<|python_tag|>`.
+
+Several are written one after another, with a semicolon or comma between them, or as an array.
+"""
+
+from __future__ import annotations
+
+import re
+
+from router.parsers.json_calls import read_calls
+from router.parsers.machine import Machine, Steps
+
+TAG = "<|python_tag|>"
+_SPACE, _WORD = re.compile(r"\s*"), re.compile(r"\w*")
+_KEYS = ("name", "type", "function", "id", "arguments", "parameters")
+_BETWEEN = (";", ",", TAG)
+
+
+def script(machine: Machine) -> Steps[None]:
+    """Reads calls where the text begins with one, and after each tag."""
+    yield from bare_calls(machine, TAG)
+    while tag := (yield from machine.text_until(TAG)):
+        yield from bare_calls(machine, tag, is_tagged=True)
+
+
+def bare_calls(machine: Machine, tag: str, *, is_tagged: bool = False) -> Steps[None]:
+    """Reads JSON that is nothing but calls; puts back what begins otherwise."""
+    raw = tag if is_tagged else ""
+    raw += yield from machine.take_space()
+    if not is_tagged and (yield from machine.accept(tag)):
+        raw += tag + (yield from machine.take_space())
+    has_calls = False
+    while (yield from machine.peek()) in ("{", "["):
+        start = yield from _start(machine)
+        if start:
+            machine.settle(None, raw + start)
+            return
+        body, is_complete = yield from machine.take_balanced()
+        has_calls = machine.settle(read_calls(body) if is_complete else None, raw + body)
+        raw = yield from machine.take_space()
+        while separator := (yield from machine.accept(*_BETWEEN)):
+            raw += separator + (yield from machine.take_space())
+    if raw.strip():
+        machine.settle(None, raw)
+    elif not has_calls:
+        machine.unread(raw)
+
+
+def _start(machine: Machine) -> Steps[str]:
+    """Nothing where calls may come next; else the beginning of the text, consumed, which shows that none do."""
+    raw = ""
+    if (yield from machine.accept("[")):
+        raw += "[" + (yield from machine.take_space())
+    for mark in ("{", '"'):
+        if not (yield from machine.accept(mark)):
+            return raw
+        raw += mark + (yield from machine.take_run(_SPACE if mark == "{" else _WORD))
+    if raw.rpartition('"')[2] not in _KEYS:
+        return raw
+    machine.unread(raw)
+    return ""

@@ -1,0 +1,309 @@
+"""The machine that every format runs on: it holds text until what it is can be told, and no longer.
+
+A format is a script, a generator that reads through the machine's own generators:
+
+    def script(machine):
+        while (yield from machine.text_until("<tool_call>")):
+            body, _ = yield from machine.take_until("</tool_call>")
+            machine.settle(read_calls(body), raw)
+
+Each of those waits (a bare `yield`) only while the text so far does not decide, and takes the same decision however
+the text arrives. A call is held until it is whole, because a malformed one must come out as the text that it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta, joined
+
+_T = TypeVar("_T")
+# A part of a script: waits for text at each yield, and returns what it has read.
+Steps = Generator[None, None, _T]
+Schema = Mapping[str, object]
+_IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in ('"', "'")}
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call as a format reads it.
+
+    Attributes:
+        name: The tool.
+        arguments: JSON text of an object.
+        call_id: What the model calls it, if it does.
+    """
+
+    name: str
+    arguments: str
+    call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a request offers a model.
+
+    Attributes:
+        tools: JSON schema of the parameters of each tool, by name.
+        max_calls: Calls after so many, and all text after them, are dropped; None: no limit.
+        is_thinking: The prompt has opened the reasoning.
+    """
+
+    tools: Mapping[str, Schema]
+    max_calls: int | None = None
+    is_thinking: bool = False
+
+
+# A format.
+Script = Callable[["Machine"], Steps[None]]
+
+
+class Machine:
+    """Runs one script over one sequence's text.
+
+    Attributes:
+        offer: What the request offers.
+    """
+
+    def __init__(self, script: Script, offer: Offer) -> None:
+        self.offer = offer
+        self._held = ""
+        self._is_ended = False
+        self._has_finished = False
+        self._space = ""  # left out before the last marker
+        self._num_calls = 0
+        self._events: list[Event] = []
+        self._script = script(self)
+        self._resume()
+
+    def feed(self, text: str) -> list[Event]:
+        """What `text`, which goes on where the last ended, made certain."""
+        self._held += text
+        self._resume()
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """What is certain now that no more text comes."""
+        self._is_ended = True
+        self._resume()
+        return self._take()
+
+    def _resume(self) -> None:
+        if not self._has_finished:
+            self._has_finished = next(self._script, self) is self
+        if self._has_finished and self._held:
+            self.text(self._held)
+            self._held = ""
+
+    def _take(self) -> list[Event]:
+        events, self._events = joined(self._events), []
+        return events
+
+    # What scripts say.
+
+    def text(self, text: str) -> None:
+        """Emits content."""
+        if not self._is_full:
+            self._events.append(TextDelta(text))
+
+    def reasoning(self, text: str) -> None:
+        """Emits reasoning."""
+        if not self._is_full:
+            self._events.append(ReasoningDelta(text))
+
+    def open_call(self, name: str) -> None:
+        """Begins a call whose arguments follow as they are written."""
+        self._events.append(CallBegin(self._num_calls, name))
+
+    def arguments(self, text: str) -> None:
+        """Emits more of the open call's arguments."""
+        self._events.append(CallArguments(self._num_calls, text))
+
+    def close_call(self) -> None:
+        """Ends the open call."""
+        self._events.append(CallEnd(self._num_calls))
+        self._num_calls += 1
+
+    def settle(self, calls: Sequence[Call] | None, raw: str) -> bool:
+        """Emits the calls that `raw` is; as text where it is none, or one of a tool that is not offered.
+
+        Returns whether they were calls.
+        """
+        space, self._space = self._space, ""
+        if not calls or not all(call.name in self.offer.tools for call in calls):
+            self.text(space + raw)
+            return False
+        for call in calls:
+            if not self._is_full:
+                index = self._num_calls
+                self._events += [
+                    CallBegin(index, call.name, call.call_id),
+                    CallArguments(index, call.arguments),
+                    CallEnd(index),
+                ]
+                self._num_calls += 1
+        return True
+
+    @property
+    def _is_full(self) -> bool:
+        return self.offer.max_calls is not None and self._num_calls >= self.offer.max_calls
+
+    # What scripts read.
+
+    def text_until(self, *markers: str) -> Steps[str | None]:
+        """Emits content up to the first of `markers`; see `copy_until`."""
+        return (yield from self.copy_until(self.text, *markers))
+
+    def copy_until(self, emit: Callable[[str], None], *markers: str) -> Steps[str | None]:
+        """Emits text up to the first of `markers`, which is consumed and returned; None at the end.
+
+        White space before a marker is left out. No marker may begin with another.
+        """
+        while True:
+            position, marker = _first(self._held, markers)
+            end = position if marker else len(self._held) - _overlap(self._held, markers)
+            end = len(self._held[:end].rstrip()) if marker or not self._is_ended else len(self._held)
+            emit(self._held[:end])
+            if marker:
+                self._space = self._held[end:position]
+                self._held = self._held[position + len(marker) :]
+                return marker
+            self._held = self._held[end:]
+            if self._is_ended:
+                return None
+            yield
+
+    def take_until(self, *markers: str) -> Steps[tuple[str, str]]:
+        """Text up to the first of `markers`, and that marker, both consumed; all text and "" at the end."""
+        margin = max(map(len, markers)) - 1
+        start = 0
+        while True:
+            position, marker = _first(self._held, markers, start)
+            if marker or self._is_ended:
+                text = self._held[:position]
+                self._held = self._held[position + len(marker) :]
+                return text, marker
+            start = max(len(self._held) - margin, 0)
+            yield
+
+    def take_balanced(self, *stops: str, quotes: str = '"') -> Steps[tuple[str, bool]]:
+        """The text that comes next, from its opening bracket to the matching one, and whether it is complete.
+
+        Incomplete: text up to a stop outside of strings (the stop stays), or to the end.
+        """
+        outside = re.compile("|".join([f"[{quotes}(){{}}\\[\\]]", *map(re.escape, stops)]))
+        position = depth = 0
+        quote = ""
+        while True:
+            found = (_IN_STRING[quote] if quote else outside).search(self._held, position)
+            if found is None:
+                if self._is_ended:
+                    return self._consume(len(self._held)), False
+                margin = 0 if quote else _overlap(self._held, stops)
+                position = max(len(self._held) - margin, position)
+                yield
+                continue
+            mark, position = found[0], found.end()
+            if mark == "\\":
+                position += 1
+            elif quote:
+                quote = ""
+            elif mark in quotes:
+                quote = mark
+            elif mark in stops:
+                return self._consume(found.start()), False
+            else:
+                depth += 1 if mark in "([{" else -1
+                if depth <= 0:
+                    return self._consume(position), True
+            while position > len(self._held) and not self._is_ended:
+                yield
+
+    def take_run(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """What comes next of the characters of `pattern`, a repeated class, consumed; it is complete."""
+        while True:
+            found = pattern.match(self._held)
+            size = found.end() if found else 0
+            if size < len(self._held) or self._is_ended:
+                return self._consume(size)
+            yield
+
+    def accept(self, *literals: str) -> Steps[str | None]:
+        """Consumes and returns that of `literals` which comes next; None where none does."""
+        while True:
+            for literal in literals:
+                if self._held.startswith(literal):
+                    return self._consume(len(literal))
+            if self._is_ended or not any(literal.startswith(self._held) for literal in literals):
+                return None
+            yield
+
+    def take_space(self) -> Steps[str]:
+        """The white space that comes next, consumed; it is complete."""
+        return (yield from self.take_run(_SPACE))
+
+    def peek(self) -> Steps[str]:
+        """The next character, not consumed; empty at the end."""
+        while not self._held and not self._is_ended:
+            yield
+        return self._held[:1]
+
+    def unread(self, text: str) -> None:
+        """Puts consumed text back."""
+        self._held = text + self._held
+
+    def _consume(self, size: int) -> str:
+        text, self._held = self._held[:size], self._held[size:]
+        return text
+
+
+def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
+    """Where the first of `markers` is, and which; the end of the text and "" where there is none."""
+    position, found = len(text), ""
+    for marker in markers:
+        at = text.find(marker, start, position + len(marker))
+        if at != -1 and at < position:
+            position, found = at, marker
+    return position, found
+
+
+def _overlap(text: str, markers: Sequence[str]) -> int:
+    """Characters at the end of `text` that may become one of `markers`."""
+    longest = 0
+    for marker in markers:
+        for size in range(min(len(marker) - 1, len(text)), longest, -1):
+            if text.endswith(marker[:size]):
+                longest = size
+                break
+    return longest
+
+
+def refuse_constant(name: str) -> object:
+    """For json's `parse_constant`: NaN and the infinities, which Python reads and JSON has not."""
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def parse_json(text: str) -> object:
+    """The value that `text` is.
+
+    Raises:
+        ValueError: It is not JSON.
+    """
+    try:
+        return json.loads(text, parse_constant=refuse_constant)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def arguments_text(text: str) -> str | None:
+    """`text` without the white space around it, where it is a JSON object; None where it is not."""
+    text = text.strip()
+    try:
+        return text if isinstance(parse_json(text), dict) else None
+    except ValueError:
+        return None

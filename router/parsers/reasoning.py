@@ -1,0 +1,52 @@
+"""Reasoning that comes before the answer, between tags; gpt-oss has channels instead (harmony.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.parsers.machine import Machine, Script, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkTags:
+    """How a model marks its reasoning.
+
+    Attributes:
+        opening: Written by the model, or by the template at the end of the prompt.
+        closing: Ends it.
+        is_always_open: The model thinks first even where nothing opens the reasoning (DeepSeek R1).
+    """
+
+    opening: str
+    closing: str
+    is_always_open: bool = False
+
+    def is_open_after(self, prompt: str) -> bool:
+        """Whether a prompt ends within the reasoning."""
+        return self.is_always_open or prompt.rstrip().endswith(self.opening.rstrip())
+
+
+def plain(machine: Machine) -> Steps[None]:
+    """All text is the answer."""
+    return
+    yield
+
+
+def after_thinking(tags: ThinkTags, answer: Script, call_marks: tuple[str, ...]) -> Script:
+    """Reads reasoning, then the answer by `answer`. One of `call_marks` ends reasoning that was not closed."""
+
+    def script(machine: Machine) -> Steps[None]:
+        space = yield from machine.take_space()
+        opening = yield from machine.accept(tags.opening)
+        if opening or machine.offer.is_thinking:
+            yield from machine.take_space()
+            mark = yield from machine.copy_until(machine.reasoning, tags.closing, *call_marks)
+            if mark == tags.closing:
+                yield from machine.take_space()
+            elif mark:
+                machine.unread(mark)
+        else:
+            machine.unread(space)
+        yield from answer(machine)
+
+    return script

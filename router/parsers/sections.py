@@ -1,0 +1,41 @@
+"""Calls that stand in a section of their own: DeepSeek, Kimi, MiniMax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from router.parsers.machine import Call, Machine, Offer, Script, Steps
+
+
+def section(begin: str, end: str, call: str, call_end: str, read: Callable[[str, Offer], Call | None]) -> Script:
+    """The script for a format whose section lies between `begin` and `end`, each call in it between the other two.
+
+    `read` returns the call that the text between `call` and `call_end` is.
+    """
+
+    def script(machine: Machine) -> Steps[None]:
+        while (yield from machine.text_until(begin)):
+            if (yield from calls(machine)):
+                yield from machine.take_space()
+
+    def calls(machine: Machine) -> Steps[bool]:
+        """Reads a section; whether it ended with calls and nothing else."""
+        raw, is_call = begin, False
+        while True:
+            raw += yield from machine.take_space()
+            mark = yield from machine.accept(call, end)
+            if mark is None:
+                # Neither a call nor the end: the text goes on until one of them.
+                rest, mark = yield from machine.take_until(call, end)
+                raw += rest
+            if mark == call:
+                body, closing = yield from machine.take_until(call_end)
+                found = read(body, machine.offer)
+                is_call = machine.settle([found] if found else None, raw + call + body + closing)
+                raw = ""
+            else:
+                if raw.strip() or not is_call:
+                    is_call = machine.settle(None, raw + mark)
+                return is_call
+
+    return script

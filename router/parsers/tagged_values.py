@@ -1,0 +1,58 @@
+"""Arguments that models write as text between tags, without JSON's quotes: what they are, by the tool's schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from router.parsers.machine import Schema, parse_json
+
+_KINDS_OF: dict[type, set[str]] = {
+    str: {"string"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    type(None): {"null"},
+    list: {"array"},
+    dict: {"object"},
+}
+_WORDS: dict[str, object] = {"true": True, "false": False, "null": None, "none": None}
+
+
+def arguments_of(values: Iterable[tuple[str, str]], schema: Schema) -> str:
+    """JSON text of the arguments that a model wrote, by name."""
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    arguments = {name: _value(text, known.get(name)) for name, text in values}
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _value(text: str, schema: object) -> object:
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
+        return text
+    stripped = text.strip()
+    # Templates that print values as Python does write True and None.
+    if stripped.lower() in _WORDS and kinds & {"boolean", "null"}:
+        return _WORDS[stripped.lower()]
+    try:
+        value = parse_json(stripped)
+    except ValueError:
+        return text
+    return text if "string" in kinds and not kinds & _KINDS_OF[type(value)] else value
+
+
+def _kinds(schema: object) -> set[str]:
+    """The JSON types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kind = schema.get("type")
+    names = kind if isinstance(kind, list) else [kind]
+    kinds = {name for name in names if isinstance(name, str)}
+    if not kinds and isinstance(schema.get("enum"), list):
+        kinds = {"string"} if all(isinstance(item, str) for item in schema["enum"]) else set()
+    for name in ("anyOf", "oneOf"):
+        options = schema.get(name)
+        for option in options if isinstance(options, list) else ():
+            kinds |= _kinds(option)
+    return kinds

@@ -1,0 +1,189 @@
+"""Each format against the way its chat template writes calls, and how a model's format is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from midstream.errors import ConfigError
+from midstream.model.folder import ModelFolder
+from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat, format_of
+from router.pipeline.template_renderer import Renderer
+from tests.router.parsers.transcripts import OFFER, Named, model_format, summary
+
+# The loop over an assistant's calls, as the template of a model with this format has it.
+TEMPLATES = {
+    "hermes": """
+        {%- for c in calls %}{{ '<tool_call>\\n{"name": "' }}{{ c.name }}{{ '", "arguments": ' }}
+        {{- c.arguments | tojson }}{{ '}\\n</tool_call>\\n' }}{% endfor %}""",
+    "llama3_json": """
+        {%- for c in calls %}{{ '{"name": "' + c.name + '", "parameters": ' }}{{ c.arguments | tojson }}{{ '}' }}
+        {%- if not loop.last %}{{ '; ' }}{% endif %}{% endfor %}""",
+    "mistral": """{{- '[TOOL_CALLS] [' }}
+        {%- for c in calls %}{{ '{"name": "' + c.name + '", "arguments": ' + c.arguments | tojson + '}' }}
+        {%- if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']' }}""",
+    "qwen3_coder": """
+        {%- for c in calls %}{{ '<tool_call>\\n<function=' + c.name + '>\\n' }}
+        {%- for k, v in c.arguments | items %}{{ '<parameter=' + k + '>\\n' }}
+        {{- v if v is string else v | tojson }}{{ '\\n</parameter>\\n' }}{% endfor %}
+        {{- '</function>\\n</tool_call>\\n' }}{% endfor %}""",
+    "glm45": """
+        {%- for c in calls %}{{ '\\n<tool_call>' + c.name }}
+        {%- for k, v in c.arguments | items %}{{ '\\n<arg_key>' + k + '</arg_key>\\n<arg_value>' }}
+        {{- v if v is string else v | tojson }}{{ '</arg_value>' }}{% endfor %}
+        {{- '\\n</tool_call>' }}{% endfor %}""",
+    "deepseek_v3": """{{- '<｜tool▁calls▁begin｜>' }}
+        {%- for c in calls %}{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.name + '\\n```json\\n' }}
+        {{- c.arguments | tojson }}{{ '\\n```<｜tool▁call▁end｜>\\n' }}{% endfor %}{{ '<｜tool▁calls▁end｜>' }}""",
+    "deepseek_v32": """{{- '<｜DSML｜function_calls>\\n' }}
+        {%- for c in calls %}{{ '<｜DSML｜invoke name="' + c.name + '">\\n' }}
+        {%- for k, v in c.arguments | items %}{{ '<｜DSML｜parameter name="' + k + '" string="' }}
+        {{- 'true' if v is string else 'false' }}{{ '">' }}{{ v if v is string else v | tojson }}
+        {{- '</｜DSML｜parameter>\\n' }}{% endfor %}{{ '</｜DSML｜invoke>\\n' }}{% endfor %}
+        {{- '</｜DSML｜function_calls>' }}""",
+    "kimi_k2": """{{- '<|tool_calls_section_begin|>' }}
+        {%- for c in calls %}{{ '<|tool_call_begin|>functions.' + c.name + ':' ~ loop.index0 }}
+        {{- '<|tool_call_argument_begin|>' }}{{ c.arguments | tojson }}{{ '<|tool_call_end|>' }}{% endfor %}
+        {{- '<|tool_calls_section_end|>' }}""",
+    "minimax_m2": """{{- '\\n<minimax:tool_call>\\n' }}
+        {%- for c in calls %}{{ '<invoke name="' + c.name + '">\\n' }}
+        {%- for k, v in c.arguments | items %}{{ '<parameter name="' + k + '">' }}
+        {{- v if v is string else v | tojson }}{{ '</parameter>\\n' }}{% endfor %}{{ '</invoke>\\n' }}{% endfor %}
+        {{- '</minimax:tool_call>' }}""",
+    "openai": """
+        {%- for c in calls %}{{ '<|start|>assistant to=functions.' + c.name + '<|channel|>commentary json<|message|>' }}
+        {{- c.arguments | tojson }}{{ '<|call|>' }}{% endfor %}""",
+    "functiongemma": """
+        {%- macro value(v) %}{% if v is string %}<escape>{{ v }}<escape>{% elif v is mapping %}{
+        {%- for k, w in v | items %}{{ '' if loop.first else ',' }}<escape>{{ k }}<escape>:{{ value(w) }}{% endfor %}}
+        {%- elif v is sequence %}[{% for w in v %}{{ '' if loop.first else ',' }}{{ value(w) }}{% endfor %}]
+        {%- else %}{{ v | tojson }}{% endif %}{% endmacro %}
+        {%- for c in calls %}{{ '<start_function_call>call:' + c.name + '{' }}
+        {%- for k, v in c.arguments | items %}{{ '' if loop.first else ',' }}{{ k }}:{{ value(v) }}{% endfor %}
+        {{- '}<end_function_call>' }}{% endfor %}""",
+    "gemma4": """
+        {%- macro value(v) %}{% if v is string %}<|"|>{{ v }}<|"|>{% elif v is mapping %}{
+        {%- for k, w in v | items %}{{ '' if loop.first else ',' }}{{ k }}:{{ value(w) }}{% endfor %}}
+        {%- elif v is sequence %}[{% for w in v %}{{ '' if loop.first else ',' }}{{ value(w) }}{% endfor %}]
+        {%- else %}{{ v | tojson }}{% endif %}{% endmacro %}
+        {%- for c in calls %}{{ '<|tool_call>call:' + c.name + '{' }}
+        {%- for k, v in c.arguments | items %}{{ '' if loop.first else ',' }}{{ k }}:{{ value(v) }}{% endfor %}
+        {{- '}<tool_call|>' }}{% endfor %}""",
+}
+# A value that holds a format's own mark cannot be told from the mark.
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=12)
+WEATHER = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": TEXTS,
+        "days": st.integers(-9, 10**6),
+        "hourly": st.booleans(),
+        "near": st.lists(TEXTS, max_size=3),
+        "other": st.dictionaries(
+            st.sampled_from(("a", "b")), st.booleans() | st.none() | st.integers(0, 9), max_size=2
+        ),
+    },
+)
+FILE = st.fixed_dictionaries({"path": TEXTS, "text": TEXTS})
+NAMED: list[tuple[str, st.SearchStrategy[dict[str, Any]]]] = [
+    ("weather", WEATHER),
+    ("write-file", FILE),
+    ("time", st.just({})),
+]
+CALLS: st.SearchStrategy[list[Named]] = st.lists(
+    st.one_of(*(st.tuples(st.just(name), arguments) for name, arguments in NAMED)), min_size=1, max_size=3
+)
+RENDERERS = {name: Renderer(source) for name, source in TEMPLATES.items()}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=60, deadline=None)
+@given(calls=CALLS)
+def test_calls_that_a_template_writes_are_read_back(name: str, calls: list[Named]) -> None:
+    variables = [{"name": tool, "arguments": arguments} for tool, arguments in calls]
+    text = RENDERERS[name].render({"calls": variables})["text"]
+    parser = model_format(name).parser(OFFER)
+    assert summary(parser.feed(text) + parser.finish()) == ("", "", calls)
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls=CALLS)
+def test_python_literals_are_read_back(calls: list[Named]) -> None:
+    written = ", ".join(
+        f"{tool}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for tool, arguments in calls
+    )
+    parser = model_format("pythonic").parser(OFFER)
+    assert summary(parser.feed(f"[{written}]") + parser.finish()) == ("", "", calls)
+
+
+HERMES = "{% if tools %}within <tool_call></tool_call> tags{% endif %}"
+R1 = "{{ '<｜Assistant｜>' }}{% if x %}{{ '<｜tool▁calls▁begin｜>' }}{{ content.split('</think>')[-1] }}{% endif %}"
+FOUND = [
+    (None, "llama", "none", "none"),
+    ("{{ messages }}", "llama", "none", "none"),
+    (HERMES, "qwen2", "hermes", "none"),
+    (HERMES + "<think></think>", "qwen3", "hermes", "think"),
+    (HERMES + "<function=f><parameter=p></think>", "qwen3_5", "qwen3_coder", "think"),
+    (HERMES + "<arg_key></think>", "glm4_moe", "glm45", "think"),
+    ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral", "mistral", "none"),
+    ("[THINK][TOOL_CALLS]", "mistral", "mistral", "mistral"),
+    ('{% if tools %}{"name": function name, "parameters": dictionary}', "llama", "llama3_json", "none"),
+    ("{% if tools %}[func_name1(params_name1=params_value1...)]", "llama4", "pythonic", "none"),
+    (R1, "deepseek_v3", "deepseek_v3", "deepseek_r1"),
+    (R1 + "{% if thinking %}", "deepseek_v3", "deepseek_v3", "think"),
+    ("<|tool_calls_section_begin|></think>", "kimi_k2", "kimi_k2", "think"),
+    ("<minimax:tool_call></think>", "minimax", "minimax_m2", "think"),
+    ("<|start|>assistant<|channel|>analysis<|message|>", "gpt_oss", "openai", "openai"),
+    (None, "gpt_oss", "openai", "openai"),
+    ("<start_function_call>", "gemma3_text", "functiongemma", "none"),
+    ("<|tool_call><|channel><channel|>", "gemma4", "gemma4", "gemma4"),
+]
+
+
+@pytest.fixture
+def folder() -> ModelFolder:
+    return ModelFolder(
+        Path(), "m", "llama", 100, 8, 1, 100, (), None, None, None, None, "", "safetensors", (), {}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "architecture", "tools", "reasoning"), FOUND)
+def test_a_model_tells_its_format(
+    folder: ModelFolder, template: str | None, architecture: str, tools: str, reasoning: str
+) -> None:
+    found = format_of(replace(folder, chat_template=template, architecture=architecture))
+    assert found == ModelFormat(TOOL_FORMATS.get(tools), REASONING_FORMATS.get(reasoning), tools == "openai")
+
+
+def test_a_named_format_is_taken_and_another_name_refused(folder: ModelFolder) -> None:
+    assert format_of(replace(folder, chat_template=HERMES), "none", "think").tools is None
+    assert format_of(folder, "mistral").tools is TOOL_FORMATS["mistral"]
+    for names in (("x",), ("auto", "x")):
+        with pytest.raises(ConfigError):
+            format_of(folder, *names)
+
+
+def test_a_prompt_tells_whether_the_model_thinks() -> None:
+    think = REASONING_FORMATS["think"]
+    assert think is not None
+    assert think.is_open_after("<|im_start|>assistant\n<think>\n")
+    assert not think.is_open_after("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not think.is_open_after("<|im_start|>assistant\n")
+
+
+def test_ids_are_the_same_each_time_and_such_as_templates_take() -> None:
+    for name, tools in TOOL_FORMATS.items():
+        ids = [ModelFormat(tools).call_id(request, 0, index, "time") for request in "ab" for index in range(3)]
+        assert ids == [ModelFormat(tools).call_id(request, 0, index, "time") for request in "ab" for index in range(3)]
+        assert len(set(ids)) == (3 if name == "kimi_k2" else 6)
+    assert len(model_format("mistral").call_id("r", 0, 0, "time")) == 9
+    assert model_format("kimi_k2").call_id("r", 0, 1, "time") == "functions.time:1"
+
+
+def test_every_format_has_a_template_here() -> None:
+    assert TEMPLATES.keys() | {"pythonic"} == TOOL_FORMATS.keys()

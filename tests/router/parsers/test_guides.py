@@ -1,0 +1,106 @@
+"""The grammars of strict tools, as the library understands them, on a tokenizer that has the formats' marks."""
+
+from __future__ import annotations
+
+import json
+
+import llguidance
+import pytest
+
+from midstream.grammar.compile import compile_guide, load_tokenizer
+from midstream.grammar.messages import Guide
+from midstream.model.folder import ModelFolder
+from router.parsers.events import joined
+from router.parsers.formats import TOOL_FORMATS
+from router.parsers.guides import after_thinking, auto_guide
+from router.parsers.machine import Offer, Schema
+from tests.router.parsers.transcripts import model_format, summary
+
+SCHEMA: Schema = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = {"weather": SCHEMA, "time": {"type": "object"}}
+BEGIN, END = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+KIMI_END = "<|tool_call_end|><|tool_calls_section_end|>"
+GUIDED = {
+    "hermes": ("", '<tool_call>\n{"name": "weather", "arguments": @}\n</tool_call>'),
+    "mistral": ("", '[TOOL_CALLS][{"name": "weather", "arguments": @}, {"name": "time", "arguments": {}}]'),
+    "mistral v11": ("[ARGS]", "[TOOL_CALLS]weather[ARGS]@[TOOL_CALLS]time[ARGS]{}"),
+    "deepseek_v3": (
+        "```json",
+        f"{BEGIN}function<｜tool▁sep｜>weather\n```json\n@\n```{END}",
+    ),
+    "deepseek_v3 v3.1": (
+        "",
+        f"{BEGIN}weather<｜tool▁sep｜>@{END}",
+    ),
+    "kimi_k2": (
+        "",
+        f"{KIMI}@{KIMI_END}",
+    ),
+}
+MARKS = sorted({mark for name in GUIDED for mark in TOOL_FORMATS[name.split()[0]].marks} | {"<think>", "</think>"})
+GOOD, BAD = '{"city": "Oslo", "days": 3}', '{"city": "Oslo", "days": "three"}'
+
+
+def filled(text: str, arguments: str) -> str:
+    return text.replace("@", arguments)
+
+
+@pytest.fixture(scope="module", params=(False, True), ids=("marks are text", "marks are tokens"))
+def tokenizer(
+    request: pytest.FixtureRequest, folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[llguidance.LLTokenizer, dict[str, int]]:
+    """With the marks as tokens, and without."""
+    source = json.loads((folder.path / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = {}
+    if request.param:
+        for number, mark in enumerate(MARKS, folder.vocab_size):
+            tokens[mark] = number
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            source["added_tokens"].append({"id": number, "content": mark, "special": True, **flags})
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    file.write_text(json.dumps(source), encoding="utf-8")
+    return load_tokenizer(file, folder.vocab_size + len(tokens), list(folder.end_ids)), tokens
+
+
+def accepts(tokenizer: llguidance.LLTokenizer, guide: str, text: str) -> bool:
+    """Whether the whole text follows the grammar and may end there."""
+    matcher = compile_guide(Guide("ebnf", guide), tokenizer)
+    return all(matcher.consume_token(token) for token in tokenizer.tokenize_str(text)) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_arguments_follow_the_schema_once_a_call_begins(
+    tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], name: str
+) -> None:
+    library, tokens = tokenizer
+    template, text = GUIDED[name]
+    make = TOOL_FORMATS[name.split()[0]].grammar
+    assert make is not None
+    for strict, thinking in ((["weather"], None), (["weather"], ("<think>", "</think>")), ([], None)):
+        guide = auto_guide(make(template), TOOLS, strict, tokens, max_calls=None, thinking=thinking)
+        assert accepts(library, guide, "No call, just { text }.")
+        for before in ("", "I look. ", *(["<think>Hm.</think>\n"] if thinking else [])):
+            assert accepts(library, guide, before + filled(text, GOOD))
+        assert accepts(library, guide, filled(text, BAD)) != bool(strict)
+        assert not accepts(library, guide, text.replace("weather", "rm"))
+
+
+def test_json_comes_after_open_reasoning(tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]]) -> None:
+    library, tokens = tokenizer
+    guide = after_thinking(SCHEMA, "</think>", tokens)
+    assert accepts(library, guide, f"Perhaps {{3}}?\n</think>\n\n{GOOD}")
+    for text in (GOOD, f"Hm.</think>{BAD}", "Hm."):
+        assert not accepts(library, guide, text)
+
+
+def test_what_a_grammar_allows_is_a_call() -> None:
+    for name, (_, text) in GUIDED.items():
+        parser = model_format(name.split()[0]).parser(Offer(TOOLS))
+        _, _, calls = summary(joined(parser.feed(filled(text, GOOD)) + parser.finish()))
+        assert calls[0] == ("weather", json.loads(GOOD))

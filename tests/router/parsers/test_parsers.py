@@ -1,0 +1,111 @@
+"""Calls and reasoning in a model's text: found in each format, however the text is cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from router.parsers.events import CallBegin, Event, TextDelta, joined
+from router.parsers.formats import TOOL_FORMATS
+from router.parsers.machine import Machine
+from tests.router.parsers.transcripts import GOOD, MALFORMED, OFFER, Transcript, model_format, summary
+
+NUM_CUTS = 10_000
+FORMATS = tuple(TOOL_FORMATS)
+
+
+def whole(parser: Machine, text: str) -> list[Event]:
+    return joined(parser.feed(text) + parser.finish())
+
+
+@pytest.mark.parametrize("transcript", GOOD, ids=lambda transcript: transcript.text[:40])
+def test_a_transcript_is_read(transcript: Transcript) -> None:
+    events = whole(transcript.parser(), transcript.text)
+    assert summary(events) == (transcript.content, transcript.reasoning, transcript.calls)
+    if transcript.ids:
+        assert [event.call_id for event in events if isinstance(event, CallBegin)] == list(transcript.ids)
+
+
+@pytest.mark.parametrize(("tools", "text"), MALFORMED, ids=lambda value: value[:40])
+def test_what_is_no_call_is_text(tools: str, text: str) -> None:
+    for before in ("", "Before it. "):
+        assert whole(model_format(tools).parser(OFFER), before + text) == [TextDelta(before + text)]
+
+
+def cuttings(rng: random.Random, size: int, num_cuts: int) -> Iterator[list[int]]:
+    """Places to cut a text of `size` characters at: few, many, all."""
+    yield list(range(1, size))
+    made = size - 1
+    while made < num_cuts:
+        places = sorted(rng.sample(range(1, size), min(rng.choice((1, 2, 3, 5, 8, size // 3)), size - 1)))
+        made += len(places)
+        yield places
+
+
+@pytest.mark.parametrize("tools", FORMATS)
+def test_events_depend_on_the_text_so_far_alone(tools: str) -> None:
+    """At each cut what was given is what the text up to there gives; so a stream is resumed anywhere by feeding it."""
+    rng = random.Random(tools)
+    texts = [(item.text, item) for item in GOOD if item.tools == tools]
+    texts += [(text, Transcript(tools, text)) for name, text in MALFORMED if name == tools and len(text) < 1000]
+    for text, transcript in texts:
+        known = [joined(transcript.parser().feed(text[:size])) for size in range(len(text) + 1)]
+        end = whole(transcript.parser(), text)
+        for places in cuttings(rng, len(text), NUM_CUTS // len(texts) + 1):
+            parser, events = transcript.parser(), list[Event]()
+            for begin, place in zip([0, *places], [*places, len(text)], strict=True):
+                events = joined(events + parser.feed(text[begin:place]))
+                assert events == known[place]
+            assert joined(events + parser.finish()) == end
+
+
+@pytest.mark.parametrize("tools", FORMATS)
+def test_no_text_breaks_a_parser_or_is_lost(tools: str) -> None:
+    """Pieces of markup in any order."""
+    marks = [
+        *model_format(tools).marks,
+        "[",
+        "]",
+        "{",
+        "}",
+        '"',
+        "\\",
+        " ",
+        "\n",
+        "name",
+        "weather",
+        "time",
+        ":",
+        "(",
+        ")",
+    ]
+    rng = random.Random(tools)
+    for _ in range(300):
+        pieces = rng.choices(marks, k=rng.randint(1, 30))
+        parser, events = model_format(tools, "think").parser(OFFER), list[Event]()
+        for piece in pieces:
+            events += parser.feed(piece)
+        events = joined(events + parser.finish())
+        assert events == whole(model_format(tools, "think").parser(OFFER), "".join(pieces))
+
+
+def test_without_tools_markup_is_text() -> None:
+    for transcript in GOOD:
+        if transcript.tools != "openai":
+            empty = type(OFFER)({}, None, transcript.is_thinking)
+            content, reasoning, calls = summary(
+                whole(model_format(transcript.tools, transcript.reasons_by).parser(empty), transcript.text)
+            )
+            assert not calls
+            if transcript.reasons_by == "none":
+                assert (content, reasoning) == (transcript.text, "")
+
+
+@pytest.mark.parametrize("tools", FORMATS)
+def test_after_the_last_call_that_is_wanted_nothing_comes(tools: str) -> None:
+    for transcript in GOOD:
+        if transcript.tools == tools and transcript.calls:
+            _, _, calls = summary(whole(transcript.parser(max_calls=1), transcript.text))
+            assert calls == transcript.calls[:1]

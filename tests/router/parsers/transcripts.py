@@ -1,0 +1,333 @@
+"""Output of models in each format, as their chat templates show it, and what is in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from router.parsers.events import CallArguments, CallBegin, Event, ReasoningDelta, TextDelta
+from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
+from router.parsers.machine import Machine, Offer, Schema
+
+SCHEMAS: dict[str, Schema] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "hourly": {"type": "boolean"},
+            "near": {"type": "array", "items": {"type": "string"}},
+        },
+    },
+    "time": {"type": "object", "properties": {}},
+    "write-file": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}},
+}
+OFFER = Offer(SCHEMAS)
+Named = tuple[str, dict[str, object]]
+OSLO: Named = ("weather", {"city": "Oslo", "days": 3, "hourly": True})
+TOKYO: Named = ("weather", {"city": "東京 🗼", "near": ["横浜", "a ] b"]})
+NOW: Named = ("time", {})
+CODE: Named = ("write-file", {"path": "a.py", "text": 'if x < 3:\n    print("{[<b>]}")\n'})
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A model's text and what it says.
+
+    Attributes:
+        tools: Name of the format.
+        reasons_by: Name of the reasoning's format.
+        is_thinking: The prompt has opened the reasoning.
+    """
+
+    tools: str
+    text: str
+    content: str = ""
+    calls: list[Named] = field(default_factory=list)
+    reasoning: str = ""
+    reasons_by: str = "none"
+    is_thinking: bool = False
+    ids: tuple[str | None, ...] = ()
+
+    def parser(self, *, max_calls: int | None = None) -> Machine:
+        return model_format(self.tools, self.reasons_by).parser(Offer(SCHEMAS, max_calls, self.is_thinking))
+
+
+def model_format(tools: str, reasoning: str = "none") -> ModelFormat:
+    return ModelFormat(TOOL_FORMATS.get(tools), REASONING_FORMATS.get(reasoning), "openai" in (tools, reasoning))
+
+
+def summary(events: list[Event]) -> tuple[str, str, list[Named]]:
+    """Content, reasoning and calls."""
+    content = "".join(event.text for event in events if isinstance(event, TextDelta))
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+    names = [event.name for event in events if isinstance(event, CallBegin)]
+    arguments = ["" for _ in names]
+    for event in events:
+        if isinstance(event, CallArguments):
+            arguments[event.index] += event.text
+    return content, reasoning, [(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
+
+
+def _json(call: Named, key: str = "arguments") -> str:
+    return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False)
+
+
+def _hermes(*calls: Named) -> str:
+    return "\n".join(f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls)
+
+
+GOOD = [
+    Transcript("hermes", "Just text, 1 < 2 <tool", "Just text, 1 < 2 <tool"),
+    Transcript("hermes", "See:\n\n" + _hermes(OSLO, TOKYO), "See:", [OSLO, TOKYO]),
+    Transcript("hermes", _hermes(CODE) + "\nDone.", "Done.", [CODE]),
+    Transcript("hermes", f"<tool_call>{_json(NOW)}", "", [NOW]),
+    Transcript(
+        "hermes",
+        '<tool_call>\n{"name": "write-file", "arguments": {"path": "x", "text": "</tool_call>"}}\n</tool_call>',
+        "",
+        [("write-file", {"path": "x", "text": "</tool_call>"})],
+    ),
+    Transcript("hermes", f"<think>\nOslo it is.\n</think>\n\n{_hermes(OSLO)}", "", [OSLO], "Oslo it is.", "think"),
+    Transcript("hermes", f"Hm.\n</think>\n\nYes.\n{_hermes(NOW)}", "Yes.", [NOW], "Hm.", "think", is_thinking=True),
+    Transcript("hermes", "<think>\n\n</think>\n\nHi", "Hi", reasons_by="think"),
+    Transcript("hermes", "  A <think> later is text.", "  A <think> later is text.", reasons_by="think"),
+    Transcript("llama3_json", "Just text.", "Just text."),
+    Transcript("llama3_json", _json(OSLO, "parameters"), "", [OSLO]),
+    Transcript(
+        "llama3_json",
+        f"<|python_tag|>{_json(OSLO, 'parameters')}; {_json(TOKYO, 'parameters')}",
+        "",
+        [OSLO, TOKYO],
+    ),
+    Transcript("llama3_json", f"\n[{_json(NOW)}, {_json(CODE)}]\n", "", [NOW, CODE]),
+    Transcript("llama3_json", f"Let me see.<|python_tag|>{_json(NOW)}", "Let me see.", [NOW]),
+    Transcript("llama3_json", '{"answer": 42} is it.', '{"answer": 42} is it.'),
+    Transcript("pythonic", "Just text [1].", "Just text [1]."),
+    Transcript("pythonic", '[weather(city="Oslo", days=3, hourly=True)]', "", [OSLO]),
+    Transcript(
+        "pythonic",
+        "<|python_start|>[weather(city='東京 🗼', near=['横浜', \"a ] b\"]), time()]<|python_end|>",
+        "",
+        [TOKYO, NOW],
+    ),
+    Transcript(
+        "pythonic", "[write-file(path='a.py', text='if x < 3:\\n    print(\"{[<b>]}\")\\n')]", "", [CODE]
+    ),
+    Transcript("pythonic", "[1] says so (see above).", "[1] says so (see above)."),
+    Transcript("mistral", f"[TOOL_CALLS][{_json(OSLO)}, {_json(TOKYO)}]", "", [OSLO, TOKYO]),
+    Transcript("mistral", f'[TOOL_CALLS] [{_json(NOW)[:-1]}, "id": "a1B2c3D4e"}}]', "", [NOW], ids=("a1B2c3D4e",)),
+    Transcript("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Oslo", "days": 3, "hourly": true}', "", [OSLO]),
+    Transcript(
+        "mistral",
+        '[THINK]Two calls.[/THINK]Look: [TOOL_CALLS]time[CALL_ID]abcdefghi[ARGS]{}[TOOL_CALLS]time{}',
+        "Look:",
+        [NOW, NOW],
+        "Two calls.",
+        "mistral",
+        ids=("abcdefghi", None),
+    ),
+    Transcript("mistral", "No [TOOL", "No [TOOL"),
+    Transcript(
+        "qwen3_coder",
+        "I look.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n"
+        "</parameter>\n<parameter=hourly>\nTrue\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n"
+        "</function>\n</tool_call>",
+        "I look.",
+        [OSLO, NOW],
+    ),
+    Transcript(
+        "qwen3_coder",
+        "Right.\n</think>\n\n<tool_call>\n<function=write-file>\n<parameter=path>\na.py\n</parameter>\n<parameter=text>\n"
+        'if x < 3:\n    print("{[<b>]}")\n\n</parameter>\n</function>\n</tool_call>',
+        "",
+        [CODE],
+        "Right.",
+        "think",
+        is_thinking=True,
+    ),
+    Transcript("qwen3_coder", "<function=time>\n</function>\n", "", [NOW]),
+    Transcript(
+        "glm45",
+        "\n<think>Both.</think>\nI look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>東京 🗼</arg_value>"
+        '\n<arg_key>near</arg_key>\n<arg_value>["横浜", "a ] b"]</arg_value>\n</tool_call>\n'
+        "<tool_call>time\n</tool_call>",
+        "I look.",
+        [TOKYO, NOW],
+        "Both.",
+        "think",
+    ),
+    Transcript(
+        "glm45",
+        "<think></think>\n<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value><arg_key>days</arg_key>"
+        "<arg_value>3</arg_value><arg_key>hourly</arg_key><arg_value>true</arg_value></tool_call>",
+        "",
+        [OSLO],
+        "",
+        "think",
+    ),
+    Transcript(
+        "deepseek_v3",
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        '{"city": "Oslo", "days": 3, "hourly": true}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "I look.",
+        [OSLO, NOW],
+    ),
+    Transcript(
+        "deepseek_v3",
+        "Think first.\n</think>\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Oslo", "days": 3, "hourly": true}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        "",
+        [NOW, OSLO],
+        "Think first.",
+        "deepseek_r1",
+        is_thinking=True,
+    ),
+    Transcript(
+        "deepseek_v32",
+        "Now.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"weather\">\n"
+        '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="hourly" string="false">true</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "Now.",
+        [OSLO],
+    ),
+    Transcript(
+        "kimi_k2",
+        "<think>A city.</think>I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        '<|tool_call_argument_begin|>{"city": "東京 🗼", "near": ["横浜", "a ] b"]}<|tool_call_end|><|tool_call_begin|>'
+        "functions.time:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "I look.",
+        [TOKYO, NOW],
+        "A city.",
+        "think",
+        ids=("functions.weather:0", "functions.time:1"),
+    ),
+    Transcript(
+        "kimi_k2",
+        "<think>Never closed <|tool_calls_section_begin|><|tool_call_begin|>functions.time:0"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "",
+        [NOW],
+        "Never closed",
+        "think",
+        ids=("functions.time:0",),
+    ),
+    Transcript(
+        "minimax_m2",
+        "Two.\n</think>\n\nI look.\n<minimax:tool_call>\n<invoke name=\"weather\">\n<parameter name=\"city\">Oslo"
+        '</parameter>\n<parameter name="days">3</parameter>\n<parameter name="hourly">true</parameter>\n</invoke>\n'
+        '<invoke name="time">\n</invoke>\n</minimax:tool_call>',
+        "I look.",
+        [OSLO, NOW],
+        "Two.",
+        "think",
+        is_thinking=True,
+    ),
+    Transcript(
+        "minimax_m2",
+        '<think>Now.</think>\n\n<minimax:tool_call>\n<invoke name="time">\n</invoke>\n</minimax:tool_call>\n',
+        "",
+        [NOW],
+        "Now.",
+        "think",
+    ),
+    Transcript(
+        "openai",
+        "<|channel|>analysis<|message|>The user asks 1 < 2.<|end|><|start|>assistant<|channel|>commentary to="
+        'functions.weather <|constrain|>json<|message|>{"city": "Oslo", "days": 3, "hourly": true}<|call|>',
+        "",
+        [OSLO],
+        "The user asks 1 < 2.",
+    ),
+    Transcript(
+        "openai",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}",
+        "I look.",
+        [NOW],
+        "Hm.",
+    ),
+    Transcript(
+        "openai",
+        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It is 4.<|return|>",
+        "It is 4.",
+        [],
+        "Easy.",
+    ),
+    Transcript("openai", "<|channel|>final<|message|>Hi<|end|><|start|>assist", "Hi"),
+    Transcript("openai", "No channels at all.", "No channels at all."),
+    Transcript(
+        "functiongemma",
+        "I look.<start_function_call>call:weather{city:<escape>Oslo<escape>,days:3,hourly:true}<end_function_call>"
+        "<start_function_call>call:time{}<end_function_call>",
+        "I look.",
+        [OSLO, NOW],
+    ),
+    Transcript(
+        "gemma4",
+        "<|channel>thought\nA city.\n<channel|><|tool_call>call:weather{city:<|\"|>東京 🗼<|\"|>,"
+        'near:[<|"|>横浜<|"|>,<|"|>a ] b<|"|>]}<tool_call|><|tool_call>call:write-file{path:<|"|>a.py<|"|>,text:<|"|>'
+        'if x < 3:\n    print("{[<b>]}")\n<|"|>}<tool_call|>',
+        "",
+        [TOKYO, CODE],
+        "A city.",
+        "gemma4",
+    ),
+    Transcript("gemma4", "<|channel>thought\n<channel|>Hello.", "Hello.", reasons_by="gemma4"),
+]  # fmt: skip
+
+# What is no call stays as it is.
+MALFORMED = [
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": </tool_call> after'),
+    ("hermes", "a <tool_call>{</tool_call> b"),
+    ("hermes", "<tool_call>\nno JSON\n</tool_call>"),
+    ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": [], "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "time", "arguments": "no"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "time", "arguments": NaN}</tool_call>'),
+    ("hermes", "<tool_call>" + "[" * 20_000),
+    ("hermes", "<tool_call>" + '{"a":' * 20_000),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Os'),
+    ("llama3_json", '{"name": "weather", "parameters": {"city": "Os'),
+    ("llama3_json", '{"name": "rm", "parameters": {}}'),
+    ("llama3_json", "{broken} and on"),
+    ("llama3_json", '{"answer": {"unbalanced": 1'),
+    ("llama3_json", '[{"name": "time", "parameters": {}}, {"name": "rm", "parameters": {}}]'),
+    ("pythonic", "[see (this) or that"),
+    ("pythonic", "[time(), " + "weather(near=[[]" * 5_000),
+    ("llama3_json", "<|python_tag|>print(1)"),
+    ("pythonic", "[weather(city=Oslo)] is no call"),
+    ("pythonic", "[weather(city=__import__('os').system('true'))]"),
+    ("pythonic", "[weather('Oslo')]"),
+    ("pythonic", "[rm()]"),
+    ("pythonic", "[weather(city='Os"),
+    ("pythonic", "[weather(near=" + "[" * 500 + "]" * 500 + ")]"),
+    ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Os'),
+    ("mistral", "[TOOL_CALLS]weather[ARGS]no JSON"),
+    ("mistral", "[TOOL_CALLS]rm[ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]weather"),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n"),
+    ("qwen3_coder", "<tool_call>\n<function=rm>\n</function>\n</tool_call>"),
+    ("qwen3_coder", "<tool_call>\nno function\n</tool_call>"),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\nstray\n</function>\n</tool_call>"),
+    ("glm45", "<tool_call>rm\n</tool_call>"),
+    ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Os"),
+    ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n</tool_call>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{<｜tool▁call▁end｜>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>"),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="rm">\n</｜DSML｜invoke>'),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>{}"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.time:0{}<|tool_call_end|>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Os'),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="weather">\nstray</invoke>\n'),
+    ("openai", "<|channel|>final The answer is: 4."),
+    ("functiongemma", "<start_function_call>call:rm{}<end_function_call>"),
+    ("functiongemma", "<start_function_call>call:weather{city:<escape>Os"),
+    ("gemma4", "<|tool_call>weather{}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:weather{city:Oslo}<tool_call|>"),
+]
