@@ -259,12 +259,15 @@ class ChatMessage(google.protobuf.message.Message):
     TOOL_CALLS_JSON_FIELD_NUMBER: builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: builtins.int
     role: builtins.str
     content: builtins.str
     tool_calls_json: builtins.str
     """JSON array of the assistant's tool calls, and the call that a tool message answers."""
     tool_call_id: builtins.str
     name: builtins.str
+    reasoning_content: builtins.str
+    """What the assistant thought before it answered; templates leave it out where their model need not see it again."""
     def __init__(
         self,
         *,
@@ -273,8 +276,9 @@ class ChatMessage(google.protobuf.message.Message):
         tool_calls_json: builtins.str = ...,
         tool_call_id: builtins.str = ...,
         name: builtins.str = ...,
+        reasoning_content: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]) -> None: ...
 
 global___ChatMessage = ChatMessage
 
@@ -781,20 +785,26 @@ class SpeculativeConfig(google.protobuf.message.Message):
     METHOD_FIELD_NUMBER: builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     MAX_NGRAM_SIZE_FIELD_NUMBER: builtins.int
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: builtins.int
     method: global___SpeculativeConfig.Method.ValueType
     num_draft_tokens: builtins.int
     """Draft tokens per step, 1..16. The output is the same with drafts and without."""
     max_ngram_size: builtins.int
     """Prompt look-up: longest n-gram to match. Default 3."""
+    @property
+    def prediction_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Prompt look-up: tokens that the output is expected to repeat, searched before the prompt and the output so far."""
+
     def __init__(
         self,
         *,
         method: global___SpeculativeConfig.Method.ValueType = ...,
         num_draft_tokens: builtins.int = ...,
         max_ngram_size: builtins.int | None = ...,
+        prediction_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_ngram_size", b"_max_ngram_size", "max_ngram_size", b"max_ngram_size"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_ngram_size", b"_max_ngram_size", "max_ngram_size", b"max_ngram_size", "method", b"method", "num_draft_tokens", b"num_draft_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_ngram_size", b"_max_ngram_size", "max_ngram_size", b"max_ngram_size", "method", b"method", "num_draft_tokens", b"num_draft_tokens", "prediction_token_ids", b"prediction_token_ids"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_ngram_size", b"_max_ngram_size"]) -> typing.Literal["max_ngram_size"] | None: ...
 
 global___SpeculativeConfig = SpeculativeConfig

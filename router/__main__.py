@@ -31,9 +31,12 @@ from router.pipeline.request_traces import RequestTraces, TracedApp, remember_cl
 from router.pipeline.sampling_defaults import sampling_defaults
 from router.pipeline.stream_limits import CallLimits, StreamLimits, admit_within, watcher_limits
 from router.protocols import ADAPTED_SERVICES, SERVICE, add_servicers
+from router.protocols.anthropic.app import MessagesApi, refuse
 from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request_bytes
+from router.protocols.body_reader import BodyReader
+from router.protocols.conversation import ChatModel
 from router.protocols.http_server import HostCheckedApp, HttpPort
-from router.protocols.openai.app import OpenAiApi, refuse
+from router.protocols.openai.app import OpenAiApi
 from router.status import StatusFeed
 
 
@@ -47,6 +50,7 @@ async def serve(config: RouterConfig) -> None:
     tls, authenticator = Tls.from_config(config), Authenticator.from_config(config)
     folder = open_model_folder(config.model)
     prompts = PromptBuilder(folder, config.num_tokenizer_threads)
+    chat = ChatModel.of(folder, prompts.tokenizer, config.tool_parser, config.reasoning_parser)
     progress, metrics = Progress(), Metrics()
     tracer = Tracer.from_config(config, "router")
     cells = Cells(config.schedulers, config.max_message_bytes, tls)
@@ -99,9 +103,10 @@ async def serve(config: RouterConfig) -> None:
 
     status = StatusFeed(cells, folder.name, router_status, server.draining, watchers=watchers)
     add_servicers(server, front, prompts, cells, status, router_id)
-    body_limit = max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)
-    api = OpenAiApi(front, prompts, metrics, progress.problems, BodyBudget(body_limit), progress.stalled)
+    bodies = BodyReader(BodyBudget(max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)))
+    api = OpenAiApi(front, prompts, metrics, progress.problems, bodies, chat, progress.stalled)
     pages = api.app()
+    pages.router.routes.extend(MessagesApi(front, prompts, bodies, chat).routes())
     pages.router.routes.extend(dashboard_routes(status))
     app = AuthenticatedApp(pages, authenticator, refuse)
     checked = HostCheckedApp(app, AllowedHosts(config.host, config.allowed_hosts))

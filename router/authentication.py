@@ -332,6 +332,10 @@ class AuthenticatedApp:
         if scope["type"] == "http" and not _is_open(scope["path"]):
             values = [value for key, value in scope["headers"] if key == b"authorization"]
             authorization = values[-1].decode("latin-1") if values else ""
+            if not values:
+                # As Anthropic's clients send a key.
+                keys = [value for key, value in scope["headers"] if key == b"x-api-key"]
+                authorization = f"Bearer {keys[-1].decode('latin-1')}" if keys else ""
             client = scope.get("client")
             try:
                 caller = self._authenticator.identify(

@@ -30,6 +30,7 @@ class SamplingParams:
         beam_width: Above 1 the row is a beam, and gives candidates in place of a token.
         num_draft_tokens: Drafts that the row may verify in a step.
         max_ngram_size: Of what is looked up in its tokens for drafts; 0 is that a draft model makes them.
+        prediction: Tokens that are looked up before the row's own.
         log_probs: None: not wanted; else the number of likeliest tokens reported beside the chosen one.
     """
 
@@ -53,6 +54,7 @@ class SamplingParams:
     beam_width: int = 1
     num_draft_tokens: int = 0
     max_ngram_size: int = 3
+    prediction: tuple[int, ...] = ()
 
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -154,6 +154,7 @@ def _sampling(message: worker_pb2.AddSequence) -> SamplingParams:
         beam_width=sampling.beam_width or 1,
         num_draft_tokens=message.speculative.num_draft_tokens,
         max_ngram_size=_max_ngram_size(message.speculative),
+        prediction=tuple(message.speculative.prediction_token_ids),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -49,7 +49,8 @@ class Drafter:
             if not sampling.max_ngram_size:
                 of_model[row] = num_wanted
                 continue
-            found = look_up(self._rows.tokens[row, : self._rows.lengths[row]], sampling.max_ngram_size, num_wanted)
+            tokens = self._rows.tokens[row, : self._rows.lengths[row]]
+            found = look_up(tokens, sampling.max_ngram_size, num_wanted, sampling.prediction)
             if len(found):
                 drafts[row] = found
         if of_model and self._model is not None:
@@ -57,20 +58,29 @@ class Drafter:
         return drafts
 
 
-def look_up(tokens: IntArray, max_ngram_size: int, limit: int) -> IntArray:
-    """What followed the last n tokens where they occurred before, for the largest n that did; the latest such place.
+def look_up(tokens: IntArray, max_ngram_size: int, limit: int, prediction: Sequence[int] = ()) -> IntArray:
+    """Return what followed the last n tokens at the latest place where they occur, for the largest n that does.
 
     Args:
         tokens: Prompt and output so far.
         max_ngram_size: The largest n.
         limit: Most tokens to return.
+        prediction: What the output is expected to repeat; it is searched first.
     """
-    for size in range(min(max_ngram_size, len(tokens) - 1), 0, -1):
+    if prediction:
+        found = _look_up(np.asarray(prediction, tokens.dtype), tokens, max_ngram_size, limit)
+        if len(found):
+            return found
+    return _look_up(tokens, tokens, max_ngram_size, limit)
+
+
+def _look_up(source: IntArray, tokens: IntArray, max_ngram_size: int, limit: int) -> IntArray:
+    for size in range(min(max_ngram_size, len(source) - 1, len(tokens)), 0, -1):
         last = tokens[len(tokens) - size :]
-        starts = np.arange(len(tokens) - size)
+        starts = np.arange(len(source) - size)
         for i in range(size):
-            starts = starts[tokens[starts + i] == last[i]]
+            starts = starts[source[starts + i] == last[i]]
         if len(starts):
             first = int(starts[-1]) + size
-            return tokens[first : first + limit].copy()
+            return source[first : first + limit].copy()
     return EMPTY

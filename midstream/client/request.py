@@ -13,7 +13,7 @@ from google.protobuf import message as pb_message
 from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 
-# A chat turn: `role`, `content`, and for tools `tool_calls` (a list), `tool_call_id`, `name`.
+# A chat turn: `role`, `content`, `reasoning_content`, and for tools `tool_calls` (a list), `tool_call_id`, `name`.
 Message = Mapping[str, object]
 
 
@@ -197,7 +197,8 @@ def _message(message: Message) -> pb.ChatMessage:
     unknown = message.keys() - texts.keys() - {"tool_calls"}
     if unknown or not texts.keys() <= set(pb.ChatMessage.DESCRIPTOR.fields_by_name):
         raise ValueError(
-            f"a chat turn has texts role, content, tool_call_id, name and a list tool_calls, not {message}"
+            "a chat turn has texts role, content, reasoning_content, tool_call_id, name and a list tool_calls, "
+            f"not {message}"
         )
     calls = message.get("tool_calls")
     return pb.ChatMessage(tool_calls_json=json.dumps(calls) if calls else "", **texts)

@@ -66,4 +66,8 @@ class RouterConfig(GrpcServiceConfig):
         30.0, "Seconds that a request without a deadline waits for a part that is away."
     )
     trace_ratio: float = setting(1.0, "Share, 0 to 1, of requests traced where the client's traceparent does not say.")
+    tool_parser: str = setting(
+        "auto", "How the model writes tool calls; auto: as its chat template tells; none: they are not read."
+    )
+    reasoning_parser: str = setting("auto", "How the model marks its reasoning; auto and none as for tool_parser.")
     num_tokenizer_threads: int = setting(2, "Threads that tokenize and render templates.")

@@ -19,6 +19,7 @@ class Tokenizer:
     Attributes:
         vocab_size: Ids that the tokenizer knows, special tokens among them.
         special_ids: Ids of special tokens.
+        added_tokens: Ids of the tokens beside the vocabulary's own, by their text; special ones are among them.
         decoder: The `decoder` section of tokenizer.json.
     """
 
@@ -45,6 +46,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added_tokens: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -113,6 +113,9 @@ def _message(message: pb.ChatMessage, index: int) -> dict[str, object]:
     turn: dict[str, object] = {"role": message.role, "content": message.content}
     if message.tool_calls_json:
         turn["tool_calls"] = _parse(message.tool_calls_json, list, f"{path}.tool_calls_json")
+    if message.reasoning_content:
+        # gpt-oss's template calls it `thinking`.
+        turn["reasoning_content"] = turn["thinking"] = message.reasoning_content
     if message.tool_call_id:
         turn["tool_call_id"] = message.tool_call_id
     if message.name:

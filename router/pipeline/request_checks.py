@@ -141,7 +141,7 @@ def check_request(
     check_sampling(request.sampling, model)
     _check_stopping(request.stopping, model)
     _check_output(request.output, model, features)
-    _check_features(request)
+    _check_features(request, model)
 
 
 def check_model(name: str, model: ModelFolder) -> None:
@@ -295,7 +295,7 @@ def _check_guide(guided: pb.GuidedDecodingConfig) -> None:
     _at_most(len(guided.guide), MAX_GUIDE_CHARACTERS, "guided_decoding.guide")
 
 
-def _check_features(request: pb.GenerateRequest) -> None:
+def _check_features(request: pb.GenerateRequest, model: ModelFolder) -> None:
     if request.HasField("guided_decoding"):
         _check_guide(request.guided_decoding)
         if request.sampling.beam_width > 1:
@@ -312,6 +312,10 @@ def _check_features(request: pb.GenerateRequest) -> None:
         _Range(1, 16).check(request.speculative.num_draft_tokens, "speculative.num_draft_tokens")
         if request.speculative.HasField("max_ngram_size"):
             _Range(1, MAX_NGRAM_SIZE).check(request.speculative.max_ngram_size, "speculative.max_ngram_size")
+        prediction = request.speculative.prediction_token_ids
+        field = "speculative.prediction_token_ids"
+        _at_most(len(prediction), model.max_sequence_length, field)
+        _check_ids(prediction, model.vocab_size, field)
     _at_most(len(request.kv_retention.token_ranges), MAX_TOKEN_RANGES, "kv_retention.token_ranges")
     for token_range in request.kv_retention.token_ranges:
         _at_most(token_range.priority, 100, "kv_retention.token_ranges.priority")

@@ -83,6 +83,26 @@ def test_what_followed_the_last_tokens_before_is_the_draft() -> None:
     assert look_up(ints([1]), 3, 4).tolist() == []
 
 
+def test_a_prediction_is_searched_first() -> None:
+    tokens = ints([1, 2, 3, 4, 1, 2])
+    assert look_up(tokens, 3, 4, (1, 2, 9, 8)).tolist() == [9, 8]
+    assert look_up(tokens, 3, 4, (5, 6)).tolist() == [3, 4, 1, 2]
+    assert look_up(tokens, 3, 4, (7, 1, 2)).tolist() == [3, 4, 1, 2]
+    assert look_up(ints([1]), 3, 4, (1, 2)).tolist() == [2]
+
+
+def test_a_prediction_saves_steps_and_changes_no_token(runner: ModelRunner) -> None:
+    prompt = [2000, 2001, 2002, 2003]
+    plain = Whole(runner, ()).run(requests_of(prompt, None, max_tokens=16))
+    drafts = pb.SpeculativeConfig()
+    drafts.CopyFrom(LOOK_UP)
+    drafts.prediction_token_ids.extend(outputs(plain[0])[0])
+    predicted = Whole(runner, ()).run(requests_of(prompt, drafts, max_tokens=16))
+    assert [outputs(request) for request in predicted] == [outputs(request) for request in plain]
+    assert predicted[0].num_accepted_tokens >= 8
+    assert predicted[0].num_steps <= 8
+
+
 def test_tokens_and_log_probs_are_the_same_with_drafts(runner: ModelRunner, prompt: list[int]) -> None:
     plain = Whole(runner, (0, 2)).run(requests_of(prompt, None, max_tokens=24))
     whole = Whole(runner, (0, 2))

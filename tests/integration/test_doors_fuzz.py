@@ -153,7 +153,9 @@ async def test_random_json_in_every_field(doors: Doors) -> None:
         body = {name: value for name, value in good.items() if name in bodies[path]}
         for name in rng.sample(sorted(bodies[path]), rng.choice((1, 1, 2))):
             body[name] = random_json(rng)
-        return await asyncio.to_thread(_status, urllib.request.Request(url + path, json.dumps(body).encode()))
+        headers = {"anthropic-version": "2026-10-21"}
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+        return await asyncio.to_thread(_status, request)
 
     statuses = [await asyncio.gather(*(send(path) for path in bodies)) for _ in range(NUM_REQUESTS // len(bodies))]
     found = {status for row in statuses for status in row}

@@ -29,9 +29,12 @@ from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.stream_limits import CallLimits, admit_within, watcher_limits
 from router.protocols import add_servicers
+from router.protocols.anthropic.app import MessagesApi, refuse
 from router.protocols.body_budget import BodyBudget
+from router.protocols.body_reader import BodyReader
+from router.protocols.conversation import ChatModel
 from router.protocols.http_server import HttpPort
-from router.protocols.openai.app import OpenAiApi, refuse
+from router.protocols.openai.app import OpenAiApi
 from router.status import StatusFeed
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 
@@ -112,6 +115,7 @@ class Cluster:
         unavailable_timeout_s: float = 5.0,
         port: int = 0,
         authenticator: Authenticator | None = None,
+        chat: ChatModel | None = None,
     ) -> Part:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
         cells = Cells(self.scheduler_address, MAX_MESSAGE)
@@ -137,7 +141,10 @@ class Cluster:
             cells, self.folder.name, lambda: RouterStatus(router_id="r"), server.draining, 0.05, watchers
         )
         add_servicers(server, front, self.prompts, cells, status, "r")
-        pages = OpenAiApi(front, self.prompts, Metrics(), list, BodyBudget(4 << 20)).app()
+        bodies = BodyReader(BodyBudget(4 << 20))
+        chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
+        pages = OpenAiApi(front, self.prompts, Metrics(), list, bodies, chat).app()
+        pages.router.routes.extend(MessagesApi(front, self.prompts, bodies, chat).routes())
         pages.router.routes.extend(dashboard_routes(status))
         http = HttpPort(AuthenticatedApp(pages, authenticator, refuse), "127.0.0.1", 0)
         await server.start()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -19,11 +16,11 @@ from starlette.types import Receive, Scope, Send
 from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
-from router.authentication import current_caller
 from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model
-from router.protocols.body_budget import BodyBudget
+from router.protocols.body_reader import BodyReader
+from router.protocols.conversation import ChatModel
 from router.protocols.openai.body import Body
 from router.protocols.openai.errors import error_body, headers, http_status
 from router.protocols.openai.ignored import ignored_fields, ignored_header
@@ -31,10 +28,7 @@ from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_j
 from router.protocols.openai.models import Models
 from router.protocols.openai.openapi import document
 from router.protocols.openai.reply import Reply
-from router.protocols.openai.tool_calls import format_of
 
-_INLINE_BYTES = 32 << 10
-_T = TypeVar("_T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -47,7 +41,8 @@ class OpenAiApi:
         prompts: PromptBuilder,
         metrics: Metrics,
         problems: Callable[[], list[str]],
-        budget: BodyBudget,
+        bodies: BodyReader,
+        chat: ChatModel,
         stalled: Callable[[], list[str]] = list,
     ) -> None:
         self._front = front
@@ -56,10 +51,9 @@ class OpenAiApi:
         self._metrics = metrics
         self._problems = problems
         self._stalled = stalled
-        self._budget = budget
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+        self._bodies = bodies
         self._models = Models(self._model, front.runner.cells)
-        self._vocabulary = Vocabulary(self._spell, format_of(self._model.chat_template))
+        self._vocabulary = Vocabulary(self._spell, chat)
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -90,8 +84,10 @@ class OpenAiApi:
             job.ignored = ignored_fields(body)
             return job
 
-        job = await self._read(request, make_job)
+        job = await self._bodies.read(request, make_job)
         await self._models.resolve(job.requests)
+        if job.conversation is not None:
+            await job.conversation.prepare(self._prompts, self._model)
         return Reply(self._front, job, request.headers.get("last-event-id"))
 
     async def _list_models(self, request: Request) -> Response:
@@ -101,7 +97,7 @@ class OpenAiApi:
         return JSONResponse(await self._models.card(request.path_params["name"]))
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._read(request, lambda body: body)
+        body = await self._bodies.read(request, lambda body: body)
         check_model(body.text("model") or "", self._model)
         native = pb.GenerateRequest()
         if body.has("messages"):
@@ -120,7 +116,7 @@ class OpenAiApi:
         return JSONResponse(answer, headers=ignored_header(ignored))
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await self._read(request, lambda body: body)
+        body = await self._bodies.read(request, lambda body: body)
         check_model(body.text("model") or "", self._model)
         ids = body.token_ids("tokens")
         if len(ids) > self._model.max_sequence_length:
@@ -141,23 +137,6 @@ class OpenAiApi:
 
     async def _describe(self, request: Request) -> Response:
         return JSONResponse(document(self._model))
-
-    async def _read(self, request: Request, make: Callable[[Body], _T]) -> _T:
-        """Return what `make` makes of the body, which is parsed off the event loop where it is long."""
-        limit, data = self._budget.max_body_bytes, bytearray()
-        with self._budget.hold(current_caller.get().name) as held:
-            if int(request.headers.get("content-length") or 0) > limit:
-                raise InvalidArgumentError(f"the body has more than {limit} bytes")
-            async for part in request.stream():
-                held.add(len(part))
-                data += part
-                if len(data) > limit:
-                    raise InvalidArgumentError(f"the body has more than {limit} bytes")
-            if len(data) <= _INLINE_BYTES:
-                return make(Body.parse(bytes(data)))
-            # One at a time: parsers hold the interpreter's lock, and two would starve the loop for twice as long.
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._parser, lambda: make(Body.parse(bytes(data))))
 
     def _spell(self, token_id: int) -> str:
         return self._prompts.tokenizer.decode([token_id], skip_special_tokens=False)

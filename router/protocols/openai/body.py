@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from midstream.errors import InvalidArgumentError
+from router.parsers.machine import refuse_constant
 
 _MAX_UINT32 = (1 << 32) - 1
 
@@ -41,6 +42,11 @@ class Body:
             raise InvalidArgumentError("the body must be a JSON object")
         return Body(value)
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """The object as it is."""
+        return self._fields
+
     def get(self, name: str) -> object:
         """The value as it is, with all that is in it; None where it is unset."""
         self._read.add(name)
@@ -58,6 +64,11 @@ class Body:
         """A string."""
         value = self.get(name)
         return value if value is None or isinstance(value, str) else self._refuse(name, "a string")
+
+    def choice(self, name: str, options: tuple[str, ...]) -> str | None:
+        """One of `options`."""
+        value = self.text(name)
+        return value if value is None or value in options else self._refuse(name, f"one of {', '.join(options)}")
 
     def flag(self, name: str) -> bool | None:
         """A boolean."""
@@ -153,8 +164,3 @@ def token_ids(values: list[object], field: str) -> list[int]:
     if len(ids) < len(values) or not all(0 <= value <= _MAX_UINT32 for value in ids):
         raise InvalidArgumentError("must be token ids", field=field)
     return ids
-
-
-def refuse_constant(name: str) -> NoReturn:
-    """For json's `parse_constant`: NaN and the infinities, which Python reads and JSON has not."""
-    raise ValueError(f"{name} is not a JSON number")

@@ -9,20 +9,21 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
-from midstream.errors import InvalidArgumentError
+from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.pipeline.request_checks import check_name
+from router.protocols.conversation import EFFORTS, ChatModel, Conversation, keep_prefix
 from router.protocols.openai.body import Body, token_ids
 from router.protocols.openai.messages import chat_messages
 from router.protocols.openai.parameters import native_request, refuse
 from router.protocols.openai.shapes import ChatShape, CompletionShape, Shape, Spell
-from router.protocols.openai.tool_calls import MakeReader
 from router.protocols.openai.tools import read_tools
 
 _NOT_IN_CHAT = (
-    "audio", "chat_template", "continue_final_message", "documents", "echo", "function_call", "functions", "prediction",
-    "web_search_options",
+    "audio", "chat_template", "continue_final_message", "documents", "echo", "function_call", "functions",
+    "moderation", "store", "web_search_options",
 )  # fmt: skip
+_CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 256
 
@@ -33,11 +34,11 @@ class Vocabulary:
 
     Attributes:
         spell: The text of one token.
-        make_reader: Reads tool calls as the model writes them; None where that is not known.
+        chat: How it writes calls and reasoning.
     """
 
     spell: Spell
-    make_reader: MakeReader | None = None
+    chat: ChatModel = field(default_factory=ChatModel)
 
 
 @dataclass(slots=True)
@@ -50,8 +51,8 @@ class Job:
         model: As the client calls it.
         num_choices: Choices shown per prompt: the best of its sequences.
         includes_usage: The last event of a stream has the usage.
-        reads_calls: Text is read for tool calls, from its beginning on.
         ignored: Fields of the body that have no effect.
+        conversation: Of a chat; None for completions.
     """
 
     request_id: str
@@ -61,9 +62,14 @@ class Job:
     num_choices: int
     is_stream: bool
     includes_usage: bool
-    reads_calls: bool = False
     ignored: list[str] = field(default_factory=list)
+    conversation: Conversation | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether text is parsed, from its beginning on."""
+        return self.conversation is not None and self.conversation.reads_text
 
 
 def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
@@ -117,21 +123,56 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     elif top:
         raise InvalidArgumentError("needs logprobs", field="top_logprobs")
     request.chat.messages.extend(chat_messages(body))
-    tools = read_tools(body, vocabulary.make_reader)
-    request.chat.tools_json = tools.tools_json
-    if tools.guide is not None:
-        if request.HasField("guided_decoding"):
-            raise InvalidArgumentError("demands a call, which response_format contradicts", field="tool_choice")
-        request.guided_decoding.CopyFrom(tools.guide)
+    tools = read_tools(body)
+    if tools.choice != "auto" and request.HasField("guided_decoding"):
+        raise InvalidArgumentError("demands a call, which response_format contradicts", field="tool_choice")
     prompt_follows = body.flag("add_generation_prompt")
     if prompt_follows is not None:
         request.chat.add_generation_prompt = prompt_follows
+    variables = _thinking_variables(body, vocabulary.chat)
     if body.child("chat_template_kwargs") is not None:
-        request.chat.template_variables_json = json.dumps(body.get("chat_template_kwargs"))
-    shape = ChatShape(vocabulary.spell, tools, returns_ids=bool(body.flag("return_token_ids")))
+        given = body.get("chat_template_kwargs")
+        assert isinstance(given, dict)
+        variables |= given
+    if variables:
+        request.chat.template_variables_json = json.dumps(variables)
+    retention = body.choice("prompt_cache_retention", tuple(_CACHE_RETENTION_S))
+    if retention and _CACHE_RETENTION_S[retention]:
+        keep_prefix(request, None, _CACHE_RETENTION_S[retention])
+    body.choice("verbosity", ("medium",))
+    if any(kind != "text" for kind in body.texts("modalities")):
+        raise UnsupportedError("only text is supported", field="modalities")
+    conversation = Conversation(request, tools, vocabulary.chat, _prediction(body))
+    shape = ChatShape(
+        vocabulary.spell,
+        conversation,
+        returns_ids=bool(body.flag("return_token_ids")),
+        service_tier=body.text("service_tier"),
+    )
     job = _job(body, [request], shape, request.sampling.num_return_sequences or 1)
-    job.reads_calls = tools.reader is not None
+    job.conversation = conversation
     return job
+
+
+def _prediction(body: Body) -> str:
+    prediction = body.child("prediction")
+    if prediction is None:
+        return ""
+    if prediction.text("type") != "content":
+        raise InvalidArgumentError("must be content", field="prediction.type")
+    if not isinstance(prediction.get("content"), list):
+        return prediction.text("content") or ""
+    return "".join(part.text("text") or "" for part in prediction.objects("content"))
+
+
+def _thinking_variables(body: Body, model: ChatModel) -> dict[str, object]:
+    effort = body.choice("reasoning_effort", EFFORTS)
+    if effort is None:
+        return {}
+    variables = model.thinking_variables(effort)
+    if not variables:
+        raise UnsupportedError("cannot be set for this model", field="reasoning_effort")
+    return variables
 
 
 def _job(body: Body, requests: list[pb.GenerateRequest], shape: Shape, num_choices: int) -> Job:

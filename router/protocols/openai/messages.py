@@ -25,6 +25,7 @@ def _message(message: Body) -> pb.ChatMessage:
         content=_content(message),
         tool_call_id=message.text("tool_call_id") or "",
         name=message.text("name") or "",
+        reasoning_content=message.text("reasoning_content") or message.text("reasoning") or "",
     )
     calls = [_tool_call(call) for call in message.objects("tool_calls")]
     if calls:

@@ -13,6 +13,7 @@ from router.pipeline.request_checks import (
     MAX_STOP_WORD_CHARACTERS,
     MAX_STOP_WORDS,
 )
+from router.protocols.conversation import EFFORTS
 
 # A JSON schema, or another part of the document.
 Part = dict[str, Any]
@@ -48,6 +49,12 @@ def document(model: ModelFolder) -> Part:
         "tools": {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}},
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT]},
         "parallel_tool_calls": _FLAG,
+        "reasoning_effort": {"enum": list(EFFORTS)},
+        "service_tier": {"enum": ["auto", "default", "flex", "priority"]},
+        "prompt_cache_retention": {"enum": ["in_memory", "24h"]},
+        "prompt_cache_key": _TEXT,
+        "safety_identifier": _NAME,
+        "metadata": _OBJECT,
         "add_generation_prompt": _FLAG,
         "chat_template_kwargs": _OBJECT,
     }
@@ -57,6 +64,14 @@ def document(model: ModelFolder) -> Part:
         "schema": _TEXT,
         "description": "Id of the last event that was read: the stream goes on after it, at any router.",
     }
+    version = {
+        "name": "anthropic-version",
+        "in": "header",
+        "required": True,
+        "schema": {"enum": ["2026-10-21", "2023-06-01"]},
+    }
+    messages = _messages_fields(names)
+    counted = {name: messages[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
     tokenize = {"model": names, "prompt": text, "messages": chat["messages"], "tools": chat["tools"]}
     tokenize |= {"add_special_tokens": _FLAG, "return_token_strs": _FLAG}
     detokenize = {"model": names, "tokens": tokens}
@@ -65,6 +80,15 @@ def document(model: ModelFolder) -> Part:
         "/v1/completions": {"post": _post("Completes prompts.", completion, ["prompt"], stream=True) | _with(event_id)},
         "/v1/chat/completions": {
             "post": _post("Answers a conversation.", chat, ["messages"], stream=True) | _with(event_id)
+        },
+        "/v1/messages": {
+            "post": _post(
+                "Answers a conversation, as Anthropic's API does.", messages, ["messages", "max_tokens"], stream=True
+            )
+            | _with(version)
+        },
+        "/v1/messages/count_tokens": {
+            "post": _post("Counts the tokens of a conversation.", counted, ["messages"]) | _with(version)
         },
         "/tokenize": {"post": _post("Token ids of a text or a conversation.", tokenize, [])},
         "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
@@ -143,6 +167,43 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
     }
 
 
+def _messages_fields(names: Part) -> Part:
+    """Of /v1/messages."""
+    text = {"type": "object", "properties": {"type": {"const": "text"}, "text": _TEXT}, "required": ["type", "text"]}
+    turn = {
+        "type": "object",
+        "properties": {
+            "role": {"enum": ["user", "assistant", "system"]},
+            "content": {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": [text, _OBJECT]}}]},
+        },
+        "required": ["role", "content"],
+    }
+    tool = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "minLength": 1}, "description": _TEXT, "input_schema": _OBJECT},
+        "required": ["name", "input_schema"],
+    }
+    stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_WORD_CHARACTERS}
+    return {
+        "model": names,
+        "messages": {"type": "array", "items": turn, "minItems": 1},
+        "max_tokens": _integer(1, 0xFFFFFFFF),
+        "system": {"anyOf": [_TEXT, {"type": "array", "items": text}]},
+        "stop_sequences": {"type": "array", "items": stop, "maxItems": MAX_STOP_WORDS},
+        "stream": _FLAG,
+        "temperature": _number(0, 100),
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "top_k": _integer(0, 0xFFFFFFFF),
+        "tools": {"type": "array", "items": tool},
+        "tool_choice": _OBJECT,
+        "thinking": _OBJECT,
+        "output_config": _OBJECT,
+        "metadata": _OBJECT,
+        "cache_control": _OBJECT,
+        "request_id": _NAME,
+    }
+
+
 _MESSAGE: Part = {
     "type": "object",
     "properties": {
@@ -161,6 +222,7 @@ _MESSAGE: Part = {
                 },
             ]
         },
+        "reasoning_content": _TEXT,
         "name": _TEXT,
         "tool_call_id": _TEXT,
         "tool_calls": {

@@ -14,6 +14,8 @@ _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_pena
 _NOT_SUPPORTED = (
     "allowed_token_ids", "logits_processors", "prompt_logprobs", "return_tokens_as_token_ids", "truncate_prompt_tokens",
 )  # fmt: skip
+# Priorities of service tiers.
+_TIERS = {"auto": 0, "default": 0, "flex": -50, "priority": 50}
 _SEED_RANGE = 1 << 64
 _GUIDES = {
     "json": pb.GUIDE_TYPE_JSON_SCHEMA,
@@ -31,13 +33,13 @@ def native_request(body: Body) -> pb.GenerateRequest:
         UnsupportedError: A field that this service will not have.
     """
     refuse(body, *_NOT_SUPPORTED)
+    user, safety_identifier = body.text("user"), body.text("safety_identifier")
     request = pb.GenerateRequest(
         request_id=body.text("request_id") or "",
         model=body.text("model") or "",
         streaming=bool(body.flag("stream")),
-        client_id=body.text("user") or "",
-        # vLLM's lower priorities go first.
-        priority=-(body.integer("priority", -100, 100) or 0),
+        client_id=user or safety_identifier or "",
+        priority=_priority(body),
         cache_salt=body.text("cache_salt") or "",
         detached=bool(body.flag("detached")),
         timeout_ms=body.integer("timeout_ms", 0, (1 << 53)),
@@ -51,6 +53,13 @@ def native_request(body: Body) -> pb.GenerateRequest:
     if guide is not None:
         request.guided_decoding.CopyFrom(guide)
     return request
+
+
+def _priority(body: Body) -> int:
+    """By vLLM's `priority`, whose lower ones go first, or by OpenAI's tier."""
+    tier = _TIERS[body.choice("service_tier", tuple(_TIERS)) or "auto"]
+    priority = body.integer("priority", -100, 100)
+    return tier if priority is None else -priority
 
 
 def _fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:

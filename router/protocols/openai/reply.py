@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from urllib.parse import quote
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from midstream.chunk import Chunk, Usage
+from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
 from router.pipeline.output import FrontDoor, Output
 from router.protocols.openai.errors import error_body, headers, http_status
@@ -24,10 +24,9 @@ from router.protocols.openai.ignored import ignored_header
 from router.protocols.openai.jobs import Job, request_ids
 from router.protocols.openai.positions import Position, event_id, read_event_id
 from router.protocols.openai.shapes import usage_fields
+from router.protocols.streaming import SSE_HEADERS, while_connected, write
 
 logger = logging.getLogger(__name__)
-
-_SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Reply(Response):
@@ -41,10 +40,11 @@ class Reply(Response):
         self._is_resumed = last_event_id is not None
         self._positions = [Position() for _ in job.requests]
         self._usages: list[Usage] = []
+        self._metrics: list[PerfMetrics] = []  # where there was a prediction
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers; a connection that drops aborts the requests."""
-        await _while_connected(receive, self._answer(scope, receive, send))
+        await while_connected(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -58,7 +58,7 @@ class Reply(Response):
                     return
                 has_begun = True
                 named = [(name.encode(), value.encode()) for name, value in self._own_headers().items()]
-                await send({"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *named]})
+                await send({"type": "http.response.start", "status": 200, "headers": [*SSE_HEADERS, *named]})
                 await self._stream(outputs, send)
         except MidstreamError as error:
             await self._fail(error, has_begun, scope, receive, send)
@@ -72,7 +72,7 @@ class Reply(Response):
             # A client that reads too slowly would not read this either: the connection is cut.
             return
         if has_begun:
-            await _write(send, f"data: {json.dumps(error_body(error))}\n\ndata: [DONE]\n\n", more=False)
+            await write(send, f"data: {json.dumps(error_body(error))}\n\ndata: [DONE]\n\n", more=False)
         else:
             response = JSONResponse(error_body(error), http_status(error), headers=headers(error))
             await response(scope, receive, send)
@@ -83,12 +83,13 @@ class Reply(Response):
     async def _open(self, stack: AsyncExitStack) -> list[Output]:
         if self._last_event_id is not None:
             self._read_positions(self._last_event_id)
+        self._job.shape.request_id = self._job.request_id
         outputs: list[Output] = []
         names = request_ids(self._job.request_id, len(self._job.requests))
         try:
             for name, request, position in zip(names, self._job.requests, self._positions, strict=True):
                 if self._is_resumed:
-                    offsets = [] if self._job.reads_calls else position.next_offsets
+                    offsets = [] if self._job.reads_text else position.next_offsets
                     output = self._front.resume(name, 0, offsets, None)
                 else:
                     output = await self._front.start(request, None)
@@ -142,7 +143,7 @@ class Reply(Response):
             output.raise_failure()
         if self._job.includes_usage:
             await self._event(send, None)
-        await _write(send, "data: [DONE]\n\n", more=False)
+        await write(send, "data: [DONE]\n\n", more=False)
 
     async def _relay(self, number: int, output: Output, send: Send) -> None:
         while not output.is_final:
@@ -158,12 +159,12 @@ class Reply(Response):
         if index in position.ended:
             return None
         shown = number * job.num_choices + index
-        if job.reads_calls and self._is_resumed:
+        if job.reads_text and self._is_resumed:
             known, chunk = position.known_part(chunk)
             job.shape.read_again(shown, known)
             if not (chunk.token_ids or chunk.text or chunk.is_sequence_final):
                 return None
-        position.advance(chunk, counts_characters=job.reads_calls)
+        position.advance(chunk, counts_characters=job.reads_text)
         return job.shape.part(shown, chunk)
 
     async def _event(self, send: Send, choice: dict[str, object] | None) -> None:
@@ -173,20 +174,33 @@ class Reply(Response):
         if self._job.includes_usage:
             event["usage"] = self._usage() if choice is None else None
         name = event_id(self._job.request_id, self._positions)
-        await _write(send, f"id: {name}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n", more=True)
+        await write(send, f"id: {name}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n", more=True)
 
     def _envelope(self, name: str) -> dict[str, object]:
         job = self._job
         model = job.model or self._front.runner.model.name
-        return {"id": job.shape.prefix + job.request_id, "object": name, "created": job.created, "model": model}
+        return {
+            "id": job.shape.prefix + job.request_id,
+            "object": name,
+            "created": job.created,
+            "model": model,
+        } | job.shape.envelope
 
     def _count(self, chunk: Chunk) -> None:
         if chunk.usage is not None:
             self._usages.append(chunk.usage)
+        if chunk.perf_metrics is not None:
+            self._metrics.append(chunk.perf_metrics)
 
     def _usage(self) -> dict[str, object]:
         usages = self._usages
-        return usage_fields(
+        details: dict[str, object] = {}
+        if self._metrics:
+            accepted = sum(metrics.num_accepted_tokens for metrics in self._metrics)
+            rejected = sum(metrics.num_draft_tokens for metrics in self._metrics) - accepted
+            counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+            details["completion_tokens_details"] = counts
+        return details | usage_fields(
             Usage(
                 sum(usage.prompt_tokens for usage in usages),
                 sum(usage.completion_tokens for usage in usages),
@@ -197,25 +211,3 @@ class Reply(Response):
 
 def _mean_log_prob(chunk: Chunk) -> float:
     return (chunk.cumulative_log_prob or 0.0) / max(chunk.next_offset, 1)
-
-
-async def _write(send: Send, text: str, *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-
-async def _while_connected(receive: Receive, work: Coroutine[object, object, None]) -> None:
-    """Runs `work` until it ends or the client leaves."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
-        if not working.done():
-            working.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

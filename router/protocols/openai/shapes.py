@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from typing import Protocol
 
 from midstream.chunk import Chunk, FinishReason, Usage
 from midstream.extras import LogProbs
-from router.protocols.openai.tool_calls import CallPart, Reader
-from router.protocols.openai.tools import Tools
+from router.parsers.events import CallArguments, CallBegin, Event, ReasoningDelta, TextDelta
+from router.protocols.conversation import Conversation, SequenceReader
 
 # The text of one token.
 Spell = Callable[[int], str]
@@ -23,11 +22,15 @@ class Shape(Protocol):
     Attributes:
         prefix: Of the response's id.
         name: The response's `object`, and chunk_name that of one event.
+        request_id: Of the job; set before anything is read.
+        envelope: Further fields of a response, and of each event.
     """
 
     prefix: str
     name: str
     chunk_name: str
+    request_id: str
+    envelope: dict[str, object]
 
     def opening(self, index: int) -> dict[str, object] | None:
         """What the first event of a choice says before any output."""
@@ -46,8 +49,10 @@ class CompletionShape:
     """/v1/completions."""
 
     prefix, name, chunk_name = "cmpl-", "text_completion", "text_completion"
+    request_id = ""
 
     def __init__(self, spell: Spell, *, with_log_probs: bool, returns_ids: bool) -> None:
+        self.envelope: dict[str, object] = {}
         self._spell = spell
         self._with_log_probs = with_log_probs
         self._returns_ids = returns_ids
@@ -100,13 +105,18 @@ class ChatShape:
     """/v1/chat/completions."""
 
     prefix, name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    request_id = ""
 
-    def __init__(self, spell: Spell, tools: Tools, *, returns_ids: bool) -> None:
+    def __init__(
+        self, spell: Spell, conversation: Conversation, *, returns_ids: bool, service_tier: str | None = None
+    ) -> None:
+        self.envelope: dict[str, object] = {"service_tier": service_tier} if service_tier else {}
+        if service_tier == "auto":
+            self.envelope = {"service_tier": "default"}
         self._spell = spell
-        self._tools = tools
+        self._conversation = conversation
         self._returns_ids = returns_ids
-        self._readers: dict[int, Reader] = {}
-        self._num_calls: dict[int, int] = {}
+        self._readers: dict[int, SequenceReader] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
         """Whose turn it is."""
@@ -115,42 +125,51 @@ class ChatShape:
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object]:
         """A delta."""
-        content, parts = self._read(index, chunk.text, is_final=chunk.is_sequence_final)
+        events = self._read(index, chunk.text, is_final=chunk.is_sequence_final)
+        content, reasoning, calls = _joined(events)
         delta: dict[str, object] = {}
-        if content or not (parts or chunk.is_sequence_final):
+        if reasoning:
+            delta["reasoning_content"] = reasoning
+        if content or not (calls or reasoning or chunk.is_sequence_final):
             delta["content"] = content
-        if parts:
-            delta["tool_calls"] = [_call_fields(part, in_stream=True) for part in parts]
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in calls.items()]
         return {"index": index, "delta": delta, **self._beside(index, chunk)}
 
     def whole(self, index: int, chunk: Chunk) -> dict[str, object]:
         """A message."""
-        content, parts = self._read(index, chunk.text, is_final=True)
+        content, reasoning, calls = _joined(self._read(index, chunk.text, is_final=True))
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
-        if parts:
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
             message["content"] = content or None
-            message["tool_calls"] = [_call_fields(part, in_stream=False) for part in parts]
+            message["tool_calls"] = list(calls.values())
         return {"index": index, "message": message, **self._beside(index, chunk)}
 
     def read_again(self, index: int, text: str) -> None:
-        """Finds the calls that the client has."""
+        """Parses what the client has."""
         self._read(index, text, is_final=False)
 
-    def _read(self, index: int, text: str, *, is_final: bool) -> tuple[str, list[CallPart]]:
-        if self._tools.reader is None:
-            return text, []
+    def _read(self, index: int, text: str, *, is_final: bool) -> list[Event]:
+        if not self._conversation.reads_text:
+            return [TextDelta(text)]
         reader = self._readers.get(index)
         if reader is None:
-            reader = self._readers[index] = self._tools.reader()
-        content, parts = reader.read(text, is_final=is_final)
-        self._num_calls[index] = self._num_calls.get(index, 0) + len(parts)
-        return content, parts
+            reader = self._readers[index] = SequenceReader(self._conversation, self.request_id, index)
+        return reader.read(text, is_final=is_final)
+
+    def _has_calls(self, index: int) -> bool:
+        reader = self._readers.get(index)
+        return reader is not None and reader.num_calls > 0
 
     def _beside(self, index: int, chunk: Chunk) -> dict[str, object]:
         fields = {"logprobs": self._log_probs(chunk), **_ending(chunk)}
         if self._returns_ids:
             fields["token_ids"] = list(chunk.token_ids)
-        if self._num_calls.get(index) and not self._tools.is_named and fields["finish_reason"] == FinishReason.STOP:
+        # OpenAI ends a call that was demanded by name with "stop".
+        is_named = self._conversation.tools.choice == "named"
+        if self._has_calls(index) and not is_named and fields["finish_reason"] == FinishReason.STOP:
             fields["finish_reason"] = "tool_calls"
         return fields
 
@@ -197,10 +216,20 @@ def _ending(chunk: Chunk) -> dict[str, object]:
     return {"finish_reason": str(chunk.finish_reason or FinishReason.STOP), "stop_reason": chunk.matched_stop}
 
 
-def _call_fields(part: CallPart, *, in_stream: bool) -> dict[str, object]:
-    function: dict[str, object] = {"arguments": part.arguments}
-    call: dict[str, object] = {"index": part.index} if in_stream else {}
-    if part.name is not None:
-        call |= {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-        function["name"] = part.name
-    return {**call, "function": function}
+def _joined(events: list[Event]) -> tuple[str, str, dict[int, dict[str, object]]]:
+    """Content, reasoning, and the news of each call by its index."""
+    content = reasoning = ""
+    calls: dict[int, dict[str, object]] = {}
+    for event in events:
+        if isinstance(event, TextDelta):
+            content += event.text
+        elif isinstance(event, ReasoningDelta):
+            reasoning += event.text
+        elif isinstance(event, CallBegin):
+            function = {"name": event.name, "arguments": ""}
+            calls[event.index] = {"id": event.call_id, "type": "function", "function": function}
+        elif isinstance(event, CallArguments):
+            known = calls.setdefault(event.index, {"function": {"arguments": ""}})["function"]
+            assert isinstance(known, dict)
+            known["arguments"] += event.text
+    return content, reasoning, calls

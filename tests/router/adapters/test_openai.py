@@ -200,3 +200,15 @@ async def test_a_wrong_field_is_named(router: Part) -> None:
             with pytest.raises(openai.APIStatusError) as raised:
                 await client.completions.create(model="smollm2", prompt="Hi", extra_body=fields)
             assert (raised.value.status_code, raised.value.param) == (status, param)
+
+
+async def test_a_prediction_is_drafts(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:
+    async with client_of(router) as client:
+        call = client.chat.completions.create(
+            model="smollm2", messages=[{"role": "user", "content": "Hi"}], extra_body={"request_id": "r"},
+            prediction={"type": "content", "content": [{"type": "text", "text": TEXT}]},
+        )  # fmt: skip
+        await asyncio.gather(call, answer(cluster, "r", tokenizer.encode(TEXT)))
+    drafts = cluster.scheduler.requests["r"].request.speculative
+    assert drafts.method == pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP
+    assert list(drafts.prediction_token_ids) == tokenizer.encode(TEXT, add_special_tokens=False)

@@ -22,7 +22,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "s
     [
         ({}, []),
         ({"temperature": 0.5, "seed": 1, "store": None, "metadata": {}, "logprobs": False}, []),
-        ({"store": True, "metadata": {"a": "b"}, "service_tier": "auto"}, ["store", "metadata", "service_tier"]),
+        ({"store": False, "metadata": {"a": "b"}, "service_tier": "auto"}, ["metadata"]),
         ({"response_format": SCHEMA}, ["response_format.json_schema.name", "response_format.json_schema.strict"]),
         (
             {"messages": [USER, {"role": "assistant", "content": "a", "refusal": None, "annotations": [1]}, USER]},

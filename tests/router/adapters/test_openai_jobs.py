@@ -11,17 +11,25 @@ from midstream.chunk import Chunk, FinishReason
 from midstream.errors import InvalidArgumentError, MidstreamError, UnsupportedError
 from midstream.extras import Extras, LogProbs
 from protos import generation_pb2 as pb
+from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
+from router.protocols.conversation import ChatModel
 from router.protocols.openai.body import Body
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
-from router.protocols.openai.tool_calls import TaggedReader
 
-VOCABULARY = Vocabulary(lambda token: chr(97 + token), TaggedReader)
+VOCABULARY = Vocabulary(lambda token: chr(97 + token), ChatModel(ModelFormat(TOOL_FORMATS["hermes"])))
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 
 
 def chat(**fields: object) -> Job:
-    return chat_job(Body({"messages": [{"role": "user", "content": "Hi"}]} | fields), VOCABULARY)
+    return chat_with(VOCABULARY, **fields)
+
+
+def chat_with(vocabulary: Vocabulary, **fields: object) -> Job:
+    job = chat_job(Body({"messages": [{"role": "user", "content": "Hi"}]} | fields), vocabulary)
+    assert job.conversation is not None
+    job.conversation.add_guide()
+    return job
 
 
 def test_every_form_of_a_prompt_is_taken() -> None:
@@ -91,7 +99,7 @@ def test_a_demanded_call_is_a_grammar_and_one_left_to_the_model_is_not() -> None
     assert (required["minItems"], required["maxItems"]) == (1, 1)
     assert required["items"]["anyOf"][0]["properties"] == {"name": {"const": "weather"}, "parameters": SCHEMA}
     none = chat(tools=TOOLS, tool_choice="none")
-    assert (none.requests[0].chat.tools_json, none.reads_calls) == ("", False)
+    assert (none.requests[0].chat.tools_json, none.reads_text) == ("", False)
 
 
 @pytest.mark.parametrize(
@@ -124,3 +132,76 @@ def test_a_call_is_a_tool_call_of_the_message_and_the_reason_of_its_end() -> Non
     assert call["id"].startswith("call_")
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
     assert json.loads(json.dumps(chat().shape.whole(0, end)))["message"]["content"] == text
+
+
+THINKING = ChatModel(
+    ModelFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["think"]),
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}",
+)
+
+
+def test_reasoning_is_a_field_of_its_own() -> None:
+    job = chat_with(Vocabulary(VOCABULARY.spell, THINKING), tools=TOOLS)
+    job.shape.request_id = "r"
+    text = "<think>\nHm.\n</think>\n\nYes."
+    parts = [job.shape.part(0, Chunk(0, i, [1], character)) for i, character in enumerate(text)]
+    parts.append(job.shape.part(0, Chunk(0, len(text), is_sequence_final=True, finish_reason=FinishReason.STOP)))
+    deltas = [part["delta"] for part in parts]
+    assert all(isinstance(delta, dict) for delta in deltas)
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."  # type: ignore[attr-defined]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes."  # type: ignore[attr-defined]
+    message = chat_with(Vocabulary(VOCABULARY.spell, THINKING)).shape.whole(0, Chunk(0, 0, [1], text))["message"]
+    assert message == {"role": "assistant", "content": "Yes.", "refusal": None, "reasoning_content": "Hm."}
+
+
+def test_effort_is_what_the_template_knows() -> None:
+    for effort, is_on in (("none", False), ("high", True)):
+        job = chat_with(Vocabulary(VOCABULARY.spell, THINKING), reasoning_effort=effort)
+        assert json.loads(job.requests[0].chat.template_variables_json) == {"enable_thinking": is_on}
+    given = {"enable_thinking": True}
+    job = chat_with(Vocabulary(VOCABULARY.spell, THINKING), reasoning_effort="none", chat_template_kwargs=given)
+    assert json.loads(job.requests[0].chat.template_variables_json) == given
+    gpt = Vocabulary(VOCABULARY.spell, ChatModel(template="Reasoning: {{ reasoning_effort }}"))
+    job = chat_with(gpt, reasoning_effort="minimal")
+    assert json.loads(job.requests[0].chat.template_variables_json) == {"reasoning_effort": "low"}
+    with pytest.raises(UnsupportedError) as raised:
+        chat(reasoning_effort="high")
+    assert raised.value.field == "reasoning_effort"
+
+
+def test_tiers_are_priorities() -> None:
+    found = [(chat(service_tier=tier).requests[0].priority) for tier in ("auto", "default", "flex", "priority")]
+    assert found == [0, 0, -50, 50]
+    assert chat(service_tier="flex", priority=3).requests[0].priority == -3
+
+
+def test_a_strict_tool_is_a_grammar_even_where_the_call_is_the_model_s_choice() -> None:
+    strict = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}]
+    guide = chat(tools=strict).requests[0].guided_decoding
+    assert guide.guide_type == pb.GUIDE_TYPE_EBNF_GRAMMAR
+    assert "<tool_call>" in guide.guide
+    assert not chat(tools=TOOLS).requests[0].HasField("guided_decoding")
+
+
+def test_reasoning_comes_before_what_a_grammar_demands() -> None:
+    for fields in (
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    ):
+        job = chat_job(
+            Body({"messages": [{"role": "user", "content": "Hi"}], **fields}), Vocabulary(VOCABULARY.spell, THINKING)
+        )
+        assert job.conversation is not None
+        job.conversation.is_thinking = True
+        job.conversation.add_guide()
+        guide = job.requests[0].guided_decoding
+        assert (guide.guide_type, "</think>" in guide.guide) == (pb.GUIDE_TYPE_EBNF_GRAMMAR, True)
+        answer = (
+            '[{"name": "weather", "parameters": {"city": "x"}}]' if fields.get("tool_choice") == "required" else "{}"
+        )
+        message = job.shape.whole(0, Chunk(0, 0, [1], "Hm.</think>\n" + answer))["message"]
+        assert isinstance(message, dict)
+        assert message["reasoning_content"] == "Hm."
+        assert ("tool_calls" in message) == ("tools" in fields)

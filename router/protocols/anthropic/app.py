@@ -1,0 +1,222 @@
+"""The routes of the Messages API."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from urllib.parse import quote
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from midstream.chunk import Chunk, FinishReason, Usage
+from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError, UnavailableError
+from protos import generation_pb2 as pb
+from router.pipeline.output import FrontDoor, Output
+from router.pipeline.prompt import PromptBuilder
+from router.pipeline.request_checks import check_model, check_name
+from router.protocols.anthropic.errors import error_body, headers, http_status
+from router.protocols.anthropic.request import MessagesJob, read_messages
+from router.protocols.anthropic.shapes import Fields, MessageWriter, usage_fields
+from router.protocols.body_reader import BodyReader
+from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
+from router.protocols.openai import app as openai_app
+from router.protocols.openai.models import Models
+from router.protocols.streaming import SSE_HEADERS, while_connected, write
+
+logger = logging.getLogger(__name__)
+
+_PATH = "/v1/messages"
+_VERSIONS = ("2026-10-21", "2023-06-01")
+Endpoint = Callable[[Request, str], Awaitable[Response]]
+
+
+class MessagesApi:
+    """/v1/messages and /v1/messages/count_tokens over the native path."""
+
+    def __init__(self, front: FrontDoor, prompts: PromptBuilder, bodies: BodyReader, chat: ChatModel) -> None:
+        self._front = front
+        self._folder = front.runner.model
+        self._prompts = prompts
+        self._bodies = bodies
+        self._chat = chat
+        self._models = Models(self._folder, front.runner.cells)
+
+    def routes(self) -> list[Route]:
+        """For the HTTP port."""
+        posts: dict[str, Endpoint] = {_PATH: self._create, f"{_PATH}/count_tokens": self._count}
+        return [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+
+    async def _create(self, request: Request, request_id: str) -> Response:
+        if self._front.draining.is_set():
+            raise UnavailableError("this router is draining")
+        job = await self._job(request, needs_limit=True)
+        native = job.conversation.request
+        check_name(native.request_id, "request_id")
+        native.request_id = native.request_id or request_id
+        await self._models.resolve([native])
+        # Of several breakpoints for one duration the last holds the others.
+        points = {point.duration_s: point for point in job.breakpoints}
+        prefixes = {duration_s: job.prefix_of(point) for duration_s, point in points.items()}
+        await job.conversation.prepare(self._prompts, self._folder, renders=True)
+        num_kept = await self._keep(native, prefixes)
+        return _Reply(self._front, job, num_kept)
+
+    async def _count(self, request: Request, request_id: str) -> Response:
+        job = await self._job(request, needs_limit=False)
+        native = job.conversation.request
+        await self._models.resolve([native])
+        check_model(native.model, self._folder)
+        return JSONResponse({"input_tokens": len(await self._prompts.token_ids(native))})
+
+    async def _job(self, request: Request, *, needs_limit: bool) -> MessagesJob:
+        version = request.headers.get("anthropic-version")
+        if version not in _VERSIONS:
+            what = f"{version[:32]!r} is not known" if version else "must be set"
+            raise InvalidArgumentError(f"{what}; this is {_VERSIONS[0]}", field="anthropic-version")
+        return await self._bodies.read(request, lambda body: read_messages(body, self._chat, needs_limit=needs_limit))
+
+    async def _keep(self, native: pb.GenerateRequest, prefixes: Mapping[int, pb.GenerateRequest | None]) -> int:
+        """Asks for prefixes to be kept, each for so many seconds; returns how many tokens the longest has."""
+        kept = [0]
+        for duration_s, prefix in prefixes.items():
+            size = len(native.token_ids.values)
+            if prefix is not None:
+                try:
+                    size = _common(native.token_ids.values, await self._prompts.token_ids(prefix))
+                except MidstreamError as error:
+                    # The template does not take a part of the conversation: a hint that cannot be followed.
+                    logger.debug("a prefix cannot be rendered: %s", error)
+                    continue
+            if size:
+                keep_prefix(native, size if prefix is not None else None, duration_s)
+            kept.append(size)
+        return max(kept)
+
+
+class _Reply(Response):
+    """A response that runs while its client is there."""
+
+    def __init__(self, front: FrontDoor, job: MessagesJob, num_kept: int) -> None:
+        super().__init__()
+        self._front = front
+        self._job = job
+        self._num_kept = num_kept
+        self._native = job.conversation.request
+        self._id = self._native.request_id
+        self._stop_words = list(self._native.stopping.stop_words)
+        self._reader = SequenceReader(job.conversation, self._id, 0)
+        self._writer = MessageWriter(self._id, job.model or front.runner.model.name, shows_thinking=job.shows_thinking)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers; a connection that drops aborts the request."""
+        await while_connected(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+        try:
+            async with await self._front.start(self._native, None) as output:
+                if not self._job.is_stream:
+                    message = await self._whole(output)
+                    id_header = {"request-id": quote(self._id, safe="")}
+                    await JSONResponse(message, headers=id_header)(scope, receive, send)
+                    return
+                has_begun = True
+                head = [*SSE_HEADERS, (b"request-id", quote(self._id, safe="").encode())]
+                await send({"type": "http.response.start", "status": 200, "headers": head})
+                await self._stream(output, send)
+        except MidstreamError as error:
+            await self._fail(error, has_begun, scope, receive, send)
+        except Exception:
+            logger.exception("unexpected error in a call")
+            hidden = ExecutionError("internal error; the log has its details")
+            await self._fail(hidden, has_begun, scope, receive, send)
+
+    async def _whole(self, output: Output) -> Fields:
+        while not output.is_final:
+            for chunk in await output.take():
+                self._writer.add(self._reader.read(chunk.text, is_final=chunk.is_sequence_final))
+        last = _end(output, chunk)
+        self._writer.end(last, self._stop_words, {})
+        return self._writer.message(*self._writer.stop(last, self._stop_words), self._usage(last))
+
+    async def _stream(self, output: Output, send: Send) -> None:
+        await self._events(send, self._writer.begin(self._job.conversation.num_prompt_tokens))
+        while not output.is_final:
+            for chunk in await output.take():
+                read = self._reader.read(chunk.text, is_final=chunk.is_sequence_final)
+                await self._events(send, self._writer.add(read))
+        last = _end(output, chunk)
+        await self._events(send, self._writer.end(last, self._stop_words, self._usage(last)), more=False)
+
+    def _usage(self, last: Chunk) -> Fields:
+        return usage_fields(last.usage or Usage(), self._num_kept)
+
+    async def _events(self, send: Send, events: list[Fields], *, more: bool = True) -> None:
+        """Writes events, all at once."""
+        if events:
+            text = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
+            await write(send, text, more=more)
+
+    async def _fail(self, error: MidstreamError, has_begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        if has_begun and isinstance(error, OverloadedError):
+            # A client that reads too slowly would not read this either: the connection is cut.
+            return
+        if has_begun:
+            await self._events(send, [error_body(error, self._id)], more=False)
+        else:
+            await _error_response(error, self._id)(scope, receive, send)
+
+
+async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request that does not come to an endpoint with `error`, in its API's shape."""
+    if scope["path"].startswith(_PATH):
+        await _error_response(error)(scope, receive, send)
+    else:
+        await openai_app.refuse(error, scope, receive, send)
+
+
+def _end(output: Output, chunk: Chunk) -> Chunk:
+    """The final chunk.
+
+    Raises:
+        MidstreamError: What ended the request is not one of the ordinary reasons.
+    """
+    output.raise_failure()
+    if chunk.finish_reason is FinishReason.ABORT:
+        raise ExecutionError("the request was aborted")
+    return chunk
+
+
+def _mapped(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint, its errors in Anthropic's shape."""
+
+    async def call(request: Request) -> Response:
+        request_id = uuid.uuid4().hex
+        try:
+            return await endpoint(request, request_id)
+        except MidstreamError as error:
+            return _error_response(error, request_id)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except RecursionError:
+            return _error_response(InvalidArgumentError("the body is nested too deeply"), request_id)
+        except Exception:
+            logger.exception("unexpected error in a call")
+            return _error_response(ExecutionError("internal error; the log has its details"), request_id)
+
+    return call
+
+
+def _error_response(error: MidstreamError, request_id: str = "") -> Response:
+    return JSONResponse(error_body(error, request_id), http_status(error), headers=headers(error, quote(request_id)))
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many ids two lists begin with in common."""
+    size = min(len(first), len(second))
+    return next((i for i in range(size) if first[i] != second[i]), size)

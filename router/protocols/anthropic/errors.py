@@ -1,0 +1,43 @@
+"""Errors in Anthropic's shape, with the statuses that its clients act on: they retry 408, 409, 429 and 5xx."""
+
+from __future__ import annotations
+
+import math
+
+from midstream.errors import MidstreamError, OverloadedError, StatusCode
+from router.protocols.openai.errors import param_of
+
+_STATUSES: dict[StatusCode, tuple[int, str]] = {
+    StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    StatusCode.UNIMPLEMENTED: (400, "invalid_request_error"),
+    StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
+    StatusCode.NOT_FOUND: (404, "not_found_error"),
+    StatusCode.ALREADY_EXISTS: (409, "invalid_request_error"),
+    StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    StatusCode.UNAVAILABLE: (529, "overloaded_error"),
+    StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
+}
+_PARAMS = {"stop": "stop_sequences", "response_format": "output_config.format"}
+
+
+def http_status(error: MidstreamError) -> int:
+    """The status that the error is answered with."""
+    return _STATUSES.get(error.code, (500, ""))[0]
+
+
+def headers(error: MidstreamError, request_id: str = "") -> dict[str, str]:
+    """The request's id, and when to retry."""
+    found = {"request-id": request_id} if request_id else {}
+    if isinstance(error, OverloadedError):
+        found["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
+    return found
+
+
+def error_body(error: MidstreamError, request_id: str = "") -> dict[str, object]:
+    """The JSON that says what went wrong."""
+    kind = _STATUSES.get(error.code, (500, "api_error"))[1]
+    param = param_of(error.field)
+    param = _PARAMS.get(param, param)
+    message = f"{param}: {error.message}" if param else error.message
+    body: dict[str, object] = {"type": "error", "error": {"type": kind, "message": message}}
+    return {**body, "request_id": request_id} if request_id else body

@@ -1,0 +1,307 @@
+"""From a body of /v1/messages to a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from google.protobuf.message import Message
+
+from midstream.errors import InvalidArgumentError, UnsupportedError
+from protos import generation_pb2 as pb
+from router.parsers.machine import Schema
+from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools
+from router.protocols.fields import MESSAGES, check_fields
+from router.protocols.openai.body import Body
+
+_TTLS_S = {"5m": 300, "1h": 3600}
+_CHOICES: dict[str, Literal["auto", "required", "named"]] = {"auto": "auto", "any": "required", "tool": "named"}
+_MAX_BREAKPOINTS = 4
+_MIN_BUDGET = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """The end of a prefix that the client wants cached.
+
+    Attributes:
+        duration_s: How long.
+        num_turns: Turns of the conversation in the prefix, the system's among them; 0: only the tools.
+        num_characters: Of the last of those turns; None: all of it, and a prefix that ends with the prompt.
+    """
+
+    duration_s: int
+    num_turns: int
+    num_characters: int | None = None
+
+
+@dataclass(slots=True)
+class MessagesJob:
+    """One request.
+
+    Attributes:
+        model: As the client calls it.
+        shows_thinking: Reasoning is part of the answer.
+        breakpoints: At most four, in order.
+    """
+
+    conversation: Conversation
+    model: str
+    is_stream: bool
+    shows_thinking: bool
+    breakpoints: list[Breakpoint]
+
+    def prefix_of(self, point: Breakpoint) -> pb.GenerateRequest | None:
+        """A request whose prompt begins as the prefix does; None where that is the whole prompt."""
+        chat = self.conversation.request.chat
+        is_all = point.num_turns == len(chat.messages)
+        if is_all and point.num_characters in (None, len(chat.messages[-1].content)):
+            return None
+        prefix = pb.GenerateRequest()
+        assert isinstance(prefix.chat, Message)
+        prefix.chat.CopyFrom(chat)
+        del prefix.chat.messages[point.num_turns :]
+        if point.num_turns and point.num_characters is not None:
+            last = prefix.chat.messages[-1]
+            last.content = last.content[: point.num_characters]
+        # Templates want a user's turn; what it says differs from any that follows.
+        prefix.chat.messages.add(role="user", content="\u0000")
+        return prefix
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What has been read so far."""
+
+    turns: list[pb.ChatMessage] = field(default_factory=list)
+    breakpoints: list[Breakpoint] = field(default_factory=list)
+    tool_names: dict[str, str] = field(default_factory=dict)
+
+    def mark(self, block: Body, num_characters: int | None = None) -> None:
+        """Notes the block's cache_control, after all that has been read."""
+        control = block.child("cache_control")
+        if control is None:
+            return
+        if control.text("type") != "ephemeral":
+            raise InvalidArgumentError("must be ephemeral", field=control.path("type"))
+        ttl = control.choice("ttl", tuple(_TTLS_S)) or "5m"
+        if len(self.breakpoints) == _MAX_BREAKPOINTS:
+            raise InvalidArgumentError(f"at most {_MAX_BREAKPOINTS} in a request", field=block.path("cache_control"))
+        self.breakpoints.append(Breakpoint(_TTLS_S[ttl], len(self.turns), num_characters))
+
+
+def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> MessagesJob:
+    """The job of a body; /v1/messages/count_tokens needs no max_tokens.
+
+    Raises:
+        InvalidArgumentError: A field is wrong, missing or not known.
+        UnsupportedError: A feature that this service lacks.
+    """
+    check_fields(body, MESSAGES)
+    max_tokens = body.integer("max_tokens", 1)
+    if max_tokens is None and needs_limit:
+        raise InvalidArgumentError("must be set", field="max_tokens")
+    reading = _Reading()
+    tools = _tools(body, reading)
+    _system(body, reading)
+    for message in body.objects("messages"):
+        _message(message, reading)
+    if not any(turn.role == "user" for turn in reading.turns) or reading.turns[-1].role == "assistant":
+        raise InvalidArgumentError("must begin with the user's and end with the user's turn", field="messages")
+    reading.mark(body)
+    request = pb.GenerateRequest(
+        request_id=body.text("request_id") or "",
+        model=body.text("model") or "",
+        streaming=bool(body.flag("stream")),
+        client_id=_user(body),
+        chat=pb.ChatInput(messages=reading.turns),
+    )
+    if max_tokens is not None:
+        request.max_tokens = max_tokens
+    _sampling(body, request)
+    is_thinking, is_shown = _thinking(body, max_tokens)
+    variables = model.thinking_variables(_effort(body) if is_thinking else "none")
+    if variables:
+        request.chat.template_variables_json = json.dumps(variables)
+    _output_format(body, request)
+    if tools.choice != "auto" and request.HasField("guided_decoding"):
+        raise InvalidArgumentError("demands a call, which output_config.format contradicts", field="tool_choice")
+    body.choice("service_tier", ("auto", "standard_only"))
+    conversation = Conversation(request, tools, model)
+    return MessagesJob(conversation, request.model, bool(body.flag("stream")), is_shown, reading.breakpoints)
+
+
+def _sampling(body: Body, request: pb.GenerateRequest) -> None:
+    for name in ("temperature", "top_p"):
+        value = body.number(name)
+        if value is not None:
+            setattr(request.sampling, name, value)
+    request.sampling.top_k = body.integer("top_k") or 0
+    request.stopping.stop_words.extend(body.texts("stop_sequences"))
+
+
+def _user(body: Body) -> str:
+    metadata = body.child("metadata")
+    return (metadata.text("user_id") or "") if metadata is not None else ""
+
+
+def _thinking(body: Body, max_tokens: int | None) -> tuple[bool, bool]:
+    """Whether the model is to think, and whether that is shown."""
+    thinking = body.child("thinking")
+    if thinking is None:
+        return False, False
+    kind = thinking.choice("type", ("enabled", "disabled", "adaptive", "between_tools"))
+    if kind is None:
+        raise InvalidArgumentError("must be set", field="thinking.type")
+    budget = thinking.integer("budget_tokens")
+    if kind == "enabled" and (budget or 0) < _MIN_BUDGET:
+        raise InvalidArgumentError(f"must be at least {_MIN_BUDGET}", field="thinking.budget_tokens")
+    if kind == "enabled" and max_tokens is not None and (budget or 0) >= max_tokens:
+        raise InvalidArgumentError("must be less than max_tokens", field="thinking.budget_tokens")
+    is_hidden = thinking.choice("display", ("summarized", "omitted")) == "omitted"
+    return kind != "disabled", kind != "disabled" and not is_hidden
+
+
+def _effort(body: Body) -> str:
+    config = body.child("output_config")
+    effort = config.choice("effort", (*EFFORTS[2:], "max")) if config is not None else None
+    return {None: "medium", "max": "xhigh"}.get(effort, effort or "medium")
+
+
+def _output_format(body: Body, request: pb.GenerateRequest) -> None:
+    config = body.child("output_config")
+    output = config.child("format") if config is not None else None
+    if output is None:
+        return
+    schema = output.get("schema")
+    if output.text("type") != "json_schema" or not isinstance(schema, dict):
+        raise InvalidArgumentError("must be a json_schema with a schema", field="output_config.format")
+    request.guided_decoding.guide_type = pb.GUIDE_TYPE_JSON_SCHEMA
+    request.guided_decoding.guide = json.dumps(schema)
+
+
+def _tools(body: Body, reading: _Reading) -> Tools:
+    schemas: dict[str, Schema] = {}
+    definitions: list[object] = []
+    strict = set()
+    for tool in body.objects("tools"):
+        if tool.text("type") not in (None, "custom"):
+            raise UnsupportedError("only tools of the client are supported", field=tool.path("type"))
+        name, schema = tool.text("name"), tool.get("input_schema")
+        if not name:
+            raise InvalidArgumentError("must be set", field=tool.path("name"))
+        if not isinstance(schema, dict):
+            raise InvalidArgumentError("must be an object", field=tool.path("input_schema"))
+        schemas[name] = schema or {"type": "object"}
+        function = {"name": name, "description": tool.text("description") or "", "parameters": schema}
+        definitions.append({"type": "function", "function": function})
+        if tool.flag("strict"):
+            strict.add(name)
+        reading.mark(tool)
+    return _chosen(body, Tools(schemas, tuple(definitions), strict=frozenset(strict)))
+
+
+def _chosen(body: Body, tools: Tools) -> Tools:
+    """The tools with what tool_choice says of them."""
+    choice = body.child("tool_choice")
+    if choice is None:
+        return tools
+    kind = choice.choice("type", ("auto", "any", "tool", "none"))
+    if kind is None or (kind in ("any", "tool") and not tools.schemas):
+        raise InvalidArgumentError("needs a type, and tools", field="tool_choice")
+    if kind == "none":
+        return Tools()
+    named = choice.text("name") or "" if kind == "tool" else ""
+    if kind == "tool" and named not in tools.schemas:
+        raise InvalidArgumentError(f"{named[:64]!r} is not among the tools", field="tool_choice.name")
+    is_parallel = not choice.flag("disable_parallel_tool_use")
+    return replace(tools, choice=_CHOICES[kind], named=named, is_parallel=is_parallel)
+
+
+def _system(body: Body, reading: _Reading) -> None:
+    value = body.get("system")
+    if isinstance(value, str) or value is None:
+        if value:
+            reading.turns.append(pb.ChatMessage(role="system", content=value))
+        return
+    turn = pb.ChatMessage(role="system")
+    reading.turns.append(turn)
+    for block in body.objects("system"):
+        _add_text(turn, _text(block))
+        reading.mark(block, len(turn.content))
+
+
+def _message(message: Body, reading: _Reading) -> None:
+    role = message.choice("role", ("user", "assistant", "system"))
+    if role is None:
+        raise InvalidArgumentError("must be set", field=message.path("role"))
+    content = message.get("content")
+    if isinstance(content, str):
+        reading.turns.append(pb.ChatMessage(role=role, content=content))
+    elif content is None:
+        raise InvalidArgumentError("must be set", field=message.path("content"))
+    elif role == "assistant":
+        _assistant_blocks(message, reading)
+    else:
+        _blocks(role, message, reading)
+
+
+def _blocks(role: str, message: Body, reading: _Reading) -> None:
+    """Text, and results of tools, each of which is a turn of its own."""
+    turn: pb.ChatMessage | None = None
+    for block in message.objects("content"):
+        if block.text("type") == "tool_result":
+            call_id = block.text("tool_use_id") or ""
+            turn = None
+            result = pb.ChatMessage(role="tool", tool_call_id=call_id, name=reading.tool_names.get(call_id, ""))
+            if isinstance(block.get("content"), str):
+                result.content = block.text("content") or ""
+            else:
+                for part in block.objects("content"):
+                    _add_text(result, _text(part))
+            block.flag("is_error")
+            reading.turns.append(result)
+            reading.mark(block, len(result.content))
+            continue
+        if turn is None:
+            turn = pb.ChatMessage(role=role)
+            reading.turns.append(turn)
+        _add_text(turn, _text(block))
+        reading.mark(block, len(turn.content))
+
+
+def _assistant_blocks(message: Body, reading: _Reading) -> None:
+    turn = pb.ChatMessage(role="assistant")
+    reading.turns.append(turn)
+    calls: list[Mapping[str, object]] = []
+    for block in message.objects("content"):
+        kind = block.text("type")
+        if kind == "thinking":
+            turn.reasoning_content += block.text("thinking") or ""
+        elif kind == "tool_use":
+            call_id, name = block.text("id") or "", block.text("name") or ""
+            if not isinstance(block.get("input"), dict):
+                raise InvalidArgumentError("must be an object", field=block.path("input"))
+            reading.tool_names[call_id] = name
+            function = {"name": name, "arguments": block.get("input")}
+            calls.append({"id": call_id, "type": "function", "function": function})
+        elif kind != "redacted_thinking":
+            _add_text(turn, _text(block))
+        reading.mark(block)
+    if calls:
+        turn.tool_calls_json = json.dumps(calls)
+
+
+def _add_text(turn: pb.ChatMessage, text: str) -> None:
+    turn.content += f"\n{text}" if turn.content else text
+
+
+def _text(block: Body) -> str:
+    if block.text("type") != "text":
+        raise UnsupportedError("only text, tool_use, tool_result and thinking are supported", field=block.path("type"))
+    text = block.text("text")
+    if text is None:
+        raise InvalidArgumentError("must be set", field=block.path("text"))
+    return text

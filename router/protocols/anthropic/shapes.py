@@ -1,0 +1,138 @@
+"""How an answer looks to Anthropic's clients: a message of content blocks, whole or as events."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable
+
+from midstream.chunk import Chunk, FinishReason, Usage
+from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta
+
+Fields = dict[str, object]
+
+
+class MessageWriter:
+    """Writes one message.
+
+    Attributes:
+        blocks: Its content so far; the input of a call is a value once the call has ended.
+    """
+
+    def __init__(self, request_id: str, model: str, *, shows_thinking: bool) -> None:
+        self.blocks: list[Fields] = []
+        self._request_id = request_id
+        self._model = model
+        self._shows_thinking = shows_thinking
+        self._is_open = False
+        self._input = ""
+
+    def begin(self, num_prompt_tokens: int) -> list[Fields]:
+        """The events before any output; what came from the cache is only known at the end."""
+        message = self.message(None, None, usage_fields(Usage(num_prompt_tokens), 0))
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+
+    def add(self, events: Iterable[Event]) -> list[Fields]:
+        """The events that show `events`."""
+        written: list[Fields] = []
+        for event in events:
+            if isinstance(event, TextDelta):
+                written += self._block("text", {"text": ""})
+                written.append(self._delta("text", "text_delta", event.text))
+            elif isinstance(event, ReasoningDelta):
+                if self._shows_thinking:
+                    written += self._block("thinking", {"thinking": "", "signature": ""})
+                    written.append(self._delta("thinking", "thinking_delta", event.text))
+            elif isinstance(event, CallBegin):
+                written += self._close()
+                written += self._block("tool_use", {"id": event.call_id, "name": event.name, "input": {}})
+            elif isinstance(event, CallArguments):
+                self._input += event.text
+                written.append(self._shown_delta("input_json_delta", "partial_json", event.text))
+            elif isinstance(event, CallEnd):
+                written += self._close()
+        return written
+
+    def end(self, chunk: Chunk, stop_words: Iterable[str], usage: Fields) -> list[Fields]:
+        """The events after all output."""
+        reason, word = self.stop(chunk, stop_words)
+        delta = {"stop_reason": reason, "stop_sequence": word}
+        return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
+
+    def stop(self, chunk: Chunk, stop_words: Iterable[str]) -> tuple[str, str | None]:
+        """Why the message ended, and the stop sequence where it was one."""
+        if chunk.finish_reason is FinishReason.LENGTH:
+            return "max_tokens", None
+        if chunk.matched_stop in tuple(stop_words):
+            return "stop_sequence", str(chunk.matched_stop)
+        has_calls = any(block["type"] == "tool_use" for block in self.blocks)
+        return ("tool_use" if has_calls else "end_turn"), None
+
+    def message(self, reason: str | None, word: str | None, usage: Fields) -> Fields:
+        """The message as it is now."""
+        return {
+            "id": f"msg_{self._request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": list(self.blocks),
+            "stop_reason": reason,
+            "stop_sequence": word,
+            "usage": usage,
+        }
+
+    def _block(self, kind: str, fields: Fields) -> list[Fields]:
+        """Opens a block of `kind`, unless the open one is of it."""
+        if self._is_open and self.blocks[-1]["type"] == kind:
+            return []
+        written = self._close()
+        self.blocks.append({"type": kind, **fields})
+        self._is_open, self._input = True, ""
+        start = {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(self.blocks[-1])}
+        return [*written, start]
+
+    def _close(self) -> list[Fields]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        block, index = self.blocks[-1], len(self.blocks) - 1
+        written: list[Fields] = []
+        if block["type"] == "thinking":
+            # Clients send it back; nobody reads it here.
+            digest = hashlib.blake2b(f"{self._request_id}/{index}".encode(), digest_size=24).digest()
+            block["signature"] = base64.b64encode(digest).decode()
+            written.append(self._shown_delta("signature_delta", "signature", block["signature"]))
+        elif block["type"] == "tool_use":
+            block["input"] = json.loads(self._input) if _is_object(self._input) else {}
+        return [*written, {"type": "content_block_stop", "index": index}]
+
+    def _delta(self, field: str, kind: str, text: str) -> Fields:
+        known = self.blocks[-1][field]
+        assert isinstance(known, str)
+        self.blocks[-1][field] = known + text
+        return self._shown_delta(kind, field, text)
+
+    def _shown_delta(self, kind: str, field: str, value: object) -> Fields:
+        delta = {"type": kind, field: value}
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+
+def usage_fields(usage: Usage, num_kept: int) -> Fields:
+    """Anthropic's `usage`, where `num_kept` prompt tokens are to be kept in the cache."""
+    created = max(num_kept - usage.cached_tokens, 0)
+    return {
+        "input_tokens": max(usage.prompt_tokens - usage.cached_tokens - created, 0),
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "service_tier": "standard",
+    }
+
+
+def _is_object(text: str) -> bool:
+    """Whether arguments are complete: those that a grammar writes may be cut by max_tokens."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,48 @@
+"""Reading the JSON bodies of HTTP requests, within a budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from midstream.errors import InvalidArgumentError
+from router.authentication import current_caller
+from router.protocols.body_budget import BodyBudget
+from router.protocols.openai.body import Body
+
+_INLINE_BYTES = 32 << 10
+_T = TypeVar("_T")
+
+
+class BodyReader:
+    """Reads bodies for all HTTP APIs of a router."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+    async def read(self, request: Request, make: Callable[[Body], _T]) -> _T:
+        """Return what `make` makes of the body, which is parsed off the event loop where it is long.
+
+        Raises:
+            InvalidArgumentError: The body is too large, or is not a JSON object.
+            OverloadedError: Too many bytes of bodies are in memory.
+        """
+        limit, data = self._budget.max_body_bytes, bytearray()
+        with self._budget.hold(current_caller.get().name) as held:
+            if int(request.headers.get("content-length") or 0) > limit:
+                raise InvalidArgumentError(f"the body has more than {limit} bytes")
+            async for part in request.stream():
+                held.add(len(part))
+                data += part
+                if len(data) > limit:
+                    raise InvalidArgumentError(f"the body has more than {limit} bytes")
+            if len(data) <= _INLINE_BYTES:
+                return make(Body.parse(bytes(data)))
+            # One at a time: parsers hold the interpreter's lock, and two would starve the loop for twice as long.
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._parser, lambda: make(Body.parse(bytes(data))))

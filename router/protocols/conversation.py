@@ -1,0 +1,296 @@
+"""A conversation with a model as every chat API asks for it, and the events that every one writes its answer from.
+
+1. An API reads its body into a Conversation: the native request, and what it says of tools.
+2. `prepare` renders the prompt, which tells whether the model begins by thinking, and adds the grammar that tools need.
+3. A SequenceReader turns a sequence's text into events. They depend on the text alone, so that a stream is resumed by
+   reading the text again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from midstream.model.folder import ModelFolder
+from midstream.model.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from router.parsers import llama
+from router.parsers.events import CallBegin, Event
+from router.parsers.formats import ModelFormat, format_of
+from router.parsers.guides import after_thinking as json_after_thinking
+from router.parsers.guides import auto_guide
+from router.parsers.machine import Machine, Offer, Schema, Script, Steps
+from router.parsers.reasoning import after_thinking, plain
+from router.pipeline.prompt import PromptBuilder
+from router.pipeline.request_checks import fit_to_context
+
+# Retention of prefixes that a client asks to be kept: above the default of 35.
+_KEPT_PRIORITY = 80
+# Tokens at the end of a prompt that tell whether it has opened the reasoning.
+_NUM_TAIL = 16
+# Tokens of a prediction that are verified in one step.
+_NUM_DRAFTS = 8
+_ANY_JSON: Schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
+_SWITCHES = ("enable_thinking", "thinking")
+# Efforts that templates know, and those that some APIs have beside them.
+_EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+EFFORTS = tuple(_EFFORTS)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatModel:
+    """What is known of the served model's text.
+
+    Attributes:
+        format: How it writes calls and reasoning.
+        template: Its chat template; empty where it has none.
+        tokens: Marks of the format that are one token, which grammars must name by its id.
+        has_special_marks: Some of them are special tokens, which text must then keep.
+    """
+
+    format: ModelFormat = field(default_factory=ModelFormat)
+    template: str = ""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    has_special_marks: bool = False
+
+    @staticmethod
+    def of(
+        folder: ModelFolder, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> ChatModel:
+        """The model in `folder`, its parsers by name or `auto`.
+
+        Raises:
+            ConfigError: A parser that is not known.
+        """
+        found = format_of(folder, tool_parser, reasoning_parser)
+        special = {tokenizer.token(token) for token in tokenizer.special_ids}
+        ids = {mark: tokenizer.added_tokens[mark] for mark in found.marks if mark in tokenizer.added_tokens}
+        # The grammar library takes tokens in angle brackets for special ones, whatever the tokenizer says.
+        tokens = {mark: number for mark, number in ids.items() if mark in special or mark.startswith("<")}
+        return ChatModel(found, folder.chat_template or "", tokens, any(mark in special for mark in found.marks))
+
+    def thinking_variables(self, effort: str) -> dict[str, object]:
+        """Template variables for a reasoning effort, one of EFFORTS; none where the template knows no such thing."""
+        values: dict[str, object] = {}
+        if "reasoning_effort" in self.template:
+            values["reasoning_effort"] = _EFFORTS[effort]
+        for name in _SWITCHES:
+            if re.search(rf"\b{name} is\b|\bnot {name}\b", self.template):
+                values[name] = effort not in ("none", "minimal")
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a request says of tools.
+
+    Attributes:
+        schemas: JSON schema of each tool's parameters, by name; empty where none may be called.
+        definitions: As the chat template gets them, in OpenAI's shape; empty to leave them out of the prompt.
+        choice: The model decides, must call one, or must call `named`.
+        strict: Tools whose arguments a grammar holds to their schemas, as far as there is one for the model's format.
+        is_parallel: There may be several calls.
+    """
+
+    schemas: Mapping[str, Schema] = field(default_factory=dict)
+    definitions: tuple[object, ...] = ()
+    choice: Literal["auto", "required", "named"] = "auto"
+    named: str = ""
+    strict: frozenset[str] = frozenset()
+    is_parallel: bool = True
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One request of a chat API.
+
+    Attributes:
+        request: The native request; its input is `chat` until `prepare`.
+        prediction: Text that the answer is expected to repeat.
+        num_prompt_tokens: 0 before `prepare`, and where the prompt need not be rendered for it.
+        is_thinking: The prompt has opened the reasoning.
+    """
+
+    request: pb.GenerateRequest
+    tools: Tools
+    model: ChatModel
+    prediction: str = ""
+    num_prompt_tokens: int = 0
+    is_thinking: bool = False
+    _is_guided: bool = False
+
+    def __post_init__(self) -> None:
+        self._is_guided = self.request.HasField("guided_decoding")
+        if self.tools.definitions:
+            self.request.chat.tools_json = json.dumps(self.tools.definitions)
+        if self.model.format.tools is not None and self.model.format.tools.arguments_are_text:
+            for message in self.request.chat.messages:
+                message.tool_calls_json = _with_text_arguments(message.tool_calls_json)
+        if self.reads_text and self.model.has_special_marks:
+            self.request.output.skip_special_tokens = False
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether text is parsed; else it is the answer."""
+        known = self.model.format
+        if known.has_channels or known.reasoning is not None:
+            return True
+        return bool(self.tools.schemas) and (self.tools.choice != "auto" or known.tools is not None)
+
+    async def prepare(self, prompts: PromptBuilder, folder: ModelFolder, *, renders: bool = False) -> None:
+        """Adds what depends on the prompt; with `renders` the prompt is made in any case, and its tokens counted.
+
+        Raises:
+            MidstreamError: The conversation cannot be rendered, or is too long.
+        """
+        tags = self.model.format.reasoning
+        if tags is not None or renders:
+            ids = await prompts.token_ids(self.request)
+            asked = self.request.max_tokens if self.request.HasField("max_tokens") else None
+            fit_to_context(len(ids), asked, folder, "chat")
+            tail = prompts.tokenizer.decode(ids[-_NUM_TAIL:], skip_special_tokens=False)
+            self.is_thinking = tags is not None and tags.is_open_after(tail)
+            self.num_prompt_tokens = len(ids)
+            self.request.token_ids.values[:] = ids
+        if self.prediction:
+            text = pb.GenerateRequest(prompt=self.prediction)
+            ids = await prompts.token_ids(text, add_special_tokens=False)
+            drafts = self.request.speculative
+            drafts.method, drafts.num_draft_tokens = pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP, _NUM_DRAFTS
+            drafts.prediction_token_ids.extend(ids[: folder.max_sequence_length])
+            self.request.output.return_perf_metrics = True
+        self.add_guide()
+
+    def add_guide(self) -> None:
+        """Adds the grammar for the tools, and lets reasoning come before any."""
+        guide = self._guide()
+        if guide is not None:
+            self.request.guided_decoding.CopyFrom(guide)
+
+    def _guide(self) -> pb.GuidedDecodingConfig | None:
+        """The grammar for the tools or, after reasoning, for the format that was asked for."""
+        tools = self.tools
+        if self._is_guided:
+            return self._own_guide()
+        if not tools.schemas:
+            return None
+        if tools.choice == "named":
+            return self._json_guide(tools.schemas[tools.named])
+        if tools.choice == "required":
+            calls = [_call_schema(name, schema) for name, schema in tools.schemas.items()]
+            array: dict[str, object] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+            return self._json_guide(array if tools.is_parallel else {**array, "maxItems": 1})
+        make_grammar = self.model.format.tools.grammar if self.model.format.tools else None
+        if not tools.strict or make_grammar is None:
+            return None
+        tags = self.model.format.reasoning
+        text = auto_guide(
+            make_grammar(self.model.template),
+            tools.schemas,
+            tools.strict,
+            self.model.tokens,
+            max_calls=None if tools.is_parallel else 1,
+            thinking=(tags.opening, tags.closing) if tags is not None else None,
+        )
+        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
+
+    def _own_guide(self) -> pb.GuidedDecodingConfig | None:
+        """The request's own guide where reasoning comes first; None where it stands as it is."""
+        guide = self.request.guided_decoding
+        if not self.is_thinking:
+            return None
+        if guide.guide_type == pb.GUIDE_TYPE_JSON:
+            return self._json_guide(_ANY_JSON)
+        if guide.guide_type == pb.GUIDE_TYPE_JSON_SCHEMA:
+            try:
+                schema = json.loads(guide.guide)
+            except ValueError:
+                schema = None
+            return self._json_guide(schema) if isinstance(schema, dict) else None
+        # A grammar of the client's own begins with the first token: all text is the answer.
+        self.is_thinking = False
+        return None
+
+    def _json_guide(self, schema: Schema) -> pb.GuidedDecodingConfig:
+        tags = self.model.format.reasoning
+        if self.is_thinking and tags is not None:
+            text = json_after_thinking(schema, tags.closing, self.model.tokens)
+            return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
+        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=json.dumps(schema))
+
+    def parser(self) -> Machine:
+        """A parser of one sequence."""
+        tools, known = self.tools, self.model.format
+        limit = None if tools.is_parallel else 1
+        is_free = tools.choice == "auto" or not tools.schemas
+        if is_free and not self._is_guided:
+            return known.parser(Offer(tools.schemas, limit, self.is_thinking))
+        # A grammar decides from the first token on, or from the end of the reasoning.
+        answer: Script = plain
+        if not is_free:
+            answer = partial(_arguments, tools.named) if tools.choice == "named" else llama.script
+        if known.reasoning is not None and self.is_thinking:
+            answer = after_thinking(known.reasoning, answer, ())
+        return Machine(answer, Offer(tools.schemas, limit, self.is_thinking))
+
+
+class SequenceReader:
+    """Reads one sequence's text.
+
+    Attributes:
+        num_calls: Calls that have begun.
+    """
+
+    def __init__(self, conversation: Conversation, request_id: str, sequence: int) -> None:
+        self.num_calls = 0
+        self._parser = conversation.parser()
+        self._call_id = partial(conversation.model.format.call_id, request_id, sequence)
+
+    def read(self, text: str, *, is_final: bool) -> list[Event]:
+        """The events of `text`, which goes on where the last ended; every call has an id."""
+        events = self._parser.feed(text)
+        if is_final:
+            events += self._parser.finish()
+        return [self._with_id(event) if isinstance(event, CallBegin) else event for event in events]
+
+    def _with_id(self, event: CallBegin) -> CallBegin:
+        self.num_calls = event.index + 1
+        return CallBegin(event.index, event.name, event.call_id or self._call_id(event.index, event.name))
+
+
+def keep_prefix(request: pb.GenerateRequest, num_tokens: int | None, duration_s: int) -> None:
+    """Keeps the KV cache of the prompt, or of so many of its first tokens, longer than others'."""
+    kept = request.kv_retention.token_ranges.add(start=0, priority=_KEPT_PRIORITY, duration_ms=duration_s * 1000)
+    if num_tokens is not None:
+        kept.end = num_tokens
+
+
+def _with_text_arguments(calls_json: str) -> str:
+    if not calls_json:
+        return ""
+    calls = json.loads(calls_json)
+    for call in calls:
+        if not isinstance(call["function"]["arguments"], str):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return json.dumps(calls)
+
+
+def _arguments(name: str, machine: Machine) -> Steps[None]:
+    """All text is the arguments of a call of `name`."""
+    yield from machine.take_space()
+    machine.open_call(name)
+    yield from machine.copy_until(machine.arguments)
+    machine.close_call()
+
+
+def _call_schema(name: str, parameters: Schema) -> dict[str, object]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }

@@ -1,0 +1,185 @@
+"""What becomes of each field of the chat APIs: the table in docs/adapters.md, and what /v1/messages takes.
+
+`python -m router.protocols.fields` prints the table. A field that is not in it is refused by /v1/messages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from midstream.errors import InvalidArgumentError, UnsupportedError
+from router.protocols.openai.body import Body
+
+Status = Literal["works", "refused", "ignored"]
+# Path, without indexes -> what becomes of it, and how or why.
+Table = Mapping[str, tuple[Status, str]]
+
+CHAT: Table = {
+    "model": ("works", "the served model, or an adapter that is loaded on it"),
+    "messages": ("works", "text; `reasoning_content` of earlier turns goes to the template"),
+    "max_completion_tokens": ("works", "before `max_tokens`"),
+    "max_tokens": ("works", ""),
+    "n": ("works", ""),
+    "temperature": ("works", ""),
+    "top_p": ("works", ""),
+    "presence_penalty": ("works", ""),
+    "frequency_penalty": ("works", ""),
+    "logit_bias": ("works", ""),
+    "seed": ("works", ""),
+    "stop": ("works", ""),
+    "logprobs": ("works", ""),
+    "top_logprobs": ("works", "with `logprobs`"),
+    "stream": ("works", ""),
+    "stream_options": ("works", "`include_usage`; events are not padded (`include_obfuscation`)"),
+    "response_format": ("works", "after the reasoning, where the model reasons"),
+    "tools": ("works", "functions; `strict` holds arguments to the schema in the formats that have a grammar"),
+    "tool_choice": ("works", ""),
+    "parallel_tool_calls": ("works", "false: what follows the first call is dropped"),
+    "reasoning_effort": ("works", "as the model's template knows it; refused where it does not"),
+    "service_tier": ("works", "`flex` and `priority` are priorities -50 and 50"),
+    "prompt_cache_retention": ("works", "`24h` keeps the prompt's KV blocks"),
+    "user": ("works", "`client_id`, for fairness"),
+    "safety_identifier": ("works", "as `user`, where that is not set"),
+    "metadata": ("ignored", "nothing is stored that it could describe"),
+    "prompt_cache_key": ("ignored", "requests go to the cache that has their prefix"),
+    "store": ("refused", "true: chat completions are not stored"),
+    "prediction": ("works", "drafts are looked up in it; the usage says how many were right"),
+    "audio": ("refused", ""),
+    "modalities": ("refused", "other than text"),
+    "verbosity": ("refused", "other than medium"),
+    "web_search_options": ("refused", ""),
+    "functions": ("refused", "`tools` replaced it"),
+    "function_call": ("refused", "`tool_choice` replaced it"),
+}
+MESSAGES: Table = {
+    "model": ("works", "the served model, or an adapter that is loaded on it"),
+    "max_tokens": ("works", "required"),
+    "messages": ("works", "the last turn is the user's: an answer cannot be prefilled"),
+    "messages.role": ("works", "user, assistant or system"),
+    "messages.content": ("works", ""),
+    "messages.content.type": ("works", "text, thinking, redacted_thinking, tool_use, tool_result; others are refused"),
+    "messages.content.text": ("works", ""),
+    "messages.content.thinking": ("works", "goes to the template as earlier reasoning"),
+    "messages.content.signature": ("ignored", "thinking is not signed"),
+    "messages.content.data": ("ignored", "of redacted thinking, which nobody can read here"),
+    "messages.content.id": ("works", ""),
+    "messages.content.name": ("works", ""),
+    "messages.content.input": ("works", ""),
+    "messages.content.caller": ("ignored", "calls come from the model alone"),
+    "messages.content.tool_use_id": ("works", ""),
+    "messages.content.content": ("works", "text"),
+    "messages.content.content.type": ("works", "text; others are refused"),
+    "messages.content.content.text": ("works", ""),
+    "messages.content.content.cache_control": ("ignored", "that of the block holds"),
+    "messages.content.toolset_name": ("refused", ""),
+    "messages.content.is_error": ("ignored", "templates do not know it; the content says so"),
+    "messages.content.citations": ("refused", ""),
+    "messages.content.content.citations": ("refused", ""),
+    "messages.content.cache_control": ("works", "as `cache_control`"),
+    "system": ("works", ""),
+    "system.type": ("works", "text"),
+    "system.text": ("works", ""),
+    "system.citations": ("refused", ""),
+    "system.cache_control": ("works", "as `cache_control`"),
+    "stop_sequences": ("works", ""),
+    "stream": ("works", ""),
+    "temperature": ("works", ""),
+    "top_p": ("works", ""),
+    "top_k": ("works", ""),
+    "tools": ("works", "the client's own; tools of the server are refused"),
+    "tools.type": ("works", "custom"),
+    "tools.name": ("works", ""),
+    "tools.description": ("works", ""),
+    "tools.input_schema": ("works", ""),
+    "tools.strict": ("works", "in the formats that have a grammar"),
+    "tools.cache_control": ("works", "as `cache_control`"),
+    "tools.input_examples": ("refused", ""),
+    "tools.defer_loading": ("refused", ""),
+    "tools.allowed_callers": ("refused", "other than direct"),
+    "tools.eager_input_streaming": ("ignored", "a call comes when it is whole"),
+    "tool_choice": ("works", ""),
+    "tool_choice.type": ("works", ""),
+    "tool_choice.name": ("works", ""),
+    "tool_choice.disable_parallel_tool_use": ("works", "what follows the first call is dropped"),
+    "thinking": ("works", "shows the model's reasoning; without it a template that can is told not to reason"),
+    "thinking.type": ("works", "enabled, adaptive or between_tools, which are one here; disabled"),
+    "thinking.budget_tokens": ("ignored", "checked; `max_tokens` limits reasoning and answer together"),
+    "thinking.display": ("works", "summarized shows the reasoning as it is, omitted leaves it out"),
+    "output_config": ("works", ""),
+    "output_config.effort": ("works", "as the model's template knows it"),
+    "output_config.format": ("works", "a JSON schema"),
+    "metadata": ("works", ""),
+    "metadata.user_id": ("works", "`client_id`, for fairness"),
+    "cache_control": ("works", "keeps the KV blocks of the prefix for `ttl`"),
+    "service_tier": ("ignored", "there is one tier"),
+    "inference_geo": ("refused", ""),
+    "container": ("refused", ""),
+    "context_management": ("refused", ""),
+    "mcp_servers": ("refused", ""),
+    "fallbacks": ("refused", ""),
+    "speed": ("refused", "other than standard"),
+    "diagnostics": ("ignored", "no reports on the cache"),
+    "user_profile_id": ("ignored", "of Anthropic's accounts"),
+    "workspace_id": ("ignored", "of Anthropic's accounts"),
+    "request_id": ("works", "our own: the id of the native request"),
+}
+# Values that are the client's own: they may hold anything.
+_OPAQUE = (
+    "tools.input_schema",
+    "messages.content.input",
+    "output_config.format",
+    "cache_control",
+    "caller",
+    "diagnostics",
+)
+# Of fields that are refused, what is what happens anyway.
+_DEFAULTS: dict[str, object] = {"speed": "standard", "tools.allowed_callers": ["direct"]}
+TABLES: dict[str, Table] = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES}
+_INDEX = re.compile(r"\[\d+\]")
+
+
+def check_fields(body: Body, table: Table) -> None:
+    """Checks that every field of a body is in `table`, and none that is refused is set.
+
+    Raises:
+        InvalidArgumentError: A field is not known.
+        UnsupportedError: One is refused.
+    """
+    for path, value in _paths(body.fields, ""):
+        name = _INDEX.sub("", path)
+        known = table.get(name)
+        if known is None:
+            raise InvalidArgumentError("is not a field of this endpoint", field=path[:128])
+        if known[0] == "refused" and value and value != _DEFAULTS.get(name):
+            raise UnsupportedError(known[1] or "is not supported", field=path)
+
+
+def _paths(fields: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for name, value in fields.items():
+        path = prefix + name
+        if value is not None:
+            yield path, value
+        if _INDEX.sub("", path).endswith(_OPAQUE):
+            continue
+        items = value if isinstance(value, list) else ()
+        for index, item in enumerate(items):
+            if isinstance(item, dict):
+                yield from _paths(item, f"{path}[{index}].")
+        if isinstance(value, dict):
+            yield from _paths(value, f"{path}.")
+
+
+def markdown() -> str:
+    """The tables, for docs/adapters.md."""
+    lines = []
+    for endpoint, table in TABLES.items():
+        lines += [f"| `{endpoint}` | | |", "| --- | --- | --- |"]
+        lines += [f"| `{path}` | {status} | {note} |" for path, (status, note) in table.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -1,0 +1,267 @@
+"""Anthropic's official client against a router on a real socket, in front of a scripted scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from midstream.errors import (
+    DeadlineError,
+    ExecutionError,
+    InvalidArgumentError,
+    MidstreamError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+    UnsupportedError,
+)
+from midstream.model.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
+from router.protocols.anthropic.errors import http_status
+from router.protocols.anthropic.request import MessagesJob, read_messages
+from router.protocols.conversation import ChatModel
+from router.protocols.openai.body import Body
+from tests.router.conftest import Cluster, Part
+
+TEXT = "Every part may die 🫠 and the text goes on: 日本語."
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+WEATHER: Any = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
+TEXT_BLOCK = {"type": "text", "text": "x"}
+CHAT = ChatModel(ModelFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["think"]))
+
+
+@pytest.fixture
+async def router(cluster: Cluster) -> Part:
+    return await cluster.add_router(await cluster.add_detokenizer(), chat=CHAT)
+
+
+@pytest.fixture
+async def client(router: Part) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    assert router.http is not None
+    url = f"http://127.0.0.1:{router.http.port}"
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def answer(
+    cluster: Cluster, request_id: str, ids: list[int], reason: pb.FinishReason.ValueType = pb.FINISH_REASON_STOP
+) -> None:
+    await cluster.scheduler.until(lambda: request_id in cluster.scheduler.requests)
+    for token in ids:
+        cluster.scheduler.emit(request_id, [token])
+    cluster.scheduler.end(request_id, reason=reason)
+
+
+def read(**fields: Any) -> MessagesJob:
+    return read_messages(Body({"messages": HI, "max_tokens": 2000} | fields), CHAT)
+
+
+async def test_a_message_is_the_text_of_its_tokens(
+    cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
+) -> None:
+    call = client.messages.create(
+        model="smollm2", max_tokens=99, messages=HI, system="Be brief.", stop_sequences=["END"],
+        metadata={"user_id": "u"}, extra_body={"request_id": "r", "temperature": 0.5, "top_k": 7, "top_p": 0.875},
+    )  # fmt: skip
+    ids = tokenizer.encode(TEXT)
+    message, _ = await asyncio.gather(call, answer(cluster, "r", ids, pb.FINISH_REASON_LENGTH))
+    assert (message.content[0].type, message.content[0].to_dict()["text"]) == ("text", TEXT)
+    assert (message.id, message.role, message.stop_reason) == ("msg_r", "assistant", "max_tokens")
+    native = cluster.scheduler.requests["r"].request
+    assert (native.max_tokens, native.sampling.top_k, native.sampling.top_p, native.client_id) == (99, 7, 0.875, "u")
+    assert list(native.stopping.stop_words) == ["END"]
+    prompt = tokenizer.decode(list(native.token_ids.values), skip_special_tokens=False)
+    assert prompt.index("Be brief.") < prompt.index("Hi")
+
+
+async def test_events_come_in_order(cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer) -> None:
+    text = '<think>Hm.</think>See: <tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    stream = await client.messages.create(
+        model="smollm2", max_tokens=2000, messages=HI, tools=[WEATHER], stream=True, extra_body={"request_id": "r"},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )  # fmt: skip
+    await answer(cluster, "r", tokenizer.encode(text))
+    kinds = [event.type if event.type != "content_block_delta" else event.delta.type async for event in stream]
+    once = [kind for i, kind in enumerate(kinds) if not i or kind != kinds[i - 1]]
+    assert once == [
+        "message_start",
+        *("content_block_start", "thinking_delta", "signature_delta", "content_block_stop"),
+        *("content_block_start", "text_delta", "content_block_stop"),
+        *("content_block_start", "input_json_delta", "content_block_stop"),
+        "message_delta",
+        "message_stop",
+    ]
+
+
+async def test_reasoning_that_nobody_asked_for_is_left_out(
+    cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
+) -> None:
+    call = client.messages.create(model="smollm2", max_tokens=99, messages=HI, extra_body={"request_id": "r"})
+    message, _ = await asyncio.gather(call, answer(cluster, "r", tokenizer.encode("<think>Hm.</think>Yes.")))
+    assert [block.type for block in message.content] == ["text"]
+
+
+async def test_tokens_are_counted(client: anthropic.AsyncAnthropic) -> None:
+    counts = [
+        await client.messages.count_tokens(model="smollm2", messages=HI, system="one" + " two" * size)
+        for size in (1, 4)
+    ]
+    assert counts[1].input_tokens - counts[0].input_tokens == 3
+
+
+async def test_every_error_has_its_status_and_shape(cluster: Cluster, client: anthropic.AsyncAnthropic) -> None:
+    errors: list[tuple[MidstreamError, int, str]] = [
+        (InvalidArgumentError("no", field="stopping.stop_words"), 400, "invalid_request_error"),
+        (UnsupportedError("no"), 400, "invalid_request_error"),
+        (NotFoundError("no"), 404, "not_found_error"),
+        (OverloadedError("no", retry_after_ms=1500), 429, "rate_limit_error"),
+        (ExecutionError("no"), 500, "api_error"),
+    ]
+    for error, status, kind in errors:
+        cluster.scheduler.submit_errors.append(error)
+        with pytest.raises(anthropic.APIStatusError) as raised:
+            await client.messages.create(model="smollm2", max_tokens=9, messages=HI)
+        assert raised.value.status_code == status
+        body = raised.value.body
+        assert isinstance(body, dict)
+        assert (body["type"], body["error"]["type"]) == ("error", kind)
+        if status == 429:
+            assert raised.value.response.headers["retry-after"] == "2"
+    # What the router waits for and tries again until it gives up.
+    assert [http_status(error) for error in (DeadlineError("no"), UnavailableError("no"))] == [504, 529]
+    with pytest.raises(anthropic.NotFoundError):
+        await client.messages.create(model="other", max_tokens=9, messages=HI)
+
+
+async def test_the_version_must_be_known(router: Part) -> None:
+    assert router.http is not None
+    for headers in ({}, {"anthropic-version": "1999-01-01"}):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{router.http.port}/v1/messages", json.dumps({"messages": HI}).encode(), headers
+        )
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            await asyncio.to_thread(urllib.request.urlopen, request, timeout=10)
+        assert raised.value.code == 400
+        assert "anthropic-version" in json.load(raised.value)["error"]["message"]
+        raised.value.close()
+
+
+async def test_a_client_that_leaves_aborts(cluster: Cluster, client: anthropic.AsyncAnthropic) -> None:
+    stream = await client.messages.create(
+        model="smollm2", max_tokens=9, messages=HI, stream=True, extra_body={"request_id": "r"}
+    )
+    await stream.close()
+    await cluster.scheduler.until(lambda: cluster.scheduler.aborts == ["r"])
+
+
+async def test_an_error_ends_a_stream(cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer) -> None:
+    stream = await client.messages.create(
+        model="smollm2", max_tokens=9, messages=HI, stream=True, extra_body={"request_id": "r"}
+    )
+    await answer(cluster, "r", tokenizer.encode("Hi"), pb.FINISH_REASON_DEADLINE)
+    with pytest.raises(anthropic.APIStatusError, match="deadline"):
+        _ = [event async for event in stream]
+
+
+async def test_what_is_to_be_cached_is_kept(
+    cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
+) -> None:
+    """A breakpoint of the system text keeps the tokens up to it, one at the end all of them."""
+    hour_long = {"type": "ephemeral", "ttl": "1h"}
+    system: list[Any] = [{"type": "text", "text": "Know this well.", "cache_control": hour_long}]
+    said: list[Any] = [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]
+    call = client.messages.create(
+        model="smollm2", max_tokens=9, system=system, extra_body={"request_id": "r"},
+        messages=[{"role": "user", "content": said}],
+    )  # fmt: skip
+    message, _ = await asyncio.gather(call, answer(cluster, "r", tokenizer.encode("Yes")))
+    native = cluster.scheduler.requests["r"].request
+    hour, five = native.kv_retention.token_ranges
+    kept = tokenizer.decode(list(native.token_ids.values[: hour.end]), skip_special_tokens=False)
+    assert "Know this well." in kept
+    assert "Hi" not in kept
+    assert (hour.duration_ms, five.duration_ms, five.HasField("end")) == (3_600_000, 300_000, False)
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_creation_input_tokens) == (0, len(native.token_ids.values))
+
+
+def test_blocks_become_turns() -> None:
+    blocks = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t1",
+                    "content": [{"type": "text", "text": "sun"}],
+                    "is_error": False,
+                },
+                {"type": "text", "text": "And?"},
+            ],
+        },
+    ]
+    turns = read(messages=blocks).conversation.request.chat.messages
+    assert [(turn.role, turn.content) for turn in turns] == [
+        ("user", "a\nb"), ("assistant", "I look."), ("tool", "sun"), ("user", "And?"),
+    ]  # fmt: skip
+    assert turns[1].reasoning_content == "Hm."
+    assert json.loads(turns[1].tool_calls_json)[0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+    assert (turns[2].tool_call_id, turns[2].name) == ("t1", "weather")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [*HI, {"role": "assistant", "content": "{"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{**TEXT_BLOCK, "y": 1}]}]}, "messages[0].content[0].y"),
+        ({"unknown": 1}, "unknown"),
+        ({"mcp_servers": [1]}, "mcp_servers"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 3}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
+        ({"system": [{**TEXT_BLOCK, "cache_control": {"type": "x"}}]}, "system[0].cache_control.type"),
+        ({"speed": "fast"}, "speed"),
+        ({"system": [{**TEXT_BLOCK, "cache_control": {"type": "ephemeral"}}] * 5}, "system[4].cache_control"),
+        ({"output_config": {"format": {"type": "x"}}}, "output_config.format"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(MidstreamError) as raised:
+        read(**fields)
+    assert raised.value.field == field
+
+
+def test_choices_of_tools() -> None:
+    for kind, expected in (("auto", "auto"), ("any", "required"), ("tool", "named")):
+        choice = {"type": kind, "disable_parallel_tool_use": True, **({"name": "weather"} if kind == "tool" else {})}
+        tools = read(tools=[WEATHER], tool_choice=choice).conversation.tools
+        assert (tools.choice, tools.is_parallel) == (expected, False)
+    assert not read(tools=[WEATHER], tool_choice={"type": "none"}).conversation.tools.schemas

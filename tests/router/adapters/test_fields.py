@@ -1,0 +1,236 @@
+"""Every line of the tables in docs/adapters.md does what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midstream.errors import MidstreamError, UnsupportedError
+from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
+from router.protocols.anthropic.request import read_messages
+from router.protocols.conversation import ChatModel, Conversation
+from router.protocols.fields import CHAT, MESSAGES, TABLES, markdown
+from router.protocols.openai.body import Body
+from router.protocols.openai.jobs import Vocabulary, chat_job
+
+DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
+MODEL = ChatModel(
+    ModelFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["think"]), "{% if enable_thinking is defined %}{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+TOOL = {"name": "f", "input_schema": SCHEMA}
+JSON = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+KEPT = {"type": "ephemeral"}
+
+# Of each field of chat completions a value that makes a difference, and what must be there beside it.
+CHAT_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
+    "model": ("m", {}),
+    "messages": ([{"role": "user", "content": "Other"}], {}),
+    "max_completion_tokens": (5, {}),
+    "max_tokens": (5, {}),
+    "n": (2, {}),
+    "temperature": (0.5, {}),
+    "top_p": (0.5, {}),
+    "presence_penalty": (0.5, {}),
+    "frequency_penalty": (0.5, {}),
+    "logit_bias": ({"5": 1}, {}),
+    "seed": (7, {}),
+    "stop": ("x", {}),
+    "logprobs": (True, {}),
+    "top_logprobs": (3, {"logprobs": True}),
+    "stream": (True, {}),
+    "stream_options": ({"include_usage": True}, {"stream": True}),
+    "response_format": (JSON, {}),
+    "tools": ([FUNCTION], {}),
+    "tool_choice": ("required", {"tools": [FUNCTION]}),
+    "parallel_tool_calls": (False, {"tools": [FUNCTION]}),
+    "reasoning_effort": ("none", {}),
+    "service_tier": ("flex", {}),
+    "prompt_cache_retention": ("24h", {}),
+    "user": ("u", {}),
+    "safety_identifier": ("u", {}),
+    "metadata": ({"a": "b"}, {}),
+    "prompt_cache_key": ("k", {}),
+    "store": (True, {}),
+    "prediction": ({"type": "content", "content": "x"}, {}),
+    "audio": ({"voice": "x"}, {}),
+    "modalities": (["audio"], {}),
+    "verbosity": ("low", {}),
+    "web_search_options": ({"a": 1}, {}),
+    "functions": ([{"name": "f"}], {}),
+    "function_call": ("auto", {}),
+}
+
+
+def user(*blocks: dict[str, object]) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": list(blocks)}]}
+
+
+def assistant(*blocks: dict[str, object]) -> dict[str, object]:
+    said: list[object] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": list(blocks)}]
+    return {"messages": [*said, {"role": "user", "content": "Go"}]}
+
+
+def text(value: str = "x", **fields: object) -> dict[str, object]:
+    return {"type": "text", "text": value, **fields}
+
+
+def result(**fields: object) -> dict[str, object]:
+    return {"type": "tool_result", "tool_use_id": "t", "content": "x", **fields}
+
+
+def use(**fields: object) -> dict[str, object]:
+    return {"type": "tool_use", "id": "t", "name": "f", "input": {}, **fields}
+
+
+THINKING = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+TWO = {"tools": [TOOL, {**TOOL, "name": "g"}]}
+# Of each field of messages a body without it, or with another value, and one with it.
+MESSAGES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "model": ({}, {"model": "m"}),
+    "max_tokens": ({}, {"max_tokens": 3000}),
+    "messages": ({}, user(text())),
+    "messages.role": (user(text()), {"messages": [{"role": "system", "content": "x"}, *user(text())["messages"]]}),  # type: ignore[misc]
+    "messages.content": (user(text()), {"messages": [{"role": "user", "content": "y"}]}),
+    "messages.content.type": (user(text()), user(result())),
+    "messages.content.text": (user(text()), user(text("y"))),
+    "messages.content.thinking": (
+        assistant(text()),
+        assistant({"type": "thinking", "thinking": "y", "signature": "s"}, text()),
+    ),
+    "messages.content.signature": (
+        assistant({"type": "thinking", "thinking": "y", "signature": "s"}),
+        assistant({"type": "thinking", "thinking": "y", "signature": "t"}),
+    ),
+    "messages.content.data": (assistant(text()), assistant({"type": "redacted_thinking", "data": "x"}, text())),
+    "messages.content.id": (assistant(use()), assistant(use(id="u"))),
+    "messages.content.name": (assistant(use()), assistant(use(name="g"))),
+    "messages.content.input": (assistant(use()), assistant(use(input={"a": 1}))),
+    "messages.content.caller": (assistant(use()), assistant(use(caller={"type": "direct"}))),
+    "messages.content.tool_use_id": (user(result()), user(result(tool_use_id="u"))),
+    "messages.content.content": (user(result()), user(result(content="y"))),
+    "messages.content.content.type": (user(result()), user(result(content=[text("y")]))),
+    "messages.content.content.text": (user(result(content=[text()])), user(result(content=[text("y")]))),
+    "messages.content.content.cache_control": (
+        user(result(content=[text()])),
+        user(result(content=[text(cache_control=KEPT)])),
+    ),
+    "messages.content.content.citations": ({}, user(result(content=[text(citations=[{}])]))),
+    "messages.content.toolset_name": ({}, user(result(toolset_name="x"))),
+    "messages.content.is_error": (user(result()), user(result(is_error=True))),
+    "messages.content.citations": ({}, user(text(citations=[{"type": "x"}]))),
+    "messages.content.cache_control": (user(text()), user(text(cache_control=KEPT))),
+    "system": ({}, {"system": "x"}),
+    "system.type": ({}, {"system": [text()]}),
+    "system.text": ({"system": [text()]}, {"system": [text("y")]}),
+    "system.citations": ({}, {"system": [text(citations=[{"type": "x"}])]}),
+    "system.cache_control": ({"system": [text()]}, {"system": [text(cache_control=KEPT)]}),
+    "stop_sequences": ({}, {"stop_sequences": ["x"]}),
+    "stream": ({}, {"stream": True}),
+    "temperature": ({}, {"temperature": 0.5}),
+    "top_p": ({}, {"top_p": 0.5}),
+    "top_k": ({}, {"top_k": 5}),
+    "tools": ({}, {"tools": [TOOL]}),
+    "tools.type": ({}, {"tools": [{**TOOL, "type": "custom"}]}),
+    "tools.name": ({"tools": [TOOL]}, {"tools": [{**TOOL, "name": "g"}]}),
+    "tools.description": ({"tools": [TOOL]}, {"tools": [{**TOOL, "description": "x"}]}),
+    "tools.input_schema": ({"tools": [TOOL]}, {"tools": [{**TOOL, "input_schema": {"type": "object"}}]}),
+    "tools.strict": ({"tools": [TOOL]}, {"tools": [{**TOOL, "strict": True}]}),
+    "tools.cache_control": ({"tools": [TOOL]}, {"tools": [{**TOOL, "cache_control": KEPT}]}),
+    "tools.input_examples": ({}, {"tools": [{**TOOL, "input_examples": [{}]}]}),
+    "tools.defer_loading": ({}, {"tools": [{**TOOL, "defer_loading": True}]}),
+    "tools.allowed_callers": ({}, {"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"]}]}),
+    "tools.eager_input_streaming": ({"tools": [TOOL]}, {"tools": [{**TOOL, "eager_input_streaming": True}]}),
+    "tool_choice": ({"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": {"type": "any"}}),
+    "tool_choice.type": ({"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": {"type": "none"}}),
+    "tool_choice.name": (
+        {**TWO, "tool_choice": {"type": "tool", "name": "f"}},
+        {**TWO, "tool_choice": {"type": "tool", "name": "g"}},
+    ),
+    "tool_choice.disable_parallel_tool_use": (
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    ),
+    "thinking": ({}, THINKING),
+    "thinking.type": ({}, {"thinking": {"type": "adaptive"}}),
+    "thinking.budget_tokens": (THINKING, {"thinking": {"type": "enabled", "budget_tokens": 1100}}),
+    "thinking.display": (THINKING, {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}}),
+    "output_config": ({}, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    "output_config.format": ({}, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    "output_config.effort": (THINKING, {**THINKING, "output_config": {"effort": "high"}}),
+    "metadata": ({}, {"metadata": {"user_id": "u"}}),
+    "metadata.user_id": ({}, {"metadata": {"user_id": "u"}}),
+    "cache_control": ({}, {"cache_control": KEPT}),
+    "service_tier": ({}, {"service_tier": "standard_only"}),
+    "inference_geo": ({}, {"inference_geo": "eu"}),
+    "container": ({}, {"container": "x"}),
+    "context_management": ({}, {"context_management": {"edits": []}}),
+    "mcp_servers": ({}, {"mcp_servers": [{}]}),
+    "fallbacks": ({}, {"fallbacks": ["m"]}),
+    "speed": ({}, {"speed": "fast"}),
+    "diagnostics": ({}, {"diagnostics": {"previous_message_id": "x"}}),
+    "user_profile_id": ({}, {"user_profile_id": "x"}),
+    "workspace_id": ({}, {"workspace_id": "x"}),
+    "request_id": ({}, {"request_id": "x"}),
+}
+
+
+def run_chat(fields: dict[str, object]) -> str:
+    """All that a body of chat completions decides."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "request_id": "r", **fields}
+    job = chat_job(Body(body), Vocabulary(str, MODEL))
+    assert job.conversation is not None
+    return "\n".join(
+        (
+            _conversation(job.conversation),
+            str((job.is_stream, job.includes_usage, job.num_choices, job.conversation.prediction)),
+        )
+    )
+
+
+def run_messages(fields: dict[str, Any]) -> str:
+    """All that a body of messages decides."""
+    model = ChatModel(MODEL.format, MODEL.template + "{{ reasoning_effort }}")
+    job = read_messages(Body({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2000} | fields), model)
+    return "\n".join((_conversation(job.conversation), str((job.is_stream, job.shows_thinking, job.breakpoints))))
+
+
+def _conversation(conversation: Conversation) -> str:
+    conversation.add_guide()
+    return f"{conversation.request}\n{conversation.tools}"
+
+
+@pytest.mark.parametrize("name", CHAT)
+def test_chat_completions(name: str) -> None:
+    value, beside = CHAT_EXAMPLES[name]
+    status, _ = CHAT[name]
+    if status == "refused":
+        with pytest.raises(MidstreamError) as raised:
+            run_chat({**beside, name: value})
+        assert raised.value.field == name
+    else:
+        assert (run_chat({**beside, name: value}) != run_chat(beside)) == (status == "works")
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages(name: str) -> None:
+    without, fields = MESSAGES_EXAMPLES[name]
+    status, _ = MESSAGES[name]
+    if status == "refused":
+        with pytest.raises(UnsupportedError) as raised:
+            run_messages(fields)
+        assert raised.value.field.endswith(name.rpartition(".")[2])
+    else:
+        assert (run_messages(fields) != run_messages(without)) == (status == "works")
+
+
+def test_every_line_is_tested_and_in_the_docs() -> None:
+    assert CHAT_EXAMPLES.keys() == CHAT.keys()
+    assert MESSAGES_EXAMPLES.keys() == MESSAGES.keys()
+    assert set(TABLES) == {"/v1/chat/completions", "/v1/messages"}
+    begin, end = "<!-- python -m router.protocols.fields -->\n", "\n<!-- end of fields -->"
+    text = DOCS.read_text(encoding="utf-8")
+    assert text.partition(begin)[2].partition(end)[0] == markdown()
