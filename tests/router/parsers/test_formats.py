@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,13 +142,6 @@ FOUND = [
     ("<start_function_call>", "gemma3_text", "functiongemma", "none"),
     ("<|tool_call><|channel><channel|>", "gemma4", "gemma4", "gemma4"),
 ]
-
-
-@pytest.fixture
-def folder() -> ModelFolder:
-    return ModelFolder(
-        Path(), "m", "llama", 100, 8, 1, 100, (), None, None, None, None, "", "safetensors", (), {}
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("template", "architecture", "tools", "reasoning"), FOUND)
