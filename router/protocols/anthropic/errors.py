@@ -11,6 +11,7 @@ _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
     StatusCode.UNIMPLEMENTED: (400, "invalid_request_error"),
     StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
+    StatusCode.PERMISSION_DENIED: (403, "permission_error"),
     StatusCode.NOT_FOUND: (404, "not_found_error"),
     StatusCode.ALREADY_EXISTS: (409, "invalid_request_error"),
     StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
