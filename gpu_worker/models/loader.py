@@ -75,8 +75,10 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     # Only here, because these need the readers of weight files, without which a model made elsewhere can run.
     from gpu_worker.models.native import CpuDecoder
     from gpu_worker.models.weights.decoder_weights import DecoderWeights
+    from gpu_worker.models.weights.quantized import refuse_quantized
     from gpu_worker.parallel.shard_weights import ShardWeights
 
+    refuse_quantized(folder)
     ranks = ALONE if links is None else links.ranks
     device = choose_device(config, ranks)
     dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16

@@ -42,6 +42,7 @@ _FORMATS: dict[gguf.GGMLQuantizationType, WeightFormat] = {
     gguf.GGMLQuantizationType.F32: "f32",
     gguf.GGMLQuantizationType.F16: "f32",
 }
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)$")
 
 
@@ -93,7 +94,7 @@ class SafetensorsFiles:
         if name not in self._owners:
             raise ConfigError(f"the weights lack the tensor {name}", field="model")
         tensor: Tensor = self._owners[name].get_tensor(name)  # type: ignore[no-untyped-call]
-        if not tensor.is_floating_point():
+        if tensor.dtype not in _DTYPES:
             raise ConfigError(f"the tensor {name} has type {tensor.dtype}, which is not supported", field="model")
         return tensor
 
