@@ -123,8 +123,7 @@ class ModelRunner:
         self.post_processors = load_post_processors(config.logits_post_processors)
         self.adapters = adapter_cache(
             config,
-            self.model.description,
-            self.model.dtype.itemsize,
+            self.model,
             lambda adapter: self.model.decoder.place_adapter(adapter),  # noqa: PLW0108 (the decoder comes later)
         )
         is_gpu = self.model.device.type == "cuda"
@@ -140,7 +139,8 @@ class ModelRunner:
         is_whole = leader is None and self._draft is None
         self._take_blocks(self._choose_num_blocks(), shared_store(config, folder, self.model) if is_whole else None)
         description, element_bytes = self.model.description, self.model.dtype.itemsize
-        self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
+        if self.model.takes_lora:
+            self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
         if self._front is not None:
             self._record(self._front)
 

@@ -187,6 +187,8 @@ def _registration(
 def _features(runner: ModelRunner) -> list[str]:
     """What requests may ask of this worker; each post-processor by its name, each probe with its width and name."""
     features = [*FEATURES]
+    if runner.model.takes_lora:
+        features.append("lora")
     if is_available():
         features.append("guided_decoding")
     if runner.post_processors:

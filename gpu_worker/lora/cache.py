@@ -16,15 +16,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gpu_worker.batch.step import AdapterRef
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.peft_folder import read_adapter
 from gpu_worker.lora.sizes import host_cache_bytes
-from gpu_worker.models.description import DecoderDescription
 from midstream.config import WorkerConfig
 from midstream.errors import InvalidArgumentError, NotFoundError, OverloadedError
+
+if TYPE_CHECKING:
+    from gpu_worker.models.loader import LoadedModel
 
 P = TypeVar("P")
 
@@ -180,21 +182,24 @@ class AdapterCache(Generic[P]):
             raise OverloadedError("the adapters in use leave no room for another", field="lora.name")
 
 
-def adapter_cache(
-    config: WorkerConfig, description: DecoderDescription, element_bytes: int, place: Callable[[Adapter], P]
-) -> AdapterCache[P]:
-    """A cache of PEFT's folders, with no room on the device until its size is set.
+def adapter_cache(config: WorkerConfig, model: LoadedModel, place: Callable[[Adapter], P]) -> AdapterCache[P]:
+    """A cache of PEFT's folders for `model`, with no room on the device until its size is set.
 
     Raises:
         ConfigError: A size is negative.
     """
-    host_bytes = host_cache_bytes(config, description)
+    host_bytes = host_cache_bytes(config, model.description)
     return AdapterCache(
         lambda path: read_adapter(
-            path, description, max_rank=config.lora_max_adapter_size, max_bytes=host_bytes, root=config.adapter_root
+            path,
+            model.description,
+            max_rank=config.lora_max_adapter_size,
+            max_bytes=host_bytes,
+            root=config.adapter_root,
+            takes_lora=model.takes_lora,
         ),
         place,
         host_bytes=host_bytes,
         device_bytes=0,
-        element_bytes=element_bytes,
+        element_bytes=model.dtype.itemsize,
     )

@@ -48,8 +48,17 @@ _OFF: tuple[object, ...] = (None, False, 0, "none", "", [], {})
 _INITS: tuple[object, ...] = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga")
 
 
+NO_LORA = "LoRA is not computed for a model that runs by transformers' code"
+
+
 def read_adapter(
-    path: str, description: DecoderDescription, *, max_rank: int, max_bytes: int, root: str = ""
+    path: str,
+    description: DecoderDescription,
+    *,
+    max_rank: int,
+    max_bytes: int,
+    root: str = "",
+    takes_lora: bool = True,
 ) -> Adapter:
     """The adapter in the folder `path`.
 
@@ -59,6 +68,7 @@ def read_adapter(
         max_rank: Largest rank that is taken.
         max_bytes: Largest weight file that is taken.
         root: Folder that it must lie in; empty: it may lie anywhere.
+        takes_lora: Whether the model computes LoRA adapters, not prompt adapters alone.
 
     Raises:
         InvalidArgumentError: Names the file, and the setting or tensor in it that is wrong.
@@ -72,6 +82,8 @@ def read_adapter(
     config = _parse(folder / CONFIG_FILE, config_data)
     tensors = _tensors(folder / WEIGHTS_FILE, weights)
     kind = config.get("peft_type")
+    if kind == "LORA" and not takes_lora:
+        raise UnsupportedError(f"{folder / CONFIG_FILE}: {NO_LORA}", field="path")
     if kind == "LORA":
         return Adapter(path, digest, layers=_Lora(folder, config, tensors, description, max_rank).layers())
     if kind == "PROMPT_TUNING":

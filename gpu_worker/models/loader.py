@@ -38,6 +38,7 @@ class LoadedModel:
         dtype: What it computes in.
         kv_dtype: What keys and values are kept in.
         can_record: Whether CUDA graphs of its steps may be recorded.
+        takes_lora: Whether its linear layers compute LoRA adapters.
         divided: What of it is here; None: all.
     """
 
@@ -47,6 +48,7 @@ class LoadedModel:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     can_record: bool = True
+    takes_lora: bool = True
     divided: Shard | None = None
 
     @property
@@ -136,7 +138,7 @@ def _load_from_transformers(
     decoder = TransformersDecoder(folder, dtype, device, config.weights, config.max_attention_window)
     kind, took = kernels.describe(device), time.perf_counter() - started
     logger.info("loaded %s (transformers' code) on %s with %s in %.1f s", folder.name, device, kind, took)
-    return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=False)
+    return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=False, takes_lora=False)
 
 
 def num_threads(config: WorkerConfig) -> int:

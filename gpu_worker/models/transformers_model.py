@@ -28,10 +28,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kernels
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.peft_folder import NO_LORA
 from gpu_worker.models.decoder import ForwardInputs, Probe
 from gpu_worker.models.description import DecoderDescription, narrowed
 from gpu_worker.models.layers.linear import LinearModule
-from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
 
 _INTERFACE, _FIRST_LOOK = "midstream", "midstream_first_look"
@@ -217,8 +218,8 @@ class TransformersDecoder:
         self.description = _describe(self._model.config, folder, list(self._layers.values()))
 
     def place_adapter(self, adapter: Adapter) -> object:
-        """Refuses, because adapters name the layers of native models."""
-        raise InvalidArgumentError("LoRA adapters need a model that runs natively", field="lora_config")
+        """Raise UnsupportedError: adapters are refused when they are read."""
+        raise UnsupportedError(NO_LORA, field="lora")
 
     def use_cache(self, kv: KvCache) -> None:
         """Computes over this cache from now on."""

@@ -23,7 +23,6 @@ FEATURES = (
     "embedding_bias",
     "generation_logits",
     "log_probs",
-    "lora",
     "min_tokens",
     "no_repeat_ngram",
     "penalties",

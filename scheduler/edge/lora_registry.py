@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 MAX_NAME = 128
 _LOOK_INTERVAL_S = 0.25
-_FEATURE = "lora"
+# A worker with one of them reads adapters, and refuses the kind that it does not compute.
+_FEATURES = frozenset(("lora", "prompt_tuning"))
 
 
 class AdapterSender(Protocol):
@@ -184,8 +185,8 @@ class Adapters:
         groups = self._groups()
         if not groups:
             raise UnavailableError("no worker has joined")
-        if not all(_FEATURE in group.registration.features for group in groups):
-            raise UnsupportedError("the workers have no adapters")
+        if not all(_FEATURES.intersection(group.registration.features) for group in groups):
+            raise UnsupportedError("the workers have no adapters", field="path")
         answers = await asyncio.gather(*(self._ask(group, name, path) for group in groups))
         results = [answer for answer in answers if answer is not None]
         if not results:

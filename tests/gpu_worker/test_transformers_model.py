@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from gpu_worker.batch.step import OutputParams, SamplingParams
-from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.layers.linear import int8_rows
 from gpu_worker.models.native import CpuDecoder
 from gpu_worker.models.transformers_model import TransformersDecoder
-from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import prepare_model_folder
 from protos import generation_pb2 as pb
+from tests.gpu_worker.adapters import make_lora
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
@@ -163,10 +163,13 @@ def test_reports_equal_transformers(gemma2: tuple[torch.nn.Module, Path]) -> Non
         assert is_close(found[f"context_hidden_states.{layer}"], answer.hidden_states[layer][0])
 
 
-def test_a_lora_adapter_is_refused(gemma2: tuple[torch.nn.Module, Path]) -> None:
-    decoder = make_runner(gemma2[1]).model.decoder
-    with pytest.raises(InvalidArgumentError, match="natively"):
-        decoder.place_adapter(Adapter("adapter", "fingerprint"))
+def test_a_lora_adapter_is_refused_as_it_is_read(gemma2: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
+    model, folder = gemma2
+    make_lora(model, tmp_path / "lora", seed=1, r=4, target_modules=["q_proj"])
+    runner = make_runner(folder)
+    with pytest.raises(UnsupportedError, match="LoRA is not computed for a model that runs by transformers' code"):
+        runner.adapters.load(str(tmp_path / "lora")).result()
+    assert runner.adapters.device_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import grpc
+import grpc.aio
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
+from protos import loads_pb2, openengine_pb2_grpc
+from protos import openengine_pb2 as oe
+from tests.gpu_worker.adapters import adapted, make_lora, make_prompt
 from tests.gpu_worker.greedy import wrong_tokens
 from tests.integration.service import Service, collect, latest_stats, midstream, stub_of, tokens
+
+if TYPE_CHECKING:
+    from protos.openengine_pb2_grpc import ControlAsyncStub
 
 PROMPT = "a small red fox"
 MAX_TOKENS = 10
@@ -127,3 +136,55 @@ async def _check_narrow(model: Any, service: Service) -> None:
         answer = await collect(stub, tokens(prompt, max_tokens=24))
     assert wrong_tokens(narrow, prompt, answer.token_ids) == []
     assert wrong_tokens(model, prompt, answer.token_ids) != []
+
+
+async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
+    """Status and field of a call that is refused."""
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    fields = dict(raised.value.trailing_metadata() or ())
+    return raised.value.code(), str(fields.get("midstream-field", ""))
+
+
+async def test_lora_is_refused_at_every_door_and_not_advertised(
+    gemma2: tuple[Any, Path], gemma2_service: Service, tmp_path: Path
+) -> None:
+    make_lora(gemma2[0], tmp_path / "lora", seed=1, r=4, target_modules=["q_proj"])
+    address = gemma2_service.routers()[0]
+    folder = str(tmp_path / "lora")
+    unsupported = grpc.StatusCode.UNIMPLEMENTED
+    async with stub_of(address) as stub:
+        features = (await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=10)).features
+        assert "lora" not in features
+        assert "prompt_tuning" in features
+        load = stub.LoadLora(loads_pb2.LoadLoraRequest(name="tone", path=folder), timeout=30)
+        assert await refusal(load) == (unsupported, "path")
+        for lora in (pb.LoraConfig(name="tone"), pb.LoraConfig(name="tone", path=folder)):
+            request = tokens(range(1, 9), max_tokens=2, lora=lora)
+            assert await refusal(collect(stub, request)) == (unsupported, "lora")
+        assert not (await stub.ListLoras(loads_pb2.ListLorasRequest(), timeout=10)).loras
+    command = midstream("lora", "load", "tone", folder, "--run-dir", str(gemma2_service.run_dir))
+    assert command.returncode != 0
+    assert "transformers' code" in command.stderr
+    async with open_channel(address) as channel:
+        control = cast("ControlAsyncStub", openengine_pb2_grpc.ControlStub(channel))
+        assert not (await control.GetModelInfo(oe.GetModelInfoRequest(), timeout=10)).supports_lora
+
+
+async def test_a_prompt_adapter_gives_what_peft_computes(
+    gemma2: tuple[Any, Path], gemma2_service: Service, tmp_path: Path
+) -> None:
+    model, _ = gemma2
+    make_prompt(model, tmp_path / "prompt", seed=2, num_virtual_tokens=5)
+    prompt = list(range(1, 13))
+    async with stub_of(gemma2_service.routers()[0]) as stub:
+        load = loads_pb2.LoadLoraRequest(name="virtual", path=str(tmp_path / "prompt"))
+        await stub.LoadLora(load, timeout=30)
+        tuning = pb.PromptTuningConfig(name="virtual")
+        answer = await collect(stub, tokens(prompt, max_tokens=MAX_TOKENS, prompt_tuning=tuning))
+    wanted: list[int] = []
+    with adapted(model, tmp_path / "prompt") as with_prompt:
+        for _ in range(MAX_TOKENS):
+            logits = with_prompt(torch.tensor([prompt + wanted])).logits[0, -1]
+            wanted.append(int(logits.argmax()))
+    assert answer.token_ids == wanted
