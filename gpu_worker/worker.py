@@ -71,7 +71,7 @@ class Worker:
             config.scheduler,
             registration,
             metrics,
-            _memory,
+            memory_usage,
             self._runner.adapters,
             KeptBlocks(self._runner.kv.block_hashes),
             credentials,
@@ -156,12 +156,11 @@ class Worker:
 def _registration(
     config: WorkerConfig, folder: ModelFolder, runner: ModelRunner, world_size: int
 ) -> worker_pb2.Register:
-    host, model = socket.gethostname(), runner.model
+    model = runner.model
     return worker_pb2.Register(
-        group_id=config.group_id or f"{host}-{config.name or os.getpid()}",
+        group_id=config.group_id or f"{socket.gethostname()}-{config.name or os.getpid()}",
         incarnation=secrets.randbits(64),
         model_fingerprint=folder.fingerprint,
-        model=folder.name,
         tokens_per_block=config.tokens_per_block,
         num_blocks=runner.kv.num_blocks,
         vocab_size=model.description.vocab_size,
@@ -171,10 +170,7 @@ def _registration(
         world_size=world_size,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        kv_dtype=str(model.kv_dtype).removeprefix("torch."),
         features=_features(runner),
-        host=host,
-        pid=os.getpid(),
         protocol_version=PROTOCOL_VERSION,
         lora_cache_bytes=runner.adapters.device_bytes,
         kv_store=runner.kv.store_name,
@@ -199,6 +195,10 @@ def _features(runner: ModelRunner) -> list[str]:
     return features + [f"logits_post_processor.{name}" for name in runner.post_processors]
 
 
-def _memory() -> worker_pb2.MemoryUsage:
-    gpu_bytes = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-    return worker_pb2.MemoryUsage(cpu_bytes=psutil.Process().memory_info().rss, gpu_bytes=gpu_bytes)
+def memory_usage() -> worker_pb2.MemoryUsage:
+    """Return the memory that this process uses on host and device."""
+    usage = worker_pb2.MemoryUsage(cpu_bytes=psutil.Process().memory_info().rss)
+    if torch.cuda.is_available():
+        usage.gpu_bytes = torch.cuda.memory_reserved()
+        usage.pinned_bytes = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    return usage

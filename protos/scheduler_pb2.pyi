@@ -18,9 +18,6 @@ class SubmitRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: builtins.int
-    ATTEMPT_FIELD_NUMBER: builtins.int
-    attempt: builtins.int
-    """Submits of this request by this router so far, from 1. For logs and counters alone."""
     @property
     def request(self) -> protos.generation_pb2.GenerateRequest:
         """Checked and normalized by the router: input is token_ids, request_id, seed and timeout are filled."""
@@ -29,10 +26,9 @@ class SubmitRequest(google.protobuf.message.Message):
         self,
         *,
         request: protos.generation_pb2.GenerateRequest | None = ...,
-        attempt: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request", b"request"]) -> None: ...
 
 global___SubmitRequest = SubmitRequest
 

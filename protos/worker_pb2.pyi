@@ -65,7 +65,6 @@ class SchedulerMessage(google.protobuf.message.Message):
     REGISTERED_FIELD_NUMBER: builtins.int
     REJECTED_FIELD_NUMBER: builtins.int
     STEP_BATCH_FIELD_NUMBER: builtins.int
-    DRAIN_FIELD_NUMBER: builtins.int
     LOAD_LORA_FIELD_NUMBER: builtins.int
     UNLOAD_LORA_FIELD_NUMBER: builtins.int
     EPOCH_ENDED_FIELD_NUMBER: builtins.int
@@ -77,10 +76,6 @@ class SchedulerMessage(google.protobuf.message.Message):
     def rejected(self) -> global___Rejected: ...
     @property
     def step_batch(self) -> global___StepBatch: ...
-    @property
-    def drain(self) -> global___DrainWorker:
-        """Finish the steps at hand, then leave."""
-
     @property
     def load_lora(self) -> global___LoadLoraAdapter: ...
     @property
@@ -99,16 +94,15 @@ class SchedulerMessage(google.protobuf.message.Message):
         registered: global___Registered | None = ...,
         rejected: global___Rejected | None = ...,
         step_batch: global___StepBatch | None = ...,
-        drain: global___DrainWorker | None = ...,
         load_lora: global___LoadLoraAdapter | None = ...,
         unload_lora: global___UnloadLoraAdapter | None = ...,
         epoch_ended: global___EpochEnded | None = ...,
         heartbeat_ack: global___HeartbeatAck | None = ...,
         prompt_table: global___PromptTablePart | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["drain", b"drain", "epoch_ended", b"epoch_ended", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "epoch_ended", b"epoch_ended", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "drain", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table"] | None: ...
+    def HasField(self, field_name: typing.Literal["epoch_ended", b"epoch_ended", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch_ended", b"epoch_ended", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table"] | None: ...
 
 global___SchedulerMessage = SchedulerMessage
 
@@ -121,7 +115,6 @@ class Register(google.protobuf.message.Message):
     GROUP_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
-    MODEL_FIELD_NUMBER: builtins.int
     TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
@@ -131,10 +124,7 @@ class Register(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
-    KV_DTYPE_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
-    HOST_FIELD_NUMBER: builtins.int
-    PID_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     LORA_CACHE_BYTES_FIELD_NUMBER: builtins.int
     MAX_LORAS_FIELD_NUMBER: builtins.int
@@ -148,7 +138,6 @@ class Register(google.protobuf.message.Message):
     """Random, made anew each time the process starts."""
     model_fingerprint: builtins.str
     """Must equal the scheduler's: same configuration and weights."""
-    model: builtins.str
     tokens_per_block: builtins.int
     num_blocks: builtins.int
     vocab_size: builtins.int
@@ -159,9 +148,6 @@ class Register(google.protobuf.message.Message):
     world_size: builtins.int
     device: builtins.str
     dtype: builtins.str
-    kv_dtype: builtins.str
-    host: builtins.str
-    pid: builtins.int
     protocol_version: builtins.int
     lora_cache_bytes: builtins.int
     """Device memory for adapters, and how many of rank 8 on all modules it holds."""
@@ -194,7 +180,6 @@ class Register(google.protobuf.message.Message):
         group_id: builtins.str = ...,
         incarnation: builtins.int = ...,
         model_fingerprint: builtins.str = ...,
-        model: builtins.str = ...,
         tokens_per_block: builtins.int = ...,
         num_blocks: builtins.int = ...,
         vocab_size: builtins.int = ...,
@@ -204,10 +189,7 @@ class Register(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         device: builtins.str = ...,
         dtype: builtins.str = ...,
-        kv_dtype: builtins.str = ...,
         features: collections.abc.Iterable[builtins.str] | None = ...,
-        host: builtins.str = ...,
-        pid: builtins.int = ...,
         protocol_version: builtins.int = ...,
         lora_cache_bytes: builtins.int = ...,
         max_loras: builtins.int = ...,
@@ -217,7 +199,7 @@ class Register(google.protobuf.message.Message):
         attention_windows: collections.abc.Iterable[builtins.int] | None = ...,
         max_attention_window: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "host", b"host", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_dtype", b"kv_dtype", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 
@@ -273,12 +255,10 @@ class Heartbeat(google.protobuf.message.Message):
 
     EPOCH_FIELD_NUMBER: builtins.int
     LAST_STEP_ID_FIELD_NUMBER: builtins.int
-    NUM_STEPS_WAITING_FIELD_NUMBER: builtins.int
     MEMORY_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     last_step_id: builtins.int
     """Last step that was finished; progress, not only life."""
-    num_steps_waiting: builtins.int
     @property
     def memory(self) -> global___MemoryUsage: ...
     def __init__(
@@ -286,11 +266,10 @@ class Heartbeat(google.protobuf.message.Message):
         *,
         epoch: builtins.int = ...,
         last_step_id: builtins.int = ...,
-        num_steps_waiting: builtins.int = ...,
         memory: global___MemoryUsage | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "last_step_id", b"last_step_id", "memory", b"memory", "num_steps_waiting", b"num_steps_waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "last_step_id", b"last_step_id", "memory", b"memory"]) -> None: ...
 
 global___Heartbeat = Heartbeat
 
@@ -317,8 +296,11 @@ class MemoryUsage(google.protobuf.message.Message):
     GPU_BYTES_FIELD_NUMBER: builtins.int
     PINNED_BYTES_FIELD_NUMBER: builtins.int
     cpu_bytes: builtins.int
+    """Resident memory of the process."""
     gpu_bytes: builtins.int
+    """Device memory that PyTorch has reserved."""
     pinned_bytes: builtins.int
+    """Page-locked host memory that PyTorch has allocated, which is part of cpu_bytes. 0 without a GPU."""
     def __init__(
         self,
         *,
@@ -347,16 +329,6 @@ class Leave(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "reason", b"reason"]) -> None: ...
 
 global___Leave = Leave
-
-@typing.final
-class DrainWorker(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-global___DrainWorker = DrainWorker
 
 @typing.final
 class EpochEnded(google.protobuf.message.Message):
@@ -389,7 +361,6 @@ class StepBatch(google.protobuf.message.Message):
     CONTEXT_ROWS_FIELD_NUMBER: builtins.int
     CONTEXT_STARTS_FIELD_NUMBER: builtins.int
     CONTEXT_LENGTHS_FIELD_NUMBER: builtins.int
-    CONTEXT_WITHOUT_SAMPLE_FIELD_NUMBER: builtins.int
     REPEAT_GENERATION_FIELD_NUMBER: builtins.int
     GENERATION_ROWS_FIELD_NUMBER: builtins.int
     IDLE_ROWS_FIELD_NUMBER: builtins.int
@@ -420,15 +391,13 @@ class StepBatch(google.protobuf.message.Message):
     @property
     def context_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Context chunks: row, first position, number of tokens. A chunk that reaches the row's last known token also samples
-        the next one, unless its row is in context_without_sample.
+        the next one.
         """
 
     @property
     def context_starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def context_lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    @property
-    def context_without_sample(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def generation_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -489,7 +458,6 @@ class StepBatch(google.protobuf.message.Message):
         context_rows: collections.abc.Iterable[builtins.int] | None = ...,
         context_starts: collections.abc.Iterable[builtins.int] | None = ...,
         context_lengths: collections.abc.Iterable[builtins.int] | None = ...,
-        context_without_sample: collections.abc.Iterable[builtins.int] | None = ...,
         repeat_generation: builtins.bool = ...,
         generation_rows: collections.abc.Iterable[builtins.int] | None = ...,
         idle_rows: collections.abc.Iterable[builtins.int] | None = ...,
@@ -507,7 +475,7 @@ class StepBatch(google.protobuf.message.Message):
         adopted_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         adopted_hashes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "context_without_sample", b"context_without_sample", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "step_id", b"step_id"]) -> None: ...
 
 global___StepBatch = StepBatch
 

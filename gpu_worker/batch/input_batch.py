@@ -141,7 +141,6 @@ class InputBatch:
         if not len(step.context_rows):
             return [], EMPTY
         self._check(step.context_rows)
-        without_sample = set(step.context_without_sample.tolist())
         contexts = []
         for row, start, length in zip(
             step.context_rows.tolist(), step.context_starts.tolist(), step.context_lengths.tolist(), strict=True
@@ -150,8 +149,7 @@ class InputBatch:
             is_failed = row in self.rows.failed
             if not is_failed and not (0 <= start < start + length <= known):
                 raise ExecutionError(f"tokens {start} to {start + length} of row {row}, which has {known}")
-            samples = start + length == known and row not in without_sample
-            contexts.append(ContextChunk(row, start, length, samples))
+            contexts.append(ContextChunk(row, start, length, samples=start + length == known))
         return contexts, np.array([chunk.row for chunk in contexts if chunk.samples], dtype=np.int32)
 
     def _verified(self, decodes: IntArray, drafts: Drafts) -> list[ContextChunk]:

@@ -175,7 +175,6 @@ class Step:
     context_rows: IntArray = field(default_factory=lambda: EMPTY)
     context_starts: IntArray = field(default_factory=lambda: EMPTY)
     context_lengths: IntArray = field(default_factory=lambda: EMPTY)
-    context_without_sample: IntArray = field(default_factory=lambda: EMPTY)
     repeat_generation: bool = False
     generation_rows: IntArray = field(default_factory=lambda: EMPTY)
     idle_rows: IntArray = field(default_factory=lambda: EMPTY)

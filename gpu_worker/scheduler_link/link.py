@@ -215,7 +215,6 @@ class SchedulerLink:
             heartbeat = worker_pb2.Heartbeat(
                 epoch=self.epoch,
                 last_step_id=self._last_finished,
-                num_steps_waiting=self._num_waiting(),
                 memory=self._memory(),
             )
             self._send(dealer, worker_pb2.WorkerMessage(heartbeat=heartbeat))
@@ -257,8 +256,6 @@ class SchedulerLink:
             return Stopped(_REJECTED_EXIT_CODE, f"rejected by the scheduler: {field}{rejected.reason}")
         elif kind == "epoch_ended" and message.epoch_ended.epoch == self.epoch:
             self._end_epoch("the scheduler ended it")
-        elif kind == "drain":
-            self._leaving = True
         elif kind is None:
             self._drop("malformed")
         else:

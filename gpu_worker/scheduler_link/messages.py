@@ -52,7 +52,6 @@ def decode_step(message: worker_pb2.StepBatch) -> Step:
         context_rows=_ints(message.context_rows),
         context_starts=_ints(message.context_starts),
         context_lengths=_ints(message.context_lengths),
-        context_without_sample=_ints(message.context_without_sample),
         repeat_generation=message.repeat_generation,
         generation_rows=_ints(message.generation_rows),
         idle_rows=_ints(message.idle_rows),

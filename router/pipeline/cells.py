@@ -88,9 +88,10 @@ class Cell:
             attempt += 1
             if deadline is not None:
                 request.timeout_ms = max(int((deadline - loop.time()) * 1000), 0)
-            submit = scheduler_pb2.SubmitRequest(request=request, attempt=attempt)
+            submit = scheduler_pb2.SubmitRequest(request=request)
             try:
-                return await self.stub.Submit(submit, timeout=min(max(give_up_at - loop.time(), 0.01), _TRY_TIMEOUT_S))
+                timeout_s = min(max(give_up_at - loop.time(), 0.01), _TRY_TIMEOUT_S)
+                answer = await self.stub.Submit(submit, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise error_from_rpc(error) from None
@@ -102,6 +103,11 @@ class Cell:
                 if self.is_gone:
                     raise UnavailableError(f"the scheduler at {self.name} is gone") from None
                 logger.info("submit to %s: %s; trying again", self.name, error.details(), extra={"attempt": attempt})
+            else:
+                if answer.attached:
+                    extra = {"request_id": request.request_id, "attempt": attempt}
+                    logger.debug("%s has the request already", self.name, extra=extra)
+                return answer
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
 

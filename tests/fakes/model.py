@@ -109,13 +109,12 @@ class FakeModel:
             self._check_blocks_are_owned(batch)
             self._write(chunks)
         result = worker_pb2.StepResult(epoch=batch.epoch, step_id=batch.step_id)
-        unsampled = set(batch.context_without_sample)
         limits = dict(zip(batch.draft_rows, batch.draft_limits, strict=True))
         tokens: list[int] = []
         counts: list[int] = []
         for row_number, start, length in chunks:
             row = self._row(row_number)
-            if start + length == len(row.tokens) and row_number not in unsampled:
+            if start + length == len(row.tokens):
                 counts.append(self._sample(row, row_number, tokens, result))
             elif self._fails(row):
                 self._fail(row_number, result)

@@ -6,7 +6,6 @@ python -m tests.fakes.worker --scheduler tcp://127.0.0.1:50053 --model-fingerpri
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import signal
 import threading
@@ -186,7 +185,6 @@ class FakeWorker:
             group_id=config.group_id,
             incarnation=self._incarnation,
             model_fingerprint=config.model_fingerprint,
-            model="fake",
             tokens_per_block=config.tokens_per_block,
             num_blocks=config.num_blocks,
             vocab_size=config.vocab_size,
@@ -195,8 +193,6 @@ class FakeWorker:
             max_num_tokens=config.max_num_tokens,
             world_size=1,
             device="fake",
-            host="localhost",
-            pid=os.getpid(),
             protocol_version=config.protocol_version,
             attention_windows=[config.attention_window],
         )
@@ -215,8 +211,6 @@ class FakeWorker:
         elif kind == "epoch_ended" and message.epoch_ended.epoch == self.epoch:
             self.epoch = 0
             self._next_beat = 0.0
-        elif kind == "drain":
-            self._stop.set()
         elif kind == "step_batch" and message.step_batch.epoch == self.epoch:
             self._step(socket, message.step_batch)
 

@@ -15,7 +15,7 @@ from midstream.errors import ExecutionError, UnsupportedError
 from tests.gpu_worker.adapters import no_adapters
 from tests.gpu_worker.tiny_models import ints
 
-ARRAYS = {"context_rows", "context_starts", "context_lengths", "context_without_sample", "generation_rows"} | {
+ARRAYS = {"context_rows", "context_starts", "context_lengths", "generation_rows"} | {
     "idle_rows",
     "released_rows",
     "block_rows",
@@ -81,11 +81,10 @@ def test_a_chunk_samples_only_at_the_last_known_token(batch: InputBatch) -> None
         batch,
         context_rows=[0, 2],
         context_starts=[0, 5],
-        context_lengths=[3, 1],
-        context_without_sample=[0],
+        context_lengths=[2, 1],
     )
     assert prepared.sampled_rows.tolist() == [2]
-    assert inputs_of(prepared)["sampled"] == [3]
+    assert inputs_of(prepared)["sampled"] == [2]
 
 
 def test_generation_repeats_less_what_leaves_plus_what_comes(batch: InputBatch) -> None:

@@ -112,7 +112,7 @@ async def test_a_standby_takes_over_while_the_old_scheduler_stands_still(databas
             await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=60)
             with running(new, "scheduler", "worker"):
                 await asyncio.to_thread(new.wait_for_log, "scheduler", "waiting for the journal's lease")
-                await stub.Submit(scheduler_pb2.SubmitRequest(request=request, attempt=1), wait_for_ready=True)
+                await stub.Submit(scheduler_pb2.SubmitRequest(request=request), wait_for_ready=True)
                 feed = await Feed(stub).open()
                 await feed.attach(1, "a")
                 while len(feed.tokens.get(1, [])) < NUM_TOKENS // 4:

@@ -105,7 +105,7 @@ async def test_submit_is_tried_again_while_the_scheduler_is_away(cluster: Cluste
     cluster.scheduler.emit("r", [30])
     cluster.scheduler.end("r")
     assert (await collecting)[0].token_ids == [30]
-    assert [submit.attempt for submit in cluster.scheduler.submits] == [1, 2, 3]
+    assert len(cluster.scheduler.submits) == 3
 
 
 async def test_no_detokenizer_is_unavailable(cluster: Cluster, open_client: OpenClient) -> None:

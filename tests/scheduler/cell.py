@@ -56,7 +56,7 @@ class Cell:
         request = generation_pb2.GenerateRequest(
             request_id=request_id, token_ids=generation_pb2.TokenIds(values=prompt), max_tokens=max_tokens, **fields
         )
-        return await self.stub.Submit(scheduler_pb2.SubmitRequest(request=request, attempt=1))
+        return await self.stub.Submit(scheduler_pb2.SubmitRequest(request=request))
 
     async def stats(self) -> stats_pb2.IterationStats:
         stats: stats_pb2.IterationStats = await self.stub.GetIterationStats(stats_pb2.GetIterationStatsRequest()).read()

@@ -87,7 +87,6 @@ class SimulatedWorker:
             group_id=name,
             incarnation=network.dice.getrandbits(63),
             model_fingerprint=fingerprint(),
-            model="simulated",
             tokens_per_block=TOKENS_PER_BLOCK,
             num_blocks=num_blocks,
             vocab_size=VOCAB_SIZE,
