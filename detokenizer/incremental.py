@@ -7,13 +7,17 @@ character and nothing else, and the texts of all chunks together are exactly wha
 from __future__ import annotations
 
 import codecs
+import logging
 import re
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from midstream.errors import UnsupportedError
 from midstream.model.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
+# Tokens that form no character together; a character has 4 bytes. Bounds what each further token costs.
+_MAX_WAITING = 32
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -36,11 +40,7 @@ class DecoderFactory(Protocol):
 
 
 def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
-    """The decoders for a tokenizer.
-
-    Raises:
-        UnsupportedError: The tokenizer decodes in a way that is not known here.
-    """
+    """Return the decoders for a tokenizer: tables of our own where it decodes in a known way, else the library's."""
     steps: list[dict[str, Any]] = tokenizer.decoder.get("decoders", [tokenizer.decoder])
     kinds = [str(step.get("type")) for step in steps]
     if kinds == ["ByteLevel"]:
@@ -52,7 +52,8 @@ def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
         and (len(steps) == 3 or strip.items() <= steps[3].items())
     ):
         return ByteFallbackFactory(tokenizer, strip_first_space=len(steps) == 4)
-    raise UnsupportedError(f"the tokenizer's decoder {' + '.join(kinds)} is not supported", field="model")
+    logger.info("text is decoded by the tokenizers library: its decoder is %s", " + ".join(kinds))
+    return LibraryFactory(tokenizer)
 
 
 class ByteLevelFactory:
@@ -136,6 +137,59 @@ class _ByteFallbackDecoder:
             self._strip = False
             return text.removeprefix(" ")
         return text
+
+
+class LibraryFactory:
+    """Any other decoder, or none, by the library's own incremental decoding."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def open(self, *, skip_special_tokens: bool) -> TextDecoder:
+        """A decoder at the beginning of a text."""
+        return _LibraryDecoder(self._tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+class _LibraryDecoder:
+    """Keeps the tokens whose text was given last, which say how the next ones are joined, and those that wait."""
+
+    __slots__ = ("_before", "_skip", "_step", "_tokenizer", "_waiting")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._before: list[int] = []
+        self._waiting: list[int] = []
+        self._step = tokenizer.open_stream(skip_special_tokens=skip_special_tokens)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        return "".join([self._decode(token_id) for token_id in token_ids])
+
+    def finish(self) -> str:
+        return self._flush() if self._waiting else ""
+
+    def _decode(self, token_id: int) -> str:
+        self._waiting.append(token_id)
+        try:
+            text = self._step(token_id)
+        except Exception:  # noqa: BLE001 (the library raises plain Exception: this token changes text that was given)
+            return self._flush()
+        if text:
+            self._before, self._waiting = self._waiting, []
+        elif len(self._waiting) >= _MAX_WAITING:
+            return self._flush()
+        return text or ""
+
+    def _flush(self) -> str:
+        """The text of the tokens that wait, whatever follows."""
+        before = self._text(self._before)
+        text = self._text(self._before + self._waiting)
+        text = text[len(before) :] if text.startswith(before) else self._text(self._waiting)
+        self._before, self._waiting = self._waiting, []
+        self._step = self._tokenizer.open_stream(self._before, skip_special_tokens=self._skip)
+        return text
+
+    def _text(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
 
 def _ids(tokenizer: Tokenizer) -> range:

@@ -24,6 +24,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 import kernels
 from gpu_worker.kv.cache import KvCache
@@ -38,6 +39,7 @@ from midstream.model.folder import ModelFolder
 _INTERFACE, _FIRST_LOOK = "midstream", "midstream_first_look"
 # What some models hand on to the attention although it needs none of it.
 _NEEDLESS = {"position_ids", "cache_position", "cos", "sin"}
+_ALIBI = {"bloom", "mpt"}
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -215,7 +217,7 @@ class TransformersDecoder:
         self._takes_places = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._layers = self._first_look(max_attention_window)
         self._kv: KvCache | None = None
-        self.description = _describe(self._model.config, folder, list(self._layers.values()))
+        self.description = _describe(self._model.config.get_text_config(), folder, list(self._layers.values()))
 
     def place_adapter(self, adapter: Adapter) -> object:
         """Raise UnsupportedError: adapters are refused when they are read."""
@@ -255,25 +257,24 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def _first_look(self, max_attention_window: int) -> dict[nn.Module, _Layer]:
-        config = self._model.config
+        config = self._model.config.get_text_config()
         look = _FirstLook(config, max_attention_window)
         config._attn_implementation = _FIRST_LOOK
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
         try:
             self._run(look, torch.arange(2, device=self._device)[None], input_ids=tokens)
         except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
-            raise UnsupportedError(
-                f"transformers' {config.model_type!r} does not run: {error}", field="model"
-            ) from error
+            reason = _own_attention(self._model.config) or f"transformers' {config.model_type!r} does not run: {error}"
+            raise UnsupportedError(reason, field="model") from error
         finally:
             config._attn_implementation = _INTERFACE
         layers = list(look.layers.values())
         if len(layers) != config.num_hidden_layers:
-            raise UnsupportedError(
+            reason = _own_attention(self._model.config) or (
                 f"{len(layers)} of {config.num_hidden_layers} layers of {config.model_type!r} take their attention "
-                "through transformers' interface",
-                field="model",
+                "through transformers' interface"
             )
+            raise UnsupportedError(reason, field="model")
         if (
             len({(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1
             or layers[0].value_dim > layers[0].head_dim
@@ -305,9 +306,8 @@ def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [""]
-        raise UnsupportedError(
-            f"transformers does not load {folder.architecture!r}: {lines[0]}", field="model"
-        ) from error
+        reason = _own_attention(_config_of(folder)) or f"transformers does not load {folder.architecture!r}: {lines[0]}"
+        raise UnsupportedError(reason, field="model") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if info[kind]:
             names = sorted(str(name) for name in info[kind])
@@ -315,12 +315,35 @@ def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
+def _config_of(folder: ModelFolder) -> Any:
+    """What transformers makes of config.json; None where it does not know such models."""
+    try:
+        return transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, RuntimeError):
+        return None
+
+
+def _own_attention(config: Any) -> str:
+    """Return why a model cannot run whose class does not use the attention interface; empty for any other one."""
+    kind = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    if kind is None or getattr(kind, "_supports_attention_backend", False):
+        return ""
+    alibi = " and adds ALiBi biases" if getattr(config, "alibi", config.model_type in _ALIBI) else ""
+    return (
+        f"transformers' {kind.__name__} does not compute its layers through transformers' attention interface{alibi}, "
+        "so it cannot run over the paged cache"
+    )
+
+
 def _replace_linears(model: nn.Module, weights: str) -> None:
     """Lets linear layers compute as native ones do: on a CPU without regard to the batch, from int8 if wanted."""
     for module in list(model.modules()):
+        child: Any
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                setattr(module, name, LinearModule(child, weights))
+                setattr(module, name, LinearModule(child.weight, child.bias, weights))
+            elif type(child) is Conv1D:  # GPT-2's linear layer, whose weight is transposed
+                setattr(module, name, LinearModule(child.weight.detach().t().contiguous(), child.bias, weights))
 
 
 def _describe(config: Any, folder: ModelFolder, layers: list[_Layer]) -> DecoderDescription:

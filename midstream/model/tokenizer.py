@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers.decoders import DecodeStream
 
 from midstream.errors import ConfigError
 from midstream.model.tokenizer_check import check_tokenizer
@@ -57,6 +59,14 @@ class Tokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids that it does not know give nothing."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def open_stream(self, before: Sequence[int] = (), *, skip_special_tokens: bool) -> Callable[[int], str | None]:
+        """Return the library's incremental decoding: takes the next token, gives the text that it made certain, if any.
+
+        It raises where the decoder changes text that it gave before. `before` are tokens whose text was given.
+        """
+        stream = DecodeStream(ids=list(before), skip_special_tokens=skip_special_tokens)
+        return functools.partial(stream.step, self._tokenizer)
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's entry of an id, in the tokenizer's own alphabet; None where it has none."""

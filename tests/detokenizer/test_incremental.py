@@ -6,13 +6,16 @@ import itertools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import models
 
 from detokenizer.incremental import DecoderFactory, decoder_factory
-from midstream.errors import ConfigError, UnsupportedError
+from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
 
@@ -123,13 +126,66 @@ def test_cost_per_token_is_constant() -> None:
     assert min(ratio() for _ in range(3)) < 2
 
 
-def test_an_unknown_decoder_is_refused(tmp_path: Path) -> None:
-    folder = sentence_piece_folder(tmp_path / "model", strip=True)
-    spec = json.loads((folder / "tokenizer.json").read_text())
-    spec["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    (folder / "tokenizer.json").write_text(json.dumps(spec))
-    with pytest.raises(UnsupportedError, match="WordPiece"):
-        decoder_factory(Tokenizer(folder))
+OTHER_WORDS = ("the", "▁the", "##ing", "er</w>", "é", ".", "n", "'", "t", " ", "日</w>", "<s>", *"ĠæĹ¥")
+DECODERS = {
+    "none": None,
+    "word piece": {"type": "WordPiece", "prefix": "##", "cleanup": False},
+    "metaspace": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    "suffixes": {"type": "BPEDecoder", "suffix": "</w>"},
+    "bytes and more": {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            {"type": "Replace", "pattern": {"String": "x"}, "content": "y"},
+        ],
+    },
+}
+
+
+def other_tokenizer(folder: Path, decoder: dict[str, Any] | None) -> Tokenizer:
+    """A tokenizer whose decoder is none of those with code of ours."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(OTHER_WORDS)}, unk_token="the"))
+    tokenizer.add_special_tokens(["<s>"])
+    spec = json.loads(tokenizer.to_str())
+    (folder / "tokenizer.json").write_text(json.dumps(spec | {"decoder": decoder}))
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return other_tokenizer(tmp_path_factory.mktemp("other"), DECODERS[request.param])
+
+
+@given(ids=st.lists(st.integers(0, len(OTHER_WORDS) + 1), max_size=30), cuts=CUTS, skip=st.booleans())
+def test_other_decoders_survive_any_cutting(other: Tokenizer, ids: list[int], cuts: list[int], skip: bool) -> None:
+    assert "".join(in_chunks(decoder_factory(other), ids, cuts, skip=skip)) == other.decode(
+        ids, skip_special_tokens=skip
+    )
+
+
+@given(ids=st.lists(st.integers(0, len(OTHER_WORDS) + 1), max_size=30), cuts=CUTS)
+def test_a_decoder_that_changes_earlier_text_gives_what_depends_on_tokens_alone(
+    tmp_path_factory: pytest.TempPathFactory, ids: list[int], cuts: list[int]
+) -> None:
+    """`do n't` becomes `don't` with its last token, when `do n` was given already."""
+    decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    factory = decoder_factory(other_tokenizer(tmp_path_factory.getbasetemp(), decoder))
+    whole = "".join(in_chunks(factory, ids, cuts, skip=True))
+    assert whole == "".join(in_chunks(factory, ids, list(range(len(ids))), skip=True))
+
+
+def test_text_of_words_without_a_decoder_by_hand(tmp_path: Path) -> None:
+    decoder = decoder_factory(other_tokenizer(tmp_path, None)).open(skip_special_tokens=True)
+    assert [decoder.decode((token_id,)) for token_id in (0, 11, 5, 6)] == ["the", "", " .", " n"]
+    assert decoder.finish() == ""
+
+
+def test_a_run_that_forms_no_character_does_not_wait_for_ever(tmp_path: Path) -> None:
+    factory = decoder_factory(other_tokenizer(tmp_path, DECODERS["bytes and more"]))
+    ids, decoder = [OTHER_WORDS.index("æ")] * 100, factory.open(skip_special_tokens=True)
+    text = "".join(decoder.decode((token_id,)) for token_id in ids)
+    assert text
+    assert text + decoder.finish() == "\ufffd" * 100
 
 
 def test_a_missing_or_damaged_tokenizer_names_the_file(tmp_path: Path) -> None:

@@ -33,6 +33,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
     "mixture": ("Mixtral", {"num_local_experts": 4}),
+    # Its config.json has n_embd, n_layer and n_positions.
+    "gpt2": ("GPT2", {"n_positions": 512, "scale_attn_by_inverse_layer_idx": True}),
+    # Its config.json has the language model's settings in text_config.
+    "gemma3_with_images": (
+        "Gemma3",
+        {
+            "text_config": {
+                "head_dim": 32,
+                "sliding_window": 24,
+                "sliding_window_pattern": 3,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 1,
+        },
+    ),
 }
 
 
@@ -175,9 +198,11 @@ def test_a_lora_adapter_is_refused_as_it_is_read(gemma2: tuple[torch.nn.Module, 
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("Mamba", {}, "0 of 3 layers"),
+        ("Mamba", {}, "MambaForCausalLM does not compute its layers through"),
         ("GptOss", {"num_local_experts": 2, "max_position_embeddings": 131072}, "brings s_aux"),
-        ("Falcon", {"pad_token_id": 0}, "does not load 'falcon'"),
+        ("Falcon", {"pad_token_id": 0}, "FalconForCausalLM does not .* attention interface, so"),
+        ("Falcon", {"pad_token_id": 0, "alibi": True}, "FalconForCausalLM does not .* and adds ALiBi biases, so"),
+        ("Bloom", {}, "BloomForCausalLM does not .* and adds ALiBi biases, so"),
     ],
 )
 def test_what_cannot_be_right_is_refused(family: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:

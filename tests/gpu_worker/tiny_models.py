@@ -31,7 +31,12 @@ SHAPE = {
 def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Module:
     """Writes a random model of `family` (such as Llama) to `folder`, and returns transformers' own."""
     torch.manual_seed(len(family))
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
+    config_class = getattr(transformers, f"{family}Config")
+    if "text_config" in config_class.sub_configs:
+        settings["text_config"] = SHAPE | settings["text_config"]
+        config = config_class(**settings)
+    else:
+        config = config_class(**{**SHAPE, **settings})
     model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import transformers
 from tokenizers import Tokenizer
 
 from midstream.errors import ConfigError, UnsupportedError
@@ -151,6 +152,42 @@ def test_a_file_that_changed_since_its_manifest_is_named(folder: Path) -> None:
 def test_a_dimension_out_of_range_is_named(folder: Path, value: object) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": value}))
     with pytest.raises(ConfigError, match="hidden_size"):
+        open_model_folder(str(folder))
+
+
+@pytest.mark.parametrize(
+    "family", ["GPT2", "GPTBigCode", "GPTJ", "GPTNeo", "Dbrx", "Mpt", "XGLM", "Bloom", "OPT", "Falcon", "Gemma3"]
+)
+def test_dimensions_have_the_names_that_transformers_gives_them(folder: Path, family: str) -> None:
+    """transformers reads the same folder by each model's attribute_map, and the language model's part of others."""
+    made = getattr(transformers, f"{family}Config")()
+    made.save_pretrained(folder)
+    if family == "Bloom":  # it has no limit; its checkpoints say what it was trained with
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"seq_length": 2048}))
+    model = open_model_folder(str(folder))
+    text = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+    assert model.architecture == made.model_type
+    assert (model.vocab_size, model.hidden_size, model.num_layers) == (
+        text.vocab_size,
+        text.hidden_size,
+        text.num_hidden_layers,
+    )
+    # MPT and Bloom have it under another name alone.
+    assert model.max_sequence_length == getattr(text, "max_position_embeddings", 2048)
+
+
+def test_a_language_model_may_be_described_apart(folder: Path) -> None:
+    outer = {"model_type": "gemma3", "hidden_size": 7, "pad_token_id": 5, "text_config": CONFIG}
+    (folder / "config.json").write_text(json.dumps(outer))
+    model = open_model_folder(str(folder))
+    assert (model.architecture, model.vocab_size, model.hidden_size, model.num_layers) == ("gemma3", 300, 32, 2)
+    assert (model.end_ids, model.pad_id) == ((7, 8), 5)
+
+
+def test_a_missing_dimension_is_named_with_its_other_names(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": None}))
+    with pytest.raises(ConfigError, match=r"max_position_embeddings is None \(nor is there n_positions, max_seq_len"):
         open_model_folder(str(folder))
 
 

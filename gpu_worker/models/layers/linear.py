@@ -42,15 +42,15 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 class LinearModule(nn.Module):
     """Stands in the place of a module of transformers, over its weights."""
 
-    def __init__(self, linear: nn.Linear, weights: str) -> None:
-        """Keeps the weight as `weights` says: auto and f32 as it is, bf16 rounded so, int8 as integers."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, weights: str) -> None:
+        """Keep a weight [N, K] as `weights` says: auto and f32 as it is, bf16 rounded so, int8 as integers."""
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias, self.scale = linear.weight, linear.bias, None
+        self.out_features, self.in_features = weight.shape
+        self.weight, self.bias, self.scale = _constant(weight), bias, None
         if weights == "bf16":
-            self.weight = _constant(linear.weight.bfloat16().to(linear.weight.dtype))
+            self.weight = _constant(weight.bfloat16().to(weight.dtype))
         elif weights == "int8":
-            units, scale = int8_rows(linear.weight)
+            units, scale = int8_rows(weight)
             self.weight, self.scale = _constant(units), _constant(scale)
 
     def forward(self, x: Tensor) -> Tensor:
