@@ -114,6 +114,9 @@ class JournalBeamStep(google.protobuf.message.Message):
     PARENTS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     LOG_PROBS_FIELD_NUMBER: builtins.int
+    TOKEN_RANKS_FIELD_NUMBER: builtins.int
+    REPORT_RANKS_FIELD_NUMBER: builtins.int
+    REPORTS_FIELD_NUMBER: builtins.int
     request: builtins.int
     @property
     def parents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -121,6 +124,16 @@ class JournalBeamStep(google.protobuf.message.Message):
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def token_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Rank of each token among all that could follow its parent, from 1."""
+
+    @property
+    def report_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Serialized RowOutputs that came with the candidates of a beam, and its rank before the step: parallel arrays."""
+
+    @property
+    def reports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
         self,
         *,
@@ -128,8 +141,11 @@ class JournalBeamStep(google.protobuf.message.Message):
         parents: collections.abc.Iterable[builtins.int] | None = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         log_probs: collections.abc.Iterable[builtins.float] | None = ...,
+        token_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        report_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        reports: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["log_probs", b"log_probs", "parents", b"parents", "request", b"request", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["log_probs", b"log_probs", "parents", b"parents", "report_ranks", b"report_ranks", "reports", b"reports", "request", b"request", "token_ids", b"token_ids", "token_ranks", b"token_ranks"]) -> None: ...
 
 global___JournalBeamStep = JournalBeamStep
 

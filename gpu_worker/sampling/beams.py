@@ -11,13 +11,22 @@ from torch import Tensor
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import IntArray
 
+# What is reported for a token that may not come, whose log probability is no number that JSON has.
+_LEAST_REPORTED = -9999.0
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Tokens and their log probabilities, likeliest first; of equal ones the lowest id first."""
+    """Tokens and their log probabilities, likeliest first; of equal ones the lowest id first.
+
+    Attributes:
+        top_token_ids, top_log_probs: The likeliest tokens, as many as the request wants to be told of.
+    """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
+    top_token_ids: tuple[int, ...] = ()
+    top_log_probs: tuple[float, ...] = ()
 
 
 def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candidates]:
@@ -36,10 +45,16 @@ def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candida
         logits = logits / torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
     log_probs = torch.log_softmax(logits, dim=1)
     counts = [min(item.beam_width + len(item.end_ids), logits.shape[1]) for item in sampling]
-    return [_likeliest(log_probs[place], count) for place, count in enumerate(counts)]
+    found = []
+    for place, (item, count) in enumerate(zip(sampling, counts, strict=True)):
+        tokens, values = _likeliest(log_probs[place], count)
+        top = torch.topk(log_probs[place], min(item.log_probs or 0, logits.shape[1]))
+        top_values = top.values.clamp(min=_LEAST_REPORTED)
+        found.append(Candidates(tokens, values, tuple(top.indices.tolist()), tuple(top_values.tolist())))
+    return found
 
 
-def _likeliest(log_probs: Tensor, count: int) -> Candidates:
+def _likeliest(log_probs: Tensor, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     if log_probs.device.type == "cpu":
         values = log_probs.numpy()
         least = np.partition(values, len(values) - count)[len(values) - count]
@@ -51,4 +66,4 @@ def _likeliest(log_probs: Tensor, count: int) -> Candidates:
         tokens, values = top.indices.cpu().numpy(), top.values.cpu().numpy()
         tokens, values = tokens[values > -np.inf], values[values > -np.inf]
     order = np.lexsort((tokens, -values))[:count]
-    return Candidates(tuple(tokens[order].tolist()), tuple(values[order].tolist()))
+    return tuple(tokens[order].tolist()), tuple(values[order].tolist())

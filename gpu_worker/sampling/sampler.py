@@ -89,6 +89,11 @@ class Sampler:
             place = int(places[failed_place])
             errors[place], token_ids[place] = error, 0
         log_probs = self._log_probs(raw, special, token_ids[places])
+        log_probs += tuple(
+            RowLogProbs(int(rows[place]), 0.0, 0, found.top_token_ids, found.top_log_probs)
+            for place, found in candidates.items()
+            if found.top_token_ids
+        )
         return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
 
     def is_greedy(self, rows: IntArray) -> bool:

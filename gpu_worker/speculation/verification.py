@@ -103,6 +103,7 @@ def settle(
         if state.features[row] & Feature.BEAMS:
             run = list(found[place].token_ids) if place in found else []
             candidate_log_probs += found[place].log_probs if place in found else ()
+            lengths[row] = 1
         else:
             count = 1
             while count <= len(tokens) and choices[place + count - 1] == tokens[count - 1]:

@@ -211,11 +211,8 @@ def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_by
 
     Raises:
         InvalidArgumentError: They are larger than is let through.
-        UnsupportedError: Of beams, which do not report any.
     """
     num_bytes = tensor_bytes(request, len(request.token_ids.values), model.vocab_size, model.hidden_size)
-    if num_bytes and request.sampling.beam_width > 1:
-        raise UnsupportedError("logits and hidden states are not reported of beams", field="output")
     if num_bytes > max_tensor_bytes:
         raise InvalidArgumentError(
             f"logits and hidden states for prompt and max_tokens take {num_bytes} bytes; at most {max_tensor_bytes}",
@@ -298,8 +295,6 @@ def _check_guide(guided: pb.GuidedDecodingConfig) -> None:
 def _check_features(request: pb.GenerateRequest, model: ModelFolder) -> None:
     if request.HasField("guided_decoding"):
         _check_guide(request.guided_decoding)
-        if request.sampling.beam_width > 1:
-            raise UnsupportedError("beams do not follow a grammar", field="guided_decoding")
     if request.HasField("lora"):
         _at_least_one(len(request.lora.name), "lora.name")
         check_name(request.lora.name, "lora.name")

@@ -37,8 +37,9 @@ def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int
     """Why a request is too large for each of the groups that there are."""
     spec = request.spec
     most = max(group.max_batch_size for group in groups)
-    if spec.num_sequences > most:
-        return Failure(INVALID_ARGUMENT, f"the workers run at most {most} at once", "sampling.num_return_sequences")
+    if spec.num_rows > most:
+        field = "sampling.beam_width" if spec.beam_width > 1 else "sampling.num_return_sequences"
+        return Failure(INVALID_ARGUMENT, f"the workers run at most {most} at once", field)
     most = max(group.registration.max_sequence_length for group in groups)
     if spec.max_num_tokens >= most:
         return Failure(INVALID_ARGUMENT, f"prompt and output take more than the workers' {most} tokens", "max_tokens")

@@ -34,6 +34,7 @@ class BeamLanes:
         self.forks: list[tuple[Sequence, Sequence]] = []
         self.has_news = False
         self._candidates: dict[Sequence, TypingSequence[Candidate]] = {}
+        self._reports: dict[Sequence, list[bytes]] = {}
 
     @property
     def running(self) -> TypingSequence[Sequence]:
@@ -62,10 +63,15 @@ class BeamLanes:
         self.forks.clear()
         self.has_news = False
         self._candidates.clear()
+        self._reports.clear()
 
     def _forget_prompt(self) -> None:
         if not self.search.steps:
             self._request.sequences[0].outputs = []  # what was reported of the prompt so far comes again
+
+    def report(self, lane: Sequence, data: bytes) -> None:
+        """Take in what the worker says beside the candidates of a lane: a serialized RowOutputs."""
+        self._reports.setdefault(lane, []).append(data)
 
     def take(self, lane: Sequence, candidates: TypingSequence[Candidate]) -> bool:
         """Takes in what a lane may go on with; True once all have brought theirs."""
@@ -74,8 +80,10 @@ class BeamLanes:
 
     def advance(self) -> None:
         """Takes the search's next step, and gives each beam a lane. Precondition: all candidates are in."""
-        step = self.search.choose([self._candidates[lane] for lane in self.running])
+        reports = tuple(tuple(self._reports.get(lane, ())) for lane in self.running) if self._reports else ()
+        step = self.search.choose([self._candidates[lane] for lane in self.running], reports)
         self._candidates.clear()
+        self._reports.clear()
         parents = self.search.apply(step)
         stays = {self.lanes[parent]: rank for rank, parent in reversed(list(enumerate(parents)))}
         free = iter([lane for lane in self.lanes if lane not in stays])

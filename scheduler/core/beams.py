@@ -30,27 +30,40 @@ Candidate = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """One step: entry i extends the beam of rank parents[i] by token_ids[i]. In the order of preference."""
+    """One step: entry i extends the beam of rank parents[i] by token_ids[i]. In the order of preference.
+
+    Attributes:
+        token_ranks: Rank of each token among all that could follow its parent, from 1.
+        reports: What the worker said beside the candidates of each beam before the step: serialized RowOutputs by the
+            beam's rank. Empty where nothing was said.
+    """
 
     parents: tuple[int, ...]
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
+    token_ranks: tuple[int, ...] = ()
+    reports: tuple[tuple[bytes, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Output tokens (array type 'I') with their log probabilities (array type 'f') and the sum of these."""
+    """Output tokens (array type 'I') with their log probabilities (array type 'f') and the sum of these.
+
+    Attributes:
+        places: Of each token, the step's entry that appended it.
+    """
 
     tokens: array[int]
     log_probs: array[float]
     cumulative: float = 0.0
+    places: tuple[int, ...] = ()
 
-    def extended(self, token: int, log_prob: float) -> Beam:
-        """The beam with one token more."""
+    def extended(self, token: int, log_prob: float, place: int) -> Beam:
+        """Return the beam with one token more."""
         tokens, log_probs = self.tokens[:], self.log_probs[:]
         tokens.append(token)
         log_probs.append(log_prob)
-        return Beam(tokens, log_probs, self.cumulative + log_prob)
+        return Beam(tokens, log_probs, self.cumulative + log_prob, (*self.places, place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +98,16 @@ class BeamSearch:
         """Of each beam, as many as may be needed: all stop tokens may be among the likeliest."""
         return self.spec.beam_width + len(self.spec.stop_token_ids)
 
-    def choose(self, candidates: TypingSequence[TypingSequence[Candidate]]) -> BeamStep:
-        """The next step; changes nothing.
+    def choose(
+        self,
+        candidates: TypingSequence[TypingSequence[Candidate]],
+        reports: tuple[tuple[bytes, ...], ...] = (),
+    ) -> BeamStep:
+        """Return the next step; changes nothing.
 
         Args:
             candidates: Of each running beam.
+            reports: As in BeamStep.
         """
         width, rate = self.spec.beam_width, self.spec.beam_diversity_rate
         ordered = sorted(
@@ -97,7 +115,7 @@ class BeamSearch:
             for rank, (beam, row) in enumerate(zip(self.running, candidates, strict=True))
             for token, log_prob in row
         )
-        kept: list[tuple[int, int, float]] = []
+        kept: list[tuple[int, int, float, int]] = []
         num_running = 0
         for place, (_, rank, token, log_prob) in enumerate(ordered):
             if num_running == width or (place >= width and self._is_last_step):
@@ -106,8 +124,15 @@ class BeamSearch:
                 num_running += 1
             elif place >= width:
                 continue
-            kept.append((rank, token, log_prob))
-        return BeamStep(*((tuple(column) for column in zip(*kept, strict=True)) if kept else ((), (), ())))
+            token_rank = 1 + sum(other > log_prob for _, other in candidates[rank])
+            kept.append((rank, token, log_prob, token_rank))
+        return BeamStep(
+            tuple(rank for rank, _, _, _ in kept),
+            tuple(token for _, token, _, _ in kept),
+            tuple(log_prob for _, _, log_prob, _ in kept),
+            tuple(token_rank for _, _, _, token_rank in kept),
+            reports,
+        )
 
     def apply(self, step: BeamStep) -> list[int]:
         """Takes a step.
@@ -117,8 +142,9 @@ class BeamSearch:
         """
         before, self.running = self.running, []
         parents: list[int] = []
-        for rank, token, log_prob in zip(step.parents, step.token_ids, step.log_probs, strict=True):
-            beam = before[rank].extended(token, log_prob)
+        entries = zip(step.parents, step.token_ids, step.log_probs, strict=True)
+        for place, (rank, token, log_prob) in enumerate(entries):
+            beam = before[rank].extended(token, log_prob, place)
             if self._ends_with(token):
                 self.ended.append(EndedBeam(self._score(beam.cumulative, len(beam.tokens)), beam, self._stop_id(token)))
             else:

@@ -175,6 +175,7 @@ class Results:
 
     def _keep_outputs(self, step: InFlightStep, event: StepDone) -> None:
         rows = self._rows(step)
+        sampled = {chunk[0] for chunk in step.context if chunk[3]}.union(step.generation_rows)
         nums_before: dict[Sequence, int] = {}  # a run has outputs token by token
         for row, data in event.outputs:
             sequence = rows.get(row)
@@ -185,6 +186,9 @@ class Results:
                 num_before = nums_before.get(sequence, 0)
                 offset, nums_before[sequence] = offset + num_before, num_before + 1
             if sequence.request.beams is not None:
+                if row in sampled:
+                    sequence.request.beams.report(sequence, data)
+                    continue
                 sequence = sequence.request.sequences[0]  # what is said of the prompt comes with the first output
                 offset = 0
             sequence.outputs.append(ExtraOutput(offset, data))

@@ -2,21 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from protos import generation_pb2, worker_pb2
+from scheduler.core.beams import Beam, BeamStep
 from scheduler.core.request import ExtraOutput, Request
+
+_OF_PROMPT = "context_"
 
 
 def report_beams(request: Request) -> None:
-    """Gives the outputs of a search, once it is over, the log probabilities of their tokens, where these are asked for.
+    """Give the outputs of a search that is over what their tokens are to be reported with.
 
-    They are what the search summed up: a worker does not know which of its candidates became an output.
+    A worker does not know which of its candidates becomes an output, so what it said of each beam at each step is
+    gathered here, along the way that the output took. Log probabilities are those that the search summed up.
     """
     if request.beams is None or not request.beams.search.is_over:
         return
-    contents = generation_pb2.GenerateRequest.FromString(request.spec.payload)
-    if not contents.output.HasField("log_probs"):
+    search = request.beams.search
+    wants_log_probs = generation_pb2.GenerateRequest.FromString(request.spec.payload).output.HasField("log_probs")
+    if not wants_log_probs and not any(step.reports for step in search.steps):
         return
-    for sequence, item in zip(request.sequences, request.beams.search.ended, strict=False):
-        row = worker_pb2.RowOutputs()
-        row.log_probs.token_log_probs.extend(item.beam.log_probs)
-        sequence.outputs.append(ExtraOutput(0, row.SerializeToString()))
+    steps = [_parsed(step) for step in search.steps]
+    if steps:
+        # The prompt's end was computed with the first step, in which there was one beam.
+        request.sequences[0].outputs += [ExtraOutput(0, row.SerializeToString()) for row in _of_prompt(steps[0])]
+    for sequence, item in zip(request.sequences, search.ended, strict=False):
+        log_probs = worker_pb2.RowOutputs()
+        for offset, rows in enumerate(_way(item.beam, search.steps, steps)):
+            for row in rows:
+                if row.tensors and not _is_of_prompt(row):
+                    sequence.outputs.append(ExtraOutput(offset, row.SerializeToString()))
+                elif row.HasField("log_probs"):
+                    log_probs.log_probs.top_k = row.log_probs.top_k
+                    log_probs.log_probs.top_token_ids.extend(row.log_probs.top_token_ids)
+                    log_probs.log_probs.top_log_probs.extend(row.log_probs.top_log_probs)
+        if wants_log_probs:
+            log_probs.log_probs.token_log_probs.extend(item.beam.log_probs)
+            log_probs.log_probs.token_ranks.extend(_ranks(item.beam, search.steps))
+            sequence.outputs.append(ExtraOutput(0, log_probs.SerializeToString()))
+
+
+_Rows = list[worker_pb2.RowOutputs]
+
+
+def _parsed(step: BeamStep) -> list[_Rows]:
+    return [[worker_pb2.RowOutputs.FromString(data) for data in reports] for reports in step.reports]
+
+
+def _way(beam: Beam, steps: list[BeamStep], parsed: list[list[_Rows]]) -> Iterator[_Rows]:
+    """What was said with each of a beam's tokens."""
+    for place, step, rows in zip(beam.places, steps, parsed, strict=False):
+        rank = step.parents[place]
+        yield rows[rank] if rank < len(rows) else []
+
+
+def _ranks(beam: Beam, steps: list[BeamStep]) -> Iterator[int]:
+    for place, step in zip(beam.places, steps, strict=False):
+        if step.token_ranks:
+            yield step.token_ranks[place]
+
+
+def _of_prompt(rows: list[_Rows]) -> Iterator[worker_pb2.RowOutputs]:
+    return (row for of_beam in rows for row in of_beam if _is_of_prompt(row))
+
+
+def _is_of_prompt(row: worker_pb2.RowOutputs) -> bool:
+    return row.HasField("prompt_log_probs") or any(tensor.name.startswith(_OF_PROMPT) for tensor in row.tensors)

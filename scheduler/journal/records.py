@@ -109,7 +109,30 @@ def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd)
 def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamStep]) -> None:
     """Notes steps of a beam search."""
     for step in steps:
-        record.beam_steps.add(request=number, parents=step.parents, token_ids=step.token_ids, log_probs=step.log_probs)
+        kept = record.beam_steps.add(
+            request=number,
+            parents=step.parents,
+            token_ids=step.token_ids,
+            log_probs=step.log_probs,
+            token_ranks=step.token_ranks,
+        )
+        for rank, reports in enumerate(step.reports):
+            kept.report_ranks.extend([rank] * len(reports))
+            kept.reports.extend(reports)
+
+
+def read_beam_step(record: pb.JournalBeamStep) -> BeamStep:
+    """Return a step of a beam search."""
+    reports: list[list[bytes]] = [[] for _ in range(max(record.report_ranks, default=-1) + 1)]
+    for rank, data in zip(record.report_ranks, record.reports, strict=True):
+        reports[rank].append(data)
+    return BeamStep(
+        tuple(record.parents),
+        tuple(record.token_ids),
+        tuple(record.log_probs),
+        tuple(record.token_ranks),
+        tuple(map(tuple, reports)),
+    )
 
 
 def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: SteadyClock) -> None:
@@ -207,8 +230,7 @@ def _apply(sealed: bytes, requests: dict[int, StoredRequest], clock: SteadyClock
             requests[extra.request].extras[extra.sequence_index].append(output)
     for step in record.beam_steps:
         if step.request in requests:
-            taken = BeamStep(tuple(step.parents), tuple(step.token_ids), tuple(step.log_probs))
-            requests[step.request].beam_steps.append(taken)
+            requests[step.request].beam_steps.append(read_beam_step(step))
             requests[step.request].is_changed |= marks
     _apply_ends(record, requests, clock, marks)
     return True

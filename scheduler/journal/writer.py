@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from midstream.clock import SteadyClock
 from protos import journal_pb2 as pb
+from scheduler.core.beams import BeamStep
 from scheduler.core.effects import Accepted, BeamsAdvanced, Emitted, RequestEnded, RequestForgotten, SequenceEnded
 from scheduler.core.events import Recovered
 from scheduler.core.request import ExtraOutput, Request, Sequence
@@ -161,13 +162,15 @@ class RowWriter:
 
     def _add_beam_steps(self, entry: BeamsAdvanced, record: pb.JournalCommit) -> None:
         request, beams = entry.request, entry.request.beams
+        if request.spec.tensor_bytes:
+            return
         kept = self._kept[request.request_id]
         assert beams is not None
         steps = beams.search.steps[kept.num_beam_steps : entry.num_steps]
         kept.num_beam_steps = entry.num_steps
         add_beam_steps(record, kept.number, steps)
         self._add_outputs(0, request.sequences[0].outputs[kept.num_outputs[0] : entry.num_outputs], kept, record)
-        self._note_changed(request.request_id, request, kept, sum(12 * len(step.parents) for step in steps))
+        self._note_changed(request.request_id, request, kept, sum(map(_num_bytes, steps)))
 
     def _add_outputs(self, index: int, extras: Iterable[ExtraOutput], kept: Kept, record: pb.JournalCommit) -> None:
         for extra in extras:
@@ -240,6 +243,10 @@ class RowWriter:
         self._changed_bytes = self._commit_bytes = 0
         self.num_compactions += 1
         return rows
+
+
+def _num_bytes(step: BeamStep) -> int:
+    return 13 * len(step.parents) + sum(len(data) for reports in step.reports for data in reports)
 
 
 def _stored(request: Request, kept: Kept) -> StoredRequest:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 
 from gpu_worker.model_runner import ModelRunner
@@ -35,8 +38,10 @@ def folder() -> ModelFolder:
 
 
 @pytest.fixture(scope="module")
-def runner() -> ModelRunner:
-    return make_runner("smollm2", activations="f32", max_kv_tokens=4096, max_batch_size=64, max_sequence_length=512)
+def runner() -> Iterator[ModelRunner]:
+    runner = make_runner("smollm2", activations="f32", max_kv_tokens=4096, max_batch_size=64, max_sequence_length=512)
+    yield runner
+    runner.close()
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +165,160 @@ def test_what_is_said_of_the_prompt_comes_once_whichever_part_is_lost(
     whole.lose_scheduler()
     whole.run([])
     assert contents(whole.core.lifecycle.requests["again"]) == expected
+
+
+def reported(number: int, prompt: list[int], **search: Any) -> pb.GenerateRequest:
+    """A search that asks for everything that can be reported."""
+    request = request_of(number, prompt, {"beam_width": 3, "num_return_sequences": 3, "length_penalty": 1.0} | search)
+    request.output.log_probs = 4
+    request.output.prompt_log_probs = 2
+    request.output.return_context_logits = True
+    request.output.return_generation_logits = True
+    for name in ("hidden_states.30", "topk_logits.3"):
+        request.output.additional_outputs.add(name=name, gather_context=True)
+    return request
+
+
+def expected_way(model: Any, prompt: list[int], end_ids: tuple[int, ...], **settings: Any) -> Any:
+    """What transformers' search comes to, with the logits and hidden states of each of its steps."""
+    with torch.inference_mode():
+        return model.generate(
+            torch.tensor([prompt]),
+            num_beams=3,
+            num_return_sequences=3,
+            length_penalty=1.0,
+            early_stopping=True,
+            eos_token_id=list(end_ids),
+            pad_token_id=PAD,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            output_logits=True,
+            output_hidden_states=True,
+            **{"max_new_tokens": MAX_TOKENS} | settings,
+        )
+
+
+def test_what_beams_report_is_what_transformers_had_along_their_way(
+    runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], end_ids: tuple[int, ...]
+) -> None:
+    """An output's token was chosen from the logits of the beam that it extended, not of the row that it ended in."""
+    found = Whole(runner, end_ids).run([reported(i, prompt) for i, prompt in enumerate(prompts)])
+    num_parted = 0
+    for prompt, request in zip(prompts, found, strict=True):
+        expected = expected_way(transformers_model, prompt, end_ids)
+        with torch.inference_mode():
+            whole = transformers_model(torch.tensor([prompt]), output_hidden_states=True)
+        for place, made in enumerate(contents(request)):
+            assert made.tokens == expected.sequences[place, len(prompt) : len(prompt) + len(made.tokens)].tolist()
+            way = expected.beam_indices[place].tolist()[: len(made.tokens)]
+            num_parted += len(set(way)) > 1
+            logits = torch.stack([expected.logits[step][beam] for step, beam in enumerate(way)])
+            states = torch.stack([expected.hidden_states[step][-1][beam, -1] for step, beam in enumerate(way)])
+            assert close(made.array("generation_logits", 49152), logits)
+            assert close(made.array("hidden_states.30", 576), states)
+            assert close(made.array("topk_logits.3", 3), logits.topk(3).values)
+            log_probs = torch.log_softmax(logits, dim=1)
+            assert [item.rank for item in made.log_probs] == [
+                int((row > row[token]).sum()) + 1 for row, token in zip(log_probs, made.tokens, strict=True)
+            ]
+            for item, row, token in zip(made.log_probs, log_probs, made.tokens, strict=True):
+                assert item.log_prob == pytest.approx(float(row[token]), abs=BOUND)
+                assert [log_prob for _, log_prob in item.top] == pytest.approx(row.topk(4).values.tolist(), abs=BOUND)
+            # The first output tells of the prompt.
+            assert ("context_logits" in made.tensors) == (place == 0) == bool(made.prompt_log_probs)
+            if place == 0:
+                assert close(made.array("context_logits", 49152), whole.logits[0])
+                assert close(made.array("context_hidden_states.30", 576), whole.hidden_states[-1][0])
+                assert len(made.prompt_log_probs) == len(prompt) - 1
+    assert num_parted > 3
+
+
+def close(found: Any, wanted: torch.Tensor) -> bool:
+    return bool((torch.from_numpy(found.copy()) - wanted).abs().max() < 0.02)
+
+
+class Digits:
+    """Lets tokens of digits come until there are six, and an end from two on."""
+
+    def __init__(self, folder: ModelFolder, num_prompt_tokens: int, end_ids: tuple[int, ...]) -> None:
+        tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
+        texts = [tokenizer.decode([token]) for token in range(folder.vocab_size)]
+        self._lengths = torch.tensor([len(text) if re.fullmatch("[0-9]+", text) else 0 for text in texts])
+        self._num_prompt_tokens, self._end_ids = num_prompt_tokens, list(end_ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for tokens, row in zip(input_ids[:, self._num_prompt_tokens :], scores, strict=True):
+            length = int(self._lengths[tokens].sum())
+            is_allowed = (self._lengths > 0) & (self._lengths + length <= 6)
+            is_allowed[self._end_ids] = length >= 2
+            row[~is_allowed] = -torch.inf
+        return scores
+
+
+def test_beams_follow_a_grammar_as_those_of_transformers_do(
+    runner: ModelRunner, transformers_model: Any, folder: ModelFolder, prompts: list[list[int]]
+) -> None:
+    """Against a logits processor that knows nothing of grammars, with what it leaves made to a distribution again."""
+    requests = []
+    for i, prompt in enumerate(prompts):
+        request = reported(i, prompt)
+        request.guided_decoding.guide_type = pb.GUIDE_TYPE_REGEX
+        request.guided_decoding.guide = "[0-9]{2,6}"
+        requests.append(request)
+    found = Whole(runner, folder.end_ids).run(requests)
+    for prompt, made_request in zip(prompts, found, strict=True):
+        digits = Digits(folder, len(prompt), folder.end_ids)
+        expected = expected_way(
+            transformers_model,
+            prompt,
+            folder.end_ids,
+            logits_processor=transformers.LogitsProcessorList([digits]),
+            renormalize_logits=True,
+        )
+        for place, made in enumerate(contents(made_request)):
+            tokens = expected.sequences[place, len(prompt) :].tolist()
+            assert made.tokens == tokens[: len(made.tokens)]
+            assert set(tokens[len(made.tokens) :]) <= {PAD}
+            assert made.cumulative_log_prob is not None
+            score = made.cumulative_log_prob / len(made.tokens)
+            assert score == pytest.approx(float(expected.sequences_scores[place]), abs=BOUND)
+            # What is reported is of the distribution that was searched.
+            assert made.cumulative_log_prob == pytest.approx(sum(item.log_prob for item in made.log_probs), abs=1e-4)
+            assert all(item.rank <= len(item.top) for item in made.log_probs if item.log_prob >= item.top[-1][1])
+
+
+@pytest.mark.parametrize("is_guided", [False, True])
+def test_what_beams_report_is_the_same_whichever_part_is_lost(
+    runner: ModelRunner, end_ids: tuple[int, ...], tmp_path: Path, prompts: list[list[int]], is_guided: bool
+) -> None:
+    def make(name: str, *, has_tensors: bool) -> pb.GenerateRequest:
+        request = reported(0, prompts[1] * 3)
+        request.request_id = name
+        if is_guided:
+            request.guided_decoding.guide_type = pb.GUIDE_TYPE_REGEX
+            request.guided_decoding.guide = "[0-9 ,]{1,20}"
+        if not has_tensors:
+            request.output.return_context_logits = request.output.return_generation_logits = False
+            del request.output.additional_outputs[:]
+        return request
+
+    for has_tensors in (True, False):
+        (alone,) = Whole(runner, end_ids).run([make("alone", has_tensors=has_tensors)])
+        expected = contents(alone)
+        assert all(item.log_probs for item in expected)
+        for num_steps in (2, 6):
+            whole = Whole(runner, end_ids, max_num_tokens=16, journal=tmp_path / f"{has_tensors}{num_steps}")
+            made = whole.submit(make("worker", has_tensors=has_tensors))
+            for _ in range(num_steps):
+                whole.step()
+            whole.lose_worker()
+            whole.run([])
+            assert contents(made) == expected
+            whole.submit(make("scheduler", has_tensors=has_tensors))
+            for _ in range(num_steps):
+                whole.step()
+            whole.lose_scheduler()
+            whole.run([])
+            assert contents(whole.core.lifecycle.requests["scheduler"]) == expected

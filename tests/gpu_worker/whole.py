@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,6 +199,14 @@ def outputs(request: Request) -> list[list[int]]:
     return [s.output[: s.end.num_tokens].tolist() for s in request.sequences if s.end is not None]
 
 
+class LogProb(NamedTuple):
+    """Of one token; `top` are the likeliest ones."""
+
+    log_prob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
 @dataclass(slots=True)
 class Contents:
     """All that a client gets of one sequence.
@@ -220,9 +228,6 @@ class Contents:
     def array(self, name: str, width: int) -> NDArray[np.float32]:
         """A tensor of floats with rows of `width`."""
         return np.frombuffer(self.tensors[name], dtype=np.float32).reshape(-1, width)
-
-
-LogProb = tuple[float, int, list[tuple[int, float]]]
 
 
 def contents(request: Request) -> list[Contents]:
@@ -252,6 +257,5 @@ def _contents(sequence: Sequence) -> Contents:
 def _log_probs(message: pb.LogProbs) -> list[LogProb]:
     top = list(zip(message.top_token_ids, message.top_log_probs, strict=True))
     count = message.top_k
-    ranks = message.token_ranks or [0] * len(message.token_log_probs)  # beams have none
-    rows = zip(message.token_log_probs, ranks, strict=True)
-    return [(value, rank, top[i * count : (i + 1) * count]) for i, (value, rank) in enumerate(rows)]
+    rows = zip(message.token_log_probs, message.token_ranks, strict=True)
+    return [LogProb(value, rank, top[i * count : (i + 1) * count]) for i, (value, rank) in enumerate(rows)]
