@@ -80,7 +80,7 @@ class FeedBatchBuilder:
             num_sequences=len(request.sequences),
             stopping=contents.stopping,
             output=contents.output,
-            min_tokens=request.spec.min_tokens,
+            min_tokens=contents.sampling.min_tokens,
             streaming=contents.streaming if contents.HasField("streaming") else True,
             trace_parent=contents.trace_parent,
         )

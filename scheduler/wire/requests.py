@@ -48,7 +48,8 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
         max_tokens=max_tokens,
         num_sequences=sampling.num_return_sequences or 1,
         stop_token_ids=frozenset(stop_ids(request, limits)),
-        min_tokens=sampling.min_tokens,
+        # A grammar that has nothing more to say goes before min_tokens, so that a stop token then ends the sequence.
+        min_tokens=0 if request.HasField("guided_decoding") else sampling.min_tokens,
         beam_width=sampling.beam_width or 1,
         beam_diversity_rate=sampling.beam_search_diversity_rate,
         length_penalty=sampling.length_penalty,

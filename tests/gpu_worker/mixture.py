@@ -29,16 +29,14 @@ GUIDES = (
     pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide='root ::= ("yes" | "no") (", " root)?'),
 )
 DRAFTS = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP, num_draft_tokens=3)
-SHAPES = ("one", "several", "beams", "drafts", "guided", "processor")
 
 
 def draw(number: int, prompts: list[list[int]], adapters: dict[str, pb.ResolvedAdapter]) -> pb.GenerateRequest:
-    """Request `number`: one of the shapes, an adapter or none, and some of the other features."""
+    """Request `number`: sequences or beams, an adapter or none, and any of the other features, each for itself."""
     rng = random.Random(number)
     request = pb.GenerateRequest(request_id=f"m{number}", max_tokens=rng.randint(3, 6))
     sampling, stopping, output = request.sampling, request.stopping, request.output
     sampling.seed, sampling.temperature = number, rng.choice([0.0, 0.7, 1.3])
-    shape = SHAPES[number % len(SHAPES)]
     table = _adapt(request, rng.choice(["", "", *adapters, "table"]), number, adapters)
     tokens = rng.choice(prompts)
     request.token_ids.values.extend([*tokens[:2], *table, *tokens[2:]])
@@ -55,16 +53,22 @@ def draw(number: int, prompts: list[list[int]], adapters: dict[str, pb.ResolvedA
         "ignore_eos": lambda: stopping.MergeFrom(pb.StoppingConfig(ignore_eos=True)),
         "salt": lambda: request.MergeFrom(pb.GenerateRequest(cache_salt=f"{number % 3}", priority=number % 5)),
         "log_probs": lambda: output.MergeFrom(pb.OutputConfig(log_probs=3)),
+        "logits": lambda: output.MergeFrom(pb.OutputConfig(return_generation_logits=True)),
+        "hidden": lambda: output.additional_outputs.add(name="hidden_states.12", gather_context=True),
+        "topk": lambda: output.additional_outputs.add(name="topk_logits.5"),
     }
     if not request.HasField("prompt_tuning"):
         choices["prompt_log_probs"] = lambda: output.MergeFrom(pb.OutputConfig(prompt_log_probs=1))
-    if shape not in ("beams", "drafts"):
-        choices["logits"] = lambda: output.MergeFrom(pb.OutputConfig(return_generation_logits=True))
-        choices["hidden"] = lambda: output.additional_outputs.add(name="hidden_states.12", gather_context=True)
-        choices["topk"] = lambda: output.additional_outputs.add(name="topk_logits.5")
     for name in rng.sample(sorted(choices), 5):
         choices[name]()
-    _shape(request, shape, rng)
+    _draw_sequences(request, rng)
+    if rng.random() < 0.3:
+        request.speculative.CopyFrom(DRAFTS)
+    if rng.random() < 0.3:
+        request.guided_decoding.CopyFrom(rng.choice(GUIDES))
+    if rng.random() < 0.25:
+        request.logits_post_processor_name = rng.choice(["count_up", "count_up_together"])
+        request.client_id = rng.choice(["ann", "robert"])
     return request
 
 
@@ -85,22 +89,15 @@ def _adapt(
     return []
 
 
-def _shape(request: pb.GenerateRequest, shape: str, rng: random.Random) -> None:
-    sampling = request.sampling
-    if shape == "several":
+def _draw_sequences(request: pb.GenerateRequest, rng: random.Random) -> None:
+    sampling, kind = request.sampling, rng.choice(("one", "one", "several", "beams"))
+    if kind == "several":
         sampling.num_return_sequences = rng.randint(2, 3)
-    elif shape == "beams":
+    elif kind == "beams":
         sampling.beam_width = rng.randint(2, 4)
         sampling.num_return_sequences = rng.randint(1, sampling.beam_width)
         sampling.length_penalty, sampling.early_stopping = rng.choice([0.0, 1.0]), rng.randint(0, 2)
         sampling.beam_search_diversity_rate = rng.choice([0.0, 0.5])
-    elif shape == "drafts":
-        request.speculative.CopyFrom(DRAFTS)
-    elif shape == "guided":
-        request.guided_decoding.CopyFrom(rng.choice(GUIDES))
-    elif shape == "processor":
-        request.logits_post_processor_name = rng.choice(["count_up", "count_up_together"])
-        request.client_id = rng.choice(["ann", "robert"])
 
 
 def resolve(runner: ModelRunner, folder: Path) -> pb.ResolvedAdapter:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
+import json
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from gpu_worker.model_runner import ModelRunner
@@ -17,7 +24,8 @@ from protos import generation_pb2 as pb
 from scheduler.core.request import Request
 from tests.adapter_folders import write_lora, write_prompt
 from tests.example_package import install
-from tests.gpu_worker.mixture import PROMPTS, draw, resolve
+from tests.gpu_worker.adapters import adapted
+from tests.gpu_worker.mixture import HIDDEN_SIZE, PROMPTS, VOCAB_SIZE, draw, resolve
 from tests.gpu_worker.test_post_processors import EXAMPLE
 from tests.gpu_worker.tiny_models import make_runner
 from tests.gpu_worker.whole import Contents, Whole, contents
@@ -25,9 +33,12 @@ from tests.gpu_worker.whole import Contents, Whole, contents
 # Running each alone takes most of a minute where the machine is slow or busy.
 pytestmark = pytest.mark.timeout(600)
 
+TOKENIZER = Tokenizer.from_file(str(open_model_folder("smollm2").path / "tokenizer.json"))
 NUM_REQUESTS = 100
 END_IDS = (0, 2)
 NUM_ROWS = 256
+# Of the largest logit: products of 16-bit integers, through thirty layers; random adapters amplify what is rounded.
+BOUND, LORA_BOUND = 1e-3, 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +60,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
 
 @pytest.fixture(scope="module")
 def requests(runner: ModelRunner, folders: list[Path]) -> list[pb.GenerateRequest]:
-    tokenizer = Tokenizer.from_file(str(open_model_folder("smollm2").path / "tokenizer.json"))
-    prompts = [tokenizer.encode(text).ids for text in PROMPTS]
+    prompts = [TOKENIZER.encode(text).ids for text in PROMPTS]
     adapters = {path.name: resolve(runner, path) for path in folders}
     return [draw(number, prompts, adapters) for number in range(NUM_REQUESTS)]
 
@@ -118,11 +128,113 @@ def test_the_loss_of_the_scheduler_changes_nothing(
     assert sum(request.num_recoveries for request in made) > 50
 
 
+def test_what_is_reported_is_what_transformers_and_peft_compute(
+    requests: list[pb.GenerateRequest],
+    alone: list[list[Contents]],
+    transformers_model: torch.nn.Module,
+    folders: list[Path],
+) -> None:
+    """Along each output, token by token: whatever chose its tokens, the logits before that are the model's own.
+
+    And an output with a guide that ended by itself is what the guide says.
+    """
+    paths = {path.name: path for path in folders}
+    num_compared = num_complete = 0
+    for request, sequences in zip(requests, alone, strict=True):
+        num_complete += sum(is_complete(request, item) for item in sequences)
+        reports = [item for item in sequences if item.log_probs or "generation_logits" in item.tensors]
+        if not reports or num_compared > 60:
+            continue
+        lora = request.lora.name
+        with adapted(transformers_model, paths[lora]) if lora else contextlib.nullcontext(transformers_model) as model:
+            for item in reports:
+                compare(request, item, reference(model, request, item.tokens, paths))
+                num_compared += 1
+    assert num_compared > 50
+    assert num_complete > 5
+
+
+def reference(model: Any, request: pb.GenerateRequest, output: list[int], paths: dict[str, Path]) -> torch.Tensor:
+    """The logits that each output token is chosen from, float32 [output tokens, vocabulary]."""
+    tokens = torch.tensor([*request.token_ids.values, *output])
+    table = torch.zeros(0, HIDDEN_SIZE)
+    if request.prompt_tuning.name:
+        table = load_file(paths[request.prompt_tuning.name] / "adapter_model.safetensors")["prompt_embeddings"]
+        tokens = torch.cat([torch.arange(VOCAB_SIZE, VOCAB_SIZE + len(table)), tokens])
+    elif request.prompt_tuning.HasField("table"):
+        values = np.frombuffer(request.prompt_tuning.table.data, dtype=np.float16).astype(np.float32)
+        table = torch.from_numpy(values).reshape(-1, HIDDEN_SIZE)
+    with torch.inference_mode():
+        embedded = model.get_input_embeddings()(tokens.clamp(max=VOCAB_SIZE - 1))
+        is_virtual = tokens >= VOCAB_SIZE
+        embedded[is_virtual] = table[tokens[is_virtual] - VOCAB_SIZE]
+        logits: torch.Tensor = model(inputs_embeds=embedded[None]).logits[0]
+    return logits[-len(output) - 1 : -1]
+
+
+def compare(request: pb.GenerateRequest, item: Contents, logits: torch.Tensor) -> None:
+    bound = float(logits.abs().max()) * (LORA_BOUND if request.HasField("lora") else BOUND)
+    if "generation_logits" in item.tensors:
+        found = torch.from_numpy(item.array("generation_logits", VOCAB_SIZE).copy())
+        assert float((found - logits).abs().max()) < bound, request.request_id
+    if item.log_probs and request.sampling.beam_width <= 1:  # those of beams are of what is searched
+        own = torch.log_softmax(logits, dim=1)[torch.arange(len(item.tokens)), torch.tensor(item.tokens)]
+        assert [found.log_prob for found in item.log_probs] == pytest.approx(own.tolist(), abs=bound), request
+
+
+def is_complete(request: pb.GenerateRequest, item: Contents) -> bool:
+    """Whether a guide was followed to its end; fails where it was left."""
+    guide = request.guided_decoding
+    if not request.HasField("guided_decoding") or item.stop_token_id is None:
+        return False
+    text = TOKENIZER.decode(item.tokens[:-1])
+    if guide.guide_type == pb.GUIDE_TYPE_REGEX:
+        assert re.fullmatch(guide.guide, text), (text, request)
+    elif guide.guide_type == pb.GUIDE_TYPE_JSON_SCHEMA:
+        assert isinstance(json.loads(text)["a"], int), (text, request)
+    else:
+        assert set(text.split(", ")) <= {"yes", "no"}, (text, request)
+    return True
+
+
+@pytest.mark.parametrize("beam_width", [1, 2])
+def test_a_guide_that_is_fulfilled_ends_before_min_tokens(runner: ModelRunner, beam_width: int) -> None:
+    """No token but an end may follow, so an end that comes too early ends the sequence, and nothing follows it."""
+    request = pb.GenerateRequest(
+        request_id="early",
+        token_ids=pb.TokenIds(values=[504, 3575, 314]),
+        max_tokens=8,
+        sampling=pb.SamplingConfig(temperature=0, min_tokens=6, beam_width=beam_width),
+        stopping=pb.StoppingConfig(stop_token_ids=[28, 30]),
+        guided_decoding=pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="yes|no"),
+    )
+    (made,) = contents(start(runner).run([request])[0])
+    assert made.stop_token_id in (*END_IDS, 28, 30)
+    assert TOKENIZER.decode(made.tokens[:-1]) in ("yes", "no")
+
+
 def test_the_mixture_has_all_features(requests: list[pb.GenerateRequest], alone: list[list[Contents]]) -> None:
     used = {field.name for request in requests for part in _parts(request) for field, _ in part.ListFields()}
     assert not {"beam_width", "speculative", "guided_decoding", "lora", "prompt_tuning", "bad_word_token_ids"} - used
     assert {len(sequences) for sequences in alone} == {1, 2, 3, 4}
+    pairs = {pair for request in requests for pair in itertools.combinations(kinds(request), 2)}
+    assert not {*itertools.combinations(KINDS, 2)} - pairs - {("beams", "several")}
     assert len({str(item) for item in alone}) > 90
+
+
+KINDS: dict[str, Callable[[pb.GenerateRequest], bool]] = {
+    "beams": lambda request: request.sampling.beam_width > 1,
+    "several": lambda request: request.sampling.num_return_sequences > 1 >= request.sampling.beam_width,
+    "guided": lambda request: request.HasField("guided_decoding"),
+    "lora": lambda request: request.HasField("lora"),
+    "processor": lambda request: bool(request.logits_post_processor_name),
+    "drafts": lambda request: request.HasField("speculative"),
+    "log_probs": lambda request: request.output.HasField("log_probs"),
+}
+
+
+def kinds(request: pb.GenerateRequest) -> list[str]:
+    return [name for name, is_used in KINDS.items() if is_used(request)]
 
 
 def _parts(request: pb.GenerateRequest) -> list[Any]:

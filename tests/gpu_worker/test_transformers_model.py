@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -13,15 +14,21 @@ from torch import Tensor
 
 from gpu_worker.batch.step import OutputParams, SamplingParams
 from gpu_worker.models.layers.linear import int8_rows
+from gpu_worker.models.loader import load_model
 from gpu_worker.models.native import CpuDecoder
 from gpu_worker.models.transformers_model import TransformersDecoder
+from gpu_worker.parallel.ranks import ALONE
+from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
-from midstream.model.folder import prepare_model_folder
+from midstream.model.folder import open_model_folder, prepare_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import make_lora
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
+
+if TYPE_CHECKING:
+    from gpu_worker.parallel.links import RankLinks
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 32}),
@@ -219,6 +226,14 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(ConfigError, match=r"missing keys: model\.decoder\.layers\.2"):
         make_runner(tmp_path)
+
+
+def test_ranks_cannot_divide_it(gemma2: tuple[torch.nn.Module, Path]) -> None:
+    """Said as the group starts; transformers' own plan divides attention and cache in ways that ours do not know."""
+    config = WorkerConfig(device="cpu", num_threads=1, tensor_parallel=2)
+    with pytest.raises(UnsupportedError, match="runs by transformers' code cannot be divided among ranks") as raised:
+        load_model(config, open_model_folder(str(gemma2[1])), cast("RankLinks", SimpleNamespace(ranks=ALONE)))
+    assert raised.value.field == "model"
 
 
 def test_our_own_code_alone_if_that_is_wanted(gemma2: tuple[torch.nn.Module, Path]) -> None:

@@ -171,6 +171,13 @@ def test_a_value_at_the_end_of_its_range_passes(folder: ModelFolder, request_: p
     check_request(request_, folder)
 
 
+def test_the_widest_search_is_a_setting(folder: ModelFolder) -> None:
+    request = sampling(beam_width=40, num_return_sequences=40)
+    check_request(request, folder, max_beam_width=40)
+    with pytest.raises(InvalidArgumentError, match=r"sampling\.beam_width: is 40; must be in \[1, 39\]"):
+        check_request(request, folder, max_beam_width=39)
+
+
 def test_tensors_are_limited_by_their_size(folder: ModelFolder) -> None:
     """Of 10 prompt tokens and 2 sequences of 5: 30 rows of logits or hidden states."""
     request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1] * 10), max_tokens=5)
