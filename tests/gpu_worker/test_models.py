@@ -24,17 +24,30 @@ TOLERANCE = 2e-4
 
 
 class Recorder:
-    """Keeps the logits of each forward pass of a runner."""
+    """Keeps the logits of each forward pass of a runner; what is chosen without logits must be what they choose."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[Tensor] = []
-        forward = runner.model.decoder.forward
+        decoder = runner.model.decoder
+        forward = decoder.forward
 
         def record(inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
             self.logits.append(forward(inputs, probe).clone())
             return self.logits[-1]
 
-        monkeypatch.setattr(runner.model.decoder, "forward", record)
+        monkeypatch.setattr(decoder, "forward", record)
+        if isinstance(decoder, CpuDecoder):
+            choose = decoder.choose
+
+            def check(inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
+                chosen = choose(inputs)
+                if chosen is not None:
+                    logits = record(inputs)
+                    assert torch.equal(chosen[0], logits.argmax(dim=1).int())
+                    assert torch.equal(chosen[1], logits.amax(dim=1))
+                return chosen
+
+            monkeypatch.setattr(decoder, "choose", check)
 
 
 def expected_logits(model: torch.nn.Module, tokens: list[int]) -> Tensor:
