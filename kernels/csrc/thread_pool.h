@@ -9,22 +9,47 @@
 
 namespace midstream {
 
-// A number that threads wait on: awake for some microseconds, then asleep, so that other programs get the processor.
-class WaitWord {
+// Threads that wait for a change of some atomic: awake for some microseconds, then asleep, so that other programs get the
+// processor.
+class Waiters {
  public:
-  uint32_t load() const { return value_.load(std::memory_order_acquire); }
-  // Wakes those that wait for another value.
-  void store(uint32_t value) {
-    value_.store(value, std::memory_order_seq_cst);
-    wake(INT32_MAX);
+  // Returns when is_over(), which reads that atomic in sequentially consistent order.
+  template <class IsOver> void wait(IsOver&& is_over) {
+    if (stays_awake(is_over)) return;
+    // Either this sees the change, or who made it sees that somebody is asleep.
+    num_asleep_.fetch_add(1);
+    for (;;) {
+      uint32_t seen = num_calls_.load();
+      if (is_over()) break;
+      sleep(seen);
+    }
+    num_asleep_.fetch_sub(1);
   }
-  // Returns when the value is not this one; most_awake is how long it waits awake, in microseconds.
-  void wait_while(uint32_t value, int most_awake);
-  void wake(int most);
-  std::atomic<uint32_t>& value() { return value_; }
+  // After a sequentially consistent change.
+  void wake(int most) {
+    if (num_asleep_.load()) call(most);
+  }
 
  private:
-  std::atomic<uint32_t> value_{0};
+  template <class IsOver> bool stays_awake(IsOver&& is_over) {
+    int64_t end = now() + kAwake;
+    do {
+      for (int i = 0; i < 16; ++i) {
+        if (is_over()) return true;
+        relax();
+      }
+    } while (now() < end);
+    return false;
+  }
+
+  // In nanoseconds: less than sleep and waking take. A longer wait means that the others' processor is busy elsewhere.
+  static constexpr int64_t kAwake = 20000;
+  static int64_t now();
+  static void relax();
+  void sleep(uint32_t seen);
+  void call(int most);
+
+  std::atomic<uint32_t> num_calls_{0};
   std::atomic<int> num_asleep_{0};
 };
 
@@ -86,9 +111,9 @@ class ThreadPool {
   // Each call of for_each is a phase. The ticket is the phase, and in the low half the first piece nobody has taken.
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<int> num_done_{0};
-  alignas(64) WaitWord phase_;
-  alignas(64) WaitWord num_runs_;
-  alignas(64) WaitWord gate_;  // how many others are inside; in the high half how many more may enter
+  alignas(64) std::atomic<uint32_t> num_runs_{0};
+  alignas(64) std::atomic<uint32_t> gate_{0};  // how many others are inside; in the high half how many more may enter
+  alignas(64) Waiters of_phase_, of_run_, of_gate_;
   std::atomic<bool> is_stopping_{false};
 };
 

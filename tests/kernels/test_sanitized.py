@@ -13,7 +13,7 @@ FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from kernels.cpu import DecoderDims, Library
+from kernels.cpu import DecoderDims, Embedding, Library, PackedLinear, WeightFormat
 from kernels.cpu.self_check import find_difference
 from tests.kernels import libraries
 from tests.kernels.models import random_decoder
@@ -35,6 +35,12 @@ for lengths in ([1], [33, 1, 70], [5, 31]):
         hidden, batch.positions, batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables
     )
     assert not hidden.isnan().any()
+    head = PackedLinear(sanitized, [torch.randn(77, 41)], WeightFormat.F32)
+    tokens, sampled = torch.zeros(sum(lengths)).int(), torch.tensor([sum(lengths) - 1]).int()
+    table = Embedding(torch.randn(1, 41), WeightFormat.F32, 41)
+    steps = (batch.positions, batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables)
+    best, highest = native.choose(tokens, *steps, sampled, table, torch.ones(41), head)
+    assert 0 <= best[0] < 77 and highest.isfinite().all()
 print("clean")
 """
 
