@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kernels.cpu import InputFormat, PackedLinear, ThreadPool, WeightFormat, load_library
 
-NUM_ROWS = (1, 4, 16, 64)
+NUM_ROWS = (1, 2, 4, 8, 16, 64, 256)
 
 
 def random_blocks(num_outputs: int, num_inputs: int) -> torch.Tensor:
@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-outputs", type=int, default=1536)
     parser.add_argument("--num-inputs", type=int, default=576)
+    parser.add_argument("--num-rows", type=int, nargs="+", default=NUM_ROWS)
     parser.add_argument("--seconds", type=float, default=0.5, help="For each figure. [0.5]")
     arguments = parser.parse_args()
     library = load_library()
@@ -48,11 +49,11 @@ def main() -> None:
     threads = ThreadPool(library, 1)
     blocks = random_blocks(arguments.num_outputs, arguments.num_inputs)
     table = Table(title=f"GFLOP/s of one thread, Q4_1 weights [{arguments.num_outputs}, {arguments.num_inputs}]")
-    for column in (f"{library.isa}, input as", *(f"{count} rows" for count in NUM_ROWS)):
+    for column in (f"{library.isa}, input as", *(f"{count} row{'s' * (count > 1)}" for count in arguments.num_rows)):
         table.add_column(column, justify="right")
     for input_format in InputFormat:
         linear = PackedLinear(library, [blocks], WeightFormat.Q4_1, input_format=input_format)
-        rates = (rate(linear, threads, count, arguments.seconds) for count in NUM_ROWS)
+        rates = (rate(linear, threads, count, arguments.seconds) for count in arguments.num_rows)
         table.add_row(input_format.name.lower(), *(f"{value:.0f}" for value in rates))
     Console(width=100).print(table)
 
