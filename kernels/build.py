@@ -29,11 +29,15 @@ ISA_FLAGS = {
     ],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
-# Processor flags, as /proc/cpuinfo names them, without which a build of that set cannot run.
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"}
+# Instruction sets, the fastest first, with the processor flags, as /proc/cpuinfo names them, that each needs.
 ISA_NEEDS = {
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"},
+    "amx": {*_AVX512, "amx_tile", "amx_bf16"},
+    "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c"},
 }
+# The build that serves an instruction set, where it has another name.
+BUILD_OF = {"amx": "avx512"}
 
 
 class BuildError(Exception):

@@ -13,7 +13,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import ClassVar
 
-from kernels.build import ISA_FLAGS, ISA_NEEDS, BuildError, build
+from kernels.build import BUILD_OF, ISA_NEEDS, BuildError, build
 
 
 class LinearStruct(ctypes.Structure):
@@ -79,7 +79,7 @@ class BatchStruct(ctypes.Structure):
 
 
 class Library:
-    """One build of the kernels."""
+    """One build of the kernels, used for an instruction set of kernels.build."""
 
     def __init__(self, path: Path, isa: str) -> None:
         """Load it; raises OSError when it cannot be loaded."""
@@ -91,6 +91,7 @@ class Library:
         self.has_integer_products = bind("midstream_has_integer_products", ctypes.c_bool, c_int, c_int)
         self.pack = bind("midstream_pack", None, c_int, c_void_p, c_int, c_int, c_void_p, c_void_p)
         self.pool_create = bind("midstream_pool_create", c_void_p, c_int, c_void_p)
+        self.pool_use_tiles = bind("midstream_pool_use_tiles", ctypes.c_bool, c_void_p)
         self.pool_destroy = bind("midstream_pool_destroy", None, c_void_p)
         self.linear = bind("midstream_linear", None, c_void_p, POINTER(LinearStruct), c_int, c_void_p, c_void_p)
         self.decoder_create = bind(
@@ -143,8 +144,8 @@ def processor_flags() -> frozenset[str]:
 def load_library() -> Library | None:
     """Return the best build of the kernels for this processor, or None after a warning that says why there is none.
 
-    A missing build is compiled first (some seconds). The variable MIDSTREAM_CPU_ISA names a build (avx512, avx2) or
-    `reference` for none.
+    A missing build is compiled first (some seconds). The variable MIDSTREAM_CPU_ISA names an instruction set
+    (amx, avx512, avx2) or `reference` for none.
     """
     return _load(os.environ.get("MIDSTREAM_CPU_ISA", ""))
 
@@ -153,10 +154,10 @@ def load_library() -> Library | None:
 def _load(wanted: str) -> Library | None:
     if wanted == "reference":
         return None
-    if wanted and wanted not in ISA_FLAGS:
-        raise ValueError(f"MIDSTREAM_CPU_ISA={wanted}: expected reference or one of {', '.join(ISA_FLAGS)}")
+    if wanted and wanted not in ISA_NEEDS:
+        raise ValueError(f"MIDSTREAM_CPU_ISA={wanted}: expected reference or one of {', '.join(ISA_NEEDS)}")
     flags, reasons, is_fault = processor_flags(), [], False
-    for isa in [wanted] if wanted else ISA_FLAGS:
+    for isa in [wanted] if wanted else ISA_NEEDS:
         if not flags >= ISA_NEEDS[isa]:
             reasons.append(f"{isa}: this processor lacks {', '.join(sorted(ISA_NEEDS[isa] - flags))}")
             continue
@@ -177,8 +178,8 @@ def _try(isa: str) -> tuple[Library | None, str | None]:
     from kernels.cpu.self_check import find_difference
 
     try:
-        path = build(isa)
-        reason = find_crash(path, isa) if isa == "avx512" else None
+        path = build(BUILD_OF.get(isa, isa))
+        reason = None if isa == "avx2" else find_crash(path, isa)
         library = None if reason else Library(path, isa)
     except (BuildError, OSError) as error:
         return None, str(error)
@@ -189,7 +190,7 @@ def _try(isa: str) -> tuple[Library | None, str | None]:
 def find_crash(path: Path, isa: str) -> str | None:
     """Return how the check of a library failed in a process of its own, or None where it passed, now or before."""
     digest = hashlib.sha256(" ".join(sorted(processor_flags())).encode()).hexdigest()[:16]
-    passed = path.with_suffix(f".{digest}.passed")
+    passed = path.with_suffix(f".{isa}.{digest}.passed")
     if passed.exists():
         return None
     command = [sys.executable, "-P", "-m", "kernels.cpu.self_check", str(path), isa]

@@ -11,7 +11,10 @@ class ThreadPool:
     """A team of threads. One caller at a time; it works as the first of them."""
 
     def __init__(self, library: Library, num_threads: int, cpus: Sequence[int] | None = None) -> None:
-        """Start num_threads - 1 threads, pinned to these processors where given (one for each)."""
+        """Start num_threads - 1 threads, pinned to these processors where given (one for each).
+
+        Raises RuntimeError where the library is to use AMX and the system does not allow it.
+        """
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}: expected at least 1")
         if cpus is not None and len(cpus) != num_threads - 1:
@@ -21,3 +24,5 @@ class ThreadPool:
         pinned = None if cpus is None else (ctypes.c_int * len(cpus))(*cpus)
         self.handle: int = library.pool_create(num_threads, pinned)
         weakref.finalize(self, library.pool_destroy, self.handle)
+        if library.isa == "amx" and not library.pool_use_tiles(self.handle):
+            raise RuntimeError("the system does not allow this process to use AMX")

@@ -14,6 +14,8 @@ bool midstream_has_integer_products(int format, int input) {
 
 MidstreamPool* midstream_pool_create(int num_threads, const int* cpus) { return new MidstreamPool(num_threads, cpus); }
 
+bool midstream_pool_use_tiles(MidstreamPool* pool) { return pool->quantized.can_use_tiles = request_tiles(); }
+
 void midstream_pool_destroy(MidstreamPool* pool) { delete pool; }
 
 void midstream_linear(MidstreamPool* pool, const MidstreamLinear* weight, int m, const float* x, float* out) {

@@ -21,6 +21,8 @@ int64_t midstream_packed_bytes(int format, int n, int k);
 void midstream_pack(int format, const void* source, int n, int k, const int* row_order, void* packed);
 
 MidstreamPool* midstream_pool_create(int num_threads, const int* cpus);
+// From now on large products are made with tiles (AMX); false, and nothing changes, where there are none.
+bool midstream_pool_use_tiles(MidstreamPool* pool);
 void midstream_pool_destroy(MidstreamPool* pool);
 
 // One decoder layer. Pointers stay the caller's and must outlive the decoder.

@@ -11,6 +11,10 @@ namespace {
 // Unpacked weights of this many k's stay in the first-level cache while all rows pass over them.
 constexpr int kTileBlocks = 24 * 1024 / (kPanel * 4 * kBlock);
 
+// Rows that pass over a panel together: their input stays in the second-level cache, and the last of many rows are shared out
+// among threads. A multiple of every tile of rows.
+constexpr int kRowGroup = 240;
+
 // Few rows: weights go from memory to registers and are gone.
 template <class Block, int R>
 void sum_direct(const uint8_t* panel, int num_blocks, const float* x, int64_t ldx, float* sums) {
@@ -78,7 +82,9 @@ void sum_panel(const MidstreamLinear& weight, int panel_index, int m, const floa
   Format format = static_cast<Format>(weight.format);
   int64_t bytes = panel_bytes(format, weight.k);
   const uint8_t* panel = static_cast<const uint8_t*>(weight.packed) + panel_index * bytes;
-  if (quantized) {
+  if (quantized && quantized->has_tiles) {
+    sum_tiles(panel, m, *quantized, sums, scratch.tiles[0]);
+  } else if (quantized) {
     sum_dots(format, panel, m, *quantized, sums, scratch.dot_tile.data());
   } else {
     sum_floats(format, panel, weight.k, m, x, ldx, sums, scratch.tile.data());
@@ -86,10 +92,10 @@ void sum_panel(const MidstreamLinear& weight, int panel_index, int m, const floa
   if (format == Format::kInt8) scale_columns(reinterpret_cast<const float*>(panel + bytes) - kPanel, m, sums);
 }
 
-// Adds columns first..first+width-1 of the deltas to a panel's sums.
-void add_deltas(const LoraRows& lora, int m, int first, int width, float* sums) {
+// Adds columns first..first+width-1 of the deltas of m rows to a panel's sums.
+void add_deltas(const LoraRows& lora, int row, int m, int first, int width, float* sums) {
   for (int r = 0; r < m; ++r)
-    if (const float* delta = lora.delta(r))
+    if (const float* delta = lora.delta(row + r))
       for (int i = 0; i < width; ++i) sums[r * kPanel + i] += delta[first + i];
 }
 
@@ -124,11 +130,12 @@ void write_row(Output output, const float* sums, const float* bias, int width, f
 
 }  // namespace
 
-void LinearScratch::reserve(int max_rows) {
-  size_t size = static_cast<size_t>(max_rows) * 2 * kPanel;
+void LinearScratch::reserve(int max_rows, bool can_use_tiles) {
+  size_t size = static_cast<size_t>(round_up(std::min(max_rows, kRowGroup), kTileRows)) * 2 * kPanel;
   if (sums.size() < size) sums.resize(size);
   dot_tile.resize(kDotTileBytes / sizeof(uint64_t));
   tile.resize(kTileBlocks * kBlock * kPanel);
+  tiles.resize(can_use_tiles);
 }
 
 void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m,
@@ -136,22 +143,30 @@ void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantize
   Format format = static_cast<Format>(weight.format);
   Input input = static_cast<Input>(weight.input);
   bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
-  QuantizedRows rows = quantized.rows(weight.k, input);
+  QuantizedRows rows = quantized.rows(m, weight.k, format, input);
   if (is_quantized) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, format == Format::kQ4); });
-  const QuantizedRows* integers = is_quantized ? &rows : nullptr;
+  bool has_tiles = is_quantized && rows.has_tiles;
+  if (has_tiles) configure_tiles(std::min(m, kTileRows));
   float* sums = scratch.sums.data();
-  float* up = sums + static_cast<int64_t>(m) * kPanel;
-  int count = round_up(num_outputs, kPanel) / kPanel;
-  pool.for_each(count, pool.grain(count), [&](int i) {
-    sum_panel(weight, is_gated ? 2 * i : i, m, x, ldx, integers, scratch, sums);
-    if (is_gated) sum_panel(weight, 2 * i + 1, m, x, ldx, integers, scratch, up);
+  float* up = sums + static_cast<int64_t>(round_up(std::min(m, kRowGroup), kTileRows)) * kPanel;
+  int num_panels = round_up(num_outputs, kPanel) / kPanel, count = num_panels * (round_up(m, kRowGroup) / kRowGroup);
+  pool.for_each(count, pool.grain(count), [&](int task) {
+    int i = task % num_panels, row = task / num_panels * kRowGroup, num_rows = std::min(kRowGroup, m - row);
+    QuantizedRows integers = rows.from(row);
+    const float* input_rows = x + row * ldx;
+    auto sum = [&](int panel, float* to) {
+      sum_panel(weight, panel, num_rows, input_rows, ldx, is_quantized ? &integers : nullptr, scratch, to);
+    };
+    sum(is_gated ? 2 * i : i, sums);
+    if (is_gated) sum(2 * i + 1, up);
     int first = i * kPanel, width = std::min(kPanel, num_outputs - first);
-    if (lora) add_deltas(*lora, m, first, width, sums);
-    if (lora && is_gated) add_deltas(*lora, m, num_outputs + first, width, up);
+    if (lora) add_deltas(*lora, row, num_rows, first, width, sums);
+    if (lora && is_gated) add_deltas(*lora, row, num_rows, num_outputs + first, width, up);
     const float* bias = weight.bias ? weight.bias + first : nullptr;
-    for (int r = 0; r < m; ++r)
-      write_row(output, sums + r * kPanel, is_gated ? up + r * kPanel : bias, width, out + r * ldout + first);
+    for (int r = 0; r < num_rows; ++r)
+      write_row(output, sums + r * kPanel, is_gated ? up + r * kPanel : bias, width, out + (row + r) * ldout + first);
   });
+  if (has_tiles) release_tiles();
 }
 
 }  // namespace midstream

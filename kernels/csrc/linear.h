@@ -3,6 +3,7 @@
 #include "api.h"
 #include "dot_panel.h"
 #include "lora.h"
+#include "tile_panel.h"
 #include "thread_pool.h"
 
 namespace midstream {
@@ -16,9 +17,10 @@ enum class Output {
 
 // Scratch of one thread; reserve() may allocate, the rest of a step does not.
 struct LinearScratch {
-  std::vector<float> sums, tile;
-  std::vector<uint64_t> dot_tile;
-  void reserve(int max_rows);
+  AlignedVector<float> sums, tile;
+  AlignedVector<uint64_t> dot_tile;
+  AlignedVector<TileScratch> tiles;  // one, where tiles are used
+  void reserve(int max_rows, bool can_use_tiles);
 };
 
 // Called by every thread of a running team; quantized is the team's. x [m, ldx] has zeros from weight.k up to a multiple of

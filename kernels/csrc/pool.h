@@ -10,7 +10,7 @@ struct MidstreamPool {
   std::vector<float> rows;  // padded copy of an input
 
   void reserve(int m, int max_k) {
-    for (midstream::LinearScratch& scratch : linear_scratch) scratch.reserve(m);
+    for (midstream::LinearScratch& scratch : linear_scratch) scratch.reserve(m, quantized.can_use_tiles);
     quantized.reserve(m, max_k);
   }
 };

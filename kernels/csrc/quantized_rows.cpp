@@ -1,5 +1,6 @@
 #include "quantized_rows.h"
 
+#include "tiles.h"
 #include "vec_avx2.h"
 
 namespace midstream {
@@ -37,11 +38,37 @@ void store_halves(const __m256i* q, bool is_q4, uint32_t* words) {
   }
 }
 
+// Integers of at most eight significant bits as bfloat16.
+void store_bf16(const __m256i* q, bool is_q4, uint32_t* words) {
+  __m256 x[4];
+  for (int i = 0; i < 4; ++i) x[i] = _mm256_cvtepi32_ps(q[i]);
+  for (int i = 0; i < 2; ++i) {
+    __m256 low = is_q4 ? x[i] : _mm256_shuffle_ps(x[2 * i], x[2 * i + 1], 0x88);
+    __m256 high = is_q4 ? x[i + 2] : _mm256_shuffle_ps(x[2 * i], x[2 * i + 1], 0xdd);
+    __m256i words_of_low = _mm256_srli_epi32(_mm256_castps_si256(low), 16);
+    __m256i pairs = _mm256_or_si256(words_of_low, _mm256_and_si256(_mm256_castps_si256(high), _mm256_set1_epi32(0xffff0000)));
+    store_words(words + i * 8, is_q4 ? pairs : _mm256_permute4x64_epi64(pairs, 0xd8));
+  }
+}
+
+// One row of a block of a tile, and of halves the same row of the next tile.
+void store_tile_row(const __m256i* q, Input input, bool is_q4, uint32_t* words) {
+  if (input == Input::kBytes) return store_bf16(q, is_q4, words);
+  __m256i high[4], low[4], byte = _mm256_set1_epi32(255);
+  for (int i = 0; i < 4; ++i) {
+    high[i] = _mm256_andnot_si256(byte, q[i]);
+    low[i] = _mm256_and_si256(byte, q[i]);
+  }
+  store_bf16(high, is_q4, words);
+  store_bf16(low, is_q4, words + kTileRows * kBlock / 2);
+}
+
 }  // namespace
 
 void QuantizedRows::quantize(int index, const float* row, bool is_q4) const {
-  int64_t first = static_cast<int64_t>(index / kRowTile) * num_blocks;
-  int place = index % kRowTile, num_words = words_of_block(input);
+  int row_tile = has_tiles ? kTileRows : kRowTile;
+  int64_t first = static_cast<int64_t>(index / row_tile) * num_blocks;
+  int place = index % row_tile, num_words = words_of_block(input);
   bool has_halves = input == Input::kHalves;
   float most_level = has_halves ? 32767.0f : 127.0f;
   __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
@@ -59,14 +86,19 @@ void QuantizedRows::quantize(int index, const float* row, bool is_q4) const {
       q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], inverse));
       sum = _mm256_add_epi32(sum, q[i]);
     }
-    uint32_t block[kBlock / 2];
-    has_halves ? store_halves(q, is_q4, block) : store_bytes(q, is_q4, block);
-    uint32_t* out = words + (first + b) * num_words * kRowTile + place;
-    for (int i = 0; i < num_words; ++i) out[i * kRowTile] = block[i];
+    if (has_tiles) {
+      int64_t tile_words = (has_halves ? 2 : 1) * kTileRows * kBlock / 2;
+      store_tile_row(q, input, is_q4, words + (first + b) * tile_words + place * kBlock / 2);
+    } else {
+      uint32_t block[kBlock / 2];
+      has_halves ? store_halves(q, is_q4, block) : store_bytes(q, is_q4, block);
+      uint32_t* out = words + (first + b) * num_words * kRowTile + place;
+      for (int i = 0; i < num_words; ++i) out[i * kRowTile] = block[i];
+    }
     // The maximum overlooks a NaN, and integers cannot hold one: the scale carries it on.
     float scale = largest / most_level + 0.0f * avx2::sum_lanes(total);
-    scales[(first + b) * kRowTile + place] = scale;
-    sums[(first + b) * kRowTile + place] = scale * avx2::sum_lanes(_mm256_cvtepi32_ps(sum));
+    scales[(first + b) * row_tile + place] = scale;
+    sums[(first + b) * row_tile + place] = scale * avx2::sum_lanes(_mm256_cvtepi32_ps(sum));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <new>
 #include <vector>
 
 #include "formats.h"
@@ -21,28 +22,56 @@ constexpr int kRowTile = kLanes == 16 ? 6 : 4;
 // Each block of kBlock numbers of a row has its own scale: the largest magnitude becomes 127, or 32,767 as halves (16 bits).
 // A word holds what meets a word of weights. Bytes: four in order, or for Q4 those of k = 8 j + i in byte j of word i.
 // Halves: word 2 i + j has k = 4 i + j and the one after next, or for Q4 word k has k and k + 16.
+//
+// For products of tiles, numbers are bfloat16s, in order or for Q4 k beside k + 16; halves are there twice: what they are
+// without their low byte, and the low byte.
 struct QuantizedRows {
-  uint32_t* words;  // [m / kRowTile, num_blocks, words_of_block, kRowTile]
-  float* scales;    // [m / kRowTile, num_blocks, kRowTile]
+  uint32_t* words;  // [m / kRowTile, num_blocks, words_of_block, kRowTile]; tiles: [m / 16, num_blocks, 1 or 2, 16, kBlock / 2]
+  float* scales;    // [m / kRowTile, num_blocks, kRowTile]; tiles: [m / 16, num_blocks, 16]
   float* sums;      // likewise: the sum of a block's numbers as quantized
   int num_blocks;
   Input input;
+  bool has_tiles;
+
+  // Those from a row on that is the first of a tile.
+  QuantizedRows from(int row) const {
+    int64_t blocks = static_cast<int64_t>(row) * num_blocks;
+    int words_of_row = has_tiles ? (input == Input::kHalves ? kBlock : kBlock / 2) : words_of_block(input);
+    return {words + blocks * words_of_row, scales + blocks, sums + blocks, num_blocks, input, has_tiles};
+  }
 
   // Sets one row from num_blocks * kBlock numbers.
   void quantize(int index, const float* row, bool is_q4) const;
 };
 
+// Vectors and rows of tiles that cross cache lines are read half as fast.
+template <class T> struct AlignedAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kAlignment{alignof(T) > 64 ? alignof(T) : 64};
+  AlignedAllocator() = default;
+  template <class U> AlignedAllocator(const AlignedAllocator<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kAlignment)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, kAlignment); }
+  bool operator==(const AlignedAllocator&) const { return true; }
+};
+template <class T> using AlignedVector = std::vector<T, AlignedAllocator<T>>;
+
 struct QuantizedScratch {
-  std::vector<uint32_t> words;
+  AlignedVector<uint32_t> words;
   std::vector<float> scales, sums;
+  bool can_use_tiles = false;
 
   void reserve(int m, int k) {
-    size_t blocks = static_cast<size_t>(round_up(m, kRowTile)) * (round_up(k, kBlock) / kBlock);
-    if (scales.size() < blocks) words.resize(blocks * (kBlock / 2)), scales.resize(blocks), sums.resize(blocks);
+    size_t blocks = static_cast<size_t>(m + kMostTileRows) * (round_up(k, kBlock) / kBlock);
+    if (scales.size() < blocks) words.resize(blocks * kBlock), scales.resize(blocks), sums.resize(blocks);
   }
-  QuantizedRows rows(int k, Input input) {
-    return {words.data(), scales.data(), sums.data(), round_up(k, kBlock) / kBlock, input};
+  QuantizedRows rows(int m, int k, Format format, Input input) {
+    bool has_tiles = can_use_tiles && format == Format::kQ4 && m >= (input == Input::kHalves ? 7 : 16);
+    return {words.data(), scales.data(), sums.data(), round_up(k, kBlock) / kBlock, input, has_tiles};
   }
+
+ private:
+  static constexpr int kMostTileRows = 16;  // the last tile of rows may not be full
 };
 
 }  // namespace midstream

@@ -44,6 +44,7 @@ inline I set1_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store_int(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 inline I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
+inline I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
 inline I bit_xor(I a, I b) { return _mm256_xor_si256(a, b); }
 inline I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
 template <int n> I shift_left(I a) { return _mm256_slli_epi32(a, n); }
@@ -85,6 +86,9 @@ inline I odd_bytes(I a) { return _mm256_srai_epi16(a, 8); }
 // Dots of bytes for u up to 255 takes too many instructions here to be worth it.
 constexpr bool kHasByteDots = false;
 inline I dot_bytes(I sum, I, I) { return sum; }
+
+// Only builds with tiles need it.
+inline I nibbles_to_bf16(I a) { return a; }
 
 // Lane i is added to lane i + 4, then i + 2, then i + 1.
 inline float sum_lanes(F x) {

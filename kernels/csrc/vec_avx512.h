@@ -45,6 +45,7 @@ inline I set1_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm512_loadu_si512(p); }
 inline void store_int(void* p, I x) { _mm512_storeu_si512(p, x); }
 inline I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
+inline I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
 inline I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 inline I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
 template <int n> I shift_left(I a) { return _mm512_slli_epi32(a, n); }
@@ -66,6 +67,14 @@ constexpr bool kHasHalfPairs = false;
 // The signed bytes 0 and 2, or 1 and 3, of a lane as its halves.
 inline I even_bytes(I a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }
 inline I odd_bytes(I a) { return _mm512_srai_epi16(a, 8); }
+
+// The low four bits of each half as a bfloat16.
+inline I nibbles_to_bf16(I a) {
+  // Five bits of an index count: the table is there twice.
+  const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
+  return _mm512_permutexvar_epi16(a, table);
+}
 
 inline float sum_lanes(F x) { return _mm512_reduce_add_ps(x); }
 inline float max_lanes(F x) { return _mm512_reduce_max_ps(x); }

@@ -37,6 +37,7 @@ inline void store_int(void* p, I x) {
   avx2::store_int(static_cast<char*>(p) + 32, x.b);
 }
 inline I bit_and(I x, I y) { return {avx2::bit_and(x.a, y.a), avx2::bit_and(x.b, y.b)}; }
+inline I bit_or(I x, I y) { return {avx2::bit_or(x.a, y.a), avx2::bit_or(x.b, y.b)}; }
 inline I bit_xor(I x, I y) { return {avx2::bit_xor(x.a, y.a), avx2::bit_xor(x.b, y.b)}; }
 inline I add_int(I x, I y) { return {avx2::add_int(x.a, y.a), avx2::add_int(x.b, y.b)}; }
 template <int n> I shift_left(I x) { return {avx2::shift_left<n>(x.a), avx2::shift_left<n>(x.b)}; }
@@ -63,6 +64,12 @@ inline __m256i dot_bytes(__m256i sum, __m256i u, __m256i x) {
   return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, ones), _mm256_madd_epi16(odd, ones)));
 }
 inline I dot_bytes(I s, I u, I x) { return {dot_bytes(s.a, u.a, x.a), dot_bytes(s.b, u.b, x.b)}; }
+
+inline __m256i nibbles_to_bf16(__m256i x) {
+  auto half = [](__m256i q) { return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_and_si256(q, _mm256_set1_epi32(15)))); };
+  return _mm256_or_si256(_mm256_srli_epi32(half(x), 16), half(_mm256_srli_epi32(x, 16)));
+}
+inline I nibbles_to_bf16(I x) { return {nibbles_to_bf16(x.a), nibbles_to_bf16(x.b)}; }
 
 inline float sum_lanes(F x) { return avx2::sum_lanes(avx2::add(x.a, x.b)); }
 inline float max_lanes(F x) { return avx2::max_lanes(avx2::max(x.a, x.b)); }

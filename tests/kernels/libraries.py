@@ -10,13 +10,21 @@ from kernels.cpu.library import processor_flags
 
 # "pair" is the 16-lane code of AVX-512 on two AVX2 halves; nobody needs it fast, so it is compiled fast: with -O1, GCC
 # takes six times as long over the sums that are unrolled.
-BUILDS = {"avx2": ("avx2", ()), "pair": ("avx2", ("-DMIDSTREAM_PAIR", "-Og")), "avx512": ("avx512", ())}
+_PAIR = ("-DMIDSTREAM_PAIR", "-Og")
+# Build, flags, and the instruction set that it is used for; "tiles" has AMX in plain C++.
+BUILDS = {
+    "avx2": ("avx2", (), "avx2"),
+    "pair": ("avx2", _PAIR, "avx512"),
+    "tiles": ("avx2", _PAIR, "amx"),
+    "avx512": ("avx512", (), "avx512"),
+    "amx": ("avx512", (), "amx"),
+}
 
 
 @functools.cache
 def library(name: str) -> Library:
-    isa, extra_flags = BUILDS[name]
-    return Library(build(isa, extra_flags), isa)
+    isa, extra_flags, used_for = BUILDS[name]
+    return Library(build(isa, extra_flags), used_for)
 
 
 @functools.cache
@@ -24,5 +32,6 @@ def threads(name: str, num_threads: int = 2) -> ThreadPool:
     return ThreadPool(library(name), num_threads)
 
 
-runnable_builds = [name for name, (isa, _) in BUILDS.items() if processor_flags() >= ISA_NEEDS[isa]]
+_needs = {name: ISA_NEEDS["amx" if name == "amx" else isa] for name, (isa, _, _) in BUILDS.items()}
+runnable_builds = [name for name, needs in _needs.items() if processor_flags() >= needs]
 each_build = pytest.mark.parametrize("name", runnable_builds)

@@ -23,7 +23,7 @@ def _forget() -> Iterator[None]:
 def avx512_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where a processor that has AVX-512 looks for its build; the one for AVX2 is real."""
     path = tmp_path / "midstream-avx512-0.so"
-    monkeypatch.setattr(library, "processor_flags", lambda: frozenset().union(*ISA_NEEDS.values()))
+    monkeypatch.setattr(library, "processor_flags", lambda: frozenset(ISA_NEEDS["avx512"] | ISA_NEEDS["avx2"]))
     monkeypatch.setattr(library, "build", lambda isa: path if isa == "avx512" else build(isa))
     return path
 
@@ -31,7 +31,7 @@ def avx512_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_build_that_crashes_is_passed_over_with_a_warning(avx512_path: Path) -> None:
     program = "__attribute__((constructor)) static void start() { __builtin_trap(); }"
     subprocess.run(["g++", "-shared", "-xc++", "-", "-o", str(avx512_path)], input=program, text=True, check=True)
-    with pytest.warns(UserWarning, match="running the avx2 kernels .avx512: its check ended with SIGILL"):
+    with pytest.warns(UserWarning, match="running the avx2 kernels .*avx512: its check ended with SIGILL"):
         chosen = load_library()
     assert chosen is not None
     assert chosen.isa == "avx2"
@@ -41,7 +41,7 @@ def test_a_build_that_computes_something_else_is_passed_over(
     avx512_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "find_crash", lambda path, isa: "its Q4_1 linear layer differs from the reference")
-    with pytest.warns(UserWarning, match="running the avx2 kernels .avx512: its Q4_1 linear layer differs"):
+    with pytest.warns(UserWarning, match="running the avx2 kernels .*avx512: its Q4_1 linear layer differs"):
         chosen = load_library()
     assert chosen is not None
     assert chosen.isa == "avx2"
@@ -74,5 +74,5 @@ def test_the_variable_names_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("error")
         assert load_library() is None
     monkeypatch.setenv("MIDSTREAM_CPU_ISA", "mmx")
-    with pytest.raises(ValueError, match="MIDSTREAM_CPU_ISA=mmx: expected reference or one of avx512, avx2"):
+    with pytest.raises(ValueError, match="MIDSTREAM_CPU_ISA=mmx: expected reference or one of amx, avx512, avx2"):
         load_library()

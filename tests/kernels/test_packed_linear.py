@@ -82,12 +82,29 @@ def test_rows_do_not_depend_on_batch_or_threads(
 ) -> None:
     source, _ = quantized(torch.randn(200, 1056), weight_format)
     packed = PackedLinear(library(name), [source], weight_format, input_format=input_format)
-    x = torch.randn(50, 1056)
+    x = torch.randn(260, 1056)
     whole = packed(x, threads(name))
     for num_rows in range(1, 20):
-        for begin in (0, 11, 50 - num_rows):
+        for begin in (0, 11, 260 - num_rows):
             rows = slice(begin, begin + num_rows)
             assert torch.equal(packed(x[rows], threads(name, 1 + num_rows % 3)), whole[rows])
+
+
+@pytest.mark.parametrize(("name", "with_tiles"), [("pair", "tiles"), ("avx512", "amx")])
+@pytest.mark.parametrize("input_format", [InputFormat.INT8, InputFormat.INT16])
+def test_products_of_tiles_have_the_same_bits(name: str, with_tiles: str, input_format: InputFormat) -> None:
+    if with_tiles not in runnable_builds:
+        pytest.skip("this processor has no AMX")
+    source, _ = quantized(torch.randn(200, 1056), WeightFormat.Q4_1)
+    # Sums as large as they get, and more rows than pass over the weights at once.
+    x = torch.randn(260, 1056) * torch.logspace(-6, 6, 260)[:, None]
+    x[3], x[4] = 1.0, -1.0
+    x[5, ::2] = 0.0
+    outputs = [
+        PackedLinear(library(it), [source], WeightFormat.Q4_1, input_format=input_format)(x, threads(it))
+        for it in (name, with_tiles)
+    ]
+    assert torch.equal(*outputs)
 
 
 @each_build

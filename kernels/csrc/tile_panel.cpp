@@ -1,0 +1,126 @@
+#include "tile_panel.h"
+
+#include <algorithm>
+
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace midstream {
+
+#if defined(__AVX512F__)
+bool request_tiles() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#else
+bool request_tiles() { return kHasTiles; }
+#endif
+
+namespace {
+
+// The integers q of a block as bfloat16, and what makes weights of them.
+void unpack(const uint8_t* block, int b, TileScratch& scratch) {
+  const uint8_t* words = block + kPanel * 4;
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
+  for (int v = 0; v < kPanelVectors; ++v) {
+    auto& pairs = scratch.weights[b][v];
+    for (int i = 0; i < 4; ++i) {
+      I word = load_int(words + (i * kPanel + v * kLanes) * 4);
+      // Pair i has weights i and i + 16.
+      store_int(pairs[i], nibbles_to_bf16(word));
+      store_int(pairs[4 + i], nibbles_to_bf16(shift_right<4>(word)));
+      store_int(pairs[8 + i], nibbles_to_bf16(shift_right<8>(word)));
+      store_int(pairs[12 + i], nibbles_to_bf16(shift_right<12>(word)));
+    }
+    store(scratch.scales[b] + v * kLanes, load_half(halves + v * kLanes));
+    store(scratch.minimums[b] + v * kLanes, load_half(halves + kPanel + v * kLanes));
+  }
+}
+
+// products = inputs [kTileRows, kBlock] times a block of weights.
+template <Input input> [[gnu::always_inline]] inline void multiply_block(const uint32_t* inputs, int b, TileScratch& scratch) {
+  constexpr bool kHasLow = input == Input::kHalves;
+  load_tile<4>(inputs, 64);
+  if constexpr (kHasLow) load_tile<5>(inputs + kTileBytes / 4, 64);
+  auto multiply = [&]<int v>() __attribute__((always_inline)) {
+    constexpr int kWeights = 6 + v % 2;
+    load_tile<kWeights>(scratch.weights[b][v], 64);
+    clear_tile<v>();
+    multiply_tiles<v, 4, kWeights>();
+    if constexpr (kHasLow) multiply_tiles<v, 5, kWeights>();
+    store_tile<v>(scratch.products[b][v], 64);
+  };
+  multiply.template operator()<0>();
+  multiply.template operator()<1>();
+  multiply.template operator()<2>();
+  multiply.template operator()<3>();
+}
+
+// Blocks of one tile of rows.
+struct Chunk {
+  int row, first_block, count;
+};
+
+// sums += scale * products + minimum * sums of inputs, for R rows from r0 on and two vectors of channels from v0 on.
+template <int R>
+[[gnu::noinline]] void add_products(const Chunk& chunk, const QuantizedRows& rows, const TileScratch& scratch, int r0, int v0,
+                                    float* sums) {
+  constexpr int V = 2;
+  int64_t index = (static_cast<int64_t>(chunk.row / kTileRows) * rows.num_blocks + chunk.first_block) * kTileRows + r0;
+  const float *scales = rows.scales + index, *row_sums = rows.sums + index;
+  float* out = sums + (chunk.row + r0) * kPanel + v0 * kLanes;
+  F sum[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) sum[r][v] = chunk.first_block ? load(out + r * kPanel + v * kLanes) : zero();
+  for (int b = 0; b < chunk.count; ++b) {
+    F scale[V], minimum[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) {
+      scale[v] = load(scratch.scales[b] + (v0 + v) * kLanes);
+      minimum[v] = load(scratch.minimums[b] + (v0 + v) * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      F row_scale = set1(scales[b * kTileRows + r]), row_sum = set1(row_sums[b * kTileRows + r]);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) {
+        sum[r][v] = fma(mul(scale[v], row_scale), load(scratch.products[b][v0 + v][r0 + r]), sum[r][v]);
+        sum[r][v] = fma(minimum[v], row_sum, sum[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) store(out + r * kPanel + v * kLanes, sum[r][v]);
+}
+
+template <Input input>
+void sum_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch) {
+  constexpr int kWords = kTileBytes / 4 * (input == Input::kHalves ? 2 : 1);
+  for (int first = 0; first < rows.num_blocks; first += kTileChunk) {
+    int count = std::min(kTileChunk, rows.num_blocks - first);
+    for (int b = 0; b < count; ++b) unpack(panel + static_cast<int64_t>(first + b) * Q4Block::kBytes, b, scratch);
+    for (int row = 0; row < m; row += kTileRows) {
+      int64_t index = static_cast<int64_t>(row / kTileRows) * rows.num_blocks + first;
+      for (int b = 0; b < count; ++b) multiply_block<input>(rows.words + (index + b) * kWords, b, scratch);
+      for (int v = 0; v < kPanelVectors; v += 2) {
+        add_products<8>({row, first, count}, rows, scratch, 0, v, sums);
+        if (m - row > 8) add_products<8>({row, first, count}, rows, scratch, 8, v, sums);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void sum_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch) {
+  if constexpr (kHasTiles)
+    (rows.input == Input::kHalves ? sum_tiles<Input::kHalves> : sum_tiles<Input::kBytes>)(panel, m, rows, sums, scratch);
+}
+
+}  // namespace midstream

@@ -1,0 +1,82 @@
+// Tile registers of AMX: eight of 16 rows of 64 bytes, of one thread. 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "vec.h"
+
+namespace midstream {
+
+constexpr int kTileRows = 16;
+constexpr int kTileBytes = kTileRows * 64;
+
+#if defined(__AVX512F__) || defined(MIDSTREAM_PAIR)
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
+
+// Asks the system for the right to use them, for all threads of the process; false where it or the processor has none.
+bool request_tiles();
+
+#if defined(__AVX512F__)
+
+// Sets the rows of sums and inputs; weights always have kTileRows.
+inline void configure_tiles(int rows) {
+  alignas(64) uint8_t config[64] = {1};
+  for (int i = 0; i < 8; ++i) {
+    config[16 + 2 * i] = 64;
+    config[48 + i] = static_cast<uint8_t>(i < 6 ? rows : kTileRows);
+  }
+  asm volatile("ldtilecfg %0" ::"m"(config));
+}
+// Afterwards a thread's state is small again when the system switches to another.
+inline void release_tiles() { asm volatile("tilerelease"); }
+
+template <int tile> inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(tile)); }
+template <int tile> inline void load_tile(const void* p, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(tile) : "memory");
+}
+template <int tile> inline void store_tile(void* p, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(tile) : "memory");
+}
+// sum[r][c] += over i of left[r][2 i] * right[i][2 c] + left[r][2 i + 1] * right[i][2 c + 1]: bfloat16s, sums in float32.
+template <int sum, int left, int right> inline void multiply_tiles() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sum), "i"(left), "i"(right));
+}
+
+#else
+
+// The same in plain C++, slow, so that what uses tiles can be tested on any machine.
+struct Tile {
+  uint8_t bytes[kTileRows][64];
+};
+inline thread_local Tile tiles[8];
+
+inline void configure_tiles(int) {}
+inline void release_tiles() {}
+template <int tile> inline void clear_tile() { tiles[tile] = {}; }
+template <int tile> inline void load_tile(const void* p, int64_t stride) {
+  for (int i = 0; i < kTileRows; ++i) std::memcpy(tiles[tile].bytes[i], static_cast<const uint8_t*>(p) + i * stride, 64);
+}
+template <int tile> inline void store_tile(void* p, int64_t stride) {
+  for (int i = 0; i < kTileRows; ++i) std::memcpy(static_cast<uint8_t*>(p) + i * stride, tiles[tile].bytes[i], 64);
+}
+template <int sum, int left, int right> inline void multiply_tiles() {
+  auto number = [](const Tile& tile, int row, int i) {
+    float x = 0;
+    std::memcpy(reinterpret_cast<uint8_t*>(&x) + 2, tile.bytes[row] + 2 * i, 2);
+    return x;
+  };
+  for (int r = 0; r < kTileRows; ++r)
+    for (int c = 0; c < 16; ++c) {
+      float x;
+      std::memcpy(&x, tiles[sum].bytes[r] + 4 * c, 4);
+      for (int i = 0; i < 32; ++i) x += number(tiles[left], r, i) * number(tiles[right], i / 2, 2 * c + i % 2);
+      std::memcpy(tiles[sum].bytes[r] + 4 * c, &x, 4);
+    }
+}
+
+#endif
+
+}  // namespace midstream
