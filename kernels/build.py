@@ -1,5 +1,6 @@
 """Building the CPU kernels: `python -m kernels.build` compiles csrc/ once for each instruction set."""
 
+import argparse
 import fcntl
 import hashlib
 import os
@@ -27,14 +28,17 @@ ISA_FLAGS = {
         "-mfma",
         "-mf16c",
     ],
+    "avxvnni": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
-_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"}
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"})
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
 # Instruction sets, the fastest first, with the processor flags, as /proc/cpuinfo names them, that each needs.
-ISA_NEEDS = {
-    "amx": {*_AVX512, "amx_tile", "amx_bf16"},
+ISA_NEEDS: dict[str, frozenset[str]] = {
+    "amx": _AVX512 | {"amx_tile", "amx_bf16"},
     "avx512": _AVX512,
-    "avx2": {"avx2", "fma", "f16c"},
+    "avxvnni": _AVX2 | {"avx_vnni"},
+    "avx2": _AVX2,
 }
 # The build that serves an instruction set, where it has another name.
 BUILD_OF = {"amx": "avx512"}
@@ -42,6 +46,21 @@ BUILD_OF = {"amx": "avx512"}
 
 class BuildError(Exception):
     """There is no compiler, or it failed; the message says which."""
+
+
+def processor_flags() -> frozenset[str]:
+    """Return the processor's features as /proc/cpuinfo names them; empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
+
+
+def builds_for(flags: frozenset[str]) -> list[str]:
+    """Return the builds that a processor with these flags runs: the best one, and the one for AVX2 should that fail."""
+    runnable = [BUILD_OF.get(isa, isa) for isa, needs in ISA_NEEDS.items() if flags >= needs]
+    return list(dict.fromkeys([*runnable[:1], "avx2"]))
 
 
 def library_path(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
@@ -97,10 +116,13 @@ def _build_dir() -> Path:
 
 
 def main() -> int:
-    """Build for every instruction set, drop what older sources left, and report; 1 if none could be built."""
+    """Build, drop what older sources left, and report; 1 if nothing could be built."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--here", action="store_true", help="Only what this processor runs. [every instruction set]")
+    wanted = builds_for(processor_flags()) if parser.parse_args().here else list(ISA_FLAGS)
     started = time.monotonic()
     with ThreadPoolExecutor() as pool:
-        builds = {isa: pool.submit(build, isa) for isa in ISA_FLAGS}
+        builds = {isa: pool.submit(build, isa) for isa in wanted}
     built = []
     for isa, made in builds.items():
         try:

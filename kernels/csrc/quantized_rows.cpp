@@ -38,10 +38,8 @@ void store_halves(const __m256i* q, bool is_q4, uint32_t* words) {
   }
 }
 
-// Integers of at most eight significant bits as bfloat16.
-void store_bf16(const __m256i* q, bool is_q4, uint32_t* words) {
-  __m256 x[4];
-  for (int i = 0; i < 4; ++i) x[i] = _mm256_cvtepi32_ps(q[i]);
+// The upper halves of floats.
+void store_pairs(const __m256* x, bool is_q4, uint32_t* words) {
   for (int i = 0; i < 2; ++i) {
     __m256 low = is_q4 ? x[i] : _mm256_shuffle_ps(x[2 * i], x[2 * i + 1], 0x88);
     __m256 high = is_q4 ? x[i + 2] : _mm256_shuffle_ps(x[2 * i], x[2 * i + 1], 0xdd);
@@ -49,6 +47,13 @@ void store_bf16(const __m256i* q, bool is_q4, uint32_t* words) {
     __m256i pairs = _mm256_or_si256(words_of_low, _mm256_and_si256(_mm256_castps_si256(high), _mm256_set1_epi32(0xffff0000)));
     store_words(words + i * 8, is_q4 ? pairs : _mm256_permute4x64_epi64(pairs, 0xd8));
   }
+}
+
+// Integers of at most eight significant bits.
+void store_bf16(const __m256i* q, bool is_q4, uint32_t* words) {
+  __m256 x[4];
+  for (int i = 0; i < 4; ++i) x[i] = _mm256_cvtepi32_ps(q[i]);
+  store_pairs(x, is_q4, words);
 }
 
 // One row of a block of a tile, and of halves the same row of the next tile.
@@ -63,9 +68,29 @@ void store_tile_row(const __m256i* q, Input input, bool is_q4, uint32_t* words) 
   store_bf16(low, is_q4, words + kTileRows * kBlock / 2);
 }
 
+// A block of floats as sums of three bfloat16s each, which hold all their 24 bits.
+void split_floats(const float* row, uint32_t* words) {
+  __m256 x[4], upper = _mm256_castsi256_ps(_mm256_set1_epi32(0xffff0000));
+  for (int i = 0; i < 4; ++i) x[i] = _mm256_loadu_ps(row + i * 8);
+  for (int part = 0; part < num_parts(Input::kFloats); ++part) {
+    __m256 parts[4];
+    for (int i = 0; i < 4; ++i) {
+      parts[i] = _mm256_and_ps(x[i], upper);
+      x[i] = _mm256_sub_ps(x[i], parts[i]);
+    }
+    store_pairs(parts, false, words + part * kTileRows * kBlock / 2);
+  }
+}
+
 }  // namespace
 
 void QuantizedRows::quantize(int index, const float* row, bool is_q4) const {
+  if (input == Input::kFloats) {
+    uint32_t* tile = words + static_cast<int64_t>(index / kTileRows) * num_blocks * num_parts(input) * kTileRows * kBlock / 2;
+    for (int b = 0; b < num_blocks; ++b)
+      split_floats(row + b * kBlock, tile + (b * num_parts(input) * kTileRows + index % kTileRows) * kBlock / 2);
+    return;
+  }
   int row_tile = has_tiles ? kTileRows : kRowTile;
   int64_t first = static_cast<int64_t>(index / row_tile) * num_blocks;
   int place = index % row_tile, num_words = words_of_block(input);
@@ -87,7 +112,7 @@ void QuantizedRows::quantize(int index, const float* row, bool is_q4) const {
       sum = _mm256_add_epi32(sum, q[i]);
     }
     if (has_tiles) {
-      int64_t tile_words = (has_halves ? 2 : 1) * kTileRows * kBlock / 2;
+      int64_t tile_words = num_parts(input) * kTileRows * kBlock / 2;
       store_tile_row(q, input, is_q4, words + (first + b) * tile_words + place * kBlock / 2);
     } else {
       uint32_t block[kBlock / 2];

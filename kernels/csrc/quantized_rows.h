@@ -14,6 +14,7 @@ namespace midstream {
 enum class Input : int { kFloats = 0, kBytes = 1, kHalves = 2 };
 
 inline int words_of_block(Input input) { return input == Input::kHalves ? kBlock / 2 : kBlock / 4; }
+constexpr int num_parts(Input input) { return input == Input::kFloats ? 3 : input == Input::kHalves ? 2 : 1; }
 
 // Rows that meet the same weights in registers: their words lie side by side. Sums fill the registers, 4 x 2 vectors of 16
 // with AVX2 (which needs others for products), 6 x 4 of 32 with AVX-512.
@@ -23,10 +24,10 @@ constexpr int kRowTile = kLanes == 16 ? 6 : 4;
 // A word holds what meets a word of weights. Bytes: four in order, or for Q4 those of k = 8 j + i in byte j of word i.
 // Halves: word 2 i + j has k = 4 i + j and the one after next, or for Q4 word k has k and k + 16.
 //
-// For products of tiles, numbers are bfloat16s, in order or for Q4 k beside k + 16; halves are there twice: what they are
-// without their low byte, and the low byte.
+// For products of tiles, numbers are sums of one to three bfloat16s, in order or for Q4 k beside k + 16: a byte itself, what a
+// half is without its low byte and the low byte, and the three parts of a float that is not rounded.
 struct QuantizedRows {
-  uint32_t* words;  // [m / kRowTile, num_blocks, words_of_block, kRowTile]; tiles: [m / 16, num_blocks, 1 or 2, 16, kBlock / 2]
+  uint32_t* words;  // [m / kRowTile, num_blocks, words_of_block, kRowTile]; tiles: [m / 16, num_blocks, num_parts, 16, kBlock / 2]
   float* scales;    // [m / kRowTile, num_blocks, kRowTile]; tiles: [m / 16, num_blocks, 16]
   float* sums;      // likewise: the sum of a block's numbers as quantized
   int num_blocks;
@@ -36,7 +37,7 @@ struct QuantizedRows {
   // Those from a row on that is the first of a tile.
   QuantizedRows from(int row) const {
     int64_t blocks = static_cast<int64_t>(row) * num_blocks;
-    int words_of_row = has_tiles ? (input == Input::kHalves ? kBlock : kBlock / 2) : words_of_block(input);
+    int words_of_row = has_tiles ? num_parts(input) * kBlock / 2 : words_of_block(input);
     return {words + blocks * words_of_row, scales + blocks, sums + blocks, num_blocks, input, has_tiles};
   }
 
@@ -63,10 +64,13 @@ struct QuantizedScratch {
 
   void reserve(int m, int k) {
     size_t blocks = static_cast<size_t>(m + kMostTileRows) * (round_up(k, kBlock) / kBlock);
-    if (scales.size() < blocks) words.resize(blocks * kBlock), scales.resize(blocks), sums.resize(blocks);
+    if (scales.size() < blocks) words.resize(blocks * (can_use_tiles ? 3 : 1) * kBlock / 2), scales.resize(blocks), sums.resize(blocks);
   }
+  // Rows for a layer that has integer products with this input, or of floats for one that has not.
   QuantizedRows rows(int m, int k, Format format, Input input) {
-    bool has_tiles = can_use_tiles && format == Format::kQ4 && m >= (input == Input::kHalves ? 7 : 16);
+    // Of Q4, few rows are faster with vectors, and have the same bits.
+    bool is_fast = format == Format::kBF16 || (format == Format::kQ4 && m >= (input == Input::kHalves ? 7 : 16));
+    bool has_tiles = can_use_tiles && is_fast;
     return {words.data(), scales.data(), sums.data(), round_up(k, kBlock) / kBlock, input, has_tiles};
   }
 

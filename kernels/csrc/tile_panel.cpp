@@ -101,7 +101,7 @@ template <int R>
 
 template <Input input>
 void sum_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch) {
-  constexpr int kWords = kTileBytes / 4 * (input == Input::kHalves ? 2 : 1);
+  constexpr int kWords = kTileBytes / 4 * num_parts(input);
   for (int first = 0; first < rows.num_blocks; first += kTileChunk) {
     int count = std::min(kTileChunk, rows.num_blocks - first);
     for (int b = 0; b < count; ++b) unpack(panel + static_cast<int64_t>(first + b) * Q4Block::kBytes, b, scratch);
@@ -116,11 +116,56 @@ void sum_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, float* su
   }
 }
 
+// Adds the products of a block of BF16 weights, which lie in memory as tiles do, and of all parts of the inputs.
+[[gnu::always_inline]] inline void add_bf16_block(const uint32_t* inputs, const uint8_t* block) {
+  load_tile<4>(inputs, 64);
+  load_tile<5>(inputs + kTileBytes / 4, 64);
+  load_tile<6>(inputs + 2 * kTileBytes / 4, 64);
+  auto add = [&]<int v>() __attribute__((always_inline)) {
+    load_tile<7>(block + v * 64, kPanel * 4);
+    multiply_tiles<v, 4, 7>();
+    multiply_tiles<v, 5, 7>();
+    multiply_tiles<v, 6, 7>();
+  };
+  add.template operator()<0>();
+  add.template operator()<1>();
+  add.template operator()<2>();
+  add.template operator()<3>();
+}
+
+void sum_bf16_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums) {
+  constexpr int kChunk = 6, kWords = kTileBytes / 4 * num_parts(Input::kFloats);  // weights stay in the first-level cache
+  for (int first = 0; first < rows.num_blocks; first += kChunk)
+    for (int row = 0; row < m; row += kTileRows) {
+      float* out = sums + row * kPanel;
+      if (first) {
+        load_tile<0>(out, kPanel * 4);
+        load_tile<1>(out + 16, kPanel * 4);
+        load_tile<2>(out + 32, kPanel * 4);
+        load_tile<3>(out + 48, kPanel * 4);
+      } else {
+        clear_tile<0>();
+        clear_tile<1>();
+        clear_tile<2>();
+        clear_tile<3>();
+      }
+      int64_t index = static_cast<int64_t>(row / kTileRows) * rows.num_blocks;
+      for (int b = first; b < std::min(first + kChunk, rows.num_blocks); ++b)
+        add_bf16_block(rows.words + (index + b) * kWords, panel + static_cast<int64_t>(b) * BF16Block::kBytes);
+      store_tile<0>(out, kPanel * 4);
+      store_tile<1>(out + 16, kPanel * 4);
+      store_tile<2>(out + 32, kPanel * 4);
+      store_tile<3>(out + 48, kPanel * 4);
+    }
+}
+
 }  // namespace
 
-void sum_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch) {
-  if constexpr (kHasTiles)
+void sum_tiles(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch) {
+  if constexpr (kHasTiles) {
+    if (format == Format::kBF16) return sum_bf16_tiles(panel, m, rows, sums);
     (rows.input == Input::kHalves ? sum_tiles<Input::kHalves> : sum_tiles<Input::kBytes>)(panel, m, rows, sums, scratch);
+  }
 }
 
 }  // namespace midstream

@@ -1,4 +1,4 @@
-// Sums of a panel by products of tiles, for many rows: the same integers, and so the same bits, as dot_panel.h.
+// Sums of a panel by products of tiles. Those of Q4 are for many rows: the same integers, and so the same bits, as dot_panel.h.
 #pragma once
 #include "quantized_rows.h"
 #include "tiles.h"
@@ -15,7 +15,10 @@ struct alignas(4096) TileScratch {
   float scales[kTileChunk][kPanel], minimums[kTileChunk][kPanel];
 };
 
-// sums [m rounded up to kTileRows, kPanel] = rows times a panel of Q4; rows have the layout of tiles, and tiles are configured.
-void sum_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch);
+inline int num_weight_tiles(Format format) { return format == Format::kBF16 ? 1 : 2; }
+
+// sums [m rounded up to kTileRows, kPanel] = rows times a panel of Q4 or BF16; rows have the layout of tiles, and tiles are configured for
+// m and the format.
+void sum_tiles(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch);
 
 }  // namespace midstream

@@ -1,4 +1,4 @@
-// Tile registers of AMX: eight of 16 rows of 64 bytes, of one thread. 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights.
+// Tile registers of AMX: eight of 16 rows of 64 bytes, of one thread. The first hold sums and inputs, the last ones weights.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -21,12 +21,12 @@ bool request_tiles();
 
 #if defined(__AVX512F__)
 
-// Sets the rows of sums and inputs; weights always have kTileRows.
-inline void configure_tiles(int rows) {
+// Sets the rows of sums and inputs; weights have kTileRows.
+inline void configure_tiles(int rows, int num_weights) {
   alignas(64) uint8_t config[64] = {1};
   for (int i = 0; i < 8; ++i) {
     config[16 + 2 * i] = 64;
-    config[48 + i] = static_cast<uint8_t>(i < 6 ? rows : kTileRows);
+    config[48 + i] = static_cast<uint8_t>(i < 8 - num_weights ? rows : kTileRows);
   }
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
@@ -53,7 +53,7 @@ struct Tile {
 };
 inline thread_local Tile tiles[8];
 
-inline void configure_tiles(int) {}
+inline void configure_tiles(int, int) {}
 inline void release_tiles() {}
 template <int tile> inline void clear_tile() { tiles[tile] = {}; }
 template <int tile> inline void load_tile(const void* p, int64_t stride) {
@@ -70,10 +70,11 @@ template <int sum, int left, int right> inline void multiply_tiles() {
   };
   for (int r = 0; r < kTileRows; ++r)
     for (int c = 0; c < 16; ++c) {
-      float x;
-      std::memcpy(&x, tiles[sum].bytes[r] + 4 * c, 4);
-      for (int i = 0; i < 32; ++i) x += number(tiles[left], r, i) * number(tiles[right], i / 2, 2 * c + i % 2);
-      std::memcpy(tiles[sum].bytes[r] + 4 * c, &x, 4);
+      float before, products = 0;
+      for (int i = 0; i < 32; ++i) products += number(tiles[left], r, i) * number(tiles[right], i / 2, 2 * c + i % 2);
+      std::memcpy(&before, tiles[sum].bytes[r] + 4 * c, 4);
+      float after = before + products;
+      std::memcpy(tiles[sum].bytes[r] + 4 * c, &after, 4);
     }
 }
 

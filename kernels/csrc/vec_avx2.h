@@ -55,6 +55,16 @@ inline I to_int(F a) { return _mm256_cvtps_epi32(a); }
 inline F as_float(I a) { return _mm256_castsi256_ps(a); }
 inline I as_int(F a) { return _mm256_castps_si256(a); }
 
+#ifdef __AVXVNNI__
+// Adds to each lane the products of its four bytes: u unsigned, x signed.
+constexpr bool kHasByteDots = true;
+inline I dot_bytes(I sum, I u, I x) { return _mm256_dpbusd_avx_epi32(sum, u, x); }
+inline I dot_nibbles(I sum, I u, I x) { return dot_bytes(sum, u, x); }
+inline I finish_nibbles(I sum) { return sum; }
+// Adds to each lane the products of its two signed halves.
+inline I dot_halves(I sum, I w, I x) { return _mm256_dpwssd_avx_epi32(sum, w, x); }
+constexpr bool kHasHalfPairs = false;
+#else
 // Adds to each lane the products of its four bytes: u unsigned, at most 15, x signed. After eight additions to zero, 16-bit
 // halves are nearly full; finish_nibbles makes the lane's 32-bit sum of them.
 inline I dot_nibbles(I sum, I u, I x) {
@@ -80,12 +90,13 @@ inline void dot_half_pairs(I (&x_sums)[2], I (&y_sums)[2], const I (&w)[2], I x,
       : "+x"(x_sums[0]), "+x"(x_sums[1]), "+x"(y_sums[0]), "+x"(y_sums[1]), "=&x"(a), "=&x"(b), "=&x"(c), "=&x"(d)
       : "x"(w[0]), "x"(w[1]), "x"(x), "x"(y));
 }
-// The signed bytes 0 and 2, or 1 and 3, of a lane as its halves.
-inline I even_bytes(I a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
-inline I odd_bytes(I a) { return _mm256_srai_epi16(a, 8); }
 // Dots of bytes for u up to 255 takes too many instructions here to be worth it.
 constexpr bool kHasByteDots = false;
 inline I dot_bytes(I sum, I, I) { return sum; }
+#endif
+// The signed bytes 0 and 2, or 1 and 3, of a lane as its halves.
+inline I even_bytes(I a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
+inline I odd_bytes(I a) { return _mm256_srai_epi16(a, 8); }
 
 // Only builds with tiles need it.
 inline I nibbles_to_bf16(I a) { return a; }

@@ -4,9 +4,8 @@ import functools
 
 import pytest
 
-from kernels.build import ISA_NEEDS, build
+from kernels.build import ISA_NEEDS, build, processor_flags
 from kernels.cpu import Library, ThreadPool
-from kernels.cpu.library import processor_flags
 
 # "pair" is the 16-lane code of AVX-512 on two AVX2 halves; nobody needs it fast, so it is compiled fast: with -O1, GCC
 # takes six times as long over the sums that are unrolled.
@@ -18,6 +17,7 @@ BUILDS = {
     "tiles": ("avx2", _PAIR, "amx"),
     "avx512": ("avx512", (), "avx512"),
     "amx": ("avx512", (), "amx"),
+    "avxvnni": ("avxvnni", (), "avxvnni"),
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.build import ISA_NEEDS, build
+from kernels.build import ISA_NEEDS, build, builds_for
 from kernels.cpu import Library, library, load_library
 from kernels.cpu.self_check import find_difference
 
@@ -74,5 +74,13 @@ def test_the_variable_names_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("error")
         assert load_library() is None
     monkeypatch.setenv("MIDSTREAM_CPU_ISA", "mmx")
-    with pytest.raises(ValueError, match="MIDSTREAM_CPU_ISA=mmx: expected reference or one of amx, avx512, avx2"):
+    with pytest.raises(
+        ValueError, match="MIDSTREAM_CPU_ISA=mmx: expected reference or one of amx, avx512, avxvnni, avx2"
+    ):
         load_library()
+
+
+def test_set_up_builds_what_the_processor_runs() -> None:
+    assert builds_for(ISA_NEEDS["amx"] | ISA_NEEDS["avxvnni"]) == ["avx512", "avx2"]
+    assert builds_for(ISA_NEEDS["avxvnni"]) == ["avxvnni", "avx2"]
+    assert builds_for(ISA_NEEDS["avx2"]) == builds_for(frozenset()) == ["avx2"]
