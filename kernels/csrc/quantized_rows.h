@@ -68,9 +68,10 @@ struct QuantizedScratch {
   }
   // Rows for a layer that has integer products with this input, or of floats for one that has not.
   QuantizedRows rows(int m, int k, Format format, Input input) {
-    // Of Q4, few rows are faster with vectors, and have the same bits.
-    bool is_fast = format == Format::kBF16 || (format == Format::kQ4 && m >= (input == Input::kHalves ? 7 : 16));
-    bool has_tiles = can_use_tiles && is_fast;
+    // Few rows of integers are faster with vectors, and have the same bits.
+    int least = format == Format::kBF16 ? 1 : input == Input::kHalves ? 7 : 16;
+    bool is_apt = format == Format::kBF16 || (format == Format::kQ4 && input != Input::kFloats);
+    bool has_tiles = can_use_tiles && is_apt && m >= least;
     return {words.data(), scales.data(), sums.data(), round_up(k, kBlock) / kBlock, input, has_tiles};
   }
 
