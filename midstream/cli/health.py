@@ -29,7 +29,7 @@ async def probe_health(address: str) -> str | None:
 async def is_alive(address: str) -> bool:
     """Whether the process at `address` gets on, be it that it serves, waits or drains."""
     answer = await _get(address, "/live")
-    # A router has no such path, and that it says so shows that it gets on.
+    # Any other answer, also one that knows no such path, shows that its loop runs.
     return isinstance(answer, bytes) and b" 503 " not in answer.split(b"\r\n", 1)[0]
 
 

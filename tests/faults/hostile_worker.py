@@ -82,7 +82,7 @@ class HostileWorker:
 
     def _registration(self) -> worker_pb2.Register:
         return worker_pb2.Register(
-            group_id="hostile", incarnation=self._dice.getrandbits(60), model_fingerprint="print", model="fake",
+            group_id="hostile", incarnation=self._dice.getrandbits(60), model_fingerprint="print",
             tokens_per_block=16, num_blocks=256, vocab_size=MODEL.vocab_size, max_sequence_length=4096,
             max_batch_size=64, max_num_tokens=512, world_size=1, device="fake", protocol_version=1,
         )  # fmt: skip
