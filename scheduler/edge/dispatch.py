@@ -166,6 +166,10 @@ class Dispatcher:
             self.num_malformed += 1
             logger.warning("dropped a malformed message on the worker port: %s", error)
             return None
+        except Exception as error:  # whatever it is, one worker's message must not end the loop
+            self.num_wrong += 1
+            logger.exception("failed to read a worker's message")
+            return WorkerFailed(self._clock.now_ns(), connection, f"its message cannot be read: {error}")
         return event
 
     def _take_adapter_result(self, connection: bytes, result: worker_pb2.LoraResult) -> None:
