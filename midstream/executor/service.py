@@ -41,7 +41,9 @@ class LocalService:
             ExecutionError: It did not start.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="midstream-"))
-        self._environment = python_environment({**os.environ, **environment})
+        # Only this process talks to it, and it may read what this process may.
+        own = {"MIDSTREAM_ADAPTER_ROOT": "/"}
+        self._environment = python_environment({**own, **os.environ, **environment})
         counts = [item for part, count in parts.items() for item in (f"--{part}", str(count))]
         try:
             model = with_tokenizer(model, tokenizer_dir, self._directory / "model")

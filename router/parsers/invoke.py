@@ -20,7 +20,7 @@ def invocations(prefix: str, begin: str, end: str) -> Script:
         name, opening, rest = body.partition('">')
         values, position = [], 0
         while found := parameter.match(rest, position):
-            values.append((found[1].strip(), found[2].removeprefix("\n").removesuffix("\n")))
+            values.append((found[1].strip(), found[2]))
             position = found.end()
         if not opening or rest[position:].strip() or name not in offer.tools:
             return None

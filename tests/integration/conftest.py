@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> I
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Traced is what clients ask to be traced.
     tracing = {"MIDSTREAM_OTLP_ENDPOINT": collector.endpoint, "MIDSTREAM_TRACE_RATIO": "0"}
-    settings = {"MIDSTREAM_LOG_LEVEL": "debug", "MIDSTREAM_ADAPTER_ROOT": str(tmp_path_factory.getbasetemp())}
+    settings = {"MIDSTREAM_LOG_LEVEL": "debug", "MIDSTREAM_ADAPTER_ROOT": tempfile.gettempdir()}
     service = Service.start(tmp_path_factory.mktemp("service"), *flags, PYTHONPATH=path, **tracing, **settings)
     yield service
     service.stop()

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from midstream.client import AsyncClient, Result, SamplingParams
-from midstream.errors import ExecutionError, InvalidArgumentError, UnsupportedError
+from midstream.errors import ExecutionError, InvalidArgumentError
 from midstream.extras import Extras, Tensor
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
@@ -232,8 +232,6 @@ async def test_a_guide_that_cannot_be_followed_is_refused(client: AsyncClient) -
         with pytest.raises(InvalidArgumentError) as raised:
             await client.stream(guided(kind, text)).result()
         assert raised.value.field == "guided_decoding.guide"
-    with pytest.raises(UnsupportedError):
-        await client.stream(guided("REGEX", "a", beam_width=2)).result()
 
 
 async def test_post_processors_are_chosen_by_name(client: AsyncClient) -> None:

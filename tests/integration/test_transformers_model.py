@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -77,6 +78,7 @@ def gemma2_service(gemma2: tuple[Any, Path], tmp_path_factory: pytest.TempPathFa
         MIDSTREAM_CAPACITY_POLICY="max_utilization",
         MIDSTREAM_MAX_KV_TOKENS="512",
         MIDSTREAM_MAX_CONTEXT_CHUNK="7",
+        MIDSTREAM_ADAPTER_ROOT=tempfile.gettempdir(),
     )
     yield service
     service.stop()

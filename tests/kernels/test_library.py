@@ -65,7 +65,7 @@ def test_a_check_that_passed_is_not_run_again(avx512_path: Path, monkeypatch: py
     monkeypatch.setattr(subprocess, "run", run)
     assert library.find_crash(avx512_path, "avx512") is None
     assert library.find_crash(avx512_path, "avx512") is None
-    assert [command[1:] for command in commands] == [["-m", "kernels.cpu.self_check", str(avx512_path), "avx512"]]
+    assert [command[1:] for command in commands] == [["-P", "-m", "kernels.cpu.self_check", str(avx512_path), "avx512"]]
 
 
 def test_the_variable_names_the_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from starlette.applications import Starlette
+from starlette.routing import Route
 
 import detokenizer.__main__
 import router.__main__
@@ -66,6 +68,9 @@ class _NoServer:
     def app(self) -> Starlette:
         return Starlette()
 
+    def routes(self) -> list[Route]:
+        return []
+
 
 class _nothing:  # noqa: N801
     """Awaited or not."""
@@ -76,6 +81,8 @@ class _nothing:  # noqa: N801
 
 class _Prompts:
     """Prompts come as token ids."""
+
+    tokenizer = None
 
     def __init__(self, *_: object) -> None:
         pass
@@ -150,6 +157,8 @@ def simulated(
             router.__main__,
             open_model_folder=lambda _: folder(),
             PromptBuilder=_Prompts,
+            ChatModel=SimpleNamespace(of=lambda *_: None),
+            MessagesApi=_NoServer,
             OpenAiApi=_NoServer,
             HttpPort=_NoServer,
             dashboard_routes=lambda _: [],

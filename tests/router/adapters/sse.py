@@ -38,7 +38,7 @@ async def post_stream(
     """The events that answer `body`; leaving it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(data)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(data)}\r\n"
     head += f"Last-Event-ID: {last_event_id}\r\n" if last_event_id is not None else ""
     writer.write(head.encode() + b"\r\n" + data)
     try:
