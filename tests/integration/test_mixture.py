@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from midstream.client import AsyncClient, Result
+from midstream.errors import NotFoundError
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
@@ -80,22 +82,25 @@ async def test_any_mixture_gives_each_the_bits_that_it_gives_alone_also_when_a_w
         request.CopyFrom(requests[index])
         return contents(await client.stream(request).result())
 
-    order = list(range(30))
-    first = await asyncio.gather(*map(run, order))
-    random.Random(5).shuffle(order)
-    victim = service.processes("gpu_worker")[0]["pid"]
-    before = {group.group_id for group in (await client.server_info()).worker_groups}
-    again = [asyncio.create_task(run(index)) for index in order]
-    done, _ = await asyncio.wait(again, return_when=asyncio.FIRST_COMPLETED)
-    os.kill(victim, signal.SIGKILL)
-    assert len(done) < 30
-    second = dict(zip(order, await asyncio.gather(*again), strict=True))
-    for index in range(30):
-        assert_equal(index, second[index], first[index])
-    for index in range(0, 30, 5):
-        assert_equal(index, await run(index), first[index])
-    for name in adapters:
-        await client.unload_lora(name)
+    try:
+        order = list(range(30))
+        first = await asyncio.gather(*map(run, order))
+        random.Random(5).shuffle(order)
+        victim = service.processes("gpu_worker")[0]["pid"]
+        before = {group.group_id for group in (await client.server_info()).worker_groups}
+        again = [asyncio.create_task(run(index)) for index in order]
+        done, _ = await asyncio.wait(again, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(victim, signal.SIGKILL)
+        assert len(done) < 30
+        second = dict(zip(order, await asyncio.gather(*again), strict=True))
+        for index in range(30):
+            assert_equal(index, second[index], first[index])
+        for index in range(0, 30, 5):
+            assert_equal(index, await run(index), first[index])
+    finally:
+        for name in adapters:
+            with contextlib.suppress(NotFoundError):
+                await client.unload_lora(name)
 
     async def groups() -> set[str]:
         return {group.group_id for group in (await client.server_info()).worker_groups}
