@@ -1,4 +1,4 @@
-"""Measures running services by turns: `python -m benchmarks.service_times RUN_DIR RUN_DIR`.
+"""Measure running services alternately: `python -m benchmarks.service_times RUN_DIR RUN_DIR`.
 
 Each was started with `midstream up --detach --run-dir`. A round sends one workload to each in turn. Prints tokens a
 second (best and median), ratios of the same round to the first service, and processor time a token by part.

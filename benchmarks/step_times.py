@@ -1,4 +1,4 @@
-"""Times whole steps of the worker in process, checkouts and thread counts by turns: `python -m benchmarks.step_times`.
+"""Time whole steps of the worker in process, alternating checkouts and threads: `python -m benchmarks.step_times`.
 
 Each contender is a process of its own that keeps its model loaded: this checkout, or another (`--against FOLDER`) for a
 ratio to the code before, each with every count of `--threads`. They work in turns, a short round of each case at a

@@ -77,7 +77,7 @@ class Kill:
 
 
 class KillDemo:
-    """Streams, kills and what came of them.
+    """Run streams, kill parts meanwhile, and compare the answers.
 
     Attributes:
         current: What each stream answers now.

@@ -122,7 +122,7 @@ def _stream_panel(answer: Answer, width: int, height: int) -> Panel:
 
 
 def summarize(demo: KillDemo, console: Console) -> None:
-    """Print what was killed and what came of it."""
+    """Print the kills, the longest gaps and whether all answers were identical."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("killed")
     table.add_column("times", justify="right")

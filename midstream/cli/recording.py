@@ -52,7 +52,7 @@ class SvgRecording:
         self._frames.append((time.monotonic(), frame))
 
     def write(self, path: Path) -> None:
-        """Write all frames as one picture that repeats, each shown for as long as it was there."""
+        """Write all frames as one looping picture, each shown for its original duration."""
         starts = [at_s for at_s, _ in self._frames]
         total_s = starts[-1] - starts[0] + 4 * self._interval_s
         groups, styles, size = [], [], (0.0, 0.0)
