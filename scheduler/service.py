@@ -30,8 +30,10 @@ from scheduler.edge.servicer import SchedulerServicer
 from scheduler.edge.traces import RequestTraces
 from scheduler.edge.worker_keys import WorkerKeys
 from scheduler.journal import Journal, JournalError
+from scheduler.journal.documents import DocumentStore
 from scheduler.journal.off import NoJournal
 from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.sqlite_documents import SqliteDocuments
 from scheduler.journal.store import Store
 from scheduler.journal.threaded import ThreadedJournal
 from scheduler.plugins import load_scheduler
@@ -282,17 +284,21 @@ def make_journal(
     if config.standby and config.journal != "postgres":
         raise ConfigError("only a journal in PostgreSQL has a lease to wait for", field="standby")
     if config.journal == "off":
-        return NoJournal()
+        return NoJournal(clock)
     if config.journal == "sqlite":
         path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.sqlite"
-        return ThreadedJournal(SqliteStore(path), limits, model.fingerprint, clock)
-    return ThreadedJournal(_postgres_store(config), limits, model.fingerprint, clock)
+        documents = SqliteDocuments(path.with_name(path.name + ".documents"))
+        return ThreadedJournal(SqliteStore(path), limits, model.fingerprint, clock, documents)
+    store, postgres_documents = _postgres_stores(config)
+    return ThreadedJournal(store, limits, model.fingerprint, clock, postgres_documents)
 
 
-def _postgres_store(config: SchedulerConfig) -> Store:
+def _postgres_stores(config: SchedulerConfig) -> tuple[Store, DocumentStore]:
     try:
         from scheduler.journal.postgres import PostgresStore
+        from scheduler.journal.postgres_documents import PostgresDocuments
     except ImportError as error:
         raise ConfigError(f"it needs `pip install midstream[postgres]` ({error})", field="journal") from None
     holder = config.name or f"{socket.gethostname()}:{config.port}"
-    return PostgresStore(config.journal_url, holder, is_standby=config.standby)
+    store = PostgresStore(config.journal_url, holder, is_standby=config.standby)
+    return store, PostgresDocuments(config.journal_url, holder)

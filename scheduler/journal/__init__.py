@@ -23,6 +23,7 @@ from scheduler.core.effects import (
 )
 from scheduler.core.events import Recovered
 from scheduler.core.request import Request
+from scheduler.journal.documents import Documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,10 @@ class Journal(ABC):
         num_commits: Transactions since it was opened.
         num_damaged: Records that could not be read then, and those that were dropped because they followed one.
         num_lost: How often it was gone in use, and begun anew with what is in memory.
+        documents: What clients have the service keep; open while the journal is.
     """
 
+    documents: Documents
     num_lost = 0
     num_commits = 0
     num_damaged = 0

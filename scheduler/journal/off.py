@@ -5,19 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from midstream.clock import SteadyClock
 from scheduler.journal import Journal, JournalContents, JournalEntry, JournalError
+from scheduler.journal.documents import Documents
+from scheduler.journal.sqlite_documents import SqliteDocuments
 
 
 class NoJournal(Journal):
     """Keeps nothing beside what is in memory anyhow, so everything is committed at once."""
 
+    def __init__(self, clock: SteadyClock) -> None:
+        """Keep documents in memory; `clock` tells when they expire."""
+        self.documents = Documents(SqliteDocuments(None), clock)
+
     async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
         """Starts empty; the epoch is the time, in milliseconds."""
-        return JournalContents(scheduler_epoch=time.time_ns() // 1_000_000, requests=[])
+        epoch = time.time_ns() // 1_000_000
+        await self.documents.open(epoch)
+        return JournalContents(scheduler_epoch=epoch, requests=[])
 
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
         """Calls back at once."""
         then()
 
     async def close(self) -> None:
-        """Does nothing."""
+        """Forgets the documents."""
+        await self.documents.close()

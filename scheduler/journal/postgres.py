@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 LEASE_S = 2.0
 _POLL_INTERVAL_S = 0.2
-_CONNECT_TIMEOUT_S = 5
+CONNECT_TIMEOUT_S = 5
 # Both ends notice a link that is cut soon after the lease has run out, in place of hours later.
-_LINK = {
+LINK = {
     "keepalives_idle": 1,
     "keepalives_interval": 1,
     "keepalives_count": 3,
@@ -38,7 +38,7 @@ _SERVER_LINK = {
     "idle_in_transaction_session_timeout": int(2 * LEASE_S * 1000),
 }
 # Any number, the same for all: only one process at a time lays down the tables.
-_SCHEMA_LOCK = 0x6D696473
+SCHEMA_LOCK = 0x6D696473
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS midstream_writer (
     one integer PRIMARY KEY CHECK (one = 1), schema_version integer NOT NULL, epoch bigint NOT NULL,
@@ -53,6 +53,16 @@ _RENEW = (
     "UPDATE midstream_writer SET lease_until = clock_timestamp() + make_interval(secs => %s) "
     "WHERE one = 1 AND epoch = %s"
 )
+
+
+def set_up_session(connection: psycopg.Connection[tuple[object, ...]]) -> None:
+    """Make commits safe, whatever the server's default is, and have the server notice a client that is cut off.
+
+    It would hold the lease's row otherwise until the server gives its transaction up.
+    """
+    connection.execute("SET synchronous_commit = on")
+    for name, value in _SERVER_LINK.items():
+        connection.execute(f"SET {name} = {value}".encode())
 
 
 class PostgresStore(Store):
@@ -78,17 +88,13 @@ class PostgresStore(Store):
             self._connection = psycopg.connect(
                 self._conninfo,
                 autocommit=True,
-                connect_timeout=_CONNECT_TIMEOUT_S,
+                connect_timeout=CONNECT_TIMEOUT_S,
                 application_name=f"midstream {self._holder}",
-                **_LINK,  # type: ignore[arg-type]
+                **LINK,  # type: ignore[arg-type]
             )
-            # Whatever the server's default is: what is committed must be safe.
-            self._connection.execute("SET synchronous_commit = on")
-            # A transaction whose client is cut off holds the lease's row until the server gives it up.
-            for name, value in _SERVER_LINK.items():
-                self._connection.execute(f"SET {name} = {value}".encode())
+            set_up_session(self._connection)
             with self._connection.transaction():
-                self._connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SCHEMA_LOCK,))
+                self._connection.execute("SELECT pg_advisory_xact_lock(%s)", (SCHEMA_LOCK,))
                 for statement in (_SCHEMA % SCHEMA_VERSION).split(";"):
                     self._connection.execute(statement.encode())
             seen: object = None

@@ -24,7 +24,9 @@ from midstream.clock import SteadyClock
 from scheduler.core.request import Request
 from scheduler.journal import Journal, JournalContents, JournalEntry, JournalError, LostError
 from scheduler.journal.adapters import encode_adapter, read_adapters
+from scheduler.journal.documents import Documents, DocumentStore
 from scheduler.journal.records import Replayed, replay
+from scheduler.journal.sqlite_documents import SqliteDocuments
 from scheduler.journal.store import Store, Transaction, seal
 from scheduler.journal.writer import RowWriter, kept_of
 from scheduler.wire.requests import ModelLimits
@@ -49,7 +51,14 @@ class _Known:
 class ThreadedJournal(Journal):
     """A journal in a store."""
 
-    def __init__(self, store: Store, limits: ModelLimits, model_fingerprint: str, clock: SteadyClock) -> None:
+    def __init__(
+        self,
+        store: Store,
+        limits: ModelLimits,
+        model_fingerprint: str,
+        clock: SteadyClock,
+        documents: DocumentStore | None = None,
+    ) -> None:
         """Opens nothing yet.
 
         Args:
@@ -57,8 +66,10 @@ class ThreadedJournal(Journal):
             limits: Of the served model.
             model_fingerprint: Of the served model; requests of another one are dropped.
             clock: What times in the scheduler are by.
+            documents: Where documents lie; None: in memory.
         """
         self._clock = clock
+        self.documents = Documents(documents or SqliteDocuments(None), clock)
         self._store = store
         self._limits = limits
         self._model_fingerprint = model_fingerprint
@@ -72,7 +83,9 @@ class ThreadedJournal(Journal):
         arguments = (loop, opened, on_failure)
         self._thread = threading.Thread(target=self._run, args=arguments, name="journal", daemon=True)
         self._thread.start()
-        return await opened
+        contents = await opened
+        await self.documents.open(contents.scheduler_epoch)
+        return contents
 
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
         """Hands entries to the thread."""
@@ -84,6 +97,7 @@ class ThreadedJournal(Journal):
 
     async def close(self) -> None:
         """Lets the thread finish what it was given."""
+        await self.documents.close()
         self._queue.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)

@@ -1,0 +1,339 @@
+"""Documents: what clients have the service keep beyond a request's life, such as stored responses, files and batches.
+
+A document is bytes under a key: whose it is, its kind, its id. They lie in a database of their own, which one
+thread of its own reads and writes: a large document delays no token. A write is safe once its coroutine returns; one
+that fails concerns its caller alone; one by a deposed scheduler is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar, cast
+
+from midstream.clock import SteadyClock
+from midstream.errors import InvalidArgumentError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_DOCUMENT_BYTES = 64 << 20
+MAX_KEY_CHARS = 512
+_EXPIRY_INTERVAL_S = 60.0
+_LAST_CHARACTER = "\U0010ffff"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DocumentKey:
+    """Identifies a document. Lists are in the order of (id, owner).
+
+    Attributes:
+        owner: Whose it is: another owner's document of the same kind and id is another document. May be empty.
+        kind: What it is, such as `response`; a short name that the code chooses.
+        id: 1 to 512 characters, without NUL. Ids that begin with a time make lists chronological.
+    """
+
+    owner: str
+    kind: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document as it is stored.
+
+    Attributes:
+        key: Identifies it.
+        data: Its contents.
+        version: 1 when it is new, one more after each put.
+        created_ns: Unix nanoseconds of its first put.
+        expires_ns: Unix nanoseconds from which it is gone; None: it stays.
+    """
+
+    key: DocumentKey
+    data: bytes
+    version: int
+    created_ns: int
+    expires_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an owner's documents amount to, in number and in bytes of data."""
+
+    num_documents: int
+    num_bytes: int
+
+
+class Documents:
+    """The documents of a scheduler.
+
+    All methods raise UnavailableError where the database cannot be read or written, and where another scheduler has
+    taken over.
+    """
+
+    def __init__(self, store: DocumentStore, clock: SteadyClock) -> None:
+        """Opens nothing yet.
+
+        Args:
+            store: Where they lie; its methods are called by one thread.
+            clock: Tells what has expired.
+        """
+        self._store, self._clock = store, clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="documents")
+        self._expiry: asyncio.Task[None] | None = None
+
+    async def open(self, scheduler_epoch: int) -> None:
+        """Take the documents over from the scheduler before."""
+        await self._call(self._store.open, scheduler_epoch)
+        self._expiry = asyncio.create_task(self._expire(), name="expiry of documents")
+
+    async def put(
+        self, key: DocumentKey, data: bytes, *, expires_ns: int | None = None, if_version: int | None = None
+    ) -> Document | None:
+        """Store a document, in place of the one that has this key.
+
+        Args:
+            key: Identifies it.
+            data: At most 64 MiB.
+            expires_ns: Unix nanoseconds from which it is gone; None: it stays.
+            if_version: Store it only where the present version is this one; 0: only where there is none. None: always.
+
+        Returns:
+            The document as stored; None where the version is another one, and nothing has changed.
+
+        Raises:
+            InvalidArgumentError: The key or the data is too long.
+        """
+        if not 0 < len(key.id) <= MAX_KEY_CHARS or len(key.owner) > MAX_KEY_CHARS or "\0" in key.id + key.owner:
+            raise InvalidArgumentError(f"must be 1 to {MAX_KEY_CHARS} characters without NUL", field="id")
+        if len(data) > MAX_DOCUMENT_BYTES:
+            message = f"has {len(data)} bytes; at most {MAX_DOCUMENT_BYTES}: split it over several documents"
+            raise InvalidArgumentError(message, field="data")
+        return await self._call(self._store.put, key, data, self._clock.now_ns(), expires_ns, if_version)
+
+    async def get(self, key: DocumentKey) -> Document | None:
+        """Return a document, or None where there is none."""
+        return await self._call(self._store.get, key, self._clock.now_ns())
+
+    async def delete(self, key: DocumentKey) -> bool:
+        """Delete a document; whether there was one."""
+        return await self._call(self._store.delete, key, self._clock.now_ns())
+
+    async def list(
+        self,
+        kind: str,
+        *,
+        owner: str | None = None,
+        prefix: str = "",
+        after: DocumentKey | None = None,
+        limit: int = 100,
+        is_descending: bool = False,
+    ) -> list[Document]:
+        """Return documents in the order of their ids.
+
+        Args:
+            kind: Of all of them.
+            owner: Of all of them; None: any, for what the service itself does with everyone's.
+            prefix: Of their ids.
+            after: Begin behind this key (before it, where `is_descending`); it need not exist any more.
+            limit: At most this many.
+            is_descending: From the last id to the first.
+        """
+        query = Query(kind, owner, prefix, after, limit, is_descending)
+        return await self._call(self._store.list, query, self._clock.now_ns())
+
+    async def usage(self, owner: str) -> Usage:
+        """Return what an owner's documents of all kinds amount to."""
+        return await self._call(self._store.usage, owner, self._clock.now_ns())
+
+    async def close(self) -> None:
+        """Return once all writes are safe or have failed."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            await asyncio.wait((self._expiry,))
+            await self._call(self._store.close)
+        self._thread.shutdown(wait=False)
+
+    async def _expire(self) -> None:
+        while True:
+            try:
+                await self._call(self._store.expire, self._clock.now_ns())
+            except Exception as error:  # noqa: BLE001 (told, and tried again)
+                logger.warning("expired documents cannot be deleted now: %s", error)
+            await asyncio.sleep(_EXPIRY_INTERVAL_S)
+
+    async def _call(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What to list; fields as in `Documents.list`."""
+
+    kind: str
+    owner: str | None
+    prefix: str
+    after: DocumentKey | None
+    limit: int
+    is_descending: bool
+
+
+class DocumentStore(ABC):
+    """Where documents lie. All methods run in one thread; `now_ns` tells what has expired. Errors as in Documents."""
+
+    @abstractmethod
+    def open(self, scheduler_epoch: int) -> None:
+        """Refuse writes of earlier epochs from now on."""
+
+    @abstractmethod
+    def put(
+        self, key: DocumentKey, data: bytes, now_ns: int, expires_ns: int | None, if_version: int | None
+    ) -> Document | None:
+        """See Documents.put."""
+
+    @abstractmethod
+    def get(self, key: DocumentKey, now_ns: int) -> Document | None:
+        """See Documents.get."""
+
+    @abstractmethod
+    def delete(self, key: DocumentKey, now_ns: int) -> bool:
+        """See Documents.delete."""
+
+    @abstractmethod
+    def list(self, query: Query, now_ns: int) -> list[Document]:
+        """See Documents.list."""
+
+    @abstractmethod
+    def usage(self, owner: str, now_ns: int) -> Usage:
+        """See Documents.usage."""
+
+    @abstractmethod
+    def expire(self, now_ns: int) -> None:
+        """Delete what has expired."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the database."""
+
+
+class Cursor(Protocol):
+    """What the statements below need of a database's cursor."""
+
+    @property
+    def rowcount(self) -> int:
+        """Rows that were changed."""
+
+    def fetchall(self) -> Sequence[Sequence[object]]:
+        """Return all rows."""
+
+
+Execute = Callable[[str, Sequence[object]], Cursor]
+
+_SELECT = "SELECT owner, kind, id, data, version, created_ns, expires_ns FROM midstream_documents "
+
+
+class SqlDocuments(DocumentStore):
+    """The table `midstream_documents` of a SQL database; subclasses connect to it. Question marks are parameters."""
+
+    @abstractmethod
+    def _reading(self) -> AbstractContextManager[Execute]:
+        """Run statements that read."""
+
+    @abstractmethod
+    def _writing(self) -> AbstractContextManager[Execute]:
+        """Run statements as one transaction that the database refuses to a deposed scheduler."""
+
+    def put(
+        self, key: DocumentKey, data: bytes, now_ns: int, expires_ns: int | None, if_version: int | None
+    ) -> Document | None:
+        """See Documents.put."""
+        place = (key.owner, key.kind, key.id)
+        with self._writing() as execute:
+            execute(
+                "DELETE FROM midstream_documents WHERE owner = ? AND kind = ? AND id = ? AND expires_ns <= ?",
+                (*place, now_ns),
+            )
+            rows = execute(
+                "SELECT version, created_ns FROM midstream_documents WHERE owner = ? AND kind = ? AND id = ?", place
+            ).fetchall()
+            version, created_ns = cast("tuple[int, int]", rows[0]) if rows else (0, now_ns)
+            if if_version is not None and if_version != version:
+                return None
+            if rows:
+                execute(
+                    "UPDATE midstream_documents SET data = ?, version = ?, expires_ns = ? "
+                    "WHERE owner = ? AND kind = ? AND id = ?",
+                    (data, version + 1, expires_ns, *place),
+                )
+            else:
+                execute(
+                    "INSERT INTO midstream_documents (owner, kind, id, data, version, created_ns, expires_ns) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (*place, data, 1, created_ns, expires_ns),
+                )
+        return Document(key, data, version + 1, created_ns, expires_ns)
+
+    def get(self, key: DocumentKey, now_ns: int) -> Document | None:
+        """See Documents.get."""
+        statement = _SELECT + "WHERE owner = ? AND kind = ? AND id = ? AND (expires_ns IS NULL OR expires_ns > ?)"
+        with self._reading() as execute:
+            found = _documents(execute(statement, (key.owner, key.kind, key.id, now_ns)).fetchall())
+        return next(found, None)
+
+    def delete(self, key: DocumentKey, now_ns: int) -> bool:
+        """See Documents.delete."""
+        statement = (
+            "DELETE FROM midstream_documents "
+            "WHERE owner = ? AND kind = ? AND id = ? AND (expires_ns IS NULL OR expires_ns > ?)"
+        )
+        with self._writing() as execute:
+            return execute(statement, (key.owner, key.kind, key.id, now_ns)).rowcount > 0
+
+    def list(self, query: Query, now_ns: int) -> list[Document]:
+        """See Documents.list."""
+        conditions = ["kind = ? AND (expires_ns IS NULL OR expires_ns > ?)"]
+        values: list[object] = [query.kind, now_ns]
+        if query.owner is not None:
+            conditions.append("owner = ?")
+            values.append(query.owner)
+        if query.prefix:
+            conditions.append("id >= ? AND id < ?")
+            values += [query.prefix, query.prefix + _LAST_CHARACTER]
+        if query.after is not None:
+            conditions.append("(id, owner) < (?, ?)" if query.is_descending else "(id, owner) > (?, ?)")
+            values += [query.after.id, query.after.owner]
+        direction = "DESC" if query.is_descending else "ASC"
+        statement = _SELECT + f"WHERE {' AND '.join(conditions)} ORDER BY id {direction}, owner {direction} LIMIT ?"
+        with self._reading() as execute:
+            return list(_documents(execute(statement, (*values, query.limit)).fetchall()))
+
+    def usage(self, owner: str, now_ns: int) -> Usage:
+        """See Documents.usage."""
+        statement = (
+            "SELECT count(*), coalesce(sum(length(data)), 0) FROM midstream_documents "
+            "WHERE owner = ? AND (expires_ns IS NULL OR expires_ns > ?)"
+        )
+        with self._reading() as execute:
+            ((count, num_bytes),) = execute(statement, (owner, now_ns)).fetchall()
+        return Usage(int(cast("int", count)), int(cast("int", num_bytes)))
+
+    def expire(self, now_ns: int) -> None:
+        """Delete what has expired."""
+        with self._reading() as execute:
+            due = execute("SELECT 1 FROM midstream_documents WHERE expires_ns <= ? LIMIT 1", (now_ns,)).fetchall()
+        if due:
+            with self._writing() as execute:
+                execute("DELETE FROM midstream_documents WHERE expires_ns <= ?", (now_ns,))
+
+
+def _documents(rows: Sequence[Sequence[object]]) -> Iterator[Document]:
+    typed = cast("Sequence[tuple[str, str, str, bytes, int, int, int | None]]", rows)
+    for owner, kind, id_, data, version, created_ns, expires_ns in typed:
+        yield Document(DocumentKey(owner, kind, id_), data, version, created_ns, expires_ns)

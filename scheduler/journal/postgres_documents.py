@@ -1,0 +1,93 @@
+"""Documents in PostgreSQL, beside the journal of the same database."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import psycopg
+
+from midstream.errors import UnavailableError
+from scheduler.journal.documents import Cursor, Execute, SqlDocuments
+from scheduler.journal.postgres import CONNECT_TIMEOUT_S, LINK, SCHEMA_LOCK, set_up_session
+
+# Ids are compared by their bytes, whatever the database's collation.
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS midstream_documents (
+    kind text NOT NULL, id text COLLATE "C" NOT NULL, owner text COLLATE "C" NOT NULL, version bigint NOT NULL,
+    created_ns bigint NOT NULL, expires_ns bigint, data bytea NOT NULL, PRIMARY KEY (kind, id, owner));
+CREATE INDEX IF NOT EXISTS midstream_documents_of_owner ON midstream_documents (owner);
+CREATE INDEX IF NOT EXISTS midstream_documents_that_expire ON midstream_documents (expires_ns)
+    WHERE expires_ns IS NOT NULL
+"""
+
+
+class PostgresDocuments(SqlDocuments):
+    """A table beside the journal's. Whoever has the journal's lease may write; connects again after a failure."""
+
+    def __init__(self, conninfo: str, holder: str) -> None:
+        """Connect to nothing yet. Arguments as those of PostgresStore."""
+        self._conninfo, self._holder = conninfo, holder
+        self._connection: psycopg.Connection[tuple[object, ...]] | None = None
+        self._epoch = 0
+
+    def open(self, scheduler_epoch: int) -> None:
+        """Connect, and lay the table down where there is none."""
+        self._epoch = scheduler_epoch
+        with self._errors("opened"):
+            self._connected  # noqa: B018 (connects)
+
+    @property
+    def _connected(self) -> psycopg.Connection[tuple[object, ...]]:
+        if self._connection is None:
+            connection = psycopg.connect(
+                self._conninfo,
+                autocommit=True,
+                connect_timeout=CONNECT_TIMEOUT_S,
+                application_name=f"midstream {self._holder} documents",
+                **LINK,  # type: ignore[arg-type]
+            )
+            try:
+                set_up_session(connection)
+                with connection.transaction():
+                    connection.execute("SELECT pg_advisory_xact_lock(%s)", (SCHEMA_LOCK,))
+                    for statement in _SCHEMA.split(";"):
+                        connection.execute(statement.encode())
+            except psycopg.Error:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Execute]:
+        with self._errors("read"):
+            yield self._execute
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[Execute]:
+        with self._errors("written"), self._connected.transaction():
+            yield self._execute
+            # Last, since tokens wait for the row meanwhile. Whoever raises the epoch waits for this transaction's end.
+            found = self._execute("SELECT epoch FROM midstream_writer WHERE one = 1 FOR SHARE", ()).fetchall()
+            if not found or found[0][0] != self._epoch:
+                raise UnavailableError(f"scheduler epoch {self._epoch} is over: another scheduler has the lease")
+
+    def _execute(self, statement: str, values: Sequence[object]) -> Cursor:
+        return self._connected.execute(statement.replace("?", "%s").encode(), values)
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.Error as error:
+            if self._connection is not None and (self._connection.closed or self._connection.broken):
+                self._connection = None
+            message = f"the documents in PostgreSQL cannot be {what}: {str(error).strip()}"
+            raise UnavailableError(message) from None
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
