@@ -1,0 +1,301 @@
+"""What the way of a token costs: `python -m benchmarks.data_path [--baseline PATH] [--rows single,fake] [--rounds 5]`.
+
+Starts the services of this checkout, and of the one at PATH (with its own .venv), and sends the same load to each in
+turn. Prints the best and the median of the rounds, and the median of the ratios taken within a round. The load comes
+from `benchmarks/load/client.cpp`, which is compiled here (it needs g++) and costs a few microseconds a message.
+
+Rows:
+    single    one stream of the embedded model, 128 tokens in and 128 out, beside the same worker in process
+    mixed     64 such streams
+    fake      256 streams of 512 tokens, a worker that costs nothing
+    short     requests of 32 tokens in and 16 out, 256 at once, the same worker
+    sse       256 streams over HTTP
+    many      2,000 streams of 64 tokens at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.service_times import Times, thread_seconds
+from midstream.cli.bench.workloads import FIRST_TOKEN_ID, LAST_TOKEN_ID
+from midstream.model.folder import open_model_folder
+from protos import generation_pb2 as pb
+from tests.integration.parts import free_ports
+
+ROOT = Path(__file__).parent.parent
+START_TIMEOUT_S = 120.0
+# Everything but the worker and the client.
+SERVICES = ("scheduler", "detokenizer", "router")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of one size.
+
+    Attributes:
+        concurrency: How many run at once. connections: Over how many connections they go.
+        door: grpc or sse.
+    """
+
+    num_requests: int
+    concurrency: int
+    num_prompt_tokens: int
+    num_tokens: int
+    connections: int = 1
+    door: str = "grpc"
+
+    def write_bodies(self, path: Path, dice: random.Random) -> None:
+        """Write the requests as the load generator reads them."""
+        with path.open("wb") as file:
+            for _ in range(self.num_requests):
+                prompt = [dice.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(self.num_prompt_tokens)]
+                body = (
+                    _grpc_body(prompt, self.num_tokens) if self.door == "grpc" else _sse_body(prompt, self.num_tokens)
+                )
+                file.write(struct.pack("<I", len(body)) + body)
+
+
+def _grpc_body(prompt: list[int], num_tokens: int) -> bytes:
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(values=prompt),
+        max_tokens=num_tokens,
+        sampling=pb.SamplingConfig(temperature=0.0),
+        stopping=pb.StoppingConfig(ignore_eos=True),
+    ).SerializeToString()
+
+
+def _sse_body(prompt: list[int], num_tokens: int) -> bytes:
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    return json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a load, and the worker that serves it."""
+
+    load: Load
+    is_fake: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        return self.load.concurrency
+
+
+ROWS = {
+    "single": Row(Load(1, 1, 128, 128), is_fake=False),
+    "mixed": Row(Load(64, 64, 128, 128), is_fake=False),
+    "fake": Row(Load(256, 256, 32, 512)),
+    "short": Row(Load(2000, 256, 32, 16)),
+    "sse": Row(Load(256, 256, 32, 128, connections=256, door="sse")),
+    "many": Row(Load(2000, 2000, 32, 64, connections=4)),
+}
+Figures = dict[str, float]
+
+
+class Checkout:
+    """The services of one checkout, as processes of this machine."""
+
+    def __init__(self, name: str, root: Path, flags: Sequence[str]) -> None:
+        """`flags` go to scheduler, detokenizer and router alike."""
+        self.name, self.root, self.flags = name, root, tuple(flags)
+        python = root / ".venv" / "bin" / "python"
+        self.python = str(python) if python.exists() else sys.executable
+
+    @contextlib.contextmanager
+    def open(self, row: Row, folder: Path) -> Iterator[Callable[[Path, Path], Figures]]:
+        """Run the services while this is open; what it gives sends a load and measures it."""
+        scheduler, zmq, detokenizer, grpc, http = free_ports(5)
+        model = open_model_folder("smollm2")
+        streams = max(row.num_rows, 8)
+        journal = folder / f"{self.name}.sqlite"
+        commands = {
+            "scheduler": f"scheduler --port {scheduler} --worker-port {zmq} --max-batch-size {streams} "
+            f"--journal-path {journal}",
+            "worker": f"tests.fakes.worker --scheduler tcp://127.0.0.1:{zmq} --vocab-size {model.vocab_size} "
+            f"--model-fingerprint {model.fingerprint} --num-blocks 131072 --max-batch-size {streams}",
+            "detokenizer": f"detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler}",
+            "router": f"router --port {grpc} --http-port {http} --schedulers 127.0.0.1:{scheduler} "
+            f"--detokenizers 127.0.0.1:{detokenizer} --max-streams-per-client 4096",
+        }
+        if not row.is_fake:
+            commands["worker"] = f"gpu_worker --scheduler tcp://127.0.0.1:{zmq} --num-threads {os.cpu_count()}"
+        popens: dict[str, subprocess.Popen[bytes]] = {}
+        with contextlib.ExitStack() as stack:
+            for name, command in commands.items():
+                log = stack.enter_context((folder / f"{self.name}-{name}.log").open("wb"))
+                words = [*command.split(), *(self.flags if name in SERVICES else ())]
+                environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+                popen = subprocess.Popen(
+                    [self.python, "-m", *words], cwd=self.root, stdout=log, stderr=log, env=environment
+                )
+                stack.callback(_end, popen)
+                popens[name] = popen
+            _wait_until_served(http, popens)
+            pids = {name: popen.pid for name, popen in popens.items()}
+
+            def send(client: Path, bodies: Path) -> Figures:
+                before = thread_seconds(pids)
+                port = http if row.load.door == "sse" else grpc
+                load = row.load
+                numbers = (port, load.connections, load.concurrency, load.num_tokens)
+                command = [str(client), load.door, "127.0.0.1", *map(str, numbers), str(bodies)]
+                found: Figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+                return figures_of(found, before, thread_seconds(pids))
+
+            yield send
+
+    def engine(self, row: Row, folder: Path) -> float:
+        """Tokens a second of the worker in process."""
+        load, dice = row.load, random.Random(1)
+        size = {"concurrency": load.concurrency, "counts_input": False}
+        prompts = [
+            [dice.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(load.num_prompt_tokens)]
+            for _ in range(load.num_requests)
+        ]
+        requests = [{"token_ids": prompt, "max_tokens": load.num_tokens} for prompt in prompts]
+        names = ["warm-up", *("single" if load.concurrency == 1 else "mixed" for _ in range(3))]
+        workloads = [{"name": name, "requests": requests, **size} for name in names]
+        path = folder / "workloads.json"
+        path.write_text(json.dumps(workloads))
+        model = str(open_model_folder("smollm2").path)
+        command = [self.python, "-m", "benchmarks.peers.child", "midstream-engine", str(folder), model, str(path)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=self.root)
+        return statistics.median(float(json.loads(line)["tokens_per_s"]) for line in done.stdout.splitlines())
+
+
+def figures_of(found: Figures, before: Times, after: Times) -> Figures:
+    """What one run gave: rates, gaps, and microseconds of processor time a token by part."""
+    spent: Figures = {}
+    for key, seconds in after.items():
+        part = key.partition(" ")[0]
+        spent[part] = spent.get(part, 0.0) + seconds - before.get(key, 0.0)
+    tokens = max(found["tokens"], 1)
+    figures = {
+        "tokens_per_s": found["tokens"] / found["seconds"],
+        "requests_per_s": found["requests"] / found["seconds"],
+        "failed": found["failed"],
+        "gap_p50_ms": found["gap_p50_ms"],
+        "gap_p99_ms": found["gap_p99_ms"],
+        "tokens_per_message": found["tokens"] / max(found["messages"], 1),
+        "services_us": sum(spent[part] for part in SERVICES) / tokens * 1e6,
+        "client_us": found["cpu_s"] / tokens * 1e6,
+    }
+    return figures | {f"{part}_us": seconds / tokens * 1e6 for part, seconds in spent.items()}
+
+
+def _end(popen: subprocess.Popen[bytes]) -> None:
+    popen.kill()
+    popen.wait()
+
+
+def _wait_until_served(http_port: int, popens: dict[str, subprocess.Popen[bytes]]) -> None:
+    """Return when a request is answered."""
+    body = json.dumps({"model": "smollm2", "prompt": [300, 301], "max_tokens": 1}).encode()
+    give_up_at = time.monotonic() + START_TIMEOUT_S
+    while True:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{http_port}/v1/completions", body, {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=10) as response:
+                response.read()
+                return
+        except OSError:
+            ended = [name for name, popen in popens.items() if popen.poll() is not None]
+            if ended or time.monotonic() > give_up_at:
+                raise RuntimeError(f"the service did not start; ended: {ended}") from None
+            time.sleep(0.2)
+
+
+def measure(name: str, checkouts: Sequence[Checkout], client: Path, rounds: int, folder: Path) -> list[list[Figures]]:
+    """Figures by checkout and round; the checkouts take turns."""
+    row = ROWS[name]
+    results: list[list[Figures]] = [[] for _ in checkouts]
+    with contextlib.ExitStack() as stack:
+        sends = [stack.enter_context(checkout.open(row, folder)) for checkout in checkouts]
+        bodies = folder / "bodies"
+        for number in range(-1, rounds):  # the first one warms up
+            order = range(len(checkouts)) if number % 2 == 0 else reversed(range(len(checkouts)))
+            for place in order:
+                row.load.write_bodies(bodies, random.Random(f"{name} {number}"))
+                figures = sends[place](client, bodies)
+                if not row.is_fake and number >= 0:
+                    figures["engine_ratio"] = figures["tokens_per_s"] / checkouts[place].engine(row, folder)
+                if number >= 0:
+                    results[place].append(figures)
+    return results
+
+
+# Of which figures a higher one is better; of all others a lower one.
+RATES = frozenset({"tokens_per_s", "requests_per_s", "engine_ratio", "tokens_per_message"})
+
+
+def report(name: str, checkouts: Sequence[Checkout], results: list[list[Figures]]) -> Table:
+    """Best and median of each checkout, and the ratio to the last one."""
+    table = Table("figure", *(f"{it.name} {kind}" for it in checkouts for kind in ("best", "median")), title=name)
+    if len(checkouts) > 1:
+        table.add_column("ratio (range)")
+    for key in results[0][0]:
+        cells = []
+        for figures in results:
+            values = [item[key] for item in figures]
+            cells += [f"{max(values) if key in RATES else min(values):,.2f}", f"{statistics.median(values):,.2f}"]
+        if len(checkouts) > 1:
+            pairs = zip(results[0], results[-1], strict=True)
+            ratios = [ours[key] / theirs[key] for ours, theirs in pairs if theirs.get(key)]
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})" if ratios else "")
+        table.add_row(key, *cells)
+    return table
+
+
+def main() -> int:
+    """Run the benchmark; fail when a request did."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="single,fake,short,sse,many", help=f"Of {','.join(ROWS)}.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--baseline", type=Path, help="Another checkout, measured in turn with this one.")
+    parser.add_argument("--flags", default="", help="More flags of this checkout's scheduler, detokenizer and router.")
+    parser.add_argument("--baseline-flags", default="", help="The same of the other one's.")
+    parser.add_argument("--output", type=Path, help="File for all figures, as JSON.")
+    arguments = parser.parse_args()
+    checkouts = [Checkout("this", ROOT, arguments.flags.split())]
+    if arguments.baseline is not None:
+        checkouts.append(Checkout("baseline", arguments.baseline.resolve(), arguments.baseline_flags.split()))
+    console = Console()
+    everything: dict[str, list[list[Figures]]] = {}
+    with tempfile.TemporaryDirectory(prefix="data-path-") as name:
+        folder = Path(name)
+        client = folder / "client"
+        source = ROOT / "benchmarks" / "load" / "client.cpp"
+        subprocess.run(["g++", "-O2", "-std=c++17", "-o", str(client), str(source)], check=True)
+        for row in arguments.rows.split(","):
+            everything[row] = measure(row, checkouts, client, arguments.rounds, folder)
+            console.print(report(row, checkouts, everything[row]))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(everything, indent=1))
+    num_failed = sum(item["failed"] for results in everything.values() for own in results for item in own)
+    if num_failed:
+        console.print(f"[red]{num_failed:.0f} requests failed")
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
