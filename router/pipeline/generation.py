@@ -21,7 +21,14 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from midstream.chunk import Chunk
-from midstream.errors import DeadlineError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from midstream.errors import (
+    DeadlineError,
+    InvalidArgumentError,
+    MidstreamError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+)
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.authentication import current_caller
@@ -33,7 +40,6 @@ from router.pipeline.readers import Readers
 from router.pipeline.request_checks import (
     check_adapter_path,
     check_name,
-    check_post_processor,
     check_request,
     check_supported,
     check_tensors,
@@ -206,15 +212,19 @@ class Runner:
         if timeout_s is not None and timeout_s <= 0:
             raise DeadlineError("the deadline had passed on arrival")
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        check_request(request, self.model, self._max_beam_width, self.cells.features)
+        check_request(request, self.model, self._max_beam_width)
         for path, field in ((request.lora.path, "lora.path"), (request.prompt_tuning.path, "prompt_tuning.path")):
             if path:
                 check_adapter_path(path, self.adapter_root, field)
         await self._normalize(request)
         cell = self.cells.choose(request.token_ids.values, request.cache_salt)
-        if cell.features is not None:
+        try:
             check_supported(request, cell.features)
-            check_post_processor(request, cell.features)
+        except (InvalidArgumentError, UnavailableError, UnsupportedError):
+            # A worker that can do it may have registered since the last poll.
+            await cell.poll()
+            check_supported(request, cell.features)
+        check_tensors(request, self.model, self._max_tensor_bytes)
         if request.HasField("guided_decoding"):
             await self._grammars.check(request.guided_decoding)
         self.readers.enter(request.request_id)
@@ -308,7 +318,6 @@ class Runner:
         request.max_tokens = fit_to_context(len(token_ids), asked, self.model, kind)
         if request.sampling.beam_width > 1 and not request.sampling.HasField("num_return_sequences"):
             request.sampling.num_return_sequences = request.sampling.beam_width
-        check_tensors(request, self.model, self._max_tensor_bytes)
         bad_words = request.stopping.bad_words
         if bad_words:
             for ids in await self._prompts.bad_word_ids(list(bad_words)):

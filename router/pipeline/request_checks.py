@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError, UnsupportedError
 from midstream.extras import tensor_bytes
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
@@ -112,15 +112,13 @@ def check_request(
     request: pb.GenerateRequest,
     model: ModelFolder,
     max_beam_width: int = 16,
-    features: Iterable[str] = (),
 ) -> None:
-    """Checks all fields but the input's length, and fills the widths of output probes.
+    """Check all fields but the input's length and what only the workers know (`check_supported`).
 
     Args:
         request: As it came from the client.
         model: What is served.
         max_beam_width: Widest beam search.
-        features: Of the workers; they name the output probes.
 
     Raises:
         InvalidArgumentError: Names the field.
@@ -140,7 +138,7 @@ def check_request(
         _Range(1, max_beam_width).check(request.sampling.beam_width, "sampling.beam_width")
     check_sampling(request.sampling, model)
     _check_stopping(request.stopping, model)
-    _check_output(request.output, model, features)
+    _check_output(request.output, model)
     _check_features(request, model)
 
 
@@ -172,22 +170,40 @@ def check_adapter_path(path: str, root: str, field: str) -> None:
         raise InvalidArgumentError("is not below the folder of adapters (--adapter-root)", field=field)
 
 
-def check_supported(request: pb.GenerateRequest, features: Iterable[str]) -> None:
-    """Raises UnsupportedError where the request uses a feature that is not among the workers' `features`."""
-    features = frozenset(features)
-    missing = FEATURES.keys() - features
-    for feature in sorted(missing):
-        if FEATURES[feature](request):
-            raise UnsupportedError(
-                f"the workers lack {feature.replace('_', ' ')}", field=_FEATURE_FIELDS.get(feature, feature)
+def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None) -> None:
+    """Check a request against the workers' `features`, and fill the widths of its output probes.
+
+    Args:
+        request: Checked by `check_request`.
+        features: Of the workers of the cell that gets the request; None while no worker has registered.
+
+    Raises:
+        UnsupportedError: The workers lack a feature that the request uses.
+        InvalidArgumentError: They have no post-processor or output probe of that name.
+        UnavailableError: The request names a probe, and no worker has registered yet.
+    """
+    if features is not None:
+        for feature in sorted(FEATURES.keys() - features):
+            if FEATURES[feature](request):
+                raise UnsupportedError(
+                    f"the workers lack {feature.replace('_', ' ')}", field=_FEATURE_FIELDS.get(feature, feature)
+                )
+        name = request.logits_post_processor_name
+        if name and f"logits_post_processor.{name}" not in features:
+            raise InvalidArgumentError("the workers have none of that name", field="logits_post_processor_name")
+    probes = [item for item in request.output.additional_outputs if not _ADDITIONAL_OUTPUT.fullmatch(item.name)]
+    if probes and features is None:
+        raise UnavailableError(
+            f"no worker has registered yet to say whether it has the output probe {probes[0].name!r}"
+        )
+    widths = dict(_probe_widths(features or ()))
+    for item in probes:
+        if item.name not in widths:
+            raise InvalidArgumentError(
+                "must be hidden_states.LAYER, topk_logits.K, or an output probe that the workers have",
+                field="output.additional_outputs.name",
             )
-
-
-def check_post_processor(request: pb.GenerateRequest, features: frozenset[str]) -> None:
-    """Raises InvalidArgumentError where the workers have no post-processor of the request's name."""
-    name = request.logits_post_processor_name
-    if name and f"logits_post_processor.{name}" not in features:
-        raise InvalidArgumentError("the workers have none of that name", field="logits_post_processor_name")
+        item.probe_width = widths[item.name]
 
 
 def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelFolder, field: str = "prompt") -> int:
@@ -251,7 +267,7 @@ def _check_stopping(stopping: pb.StoppingConfig, model: ModelFolder) -> None:
             _check_ids((getattr(stopping, name),), model.vocab_size, f"stopping.{name}")
 
 
-def _check_output(output: pb.OutputConfig, model: ModelFolder, features: Iterable[str]) -> None:
+def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
     _at_most(output.log_probs, MAX_LOG_PROBS, "output.log_probs")
     _at_most(output.prompt_log_probs, MAX_LOG_PROBS, "output.prompt_log_probs")
     _at_most(len(output.additional_outputs), 16, "output.additional_outputs")
@@ -259,29 +275,21 @@ def _check_output(output: pb.OutputConfig, model: ModelFolder, features: Iterabl
         field = "output.additional_outputs.name"
         if additional.HasField("probe_width"):
             raise InvalidArgumentError("is not for clients", field="output.additional_outputs.probe_width")
-        width = _probe_width(additional.name, features)
-        if width:
-            additional.probe_width = width
-            continue
-        if not _ADDITIONAL_OUTPUT.fullmatch(additional.name):
-            raise InvalidArgumentError(
-                "must be hidden_states.LAYER, topk_logits.K, or an output probe that the workers have", field=field
-            )
-        kind, _, number = additional.name.partition(".")
-        _at_most(int(number), model.num_layers if kind == "hidden_states" else MAX_TOPK_LOGITS, field)
+        check_name(additional.name, field)
+        if _ADDITIONAL_OUTPUT.fullmatch(additional.name):
+            kind, _, number = additional.name.partition(".")
+            _at_most(int(number), model.num_layers if kind == "hidden_states" else MAX_TOPK_LOGITS, field)
     names = [additional.name for additional in output.additional_outputs]
     if len(set(names)) < len(names):
         raise InvalidArgumentError("must not come twice", field="output.additional_outputs.name")
 
 
-def _probe_width(name: str, features: Iterable[str]) -> int:
-    """Return the width of the workers' output probe of that name; 0 where there is none."""
+def _probe_widths(features: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield the name and width of each of the workers' output probes."""
     for feature in features:
-        if feature.startswith("output_probe.") and feature.endswith(name):
-            _, width, probe = feature.split(".", 2)
-            if probe == name:
-                return int(width)
-    return 0
+        if feature.startswith("output_probe."):
+            _, width, name = feature.split(".", 2)
+            yield name, int(width)
 
 
 def _check_guide(guided: pb.GuidedDecodingConfig) -> None:

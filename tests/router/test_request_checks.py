@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError, UnsupportedError
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.pipeline.request_checks import FEATURES, check_request, check_supported, check_tensors, fit_to_context
@@ -105,10 +105,7 @@ BAD: list[tuple[str, pb.GenerateRequest]] = [
     ("stopping.end_id", stopping(end_id=VOCAB)),
     ("output.log_probs", output(log_probs=21)),
     ("output.prompt_log_probs", output(prompt_log_probs=21)),
-    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="weights.1")])),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="hidden_states.31")])),
-    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="hidden_states.03")])),
-    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.0")])),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.1025")])),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.5")] * 2)),
     ("output.additional_outputs", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.5")] * 17)),
@@ -215,10 +212,39 @@ def test_output_fits_the_context(folder: ModelFolder) -> None:
 
 def test_a_feature_that_the_workers_lack_is_unsupported() -> None:
     request = pb.GenerateRequest(lora=pb.LoraConfig(name="a"), sampling=pb.SamplingConfig(min_tokens=3))
-    check_supported(request, FEATURES)
+    check_supported(request, frozenset(FEATURES))
     with pytest.raises(UnsupportedError, match="lora"):
-        check_supported(request, FEATURES.keys() - {"lora"})
+        check_supported(request, frozenset(FEATURES) - {"lora"})
     with pytest.raises(UnsupportedError) as raised:
-        check_supported(request, {"lora"})
+        check_supported(request, frozenset({"lora"}))
     assert raised.value.field == "sampling.min_tokens"
-    check_supported(pb.GenerateRequest(), ())
+    check_supported(pb.GenerateRequest(), frozenset())
+    check_supported(request, None)
+
+
+def test_a_post_processor_that_the_workers_lack_is_refused() -> None:
+    request = pb.GenerateRequest(logits_post_processor_name="a")
+    check_supported(request, frozenset(FEATURES) | {"logits_post_processor.a"})
+    with pytest.raises(InvalidArgumentError) as raised:
+        check_supported(request, frozenset(FEATURES))
+    assert raised.value.field == "logits_post_processor_name"
+
+
+def test_a_probe_gets_the_width_that_the_workers_have() -> None:
+    request = output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.5"), pb.AdditionalOutput(name="Own")])
+    check_supported(request, frozenset(FEATURES) | {"output_probe.7.Own", "output_probe.2.Another"})
+    assert [item.probe_width for item in request.output.additional_outputs] == [0, 7]
+
+
+@pytest.mark.parametrize("name", ["weights.1", "hidden_states.03", "topk_logits.0", "Own"])
+def test_a_probe_that_the_workers_lack_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        check_supported(
+            output(additional_outputs=[pb.AdditionalOutput(name=name)]), frozenset(FEATURES) | {"output_probe.7.own"}
+        )
+    assert raised.value.field == "output.additional_outputs.name"
+
+
+def test_a_probe_is_unavailable_until_a_worker_has_registered() -> None:
+    with pytest.raises(UnavailableError, match="'Own'"):
+        check_supported(output(additional_outputs=[pb.AdditionalOutput(name="Own")]), None)
