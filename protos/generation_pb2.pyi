@@ -103,6 +103,8 @@ class GenerateRequest(google.protobuf.message.Message):
     ARRIVAL_TIME_UNIX_NS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     TRACE_PARENT_FIELD_NUMBER: builtins.int
+    KEEP_S_FIELD_NUMBER: builtins.int
+    ATTACHMENT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, or made by the router when empty. At most 128 characters. Unique among running and recently
     finished requests: the same id with the same contents attaches to the first, with other contents ALREADY_EXISTS.
@@ -133,6 +135,12 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     trace_parent: builtins.str
     """The router's span of the request, as W3C's traceparent; empty: it is not traced. The router sets it."""
+    keep_s: builtins.int
+    """Seconds that the finished request is kept: until then Submit attaches to it and Resume reads it, also after the
+    scheduler was started again. 0: as long as the scheduler keeps any finished request (finished_ttl_s).
+    """
+    attachment: builtins.bytes
+    """What a front door keeps beside the request, to write its answer again. Nobody else reads it; clients leave it unset."""
     @property
     def token_ids(self) -> global___TokenIds:
         """Token ids in 0..vocab_size-1. What the router hands to the scheduler is always this."""
@@ -190,9 +198,11 @@ class GenerateRequest(google.protobuf.message.Message):
         arrival_time_unix_ns: builtins.int = ...,
         timeout_ms: builtins.int | None = ...,
         trace_parent: builtins.str = ...,
+        keep_s: builtins.int = ...,
+        attachment: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "guided_decoding", b"guided_decoding", "input", b"input", "kv_retention", b"kv_retention", "lora", b"lora", "max_tokens", b"max_tokens", "output", b"output", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "input", b"input", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload

@@ -54,6 +54,27 @@ class JournalRequest(google.protobuf.message.Message):
 global___JournalRequest = JournalRequest
 
 @typing.final
+class KeptRequest(google.protobuf.message.Message):
+    """A request that has ended and is kept for long, as a document. Both parts are sealed as in the journal."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    OUTPUT_FIELD_NUMBER: builtins.int
+    request: builtins.bytes
+    """A JournalRequest, and a JournalCommit of its output alone."""
+    output: builtins.bytes
+    def __init__(
+        self,
+        *,
+        request: builtins.bytes = ...,
+        output: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["output", b"output", "request", b"request"]) -> None: ...
+
+global___KeptRequest = KeptRequest
+
+@typing.final
 class JournalCommit(google.protobuf.message.Message):
     """What changed since the commit before, for all requests, as parallel arrays: run i is num_tokens[i] tokens of
     sequence_indices[i] of requests[i], and follows what that sequence had. Empty sequence_indices: all 0. Empty

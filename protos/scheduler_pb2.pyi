@@ -55,6 +55,72 @@ class SubmitResponse(google.protobuf.message.Message):
 global___SubmitResponse = SubmitResponse
 
 @typing.final
+class GetRequestRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+
+global___GetRequestRequest = GetRequestRequest
+
+@typing.final
+class GetRequestResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    HAS_STARTED_FIELD_NUMBER: builtins.int
+    HAS_FINISHED_FIELD_NUMBER: builtins.int
+    has_started: builtins.bool
+    """A worker has begun with it."""
+    has_finished: builtins.bool
+    @property
+    def request(self) -> protos.generation_pb2.GenerateRequest:
+        """As it was accepted."""
+
+    def __init__(
+        self,
+        *,
+        request: protos.generation_pb2.GenerateRequest | None = ...,
+        has_started: builtins.bool = ...,
+        has_finished: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["has_finished", b"has_finished", "has_started", b"has_started", "request", b"request"]) -> None: ...
+
+global___GetRequestResponse = GetRequestResponse
+
+@typing.final
+class DeleteRequestRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+
+global___DeleteRequestRequest = DeleteRequestRequest
+
+@typing.final
+class DeleteRequestResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___DeleteRequestResponse = DeleteRequestResponse
+
+@typing.final
 class FeedCommand(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

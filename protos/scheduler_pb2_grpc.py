@@ -47,6 +47,16 @@ class SchedulerStub(object):
                 request_serializer=protos_dot_loads__pb2.AbortRequest.SerializeToString,
                 response_deserializer=protos_dot_loads__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.GetRequest = channel.unary_unary(
+                '/midstream.v1.Scheduler/GetRequest',
+                request_serializer=protos_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
+                response_deserializer=protos_dot_scheduler__pb2.GetRequestResponse.FromString,
+                _registered_method=True)
+        self.DeleteRequest = channel.unary_unary(
+                '/midstream.v1.Scheduler/DeleteRequest',
+                request_serializer=protos_dot_scheduler__pb2.DeleteRequestRequest.SerializeToString,
+                response_deserializer=protos_dot_scheduler__pb2.DeleteRequestResponse.FromString,
+                _registered_method=True)
         self.TokenFeed = channel.stream_stream(
                 '/midstream.v1.Scheduler/TokenFeed',
                 request_serializer=protos_dot_scheduler__pb2.FeedCommand.SerializeToString,
@@ -117,6 +127,20 @@ class SchedulerServicer(object):
 
     def Abort(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRequest(self, request, context):
+        """A request that runs, has just finished, or is kept. NOT_FOUND when there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteRequest(self, request, context):
+        """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -200,6 +224,16 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=protos_dot_loads__pb2.AbortRequest.FromString,
                     response_serializer=protos_dot_loads__pb2.AbortResponse.SerializeToString,
+            ),
+            'GetRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequest,
+                    request_deserializer=protos_dot_scheduler__pb2.GetRequestRequest.FromString,
+                    response_serializer=protos_dot_scheduler__pb2.GetRequestResponse.SerializeToString,
+            ),
+            'DeleteRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRequest,
+                    request_deserializer=protos_dot_scheduler__pb2.DeleteRequestRequest.FromString,
+                    response_serializer=protos_dot_scheduler__pb2.DeleteRequestResponse.SerializeToString,
             ),
             'TokenFeed': grpc.stream_stream_rpc_method_handler(
                     servicer.TokenFeed,
@@ -311,6 +345,60 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/Abort',
             protos_dot_loads__pb2.AbortRequest.SerializeToString,
             protos_dot_loads__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/GetRequest',
+            protos_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
+            protos_dot_scheduler__pb2.GetRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/DeleteRequest',
+            protos_dot_scheduler__pb2.DeleteRequestRequest.SerializeToString,
+            protos_dot_scheduler__pb2.DeleteRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

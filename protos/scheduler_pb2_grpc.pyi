@@ -35,6 +35,18 @@ class SchedulerStub:
         protos.loads_pb2.AbortResponse,
     ]
 
+    GetRequest: grpc.UnaryUnaryMultiCallable[
+        protos.scheduler_pb2.GetRequestRequest,
+        protos.scheduler_pb2.GetRequestResponse,
+    ]
+    """A request that runs, has just finished, or is kept. NOT_FOUND when there is none."""
+
+    DeleteRequest: grpc.UnaryUnaryMultiCallable[
+        protos.scheduler_pb2.DeleteRequestRequest,
+        protos.scheduler_pb2.DeleteRequestResponse,
+    ]
+    """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none."""
+
     TokenFeed: grpc.StreamStreamMultiCallable[
         protos.scheduler_pb2.FeedCommand,
         protos.scheduler_pb2.FeedBatch,
@@ -104,6 +116,18 @@ class SchedulerAsyncStub:
         protos.loads_pb2.AbortRequest,
         protos.loads_pb2.AbortResponse,
     ]
+
+    GetRequest: grpc.aio.UnaryUnaryMultiCallable[
+        protos.scheduler_pb2.GetRequestRequest,
+        protos.scheduler_pb2.GetRequestResponse,
+    ]
+    """A request that runs, has just finished, or is kept. NOT_FOUND when there is none."""
+
+    DeleteRequest: grpc.aio.UnaryUnaryMultiCallable[
+        protos.scheduler_pb2.DeleteRequestRequest,
+        protos.scheduler_pb2.DeleteRequestResponse,
+    ]
+    """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none."""
 
     TokenFeed: grpc.aio.StreamStreamMultiCallable[
         protos.scheduler_pb2.FeedCommand,
@@ -178,6 +202,22 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.loads_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.loads_pb2.AbortResponse, collections.abc.Awaitable[protos.loads_pb2.AbortResponse]]: ...
+
+    @abc.abstractmethod
+    def GetRequest(
+        self,
+        request: protos.scheduler_pb2.GetRequestRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.scheduler_pb2.GetRequestResponse, collections.abc.Awaitable[protos.scheduler_pb2.GetRequestResponse]]:
+        """A request that runs, has just finished, or is kept. NOT_FOUND when there is none."""
+
+    @abc.abstractmethod
+    def DeleteRequest(
+        self,
+        request: protos.scheduler_pb2.DeleteRequestRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.scheduler_pb2.DeleteRequestResponse, collections.abc.Awaitable[protos.scheduler_pb2.DeleteRequestResponse]]:
+        """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none."""
 
     @abc.abstractmethod
     def TokenFeed(

@@ -24,6 +24,7 @@ from router.dashboard import dashboard_routes
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.generation import Runner
+from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.reach import watch_reach
@@ -37,6 +38,7 @@ from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.http_server import HostCheckedApp, HttpPort
 from router.protocols.openai.app import OpenAiApi
+from router.protocols.responses.app import ResponsesApi
 from router.status import StatusFeed
 
 
@@ -107,6 +109,9 @@ async def serve(config: RouterConfig) -> None:
     api = OpenAiApi(front, prompts, metrics, progress.problems, bodies, chat, progress.stalled)
     pages = api.app()
     pages.router.routes.extend(MessagesApi(front, prompts, bodies, chat).routes())
+    kept = KeptRequests(cells, config.unavailable_timeout_s)
+    responses = ResponsesApi(front, prompts, bodies, chat, kept, config.response_ttl_s)
+    pages.router.routes.extend(responses.routes())
     pages.router.routes.extend(dashboard_routes(status))
     app = AuthenticatedApp(pages, authenticator, refuse)
     checked = HostCheckedApp(app, AllowedHosts(config.host, config.allowed_hosts))

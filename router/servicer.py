@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from midstream import __version__
-from midstream.errors import UnsupportedError
+from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import current_caller
@@ -40,6 +40,8 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> None:
         """Runs a request and streams its output."""
+        if request.attachment:
+            raise InvalidArgumentError("is not for clients", field="attachment")
         await _relay(await self._front.start(request, context.time_remaining()), context)
 
     async def Resume(  # type: ignore[override]  # noqa: N802 (it writes to the context)

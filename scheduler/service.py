@@ -23,6 +23,7 @@ from scheduler.core.core import SchedulerCore
 from scheduler.core.events import DrainStarted
 from scheduler.edge.dispatch import Dispatcher
 from scheduler.edge.engine import Engine, Observer
+from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.metrics import SchedulerCollector
 from scheduler.edge.request_log import log_requests
@@ -131,9 +132,11 @@ class SchedulerService:
         self.engine.on_joined = adapters.on_joined
         self.engine.recover(contents.requests)
         self.metrics.registry.register(SchedulerCollector(core, self.dispatcher, self.journal))
+        kept = KeptRequests(self.journal.documents, self.engine, self.limits, self.model.fingerprint)
         servicer = SchedulerServicer(
             self.engine,
             adapters,
+            kept,
             model=self.model,
             limits=self.limits,
             cell=self.config.name or f"{self.config.host}:{self.port}",

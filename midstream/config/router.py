@@ -65,6 +65,7 @@ class RouterConfig(GrpcServiceConfig):
     unavailable_timeout_s: float = setting(
         30.0, "Seconds that a request without a deadline waits for a part that is away."
     )
+    response_ttl_s: int = setting(7 * 24 * 3600, "Seconds that a response of the Responses API is stored.")
     trace_ratio: float = setting(1.0, "Share, 0 to 1, of requests traced where the client's traceparent does not say.")
     tool_parser: str = setting(
         "auto", "How the model writes tool calls; auto: as its chat template tells; none: they are not read."

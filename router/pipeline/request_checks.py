@@ -30,6 +30,7 @@ MAX_DEFAULT_TOKENS = 16_384
 
 MAX_TOPK_LOGITS = 1024
 MAX_NGRAM_SIZE = 64
+MAX_KEEP_S = 366 * 24 * 3600
 MAX_DURATION_MS = 1 << 40  # 34 years; in nanoseconds and behind any time of day it fits into 64 bits
 
 _ADDITIONAL_OUTPUT = re.compile(r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[1-9]\d{0,3}")
@@ -129,6 +130,7 @@ def check_request(
     check_model(request.model, model)
     _Range(-100, 100).check(request.priority, "priority")
     _at_most(request.timeout_ms, MAX_DURATION_MS, "timeout_ms")
+    _at_most(request.keep_s, MAX_KEEP_S, "keep_s")
     _Range(0, 1 << 62).check(request.arrival_time_unix_ns, "arrival_time_unix_ns")
     if request.HasField("max_tokens"):
         _at_least_one(request.max_tokens, "max_tokens")

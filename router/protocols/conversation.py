@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -152,9 +152,7 @@ class Conversation:
             ids = await prompts.token_ids(self.request)
             asked = self.request.max_tokens if self.request.HasField("max_tokens") else None
             fit_to_context(len(ids), asked, folder, "chat")
-            tail = prompts.tokenizer.decode(ids[-_NUM_TAIL:], skip_special_tokens=False)
-            self.is_thinking = tags is not None and tags.is_open_after(tail)
-            self.num_prompt_tokens = len(ids)
+            self.note_prompt(ids, prompts.tokenizer)
             self.request.token_ids.values[:] = ids
         if self.prediction:
             text = pb.GenerateRequest(prompt=self.prediction)
@@ -164,6 +162,13 @@ class Conversation:
             drafts.prediction_token_ids.extend(ids[: folder.max_sequence_length])
             self.request.output.return_perf_metrics = True
         self.add_guide()
+
+    def note_prompt(self, ids: Sequence[int], tokenizer: Tokenizer) -> None:
+        """Take in what the prompt's tokens tell: their count, and whether they open the reasoning."""
+        tags = self.model.format.reasoning
+        tail = tokenizer.decode(list(ids[-_NUM_TAIL:]), skip_special_tokens=False)
+        self.is_thinking = tags is not None and tags.is_open_after(tail)
+        self.num_prompt_tokens = len(ids)
 
     def add_guide(self) -> None:
         """Adds the grammar for the tools, and lets reasoning come before any."""

@@ -125,6 +125,85 @@ MESSAGES: Table = {
     "workspace_id": ("ignored", "of Anthropic's accounts"),
     "request_id": ("works", "our own: the id of the native request"),
 }
+RESPONSES: Table = {
+    "model": ("works", "the served model, or an adapter that is loaded on it"),
+    "input": ("works", "text, or items"),
+    "input.type": (
+        "works",
+        "message, reasoning, calls of functions and custom tools, their outputs; others are refused",
+    ),
+    "input.role": ("works", "developer is system, where the template does not know it"),
+    "input.content": ("works", "text, also of reasoning"),
+    "input.content.type": ("works", "text; others are refused"),
+    "input.content.text": ("works", ""),
+    "input.content.refusal": ("works", "is text"),
+    "input.content.annotations": ("ignored", "an earlier turn's"),
+    "input.content.logprobs": ("ignored", "an earlier turn's"),
+    "input.content.detail": ("ignored", "of images"),
+    "input.id": ("ignored", "items are taken by what is in them"),
+    "input.status": ("ignored", "an earlier turn's"),
+    "input.phase": ("ignored", "templates do not know it"),
+    "input.call_id": ("works", ""),
+    "input.name": ("works", ""),
+    "input.arguments": ("works", ""),
+    "input.input": ("works", "of a custom tool"),
+    "input.output": ("works", "text"),
+    "input.output.type": ("works", "text; others are refused"),
+    "input.output.text": ("works", ""),
+    "input.summary": ("works", "stands for reasoning without content"),
+    "input.summary.type": ("ignored", ""),
+    "input.summary.text": ("works", ""),
+    "input.encrypted_content": ("works", "stands for reasoning without content"),
+    "instructions": ("works", "of this response alone, before what it continues"),
+    "previous_response_id": ("works", "one that is stored and has ended"),
+    "store": ("works", "true, unless it is set: for `--response-ttl-s`"),
+    "background": ("works", "with `store`"),
+    "stream": ("works", ""),
+    "stream_options": ("ignored", "events are not padded (`include_obfuscation`)"),
+    "max_output_tokens": ("works", ""),
+    "temperature": ("works", ""),
+    "top_p": ("works", ""),
+    "reasoning": ("works", ""),
+    "reasoning.effort": ("works", "as the model's template knows it; refused where it does not"),
+    "reasoning.summary": ("ignored", "reasoning is shown as it is"),
+    "reasoning.generate_summary": ("ignored", "reasoning is shown as it is"),
+    "text": ("works", ""),
+    "text.format": ("works", "text, json_object or json_schema"),
+    "text.verbosity": ("refused", "other than medium"),
+    "tools": ("works", "of the client"),
+    "tools.type": ("works", "function, and custom with text; others are refused"),
+    "tools.name": ("works", ""),
+    "tools.description": ("works", ""),
+    "tools.parameters": ("works", ""),
+    "tools.strict": ("works", "in the formats that have a grammar"),
+    "tools.format": ("refused", "other than text"),
+    "tool_choice": ("works", "none, auto, required, a tool, or allowed_tools"),
+    "tool_choice.type": ("works", ""),
+    "tool_choice.name": ("works", ""),
+    "tool_choice.mode": ("works", ""),
+    "tool_choice.tools": ("works", ""),
+    "tool_choice.tools.type": ("ignored", "the name tells"),
+    "tool_choice.tools.name": ("works", ""),
+    "parallel_tool_calls": ("works", "false: what follows the first call is dropped"),
+    "max_tool_calls": ("ignored", "it counts calls of the server's tools, of which there are none"),
+    "include": (
+        "works",
+        "`reasoning.encrypted_content`; log probabilities are refused, what is of other tools ignored",
+    ),
+    "metadata": ("works", "comes back with the response"),
+    "prompt_cache_key": ("ignored", "requests go to the cache that has their prefix"),
+    "prompt_cache_retention": ("works", "`24h` keeps the prompt's KV blocks"),
+    "service_tier": ("works", "`flex` and `priority` are priorities -50 and 50"),
+    "safety_identifier": ("works", "as `user`, where that is not set"),
+    "user": ("works", "`client_id`, for fairness"),
+    "truncation": ("refused", "other than disabled"),
+    "top_logprobs": ("refused", ""),
+    "conversation": ("refused", "use `previous_response_id`"),
+    "prompt": ("refused", ""),
+    "context_management": ("refused", ""),
+    "moderation": ("refused", ""),
+}
+RESPONSES_OPAQUE = ("tools.parameters", "tools.format", "text.format", "metadata", "stream_options")
 # Values that are the client's own: they may hold anything.
 _OPAQUE = (
     "tools.input_schema",
@@ -135,19 +214,25 @@ _OPAQUE = (
     "diagnostics",
 )
 # Of fields that are refused, what is what happens anyway.
-_DEFAULTS: dict[str, object] = {"speed": "standard", "tools.allowed_callers": ["direct"]}
-TABLES: dict[str, Table] = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES}
+_DEFAULTS: dict[str, object] = {
+    "speed": "standard",
+    "tools.allowed_callers": ["direct"],
+    "text.verbosity": "medium",
+    "truncation": "disabled",
+    "tools.format": {"type": "text"},
+}
+TABLES: dict[str, Table] = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
 _INDEX = re.compile(r"\[\d+\]")
 
 
-def check_fields(body: Body, table: Table) -> None:
-    """Checks that every field of a body is in `table`, and none that is refused is set.
+def check_fields(body: Body, table: Table, opaque: tuple[str, ...] = _OPAQUE) -> None:
+    """Check that every field of a body, but for what is in those that are `opaque`, is in `table` and not refused.
 
     Raises:
         InvalidArgumentError: A field is not known.
         UnsupportedError: One is refused.
     """
-    for path, value in _paths(body.fields, ""):
+    for path, value in _paths(body.fields, "", opaque):
         name = _INDEX.sub("", path)
         known = table.get(name)
         if known is None:
@@ -156,19 +241,19 @@ def check_fields(body: Body, table: Table) -> None:
             raise UnsupportedError(known[1] or "is not supported", field=path)
 
 
-def _paths(fields: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+def _paths(fields: Mapping[str, object], prefix: str, opaque: tuple[str, ...]) -> Iterator[tuple[str, object]]:
     for name, value in fields.items():
         path = prefix + name
         if value is not None:
             yield path, value
-        if _INDEX.sub("", path).endswith(_OPAQUE):
+        if _INDEX.sub("", path).endswith(opaque):
             continue
         items = value if isinstance(value, list) else ()
         for index, item in enumerate(items):
             if isinstance(item, dict):
-                yield from _paths(item, f"{path}[{index}].")
+                yield from _paths(item, f"{path}[{index}].", opaque)
         if isinstance(value, dict):
-            yield from _paths(value, f"{path}.")
+            yield from _paths(value, f"{path}.", opaque)
 
 
 def markdown() -> str:

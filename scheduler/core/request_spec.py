@@ -39,6 +39,7 @@ class RequestSpec:
         tensor_bytes: Of the tensors that it asks for. Where there are any, the journal keeps what was asked for alone,
             and a scheduler that comes after computes the request again.
         digest: Of the contents; tells a repeated Submit from another request under the same id.
+        keep_ns: How long it is kept once it has ended, beyond what every ended request is; the edge's business.
         payload: The normalized GenerateRequest, serialized; opaque to the core.
     """
 
@@ -70,6 +71,7 @@ class RequestSpec:
     decode_priority: int = DEFAULT_RETENTION_PRIORITY
     decode_duration_ns: int | None = None
     digest: bytes = b""
+    keep_ns: int = 0
     payload: bytes = b""
 
     @property

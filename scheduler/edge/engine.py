@@ -22,10 +22,13 @@ from scheduler.core.effects import (
     IterationDone,
     KvChanged,
     Refused,
+    RequestEnded,
+    SequenceEnded,
     StepPlan,
 )
 from scheduler.core.events import Attached, Detached, Event, Recovered, Submitted, Turn, WorkerBeat, WorkerFailed
 from scheduler.core.prefix_cache import KvChange
+from scheduler.core.request import Request
 from scheduler.core.request_spec import RequestSpec
 from scheduler.core.stats import IterationStats
 from scheduler.edge.beam_outputs import report_beams
@@ -54,6 +57,7 @@ class Engine:
         kv_events: The last KV events, as (group id, change), under their sequence numbers.
         num_failed_events: Messages of workers that the core failed at.
         on_joined: Told of each worker's connection and epoch, once the worker was told itself.
+        on_ended: Told of each request whose end is committed, and again where that end is amended.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._uncommitted: dict[str, asyncio.Event] = {}
         self.on_joined: Callable[[bytes, int], None] = lambda *_: None
+        self.on_ended: Callable[[Request], None] = lambda _: None
 
     def now_ns(self) -> int:
         """The time that events carry."""
@@ -190,7 +195,14 @@ class Engine:
                 self.kv_events.append((effect.group_id, change))
 
     def _on_committed(self, entries: list[JournalEntry]) -> None:
+        amended = [entry.sequence.request for entry in entries if isinstance(entry, SequenceEnded)]
+        ended = [request for request in amended if self.hub.is_over(request.request_id)]
         self.hub.publish(entries)
+        for request in ended:
+            self.on_ended(request)
+        for entry in entries:
+            if isinstance(entry, RequestEnded):
+                self.on_ended(entry.request)
         if self._uncommitted:
             for entry in entries:
                 if isinstance(entry, Accepted):

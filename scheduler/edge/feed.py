@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from midstream.clock import SteadyClock
-from midstream.errors import InvalidArgumentError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
 from protos import scheduler_pb2
 from scheduler.core.effects import Accepted, Emitted, RequestEnded, RequestForgotten, SequenceEnded
 from scheduler.core.request import Request
@@ -102,6 +102,11 @@ class FeedHub:
         log = self.logs.get(request_id)
         return log is not None and (bool(log.readers) or log.is_awaited)
 
+    def is_over(self, request_id: str) -> bool:
+        """Return whether a request's end is committed."""
+        log = self.logs.get(request_id)
+        return log is not None and log.is_over
+
     def publish(self, entries: list[JournalEntry]) -> None:
         """Shows what has been committed."""
         for entry in entries:
@@ -152,7 +157,7 @@ class DetokenizerFeed:
         self.num_attached_total = 0
         self._hub = hub
         self._attachments: dict[int, Attachment] = {}
-        self._unknown: list[tuple[int, str]] = []
+        self._refused: list[tuple[int, str, MidstreamError]] = []
         self._dirty: dict[Attachment, None] = {}
         self._wake = asyncio.Event()
         self._is_closed = False
@@ -177,8 +182,7 @@ class DetokenizerFeed:
             raise InvalidArgumentError(f"{stream} is in use on this feed", field="attach.stream")
         log = self._hub.logs.get(request_id)
         if log is None:
-            self._unknown.append((stream, request_id))
-            self._wake.set()
+            self.refuse(stream, request_id, NotFoundError(f"no request {request_id[:128]!r} is known here"))
             return
         attachment = Attachment(self, stream, log)
         self._attachments[stream] = attachment
@@ -186,6 +190,11 @@ class DetokenizerFeed:
         log.readers.add(attachment)
         self._hub.on_attach(request_id)
         self.mark(attachment)
+
+    def refuse(self, stream: int, request_id: str, error: MidstreamError) -> None:
+        """Answer an attach with an error."""
+        self._refused.append((stream, request_id, error))
+        self._wake.set()
 
     def detach(self, stream: int) -> None:
         """Ends feeding a request; unknown streams are ended already."""
@@ -222,12 +231,12 @@ class DetokenizerFeed:
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
         """Everything new, up to about MAX_TOKENS_PER_BATCH tokens; None when there is nothing."""
-        if not self._dirty and not self._unknown:
+        if not self._dirty and not self._refused:
             return None
         builder = FeedBatchBuilder(self._hub.scheduler_epoch, self._hub.clock)
-        for stream, request_id in self._unknown:
-            builder.add_unknown(stream, request_id)
-        self._unknown.clear()
+        for stream, request_id, error in self._refused:
+            builder.add_refused(stream, request_id, error)
+        self._refused.clear()
         while self._dirty and builder.num_tokens < MAX_TOKENS_PER_BATCH and not builder.is_full:
             attachment = next(iter(self._dirty))
             del self._dirty[attachment]

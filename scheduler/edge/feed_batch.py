@@ -6,7 +6,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from midstream.clock import SteadyClock
-from midstream.errors import NotFoundError
+from midstream.errors import MidstreamError
 from protos import generation_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.request import Request, Sequence, SequenceEnd
 
@@ -36,10 +36,10 @@ class FeedBatchBuilder:
         """Tokens so far."""
         return len(self._tokens)
 
-    def add_unknown(self, stream: int, request_id: str) -> None:
-        """Answers an attach to a request that is not known."""
+    def add_refused(self, stream: int, request_id: str, error: MidstreamError) -> None:
+        """Answer an attach with an error."""
         opened = self._batch.opened.add(stream=stream, request_id=request_id)
-        opened.error.CopyFrom(NotFoundError(f"no request {request_id!r} is known here").to_proto())
+        opened.error.CopyFrom(error.to_proto())
 
     @property
     def is_full(self) -> bool:

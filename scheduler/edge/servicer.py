@@ -10,7 +10,7 @@ from dataclasses import replace
 from grpc.aio import ServicerContext
 
 import midstream
-from midstream.errors import InvalidArgumentError, NotFoundError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
 from scheduler.core.events import AbortRequested, StopWordFound
@@ -18,6 +18,7 @@ from scheduler.core.prefix_cache import CacheCleared
 from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.engine import Engine
 from scheduler.edge.feed import DetokenizerFeed
+from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.journal import LoadedAdapter
@@ -36,6 +37,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self,
         engine: Engine,
         adapters: Adapters,
+        kept: KeptRequests,
         *,
         model: ModelFolder,
         limits: ModelLimits,
@@ -47,6 +49,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         Args:
             engine: The running scheduler.
             adapters: What requests can name.
+            kept: Ended requests that are kept for long.
             model: What is served.
             limits: Of the model.
             cell: This scheduler's name among several.
@@ -54,6 +57,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         """
         self._engine = engine
         self._adapters = adapters
+        self._kept = kept
         self._model = model
         self._limits = limits
         self._cell = cell
@@ -69,6 +73,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         """Takes a request, or attaches to the one that has its id."""
         if not request.request.request_id:
             raise InvalidArgumentError("it is empty", field="request_id")
+        if request.request.keep_s:
+            await self._kept.find(request.request.request_id)
         if request.request.request_id not in self._engine.core.lifecycle.requests:
             await self._adapters.resolve(request.request)
         answer = await self._engine.submit(await self._spec(request.request))
@@ -97,6 +103,30 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         effects = self._engine.handle(AbortRequested(self._engine.now_ns(), request.request_id))
         return loads_pb2.AbortResponse(was_running=bool(effects))
 
+    async def GetRequest(  # noqa: N802
+        self,
+        request: scheduler_pb2.GetRequestRequest,
+        context: ServicerContext[scheduler_pb2.GetRequestRequest, scheduler_pb2.GetRequestResponse],
+    ) -> scheduler_pb2.GetRequestResponse:
+        """Return a request as it was accepted."""
+        found = await self._kept.find(request.request_id)
+        if found is None or found.request_id not in self._engine.hub.logs:
+            raise NotFoundError(f"no request {request.request_id[:128]!r} is known here")
+        return scheduler_pb2.GetRequestResponse(
+            request=generation_pb2.GenerateRequest.FromString(found.spec.payload),
+            has_started=bool(found.times.first_scheduled_ns),
+            has_finished=self._engine.hub.is_over(found.request_id),
+        )
+
+    async def DeleteRequest(  # noqa: N802
+        self,
+        request: scheduler_pb2.DeleteRequestRequest,
+        context: ServicerContext[scheduler_pb2.DeleteRequestRequest, scheduler_pb2.DeleteRequestResponse],
+    ) -> scheduler_pb2.DeleteRequestResponse:
+        """Keep a request no longer."""
+        await self._kept.delete(request.request_id)
+        return scheduler_pb2.DeleteRequestResponse()
+
     async def TokenFeed(  # noqa: N802
         self,
         request_iterator: Commands,
@@ -121,19 +151,36 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 await reader
 
     async def _obey(self, commands: Commands, feed: DetokenizerFeed) -> None:
+        finding: dict[int, asyncio.Task[None]] = {}
         try:
             async for command in commands:
                 kind = command.WhichOneof("command")
-                if kind == "attach":
+                if kind == "attach" and command.attach.request_id in self._engine.hub.logs:
                     feed.attach(command.attach.stream, command.attach.request_id)
+                elif kind == "attach":
+                    task = asyncio.create_task(self._find(command.attach, feed))
+                    finding[command.attach.stream] = task
+                    task.add_done_callback(lambda _, stream=command.attach.stream: finding.pop(stream, None))  # type: ignore[misc]
                 elif kind == "detach":
+                    if command.detach.stream in finding:
+                        finding[command.detach.stream].cancel()
                     feed.detach(command.detach.stream)
                 elif kind == "stop":
                     self._stop(command.stop, feed)
                 else:
                     raise InvalidArgumentError("hello comes once, and every command is set", field="command")
         finally:
+            for task in list(finding.values()):
+                task.cancel()
             feed.close()
+
+    async def _find(self, attach: scheduler_pb2.FeedAttach, feed: DetokenizerFeed) -> None:
+        """Attach a request that may have to be read back first."""
+        try:
+            await self._kept.find(attach.request_id)
+            feed.attach(attach.stream, attach.request_id)
+        except MidstreamError as error:
+            feed.refuse(attach.stream, attach.request_id, error)
 
     def _stop(self, stop: scheduler_pb2.FeedStop, feed: DetokenizerFeed) -> None:
         request = feed.request_of(stop.stream)

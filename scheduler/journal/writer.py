@@ -192,7 +192,9 @@ class RowWriter:
         request = sequence.request
         if request.spec.tensor_bytes:
             return
-        kept = self._kept[request.request_id]
+        kept = self._kept.get(request.request_id)
+        if kept is None:
+            return  # it was read back from what is kept for long (scheduler/edge/kept_requests.py)
         kept.has_ended[sequence.index] = True
         assert sequence.end is not None
         add_end(record, kept.number, sequence.index, sequence.end)

@@ -35,7 +35,8 @@ from scheduler.wire.worker_messages import decode_worker_message
 _SPEC_FIELDS = tuple(
     item.name
     for item in dataclasses.fields(RequestSpec)
-    if item.name not in ("prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns", "payload")
+    if item.name
+    not in ("prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns", "keep_ns", "payload")
 )
 _OF_A_REQUEST: dict[type[AbortRequested | Attached | Detached], str] = {
     AbortRequested: "abort_requested",

@@ -11,7 +11,7 @@ from protos import generation_pb2 as pb
 from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY, RequestSpec, RetentionRange
 
 DEFAULT_MAX_TOKENS = 16_384
-_NS_PER_MS = 1_000_000
+_NS_PER_MS, _NS_PER_S = 1_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
             retention.decode_duration_ms * _NS_PER_MS if retention.HasField("decode_duration_ms") else None
         ),
         digest=_digest(request),
+        keep_ns=request.keep_s * _NS_PER_S,
         payload=request.SerializeToString(),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from midstream.errors import NotFoundError
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from protos import generation_pb2 as pb
@@ -123,6 +124,24 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             self.requests[request.request.request_id] = Scripted(request.request, count)
         self.changed.set()
         return scheduler_pb2.SubmitResponse(scheduler_epoch=1, attached=known, num_sequences=1)
+
+    async def GetRequest(  # noqa: N802
+        self, request: scheduler_pb2.GetRequestRequest, context: Any
+    ) -> scheduler_pb2.GetRequestResponse:
+        script = self.requests.get(request.request_id)
+        if script is None:
+            raise NotFoundError("no such request")
+        is_over = script.ended is not None
+        return scheduler_pb2.GetRequestResponse(
+            request=script.request, has_started=bool(script.tokens), has_finished=is_over
+        )
+
+    async def DeleteRequest(  # noqa: N802
+        self, request: scheduler_pb2.DeleteRequestRequest, context: Any
+    ) -> scheduler_pb2.DeleteRequestResponse:
+        if self.requests.pop(request.request_id, None) is None:
+            raise NotFoundError("no such request")
+        return scheduler_pb2.DeleteRequestResponse()
 
     async def GetStatus(  # noqa: N802
         self, request: status_pb2.GetCellStatusRequest, context: Any

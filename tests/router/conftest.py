@@ -25,6 +25,7 @@ from router.dashboard import dashboard_routes
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.generation import Runner
+from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.stream_limits import CallLimits, admit_within, watcher_limits
@@ -35,6 +36,7 @@ from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.http_server import HttpPort
 from router.protocols.openai.app import OpenAiApi
+from router.protocols.responses.app import ResponsesApi
 from router.status import StatusFeed
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 
@@ -145,6 +147,8 @@ class Cluster:
         chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
         pages = OpenAiApi(front, self.prompts, Metrics(), list, bodies, chat).app()
         pages.router.routes.extend(MessagesApi(front, self.prompts, bodies, chat).routes())
+        kept = KeptRequests(cells, unavailable_timeout_s)
+        pages.router.routes.extend(ResponsesApi(front, self.prompts, bodies, chat, kept, 3600).routes())
         pages.router.routes.extend(dashboard_routes(status))
         http = HttpPort(AuthenticatedApp(pages, authenticator, refuse), "127.0.0.1", 0)
         await server.start()

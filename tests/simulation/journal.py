@@ -9,6 +9,8 @@ from collections.abc import Callable
 from midstream.clock import SteadyClock
 from protos import generation_pb2, journal_pb2
 from scheduler.journal import DeposedError, JournalContents, JournalEntry, JournalError
+from scheduler.journal.documents import DocumentKey, Documents
+from scheduler.journal.sqlite_documents import SqliteDocuments
 from scheduler.journal.store import Store, StoredJournal, Transaction, unseal
 from scheduler.journal.threaded import ThreadedJournal
 from scheduler.journal.writer import RowWriter
@@ -131,6 +133,13 @@ class DiskStore(Store):
         pass
 
 
+class NoDocuments(Documents):
+    """None are stored, and no thread is asked: its time would not be the simulation's."""
+
+    async def get(self, key: DocumentKey) -> None:
+        return None
+
+
 class SimulatedJournal(ThreadedJournal):
     """What the journal's thread does, as a task: the rows, their order and the group commit are the real ones."""
 
@@ -144,6 +153,7 @@ class SimulatedJournal(ThreadedJournal):
         clock: SteadyClock,
     ) -> None:
         super().__init__(DiskStore(disk), limits, fingerprint, clock)
+        self.documents = NoDocuments(SqliteDocuments(None), clock)
         self._network, self._disk, self._process = network, disk, process
         self._waiting: list[tuple[list[JournalEntry], Callable[[], None]]] = []
         self._changed = Flag()

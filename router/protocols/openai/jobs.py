@@ -15,7 +15,7 @@ from router.pipeline.request_checks import check_name
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, keep_prefix
 from router.protocols.openai.body import Body, token_ids
 from router.protocols.openai.messages import chat_messages
-from router.protocols.openai.parameters import native_request, refuse
+from router.protocols.openai.parameters import CACHE_RETENTION_S, native_request, refuse
 from router.protocols.openai.shapes import ChatShape, CompletionShape, Shape, Spell
 from router.protocols.openai.tools import read_tools
 
@@ -23,7 +23,6 @@ _NOT_IN_CHAT = (
     "audio", "chat_template", "continue_final_message", "documents", "echo", "function_call", "functions",
     "moderation", "store", "web_search_options",
 )  # fmt: skip
-_CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 256
 
@@ -136,9 +135,9 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
         variables |= given
     if variables:
         request.chat.template_variables_json = json.dumps(variables)
-    retention = body.choice("prompt_cache_retention", tuple(_CACHE_RETENTION_S))
-    if retention and _CACHE_RETENTION_S[retention]:
-        keep_prefix(request, None, _CACHE_RETENTION_S[retention])
+    retention = body.choice("prompt_cache_retention", tuple(CACHE_RETENTION_S))
+    if retention and CACHE_RETENTION_S[retention]:
+        keep_prefix(request, None, CACHE_RETENTION_S[retention])
     body.choice("verbosity", ("medium",))
     if any(kind != "text" for kind in body.texts("modalities")):
         raise UnsupportedError("only text is supported", field="modalities")

@@ -22,6 +22,7 @@ _TEXT: Part = {"type": "string"}
 _FLAG: Part = {"type": "boolean"}
 _OBJECT: Part = {"type": "object"}
 _NAME: Part = {"type": "string", "maxLength": MAX_NAME}
+_INPUT: Part = {"anyOf": [_TEXT, {"type": "array", "items": _OBJECT, "minItems": 1}]}
 _ANY_TEXTS: Part = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
 
 
@@ -70,6 +71,11 @@ def document(model: ModelFolder) -> Part:
         "required": True,
         "schema": {"enum": ["2026-10-21", "2023-06-01"]},
     }
+    stored = (
+        {"name": "response_id", "in": "path", "required": True, "schema": text},
+        {"name": "stream", "in": "query", "schema": _FLAG},
+        {"name": "starting_after", "in": "query", "schema": _integer(0, 10**9 - 1)},
+    )
     messages = _messages_fields(names)
     counted = {name: messages[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
     tokenize = {"model": names, "prompt": text, "messages": chat["messages"], "tools": chat["tools"]}
@@ -90,6 +96,20 @@ def document(model: ModelFolder) -> Part:
         "/v1/messages/count_tokens": {
             "post": _post("Counts the tokens of a conversation.", counted, ["messages"]) | _with(version)
         },
+        "/v1/responses": {
+            "post": _post("Answers, and stores the answer.", _responses_fields(names), ["input"], stream=True)
+        },
+        "/v1/responses/input_tokens": {
+            "post": _post("Counts the tokens of an input.", {"model": names, "input": _INPUT}, ["input"])
+        },
+        "/v1/responses/{response_id}": {
+            "get": _get("A stored response, or its events after `starting_after`.") | _with(*stored),
+            "delete": _get("Deletes a stored response.") | _with(stored[0]),
+        },
+        "/v1/responses/{response_id}/cancel": {
+            "post": _get("Ends a background response.") | _with(stored[0]),
+        },
+        "/v1/responses/{response_id}/input_items": {"get": _get("The items of its input.") | _with(stored[0])},
         "/tokenize": {"post": _post("Token ids of a text or a conversation.", tokenize, [])},
         "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
         "/v1/models": {"get": _get("The model and the adapters that are loaded on it.")},
@@ -164,6 +184,31 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         "user": _NAME,
         "detached": _FLAG,
         "timeout_ms": _integer(0, 1 << 53),
+    }
+
+
+def _responses_fields(names: Part) -> Part:
+    """Of /v1/responses."""
+    return {
+        "model": names,
+        "input": _INPUT,
+        "instructions": _TEXT,
+        "previous_response_id": _TEXT,
+        "store": _FLAG,
+        "background": _FLAG,
+        "stream": _FLAG,
+        "max_output_tokens": _integer(1, 0xFFFFFFFF),
+        "temperature": _number(0, 100),
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "tools": {"type": "array", "items": _OBJECT},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT]},
+        "parallel_tool_calls": _FLAG,
+        "text": {"type": "object", "properties": {"format": _OBJECT}},
+        "reasoning": {"type": "object", "properties": {"effort": {"enum": list(EFFORTS)}}},
+        "include": {"type": "array", "items": _TEXT},
+        "metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}},
+        "service_tier": {"enum": ["auto", "default", "flex", "priority"]},
+        "user": _NAME,
     }
 
 

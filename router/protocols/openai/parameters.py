@@ -14,8 +14,10 @@ _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_pena
 _NOT_SUPPORTED = (
     "allowed_token_ids", "logits_processors", "prompt_logprobs", "return_tokens_as_token_ids", "truncate_prompt_tokens",
 )  # fmt: skip
+# Seconds that a prompt's KV cache is kept longer.
+CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}
 # Priorities of service tiers.
-_TIERS = {"auto": 0, "default": 0, "flex": -50, "priority": 50}
+TIERS = {"auto": 0, "default": 0, "flex": -50, "priority": 50}
 _SEED_RANGE = 1 << 64
 _GUIDES = {
     "json": pb.GUIDE_TYPE_JSON_SCHEMA,
@@ -57,7 +59,7 @@ def native_request(body: Body) -> pb.GenerateRequest:
 
 def _priority(body: Body) -> int:
     """By vLLM's `priority`, whose lower ones go first, or by OpenAI's tier."""
-    tier = _TIERS[body.choice("service_tier", tuple(_TIERS)) or "auto"]
+    tier = TIERS[body.choice("service_tier", tuple(TIERS)) or "auto"]
     priority = body.integer("priority", -100, 100)
     return tier if priority is None else -priority
 

@@ -11,9 +11,10 @@ from midstream.errors import MidstreamError, UnsupportedError
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
 from router.protocols.anthropic.request import read_messages
 from router.protocols.conversation import ChatModel, Conversation
-from router.protocols.fields import CHAT, MESSAGES, TABLES, markdown
+from router.protocols.fields import CHAT, MESSAGES, RESPONSES, TABLES, markdown
 from router.protocols.openai.body import Body
 from router.protocols.openai.jobs import Vocabulary, chat_job
+from router.protocols.responses.request import read_response
 
 DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
 MODEL = ChatModel(
@@ -178,6 +179,145 @@ MESSAGES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def items(*values: object) -> dict[str, object]:
+    return {"input": [*values, {"role": "user", "content": "Hi"}]}
+
+
+def part(**fields: object) -> dict[str, object]:
+    return {"role": "user", "content": [{"type": "input_text", "text": "x", **fields}]}
+
+
+def said(**fields: object) -> dict[str, object]:
+    return {"role": "assistant", "content": "x", **fields}
+
+
+def called(**fields: object) -> dict[str, object]:
+    return {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", **fields}
+
+
+def custom(**fields: object) -> dict[str, object]:
+    return {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", **fields}
+
+
+def output(value: object) -> dict[str, object]:
+    return {"type": "function_call_output", "call_id": "c", "output": value}
+
+
+def reasoning(**fields: object) -> dict[str, object]:
+    return {"type": "reasoning", **fields}
+
+
+FLAT = {"type": "function", "name": "f", "parameters": SCHEMA}
+BOTH = {"tools": [FLAT, {**FLAT, "name": "g"}]}
+FORMAT = {"format": {"type": "json_schema", "schema": SCHEMA}}
+
+
+def allowed(*names: str) -> dict[str, object]:
+    return {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name} for name in names]}
+
+
+# As for messages.
+RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "model": ({}, {"model": "m"}),
+    "input": ({}, {"input": "Other"}),
+    "input.type": (items(custom(), called()), items(custom(), custom())),
+    "input.role": (items(said()), items(said(role="user"))),
+    "input.content": (items(said()), items(said(content="y"))),
+    "input.content.type": (items(), items(part())),
+    "input.content.text": (items(part()), items(part(text="y"))),
+    "input.content.refusal": (items(said()), items(said(content=[{"type": "refusal", "refusal": "no"}]))),
+    "input.content.annotations": (items(part()), items(part(annotations=[{}]))),
+    "input.content.logprobs": (items(part()), items(part(logprobs=[{}]))),
+    "input.content.detail": (items(part()), items(part(detail="auto"))),
+    "input.id": (items(said()), items(said(id="x"))),
+    "input.status": (items(said()), items(said(status="completed"))),
+    "input.phase": (items(said()), items(said(phase="commentary"))),
+    "input.call_id": (items(called()), items(called(call_id="d"))),
+    "input.name": (items(called()), items(called(name="g"))),
+    "input.arguments": (items(called()), items(called(arguments='{"a": 1}'))),
+    "input.input": (items(custom()), items(custom(input="y"))),
+    "input.output": (items(called(), output("x")), items(called(), output("y"))),
+    "input.output.type": (items(called()), items(called(), output([{"type": "input_text", "text": "x"}]))),
+    "input.output.text": (items(called()), items(called(), output([{"type": "input_text", "text": "x"}]))),
+    "input.summary": (items(said()), items(reasoning(summary=[{"type": "summary_text", "text": "x"}]), said())),
+    "input.summary.type": (
+        items(reasoning(summary=[{"text": "x"}])),
+        items(reasoning(summary=[{"type": "summary_text", "text": "x"}])),
+    ),
+    "input.summary.text": (
+        items(reasoning(summary=[{"text": "x"}])),
+        items(reasoning(summary=[{"text": "y"}])),
+    ),
+    "input.encrypted_content": (items(reasoning()), items(reasoning(encrypted_content="eA=="))),
+    "instructions": ({}, {"instructions": "x"}),
+    "previous_response_id": ({}, {"previous_response_id": "resp_1"}),
+    "store": ({}, {"store": False}),
+    "background": ({}, {"background": True}),
+    "stream": ({}, {"stream": True}),
+    "stream_options": ({}, {"stream_options": {"include_obfuscation": True}}),
+    "max_output_tokens": ({}, {"max_output_tokens": 5}),
+    "temperature": ({}, {"temperature": 0.5}),
+    "top_p": ({}, {"top_p": 0.5}),
+    "reasoning": ({}, {"reasoning": {"effort": "none"}}),
+    "reasoning.effort": ({}, {"reasoning": {"effort": "none"}}),
+    "reasoning.summary": ({}, {"reasoning": {"summary": "auto"}}),
+    "reasoning.generate_summary": ({}, {"reasoning": {"generate_summary": "auto"}}),
+    "text": ({}, {"text": FORMAT}),
+    "text.format": ({}, {"text": FORMAT}),
+    "text.verbosity": ({}, {"text": {"verbosity": "low"}}),
+    "tools": ({}, {"tools": [FLAT]}),
+    "tools.type": ({"tools": [FLAT]}, {"tools": [{"type": "custom", "name": "f"}]}),
+    "tools.name": ({"tools": [FLAT]}, {"tools": [{**FLAT, "name": "g"}]}),
+    "tools.description": ({"tools": [FLAT]}, {"tools": [{**FLAT, "description": "x"}]}),
+    "tools.parameters": ({"tools": [FLAT]}, {"tools": [{**FLAT, "parameters": {"type": "object"}}]}),
+    "tools.strict": ({"tools": [FLAT]}, {"tools": [{**FLAT, "strict": True}]}),
+    "tools.format": ({}, {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]}),
+    "tool_choice": ({"tools": [FLAT]}, {"tools": [FLAT], "tool_choice": "required"}),
+    "tool_choice.type": (BOTH, {**BOTH, "tool_choice": {"type": "function", "name": "f"}}),
+    "tool_choice.name": (
+        {**BOTH, "tool_choice": {"type": "function", "name": "f"}},
+        {**BOTH, "tool_choice": {"type": "function", "name": "g"}},
+    ),
+    "tool_choice.mode": (
+        {**BOTH, "tool_choice": allowed("f")},
+        {**BOTH, "tool_choice": {**allowed("f"), "mode": "required"}},
+    ),
+    "tool_choice.tools": ({**BOTH, "tool_choice": allowed("f", "g")}, {**BOTH, "tool_choice": allowed("f")}),
+    "tool_choice.tools.type": (
+        {**BOTH, "tool_choice": allowed("f")},
+        {**BOTH, "tool_choice": {**allowed(), "tools": [{"name": "f"}]}},
+    ),
+    "tool_choice.tools.name": ({**BOTH, "tool_choice": allowed("g")}, {**BOTH, "tool_choice": allowed("f")}),
+    "parallel_tool_calls": ({"tools": [FLAT]}, {"tools": [FLAT], "parallel_tool_calls": False}),
+    "max_tool_calls": ({}, {"max_tool_calls": 3}),
+    "include": ({}, {"include": ["reasoning.encrypted_content"]}),
+    "metadata": ({}, {"metadata": {"a": "b"}}),
+    "prompt_cache_key": ({}, {"prompt_cache_key": "k"}),
+    "prompt_cache_retention": ({}, {"prompt_cache_retention": "24h"}),
+    "service_tier": ({}, {"service_tier": "flex"}),
+    "safety_identifier": ({}, {"safety_identifier": "u"}),
+    "user": ({}, {"user": "u"}),
+    "truncation": ({}, {"truncation": "auto"}),
+    "top_logprobs": ({}, {"top_logprobs": 3}),
+    "conversation": ({}, {"conversation": "c"}),
+    "prompt": ({}, {"prompt": {"id": "p"}}),
+    "context_management": ({}, {"context_management": [{"type": "compaction"}]}),
+    "moderation": ({}, {"moderation": {"model": "m"}}),
+}
+
+
+def run_response(fields: dict[str, Any]) -> str:
+    """All that a body of responses decides; what comes back as it was sent is no effect, but for metadata."""
+    job = read_response(Body({"input": "Hi"} | fields), MODEL)
+    shown = {name: job.echo[name] for name in ("metadata", "previous_response_id")}
+    return "\n".join(
+        (
+            _conversation(job.conversation),
+            str((shown, job.custom_tools, job.is_stream, job.is_stored, job.is_background, job.shows_hidden)),
+        )
+    )
+
+
 def run_chat(fields: dict[str, object]) -> str:
     """All that a body of chat completions decides."""
     body = {"messages": [{"role": "user", "content": "Hi"}], "request_id": "r", **fields}
@@ -227,10 +367,23 @@ def test_messages(name: str) -> None:
         assert (run_messages(fields) != run_messages(without)) == (status == "works")
 
 
+@pytest.mark.parametrize("name", RESPONSES)
+def test_responses(name: str) -> None:
+    without, fields = RESPONSES_EXAMPLES[name]
+    status, _ = RESPONSES[name]
+    if status == "refused":
+        with pytest.raises(UnsupportedError) as raised:
+            run_response(fields)
+        assert raised.value.field.endswith(name.rpartition(".")[2])
+    else:
+        assert (run_response(fields) != run_response(without)) == (status == "works")
+
+
 def test_every_line_is_tested_and_in_the_docs() -> None:
     assert CHAT_EXAMPLES.keys() == CHAT.keys()
     assert MESSAGES_EXAMPLES.keys() == MESSAGES.keys()
-    assert set(TABLES) == {"/v1/chat/completions", "/v1/messages"}
+    assert RESPONSES_EXAMPLES.keys() == RESPONSES.keys()
+    assert set(TABLES) == {"/v1/chat/completions", "/v1/responses", "/v1/messages"}
     begin, end = "<!-- python -m router.protocols.fields -->\n", "\n<!-- end of fields -->"
     text = DOCS.read_text(encoding="utf-8")
     assert text.partition(begin)[2].partition(end)[0] == markdown()

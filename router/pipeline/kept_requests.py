@@ -1,0 +1,74 @@
+"""Requests that schedulers know, also finished ones that are kept: what they are, and deleting them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc.aio
+
+from midstream.errors import MidstreamError, NotFoundError, UnavailableError
+from midstream.rpc.errors import error_from_rpc
+from protos import scheduler_pb2
+from router.authentication import current_caller
+from router.pipeline.cells import Cell, Cells
+
+_TRY_TIMEOUT_S = 5.0
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
+_T = TypeVar("_T")
+
+
+class KeptRequests:
+    """Asks all cells; an authenticated caller finds its own requests alone."""
+
+    def __init__(self, cells: Cells, unavailable_timeout_s: float) -> None:
+        """`unavailable_timeout_s`: how long a scheduler that is away is waited for."""
+        self._cells = cells
+        self._unavailable_timeout_s = unavailable_timeout_s
+
+    async def get(self, request_id: str) -> scheduler_pb2.GetRequestResponse:
+        """Return a request, by the caller's name for it.
+
+        Raises:
+            NotFoundError: No cell has it.
+            UnavailableError: No cell has it that answers, and some do not.
+        """
+        query = scheduler_pb2.GetRequestRequest(request_id=current_caller.get().scope(request_id))
+        return (await self._ask(lambda cell: cell.stub.GetRequest(query, timeout=_TRY_TIMEOUT_S)))[0]
+
+    async def delete(self, request_id: str) -> None:
+        """End a request where it runs, and keep it no longer; errors as in `get`."""
+        query = scheduler_pb2.DeleteRequestRequest(request_id=current_caller.get().scope(request_id))
+        await self._ask(lambda cell: cell.stub.DeleteRequest(query, timeout=_TRY_TIMEOUT_S))
+
+    async def _ask(self, call: Callable[[Cell], Awaitable[_T]]) -> Sequence[_T]:
+        """Return the answers of cells that have the request, at least one."""
+        loop = asyncio.get_running_loop()
+        give_up_at, delay = loop.time() + self._unavailable_timeout_s, _FIRST_RETRY_S
+        while True:
+            cells = list(self._cells.cells.values())
+            results = await asyncio.gather(*(_answer(call(cell)) for cell in cells))
+            answers = [result for result in results if not isinstance(result, MidstreamError)]
+            failures = [result for result in results if isinstance(result, MidstreamError)]
+            if answers:
+                return answers
+            others = [failure for failure in failures if not isinstance(failure, NotFoundError)]
+            if failures and not others:
+                raise failures[0]
+            is_late = loop.time() + delay > give_up_at
+            if others and (is_late or not isinstance(others[0], UnavailableError)):
+                raise others[0]
+            if is_late:
+                raise UnavailableError("no scheduler is known")
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LAST_RETRY_S)
+
+
+async def _answer(call: Awaitable[_T]) -> _T | MidstreamError:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        found = error_from_rpc(error)
+        is_away = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        return UnavailableError(found.message) if is_away else found

@@ -1,0 +1,421 @@
+"""The routes of the Responses API.
+
+A response is a request that its scheduler keeps (`keep_s`), with the client's body beside it (`attachment`). Its events
+are a function of the two and of the request's tokens (writer.py), so there is nothing else to store: any router writes
+a response again from its request, which a scheduler has in its journal, and streams it on behind any event.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from midstream.chunk import Chunk, Usage
+from midstream.errors import (
+    ExecutionError,
+    InvalidArgumentError,
+    MidstreamError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
+from protos import generation_pb2 as pb
+from protos import scheduler_pb2
+from router.pipeline.kept_requests import KeptRequests
+from router.pipeline.output import FrontDoor, Output
+from router.pipeline.prompt import PromptBuilder
+from router.pipeline.request_checks import check_model
+from router.protocols.body_reader import BodyReader
+from router.protocols.conversation import ChatModel, SequenceReader
+from router.protocols.openai.body import Body
+from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.models import Models
+from router.protocols.responses.items import Item
+from router.protocols.responses.request import ResponseJob, previous_id, read_response
+from router.protocols.responses.writer import Fields, ResponseWriter, Status
+from router.protocols.streaming import SSE_HEADERS, while_connected, write
+
+logger = logging.getLogger(__name__)
+
+_PATH = "/v1/responses"
+_PREFIX = "resp_"
+_NS_PER_S = 1_000_000_000
+_MAX_LISTED, _LISTED = 100, 20
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(slots=True)
+class StoredResponse:
+    """A response that can be written.
+
+    Attributes:
+        response_id: As its client knows it.
+        job: What was asked for.
+        context: Input and output items of the responses that it continues.
+        created_at: Unix seconds.
+    """
+
+    response_id: str
+    job: ResponseJob
+    context: list[Item]
+    created_at: int
+    model: str
+    has_started: bool = True
+    has_finished: bool = False
+
+    def writer(self) -> ResponseWriter:
+        """Return a writer at its beginning."""
+        head = {"created_at": self.created_at, "model": self.model, **self.job.echo}
+        job = self.job
+        return ResponseWriter(
+            self.response_id,
+            head,
+            is_background=job.is_background,
+            custom_tools=job.custom_tools,
+            shows_hidden=job.shows_hidden,
+        )
+
+
+class ResponsesApi:
+    """/v1/responses over the native path."""
+
+    def __init__(
+        self,
+        front: FrontDoor,
+        prompts: PromptBuilder,
+        bodies: BodyReader,
+        chat: ChatModel,
+        kept: KeptRequests,
+        ttl_s: int,
+    ) -> None:
+        """`ttl_s`: how long a response is stored."""
+        self._front = front
+        self._folder = front.runner.model
+        self._prompts = prompts
+        self._bodies = bodies
+        self._chat = chat
+        self._kept = kept
+        self._ttl_s = ttl_s
+        self._models = Models(self._folder, front.runner.cells)
+
+    def routes(self) -> list[Route]:
+        """Return the routes, for the HTTP port."""
+        one = f"{_PATH}/{{response_id}}"
+        endpoints: list[tuple[str, str, Endpoint]] = [
+            ("POST", _PATH, self._create),
+            ("POST", f"{_PATH}/input_tokens", self._count),
+            ("GET", one, self._retrieve),
+            ("DELETE", one, self._delete),
+            ("POST", f"{one}/cancel", self._cancel),
+            ("GET", f"{one}/input_items", self._list_items),
+        ]
+        return [Route(path, _mapped(endpoint), methods=[method]) for method, path, endpoint in endpoints]
+
+    async def _create(self, request: Request) -> Response:
+        if self._front.draining.is_set():
+            raise UnavailableError("this router is draining")
+        body = await self._bodies.read(request, lambda body: body)
+        context = await self._context(previous_id(body))
+        job = read_response(body, self._chat, context)
+        native = job.conversation.request
+        native.request_id = _PREFIX + uuid.uuid4().hex
+        await self._prepare(job)
+        if job.is_stored:
+            native.keep_s = self._ttl_s
+            native.attachment = json.dumps({"body": body.fields, "context": context}).encode()
+        stored = StoredResponse(native.request_id, job, context, 0, native.model or self._folder.name)
+        return _Reply(self, stored, native)
+
+    async def _count(self, request: Request) -> Response:
+        body = await self._bodies.read(request, lambda body: body)
+        context = await self._context(previous_id(body))
+        native = read_response(body, self._chat, context).conversation.request
+        await self._models.resolve([native])
+        check_model(native.model, self._folder)
+        count = len(await self._prompts.token_ids(native))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+    async def _prepare(self, job: ResponseJob) -> None:
+        await self._models.resolve([job.conversation.request])
+        await job.conversation.prepare(self._prompts, self._folder, renders=True)
+
+    async def _retrieve(self, request: Request) -> Response:
+        query = request.query_params
+        is_stream = _flag(query, "stream")
+        after = _integer(query, "starting_after")
+        if after is not None and not is_stream:
+            raise InvalidArgumentError("needs stream=true", field="starting_after")
+        stored = await self._stored(request.path_params["response_id"])
+        if is_stream:
+            stored.job.is_stream = True
+            return _Reply(self, stored, None, -1 if after is None else after)
+        return JSONResponse(await self._now(stored))
+
+    async def _delete(self, request: Request) -> Response:
+        stored = await self._stored(request.path_params["response_id"])
+        await self._kept.delete(stored.response_id)
+        return JSONResponse({"id": stored.response_id, "object": "response", "deleted": True})
+
+    async def _cancel(self, request: Request) -> Response:
+        stored = await self._stored(request.path_params["response_id"])
+        if not stored.job.is_background:
+            raise InvalidArgumentError("only background responses can be cancelled", field="background")
+        if not stored.has_finished:
+            await self._front.abort(stored.response_id)
+            stored.has_finished = True
+        return JSONResponse(await self._now(stored))
+
+    async def _list_items(self, request: Request) -> Response:
+        query = request.query_params
+        stored = await self._stored(request.path_params["response_id"])
+        limit = _integer(query, "limit")
+        limit = _LISTED if limit is None else limit
+        if not 1 <= limit <= _MAX_LISTED:
+            raise InvalidArgumentError(f"must be in 1..{_MAX_LISTED}", field="limit")
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidArgumentError("must be asc or desc", field="order")
+        own = stored.response_id.removeprefix(_PREFIX)
+        items = [_listed(item, f"msg_{own}_in_{index}") for index, item in enumerate(stored.job.items)]
+        if order == "desc":
+            items.reverse()
+        after = query.get("after")
+        if after:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise InvalidArgumentError("is not an item of this response", field="after")
+            items = items[ids.index(after) + 1 :]
+        page = items[:limit]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
+
+    async def _context(self, response_id: str) -> list[Item]:
+        """Return the input and output items of a response and of those before it; none for no response."""
+        if not response_id:
+            return []
+        try:
+            stored = await self._stored(response_id)
+        except NotFoundError as error:
+            raise NotFoundError(error.message, field="previous_response_id") from None
+        if not stored.has_finished:
+            raise InvalidArgumentError("has not ended yet", field="previous_response_id")
+        writer = await self.replay(stored)
+        return [*stored.context, *stored.job.items, *writer.items]
+
+    async def _stored(self, response_id: str) -> StoredResponse:
+        """Return a response of the caller's.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        missing = NotFoundError(f"no response {response_id[:64]!r} is stored here")
+        if not response_id.startswith(_PREFIX):
+            raise missing
+        try:
+            found = await self._kept.get(response_id)
+        except NotFoundError:
+            raise missing from None
+        stored = self._read(response_id, found)
+        if stored is None:
+            raise missing
+        return stored
+
+    def _read(self, response_id: str, found: scheduler_pb2.GetRequestResponse) -> StoredResponse | None:
+        native = found.request
+        if not native.attachment:
+            return None
+        attachment = json.loads(native.attachment)
+        job = read_response(Body(attachment["body"]), self._chat, attachment["context"])
+        job.conversation.note_prompt(native.token_ids.values, self._prompts.tokenizer)
+        created_at = native.arrival_time_unix_ns // _NS_PER_S
+        model = job.conversation.request.model or self._folder.name
+        started, finished = found.has_started, found.has_finished
+        return StoredResponse(response_id, job, attachment["context"], created_at, model, started, finished)
+
+    async def _now(self, stored: StoredResponse) -> Fields:
+        """Return a response as it is now: with its output once it has ended."""
+        if stored.has_finished:
+            writer = stored.writer()
+            return await self.whole(stored, writer, self.resume(stored))
+        status: Status = "in_progress" if stored.has_started or not stored.job.is_background else "queued"
+        return stored.writer().response(status)
+
+    async def replay(self, stored: StoredResponse) -> ResponseWriter:
+        """Write a response that has ended again."""
+        writer = stored.writer()
+        await self.whole(stored, writer, self.resume(stored))
+        return writer
+
+    def resume(self, stored: StoredResponse) -> Output:
+        """Return the output of a stored response, from its beginning."""
+        return self._front.resume(stored.response_id, 0, (), None)
+
+    async def whole(self, stored: StoredResponse, writer: ResponseWriter, output: Output) -> Fields:
+        """Return the response once it has ended."""
+        reader = SequenceReader(stored.job.conversation, stored.response_id, 0)
+        writer.begin()
+        async with output:
+            while not output.is_final:
+                for chunk in await output.take():
+                    writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final))
+        last = writer.end(chunk, await self.usage(chunk, writer))[-1]["response"]
+        assert isinstance(last, dict)
+        return last
+
+    async def usage(self, chunk: Chunk, writer: ResponseWriter) -> Fields:
+        """Return the usage of a response that ended with `chunk`."""
+        usage = chunk.usage or Usage()
+        num_reasoning = 0
+        if writer.reasoning:
+            text = pb.GenerateRequest(prompt=writer.reasoning)
+            num_reasoning = len(await self._prompts.token_ids(text, add_special_tokens=False))
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": min(num_reasoning, usage.completion_tokens)},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+    async def open(self, stored: StoredResponse, native: pb.GenerateRequest | None) -> Output:
+        """Start a response, or read one that is stored."""
+        if native is None:
+            return self.resume(stored)
+        output = await self._front.start(native, None)
+        stored.created_at = native.arrival_time_unix_ns // _NS_PER_S
+        return output
+
+
+class _Reply(Response):
+    """A response, new or stored, that is written while its client is there."""
+
+    def __init__(
+        self, api: ResponsesApi, stored: StoredResponse, native: pb.GenerateRequest | None, after: int = -1
+    ) -> None:
+        """`native`: what is to be started; None: it is stored. `after`: the last event that the client has."""
+        super().__init__()
+        self._api = api
+        self._stored = stored
+        self._native = native
+        self._after = after
+        self._last = after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; a connection that drops aborts what does not run in the background."""
+        await while_connected(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+        try:
+            output = await self._api.open(self._stored, self._native)
+            if not self._stored.job.is_stream:
+                await JSONResponse(await self._whole(output))(scope, receive, send)
+                return
+            async with output:
+                has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                await self._stream(output, send)
+        except MidstreamError as error:
+            await self._fail(error, has_begun, scope, receive, send)
+        except Exception:
+            logger.exception("unexpected error in a call")
+            hidden = ExecutionError("internal error; the log has its details")
+            await self._fail(hidden, has_begun, scope, receive, send)
+
+    async def _whole(self, output: Output) -> Fields:
+        writer = self._stored.writer()
+        if not self._stored.job.is_background:
+            return await self._api.whole(self._stored, writer, output)
+        async with output:  # the request is detached: it goes on
+            return writer.response("queued")
+
+    async def _stream(self, output: Output, send: Send) -> None:
+        stored = self._stored
+        writer, reader = stored.writer(), SequenceReader(stored.job.conversation, stored.response_id, 0)
+        await self._events(send, writer.begin())
+        while not output.is_final:
+            for chunk in await output.take():
+                await self._events(send, writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final)))
+        await self._events(send, writer.end(chunk, await self._api.usage(chunk, writer)))
+        await write(send, "", more=False)
+
+    async def _events(self, send: Send, events: list[Fields]) -> None:
+        """Write the events that the client does not have, all at once."""
+        new = [event for event in events if int(str(event["sequence_number"])) > self._after]
+        if new:
+            self._last = int(str(new[-1]["sequence_number"]))
+            text = "".join(f"event: {event['type']}\ndata: {_dump(event)}\n\n" for event in new)
+            await write(send, text, more=True)
+
+    async def _fail(self, error: MidstreamError, has_begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        if not has_begun:
+            await _error_response(error)(scope, receive, send)
+        elif not isinstance(error, OverloadedError):
+            # Of this stream, not of the response: it has no number of its own, so that nothing is skipped behind it.
+            # A client that reads too slowly would not read it either: its connection is cut.
+            found = error_body(error)["error"]
+            assert isinstance(found, dict)
+            fields = {name: found[name] for name in ("code", "message", "param")}
+            event = {"type": "error", "sequence_number": self._last, **fields}
+            await write(send, f"event: error\ndata: {_dump(event)}\n\n", more=False)
+
+
+def _dump(event: Fields) -> str:
+    return json.dumps(event, separators=(",", ":"))
+
+
+def _listed(item: Item, item_id: str) -> Item:
+    """Return an input item as lists show it: with a type, an id, and its text in parts."""
+    kind = item.get("type") or "message"
+    listed: Item = {**item, "type": kind, "id": item.get("id") or item_id}
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        listed["content"] = [{"type": part, "text": item["content"]}]
+    return listed
+
+
+def _flag(query: Mapping[str, str], name: str) -> bool:
+    value = query.get(name, "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise InvalidArgumentError("must be true or false", field=name)
+    return value in ("true", "1")
+
+
+def _integer(query: Mapping[str, str], name: str) -> int | None:
+    value = query.get(name)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and len(value) < 10):
+        raise InvalidArgumentError("must be a whole number", field=name)
+    return int(value)
+
+
+def _mapped(endpoint: Endpoint) -> Endpoint:
+    """Return the endpoint with its errors in OpenAI's shape."""
+
+    async def call(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except MidstreamError as error:
+            return _error_response(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except RecursionError:
+            return _error_response(InvalidArgumentError("the body is nested too deeply"))
+        except Exception:
+            logger.exception("unexpected error in a call")
+            return _error_response(ExecutionError("internal error; the log has its details"))
+
+    return call
+
+
+def _error_response(error: MidstreamError) -> Response:
+    return JSONResponse(error_body(error), http_status(error), headers=headers(error))

@@ -1,0 +1,165 @@
+"""From the items of a response's input, and of those before it, to the turns of a conversation."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from midstream.errors import InvalidArgumentError, UnsupportedError
+from protos import generation_pb2 as pb
+from router.protocols.openai.body import Body
+
+Item = dict[str, object]
+
+# How a custom tool, whose input is free text, is offered to a model that calls functions.
+CUSTOM_SCHEMA: dict[str, object] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+def input_items(body: Body) -> list[Body]:
+    """Return the items of a body's input; a string is one message of the user's.
+
+    Raises:
+        InvalidArgumentError: It is not set, or neither text nor items.
+    """
+    value = body.get("input")
+    if isinstance(value, str):
+        part = {"type": "input_text", "text": value}
+        return [Body({"type": "message", "role": "user", "content": [part]}, "input.")]
+    if not isinstance(value, list):
+        raise InvalidArgumentError("must be text or an array of items", field="input")
+    return body.objects("input")
+
+
+@dataclass(slots=True)
+class Turns:
+    """Turns of a conversation, from items one after another.
+
+    Attributes:
+        turns: What was read so far.
+    """
+
+    has_developer: bool
+    turns: list[pb.ChatMessage] = field(default_factory=list)
+    _calls: list[Item] = field(default_factory=list)
+    _is_open: bool = False  # the last turn is the assistant's, and may get more
+
+    def add(self, items: Iterable[Body]) -> None:
+        """Read items.
+
+        Raises:
+            InvalidArgumentError: An item is not what it should be.
+            UnsupportedError: An item, or content, of a kind that is not known here.
+        """
+        for item in items:
+            kind = item.text("type") or ("message" if item.has("role") else "")
+            if kind == "message":
+                self._message(item)
+            elif kind == "reasoning":
+                self._assistant().reasoning_content += _reasoning(item)
+            elif kind == "function_call":
+                self._call(item, _arguments(item))
+            elif kind == "custom_tool_call":
+                self._call(item, {"input": item.text("input") or ""})
+            elif kind in ("function_call_output", "custom_tool_call_output"):
+                self._close()
+                output = pb.ChatMessage(role="tool", tool_call_id=_call_id(item), content=_text(item, "output"))
+                self.turns.append(output)
+            else:
+                reason = "only messages, reasoning, and calls of functions and custom tools with their outputs"
+                raise UnsupportedError(f"{reason} are supported", field=item.path("type"))
+        self._close()
+
+    def instruct(self, text: str) -> None:
+        """Begin with instructions."""
+        if text:
+            self.turns.append(pb.ChatMessage(role=self._role("developer"), content=text))
+
+    def _role(self, role: str) -> str:
+        return "system" if role == "developer" and not self.has_developer else role
+
+    def _message(self, item: Body) -> None:
+        role = item.choice("role", _ROLES)
+        if role is None:
+            raise InvalidArgumentError("must be set", field=item.path("role"))
+        text = _text(item, "content")
+        if role == "assistant":
+            turn = self._assistant()
+            turn.content += f"\n{text}" if turn.content else text
+        else:
+            self._close()
+            self.turns.append(pb.ChatMessage(role=self._role(role), content=text))
+
+    def _assistant(self) -> pb.ChatMessage:
+        """Return the assistant's turn: its reasoning, text and calls are items of their own."""
+        if not self._is_open:
+            self.turns.append(pb.ChatMessage(role="assistant"))
+            self._is_open = True
+        return self.turns[-1]
+
+    def _call(self, item: Body, arguments: object) -> None:
+        name = item.text("name")
+        if not name:
+            raise InvalidArgumentError("must be set", field=item.path("name"))
+        turn = self._assistant()
+        function = {"name": name, "arguments": arguments}
+        self._calls.append({"id": _call_id(item), "type": "function", "function": function})
+        turn.tool_calls_json = json.dumps(self._calls)
+
+    def _close(self) -> None:
+        self._is_open = False
+        self._calls = []
+
+
+def hide_reasoning(text: str) -> str:
+    """Return reasoning as clients that do not keep its text send it back. It is no secret: they have the text."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def _reasoning(item: Body) -> str:
+    parts = [*item.objects("content"), *([] if item.has("content") else item.objects("summary"))]
+    text = "\n".join(part.text("text") or "" for part in parts)
+    hidden = item.text("encrypted_content")
+    if text or not hidden:
+        return text
+    try:
+        return base64.b64decode(hidden, validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise InvalidArgumentError("was not made here", field=item.path("encrypted_content")) from None
+
+
+def _call_id(item: Body) -> str:
+    call_id = item.text("call_id")
+    if not call_id:
+        raise InvalidArgumentError("must be set", field=item.path("call_id"))
+    return call_id
+
+
+def _arguments(item: Body) -> object:
+    """Return a call's arguments as an object, as templates expect them."""
+    try:
+        return json.loads(item.text("arguments") or "{}")
+    except (ValueError, RecursionError):
+        raise InvalidArgumentError("is not JSON", field=item.path("arguments")) from None
+
+
+def _text(item: Body, name: str) -> str:
+    value = item.get(name)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidArgumentError("must be text or an array of parts", field=item.path(name))
+    texts = []
+    for part in item.objects(name):
+        if part.text("type") not in ("input_text", "output_text", "text", "refusal"):
+            raise UnsupportedError("only text is supported", field=part.path("type"))
+        texts.append(part.text("text") or part.text("refusal") or "")
+    return "\n".join(texts)

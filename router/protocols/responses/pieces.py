@@ -1,0 +1,40 @@
+"""Cuts a text into the deltas that a stream shows it in.
+
+How a text arrives depends on batching, drafts and what died meanwhile, and a stream that is read again has to have the
+same events. So the cuts depend on the text alone: a piece is a word or a single other character, with the space before
+it, as most tokens are. A word is certain once the character after it is there.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Letters and digits of scripts that put spaces between words; of others each character is a piece.
+_WORD = r"[^\W\u2e80-\U0010ffff]"
+_MAX_SPACE, _MAX_WORD = 16, 16
+_OTHER = r"[\W\u2e80-\U0010ffff]"
+_WORDS = rf"{_WORD}{{{_MAX_WORD}}}|{_WORD}{{1,{_MAX_WORD - 1}}}(?={_OTHER})"
+_PIECE = re.compile(rf"\s{{{_MAX_SPACE}}}|\s{{0,{_MAX_SPACE - 1}}}(?:{_WORDS}|{_OTHER}(?<!\s))")
+
+
+class Pieces:
+    """The pieces of one text as it arrives."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def add(self, text: str) -> list[str]:
+        """Return the pieces that `text` completes."""
+        self._held += text
+        pieces: list[str] = []
+        start = 0
+        while (match := _PIECE.match(self._held, start)) is not None:
+            pieces.append(match[0])
+            start = match.end()
+        self._held = self._held[start:]
+        return pieces
+
+    def finish(self) -> list[str]:
+        """Return what is left once the text has ended."""
+        rest, self._held = self._held, ""
+        return [rest] if rest else []

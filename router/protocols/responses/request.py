@@ -1,0 +1,244 @@
+"""From a body of /v1/responses to a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from midstream.errors import InvalidArgumentError, UnsupportedError
+from protos import generation_pb2 as pb
+from router.parsers.machine import Schema
+from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools, keep_prefix
+from router.protocols.fields import RESPONSES, RESPONSES_OPAQUE, check_fields
+from router.protocols.openai.body import Body
+from router.protocols.openai.parameters import CACHE_RETENTION_S, TIERS
+from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, input_items
+
+_MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
+
+
+@dataclass(slots=True)
+class ResponseJob:
+    """One response that is asked for.
+
+    Attributes:
+        echo: Fields of the response that say what was asked for.
+        items: The input's items.
+        custom_tools: Names of tools whose input is free text.
+        is_stored: It can be retrieved, and continued.
+        is_background: It runs on when its client leaves.
+        shows_hidden: Reasoning items have `encrypted_content`.
+    """
+
+    conversation: Conversation
+    echo: dict[str, object]
+    items: list[Item]
+    custom_tools: frozenset[str]
+    is_stream: bool
+    is_stored: bool
+    is_background: bool
+    shows_hidden: bool
+
+
+def previous_id(body: Body) -> str:
+    """Return the response that a body continues; empty for none."""
+    return body.text("previous_response_id") or ""
+
+
+def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) -> ResponseJob:
+    """Return the job of a body.
+
+    Args:
+        body: Of the request.
+        model: What is known of the served model.
+        context: Input and output items of the responses that it continues.
+
+    Raises:
+        InvalidArgumentError: A field is wrong, missing or not known.
+        UnsupportedError: A feature that this service lacks.
+    """
+    check_fields(body, RESPONSES, RESPONSES_OPAQUE)
+    is_stored, is_background = body.flag("store") is not False, bool(body.flag("background"))
+    if is_background and not is_stored:
+        raise InvalidArgumentError("needs store", field="background")
+    items = input_items(body)
+    turns = Turns("developer" in model.template)
+    turns.instruct(body.text("instructions") or "")
+    turns.add([*(Body(item, "previous_response_id.") for item in context), *items])
+    if not turns.turns or turns.turns[-1].role == "assistant":
+        raise InvalidArgumentError("must end with a message or the output of a call", field="input")
+    tier = body.choice("service_tier", tuple(TIERS))
+    request = pb.GenerateRequest(
+        model=body.text("model") or "",
+        streaming=True,
+        client_id=body.text("user") or body.text("safety_identifier") or "",
+        priority=TIERS[tier or "auto"],
+        detached=is_background,
+        chat=pb.ChatInput(messages=turns.turns),
+    )
+    max_tokens = body.integer("max_output_tokens", 1)
+    if max_tokens is not None:
+        request.max_tokens = max_tokens
+    for name in ("temperature", "top_p"):
+        value = body.number(name)
+        if value is not None:
+            setattr(request.sampling, name, value)
+    retention = body.choice("prompt_cache_retention", tuple(CACHE_RETENTION_S))
+    if retention and CACHE_RETENTION_S[retention]:
+        keep_prefix(request, None, CACHE_RETENTION_S[retention])
+    variables = _thinking_variables(body, model)
+    if variables:
+        request.chat.template_variables_json = json.dumps(variables)
+    _text_format(body, request)
+    _refuse_values(body)
+    tools, custom = _tools(body)
+    if tools.choice != "auto" and request.HasField("guided_decoding"):
+        raise InvalidArgumentError("demands a call, which text.format contradicts", field="tool_choice")
+    return ResponseJob(
+        Conversation(request, tools, model),
+        _echo(body),
+        [item.fields for item in items],
+        custom,
+        bool(body.flag("stream")),
+        is_stored,
+        is_background,
+        "reasoning.encrypted_content" in body.texts("include"),
+    )
+
+
+def _thinking_variables(body: Body, model: ChatModel) -> dict[str, object]:
+    reasoning = body.child("reasoning")
+    effort = reasoning.choice("effort", EFFORTS) if reasoning is not None else None
+    if effort is None:
+        return {}
+    variables = model.thinking_variables(effort)
+    if not variables:
+        raise UnsupportedError("cannot be set for this model", field="reasoning.effort")
+    return variables
+
+
+def _text_format(body: Body, request: pb.GenerateRequest) -> None:
+    text = body.child("text")
+    if text is None:
+        return
+    output = text.child("format")
+    kind = output.choice("type", ("text", "json_object", "json_schema")) if output is not None else None
+    if output is None or kind == "text":
+        return
+    if kind == "json_object":
+        request.guided_decoding.guide_type = pb.GUIDE_TYPE_JSON
+        return
+    schema = output.get("schema")
+    if kind is None or not isinstance(schema, dict):
+        raise InvalidArgumentError("must be a json_schema with a schema", field="text.format")
+    request.guided_decoding.guide_type = pb.GUIDE_TYPE_JSON_SCHEMA
+    request.guided_decoding.guide = json.dumps(schema)
+
+
+def _refuse_values(body: Body) -> None:
+    """Refuse values of fields that work with others."""
+    if "message.output_text.logprobs" in body.texts("include"):
+        raise UnsupportedError("log probabilities are not supported here", field="include")
+    metadata = body.get("metadata")
+    pairs = metadata.items() if isinstance(metadata, dict) else ()
+    if metadata is not None and not isinstance(metadata, dict):
+        raise InvalidArgumentError("must be an object", field="metadata")
+    is_short = all(isinstance(value, str) and len(value) <= _MAX_VALUE and len(key) <= _MAX_KEY for key, value in pairs)
+    if len(pairs) > _MAX_METADATA or not is_short:
+        reason = f"takes {_MAX_METADATA} pairs of texts, of {_MAX_KEY} and {_MAX_VALUE} characters"
+        raise InvalidArgumentError(reason, field="metadata")
+
+
+def _tools(body: Body) -> tuple[Tools, frozenset[str]]:
+    """Return what the body says of tools, and which of them take free text."""
+    schemas: dict[str, Schema] = {}
+    definitions: dict[str, object] = {}
+    strict, custom = set(), set()
+    for tool in body.objects("tools"):
+        kind, name = tool.text("type"), tool.text("name")
+        if kind not in ("function", "custom"):
+            raise UnsupportedError("only function and custom are supported", field=tool.path("type"))
+        if not name:
+            raise InvalidArgumentError("must be set", field=tool.path("name"))
+        schema = tool.get("parameters") or {"type": "object"}
+        if kind == "custom":
+            schema = CUSTOM_SCHEMA
+            custom.add(name)
+        if not isinstance(schema, dict):
+            raise InvalidArgumentError("must be an object", field=tool.path("parameters"))
+        schemas[name] = schema
+        function = {"name": name, "description": tool.text("description") or "", "parameters": schema}
+        definitions[name] = {"type": "function", "function": function}
+        if tool.flag("strict") or kind == "custom":
+            strict.add(name)
+    is_parallel = body.flag("parallel_tool_calls") is not False
+    tools = Tools(schemas, tuple(definitions.values()), strict=frozenset(strict), is_parallel=is_parallel)
+    return _chosen(body, tools, definitions), frozenset(custom)
+
+
+def _chosen(body: Body, tools: Tools, definitions: dict[str, object]) -> Tools:
+    """Return the tools with what tool_choice says of them."""
+    value = body.get("tool_choice")
+    if value in (None, "auto"):
+        return tools if tools.schemas else Tools()
+    if value == "none":
+        return Tools()
+    if value == "required":
+        if not tools.schemas:
+            raise InvalidArgumentError("needs tools", field="tool_choice")
+        return replace(tools, choice="required")
+    choice = body.child("tool_choice") if isinstance(value, dict) else None
+    if choice is None:
+        raise InvalidArgumentError("must be none, auto, required or an object", field="tool_choice")
+    kind = choice.text("type")
+    if kind == "allowed_tools":
+        mode = choice.choice("mode", ("auto", "required")) or "auto"
+        allowed = {tool.text("name") or "" for tool in choice.objects("tools")}
+        _check_known(allowed, tools, "tool_choice.tools")
+        return replace(
+            tools,
+            schemas={name: schema for name, schema in tools.schemas.items() if name in allowed},
+            definitions=tuple(definition for name, definition in definitions.items() if name in allowed),
+            strict=tools.strict & allowed,
+            choice="required" if mode == "required" else "auto",
+        )
+    if kind not in ("function", "custom"):
+        raise UnsupportedError("only function, custom and allowed_tools are supported", field="tool_choice.type")
+    name = choice.text("name") or ""
+    _check_known({name}, tools, "tool_choice.name")
+    return replace(tools, choice="named", named=name)
+
+
+def _check_known(names: set[str], tools: Tools, field: str) -> None:
+    for name in sorted(names - tools.schemas.keys()):
+        raise InvalidArgumentError(f"{name[:64]!r} is not among the tools", field=field)
+
+
+def _echo(body: Body) -> dict[str, object]:
+    """Return what the response says of its request."""
+    text = body.get("text")
+    reasoning = body.get("reasoning")
+    tier = body.get("service_tier")
+    return {
+        "background": bool(body.get("background")),
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "max_tool_calls": body.get("max_tool_calls"),
+        "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": body.get("previous_response_id"),
+        "prompt_cache_key": body.get("prompt_cache_key"),
+        "prompt_cache_retention": body.get("prompt_cache_retention"),
+        "reasoning": {"effort": None, "summary": None} | (reasoning if isinstance(reasoning, dict) else {}),
+        "safety_identifier": body.get("safety_identifier"),
+        "service_tier": tier if tier not in (None, "auto") else "default",
+        "store": body.get("store") is not False,
+        "temperature": body.get("temperature"),
+        "text": {"format": {"type": "text"}} | (text if isinstance(text, dict) else {}),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_p": body.get("top_p"),
+        "truncation": body.get("truncation") or "disabled",
+        "user": body.get("user"),
+    }

@@ -1,0 +1,140 @@
+"""Ended requests that are kept for long (`keep_s`): documents, read back when somebody asks for them.
+
+While a request runs, and for finished_ttl_s after its end, it is in memory and in the journal. One with `keep_s`
+becomes a document when its end is committed. Submit and the feed bring it back from there: then it is again a finished
+request, of which everything follows from its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+
+from google.protobuf.message import DecodeError
+
+from midstream.errors import NotFoundError, UnavailableError
+from protos import journal_pb2
+from scheduler.core.events import AbortRequested, Recovered
+from scheduler.core.request import Request, RequestState
+from scheduler.edge.engine import Engine
+from scheduler.journal.documents import DocumentKey, Documents
+from scheduler.journal.records import StoredRequest, encode_request, replay
+from scheduler.journal.store import StoredJournal, seal
+from scheduler.wire.requests import ModelLimits
+
+logger = logging.getLogger(__name__)
+
+_KIND = "request"
+_RETRY_S = 1.0
+# A deleted request leaves an empty document: longer than its request can still be in memory and in the journal.
+_DELETED_NS = 7 * 24 * 3600 * 1_000_000_000
+
+
+class KeptRequests:
+    """What is kept of a scheduler's requests."""
+
+    def __init__(self, documents: Documents, engine: Engine, limits: ModelLimits, model_fingerprint: str) -> None:
+        """Keep what ended before this scheduler's start and may not have been kept, and what ends from now on.
+
+        Args:
+            documents: Where they lie.
+            engine: Whose requests; what the journal holds has been recovered.
+            limits: Of the served model.
+            model_fingerprint: Of the served model; requests of another one cannot be read.
+        """
+        self._documents = documents
+        self._engine = engine
+        self._limits = limits
+        self._model_fingerprint = model_fingerprint
+        self._writing: set[asyncio.Task[None]] = set()
+        engine.on_ended = self._keep
+        for request in engine.core.lifecycle.requests.values():
+            if request.state is RequestState.FINISHED:
+                self._keep(request, is_recovered=True)
+
+    async def find(self, request_id: str) -> Request | None:
+        """Return a request that is known, or brought back; None where there is none, or it was deleted."""
+        known = self._engine.core.lifecycle.requests
+        request = known.get(request_id)
+        if request is not None and not request.spec.keep_ns:
+            return request
+        document = await self._documents.get(_key(request_id))
+        if document is not None and not document.data:
+            return None
+        if request_id not in known and document is not None:
+            event = self._decode(document.data)
+            if event is not None:
+                self._engine.recover([event])
+        return known.get(request_id)
+
+    async def delete(self, request_id: str) -> None:
+        """End a request where it runs, and keep it no longer.
+
+        Raises:
+            NotFoundError: There is none that would be kept.
+        """
+        request = await self.find(request_id)
+        if request is None or not request.spec.keep_ns:
+            raise NotFoundError(f"no request {request_id[:128]!r} is kept here")
+        expires_ns = self._engine.now_ns() + _DELETED_NS
+        await self._documents.put(_key(request_id), b"", expires_ns=expires_ns)
+        self._engine.handle(AbortRequested(self._engine.now_ns(), request_id))
+
+    def _keep(self, request: Request, *, is_recovered: bool = False) -> None:
+        if request.spec.keep_ns and not request.spec.tensor_bytes:
+            task = asyncio.create_task(self._write(request, is_recovered=is_recovered))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    async def _write(self, request: Request, *, is_recovered: bool) -> None:
+        """Write a request as it has ended, unless it was deleted, or had been written before this scheduler's start.
+
+        Until that works it is tried again: meanwhile the request is in the journal, but only for a while.
+        """
+        key, data = _key(request.request_id), self._encode(request)
+        expires_ns = request.times.finished_ns + request.spec.keep_ns
+        while expires_ns > self._engine.now_ns():
+            try:
+                known = await self._documents.get(key)
+                if known is not None and (is_recovered or not known.data):
+                    return
+                version = known.version if known is not None else 0
+                if await self._documents.put(key, data, expires_ns=expires_ns, if_version=version) is not None:
+                    return
+            except UnavailableError as error:
+                extra = {"request_id": request.request_id}
+                logger.error("a finished request cannot be kept now: %s", error.message, extra=extra)
+                await asyncio.sleep(_RETRY_S)
+
+    def _encode(self, request: Request) -> bytes:
+        clock = self._engine.clock
+        stored = StoredRequest(
+            1,
+            Recovered(0, request.spec, ()),
+            [array("I", sequence.output) for sequence in request.sequences],
+            [list(sequence.outputs) for sequence in request.sequences],
+            {sequence.index: sequence.end for sequence in request.sequences if sequence.end is not None},
+            request.finish,
+        )
+        return journal_pb2.KeptRequest(
+            request=seal(encode_request(request, self._model_fingerprint, clock)),
+            output=seal(stored.output_record(clock)),
+        ).SerializeToString()
+
+    def _decode(self, data: bytes) -> Recovered | None:
+        try:
+            kept = journal_pb2.KeptRequest.FromString(data)
+        except DecodeError:
+            return None
+        rows = StoredJournal(requests=[(1, kept.request, kept.output)])
+        replayed = replay(rows, self._limits, self._model_fingerprint, self._engine.clock)
+        if replayed.num_damaged or not replayed.requests:
+            reason = "it is damaged" if replayed.num_damaged else "it is of another model"
+            logger.warning("a request that was kept cannot be read: %s", reason)
+            return None
+        return replayed.requests[1].event(self._engine.now_ns())
+
+
+def _key(request_id: str) -> DocumentKey:
+    return DocumentKey("", _KIND, request_id)

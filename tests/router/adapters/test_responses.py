@@ -1,0 +1,282 @@
+"""The Responses API, as OpenAI's own client uses it, against a scripted model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import ResponseInputTextParam
+
+from midstream.model.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from router.protocols.conversation import ChatModel
+from router.protocols.responses.pieces import Pieces
+from tests.router.adapters.test_tool_sessions import TRANSCRIPTS, router_of
+from tests.router.conftest import Cluster, Part
+from tests.router.parsers.transcripts import SCHEMAS, model_format
+
+TOOLS: list[Any] = [
+    {"type": "function", "name": name, "description": "d", "parameters": schema, "strict": False}
+    for name, schema in SCHEMAS.items()
+]
+TEXT = "Well, the sky is blue: 空は青い. And  so\non — isn't it?"
+
+
+@pytest.fixture
+async def router(cluster: Cluster) -> Part:
+    return await cluster.add_router(await cluster.add_detokenizer())
+
+
+@pytest.fixture
+async def client(router: Part) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with client_of(router) as client:
+        yield client
+
+
+def client_of(router: Part) -> openai.AsyncOpenAI:
+    assert router.http is not None
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{router.http.port}/v1", api_key="none", max_retries=0)
+
+
+async def write(cluster: Cluster, ids: Sequence[int], number: int = 0, **fields: Any) -> str:
+    """Has the model answer the request that comes as the `number`th; returns its id."""
+    await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) > number)
+    request_id = list(cluster.scheduler.requests)[number]
+    for token in ids:
+        cluster.scheduler.emit(request_id, [token])
+        await asyncio.sleep(0)
+    fields.setdefault("reason", pb.FINISH_REASON_STOP)
+    cluster.scheduler.end(request_id, **fields)
+    return request_id
+
+
+async def answered(cluster: Cluster, call: Any, ids: Sequence[int], number: int = 0, **fields: Any) -> Any:
+    """What a call returns while the model writes `ids`."""
+    return (await asyncio.gather(call, write(cluster, ids, number, **fields)))[0]
+
+
+async def events_of(client: openai.AsyncOpenAI, response_id: str, after: int | None = None) -> list[dict[str, Any]]:
+    options: dict[str, Any] = {} if after is None else {"starting_after": after}
+    stream = await client.responses.retrieve(response_id, stream=True, **options)
+    return [event.to_dict() async for event in stream]
+
+
+@given(st.text(alphabet="ab1_ \n\t.,\"{}'é日本한\u3000😀\u0301", max_size=80), st.integers(0, 1 << 32))
+def test_pieces_depend_on_the_text_alone(text: str, seed: int) -> None:
+    pieces, dice = Pieces(), random.Random(seed)
+    whole = [*pieces.add(text), *pieces.finish()]
+    assert "".join(whole) == text
+    found: list[str] = []
+    while text:
+        count = dice.randint(1, 9)
+        found += pieces.add(text[:count])
+        text = text[count:]
+    assert found + pieces.finish() == whole
+
+
+def test_a_piece_is_a_word_or_a_character_with_the_space_before_it() -> None:
+    pieces = Pieces()
+    assert pieces.add('Hello, {"a": 日本 wor') == ["Hello", ",", " {", '"', "a", '"', ":", " 日", "本"]
+    assert pieces.add("ld") == []
+    assert pieces.finish() == [" world"]
+
+
+async def test_text_is_created_streamed_retrieved_and_deleted(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(TEXT)
+
+    async def streamed() -> list[Any]:
+        stream = await client.responses.create(model="smollm2", input="Hi", stream=True, metadata={"a": "b"})
+        return [event async for event in stream]
+
+    events = await answered(cluster, streamed(), ids)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events if event.type != "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == TEXT
+    final = events[-1].response
+    assert (final.output_text, final.status, final.metadata) == (TEXT, "completed", {"a": "b"})
+    assert (final.usage.output_tokens, final.usage.total_tokens) == (len(ids), final.usage.input_tokens + len(ids))
+    assert final.to_dict() == (await client.responses.retrieve(final.id)).to_dict()
+    items = (await client.responses.input_items.list(final.id)).data
+    assert [item.to_dict()["content"] for item in items] == [[ResponseInputTextParam(type="input_text", text="Hi")]]
+    await client.responses.delete(final.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(final.id)
+
+
+async def test_the_rest_behind_any_event_is_identical_at_any_router(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    """However the tokens come: one at a time at first, all at once when the stream is read again."""
+    created = await answered(cluster, client.responses.create(model="smollm2", input="Hi"), tokenizer.encode(TEXT))
+    whole = await events_of(client, created.id)
+    assert whole[-1]["response"] == created.to_dict()
+    async with client_of(await cluster.add_router(await cluster.add_detokenizer("e"))) as other:
+        for after in range(len(whole)):
+            assert await events_of(other, created.id, after) == whole[after + 1 :]
+
+
+async def test_a_stream_goes_on_behind_the_event_at_which_its_router_died(
+    cluster: Cluster, tokenizer: Tokenizer
+) -> None:
+    detokenizer = await cluster.add_detokenizer()
+    routers = [await cluster.add_router(detokenizer) for _ in range(2)]
+    ids = tokenizer.encode(TEXT)
+    async with client_of(routers[0]) as first, client_of(routers[1]) as second:
+        stream = await first.responses.create(model="smollm2", input="Hi", stream=True)
+        await cluster.scheduler.until(lambda: cluster.scheduler.requests)
+        (request_id,) = cluster.scheduler.requests
+        cluster.scheduler.emit(request_id, ids[:6])
+        seen: list[dict[str, Any]] = []
+
+        async def read() -> None:
+            async for event in stream:
+                seen.append(event.to_dict())
+                if event.type == "response.output_text.delta" and len(seen) == 7:
+                    await routers[0].kill()
+
+        with pytest.raises(openai.APIError):
+            await read()
+        cluster.scheduler.emit(request_id, ids[6:])
+        cluster.scheduler.end(request_id, reason=pb.FINISH_REASON_STOP)
+        rest = await events_of(second, request_id, seen[-1]["sequence_number"])
+        assert [*seen, *rest] == await events_of(second, request_id)
+        assert rest[-1]["response"]["output"][0]["content"][0]["text"] == TEXT
+
+
+# What the formats differ in, tests/router/parsers holds; here one of each kind.
+@pytest.mark.parametrize("name", ["hermes", "openai", "qwen3_coder", "deepseek_v3"])
+async def test_a_session_with_tools_continues_by_id(cluster: Cluster, tokenizer: Tokenizer, name: str) -> None:
+    transcript = TRANSCRIPTS[name]
+    async with client_of(await router_of(cluster, transcript)) as client:
+        ids = tokenizer.encode(transcript.text)
+        asked: dict[str, Any] = {"model": "smollm2", "tools": TOOLS}
+
+        async def streamed() -> Any:
+            async with client.responses.stream(input="Weather?", instructions="Be brief.", **asked) as stream:
+                deltas = [event async for event in stream]
+                text = "".join(event.delta for event in deltas if event.type == "response.reasoning_text.delta")
+                assert text == transcript.reasoning
+                return await stream.get_final_response()
+
+        first = await answered(cluster, streamed(), ids)
+        calls = [item for item in first.output if item.type == "function_call"]
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == transcript.calls
+        assert first.output_text == transcript.content
+        outputs: list[Any] = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"} for call in calls
+        ]
+        follow = client.responses.create(input=outputs, previous_response_id=first.id, **asked)
+        last = await answered(cluster, follow, tokenizer.encode("It is sunny."), 1)
+        assert last.previous_response_id == first.id
+        # The same conversation as with all items in the input, but for the instructions, which are of one response.
+        whole: list[Any] = [{"role": "user", "content": "Weather?"}, *(item.to_dict() for item in first.output)]
+        again = client.responses.create(input=[*whole, *outputs], store=False, **asked)
+        await answered(cluster, again, tokenizer.encode("Sun."), 2)
+        requests = list(cluster.scheduler.requests.values())
+        assert requests[1].request.token_ids == requests[2].request.token_ids
+        assert not requests[2].request.attachment
+
+
+async def test_background(cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer) -> None:
+    created = await client.responses.create(model="smollm2", input="Hi", background=True)
+    assert (created.status, created.output) == ("queued", [])
+    await cluster.scheduler.until(lambda: cluster.scheduler.requests)
+    assert cluster.scheduler.requests[created.id].request.detached
+    cluster.scheduler.emit(created.id, tokenizer.encode("Well"))
+    assert (await client.responses.retrieve(created.id)).status == "in_progress"
+    with pytest.raises(openai.BadRequestError, match="has not ended"):
+        await client.responses.create(model="smollm2", input="Hi", previous_response_id=created.id)
+    cancelled = await client.responses.cancel(created.id)
+    assert (cancelled.status, cancelled.output_text) == ("cancelled", "Well")
+    assert (await client.responses.cancel(created.id)).to_dict() == cancelled.to_dict()
+    events = await events_of(client, created.id)
+    assert [event["type"] for event in events[:3]] == [
+        "response.created", "response.queued", "response.in_progress",
+    ]  # fmt: skip
+    assert events[-1]["response"] == cancelled.to_dict()
+    with pytest.raises(openai.BadRequestError, match="store"):
+        await client.responses.create(model="smollm2", input="Hi", background=True, store=False)
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"), [(pb.FINISH_REASON_LENGTH, "incomplete"), (pb.FINISH_REASON_ERROR, "failed")]
+)
+async def test_ends(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, reason: pb.FinishReason.ValueType, status: str
+) -> None:
+    create = client.responses.create(model="smollm2", input="Hi", max_output_tokens=3)
+    error = pb.ErrorInfo(code=13, message="the worker broke") if status == "failed" else None
+    response = await answered(cluster, create, tokenizer.encode("Well, so"), reason=reason, error=error)
+    assert (response.status, response.output[0].status) == (status, "incomplete")
+    if status == "failed":
+        assert response.error is not None
+        assert response.error.message == "the worker broke"
+    else:
+        assert response.incomplete_details.reason == "max_output_tokens"
+    assert (await events_of(client, response.id))[-1]["type"] == f"response.{status}"
+
+
+async def test_custom_tools_take_free_text(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    chat = ChatModel(model_format("hermes", "none"))
+    router = await cluster.add_router(await cluster.add_detokenizer(), chat=chat)
+    call = '<tool_call>\n{"name": "run", "arguments": {"input": "ls \\"x\\""}}\n</tool_call>'
+    async with client_of(router) as client:
+        create = client.responses.create(
+            model="smollm2", input="List", tools=[{"type": "custom", "name": "run", "description": "a shell"}]
+        )
+        response = await answered(cluster, create, tokenizer.encode(call))
+        (item,) = response.output
+        assert (item.type, item.name, item.input) == ("custom_tool_call", "run", 'ls "x"')
+        events = await events_of(client, response.id)
+        assert [event["delta"] for event in events if event["type"].endswith("input.delta")] == ['ls "x"']
+        outputs: list[Any] = [{"type": "custom_tool_call_output", "call_id": item.call_id, "output": "x"}]
+        follow = client.responses.create(model="smollm2", input=outputs, previous_response_id=response.id)
+        assert (await answered(cluster, follow, tokenizer.encode("x."), 1)).output_text == "x."
+
+
+async def test_structured_output_and_refusals(client: openai.AsyncOpenAI, cluster: Cluster) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    create = client.responses.create(
+        model="smollm2",
+        input="Hi",
+        text={"format": {"type": "json_schema", "name": "x", "schema": schema}},
+        store=False,
+    )
+    response = await answered(cluster, create, [])
+    (script,) = cluster.scheduler.requests.values()
+    assert json.loads(script.request.guided_decoding.guide) == schema
+    assert not script.request.keep_s
+    assert response.store is False
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"extra_body": {"nothing": 1}}, "nothing"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"truncation": "auto"}, "truncation"),
+    ]
+    for fields, param in refused:
+        with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as raised:
+            await client.responses.create(**{"model": "smollm2", "input": "Hi", **fields})
+        assert str(raised.value.param).startswith(param)
+    counted = await client.responses.input_tokens.count(model="smollm2", input="Hi")
+    assert counted.input_tokens > 1

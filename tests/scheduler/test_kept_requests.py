@@ -1,0 +1,137 @@
+"""Ended requests that are kept for long: after they are forgotten, and after the scheduler was started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos import scheduler_pb2
+from scheduler.core.events import StopWordFound
+from scheduler.core.request import FinishReason
+from tests.scheduler.cell import Cell, run_cell, until
+
+
+async def read(cell: Cell, request_id: str) -> tuple[list[int], int]:
+    """What a detokenizer gets of a request: its tokens, and the number of the error that it got instead."""
+    feed = cell.stub.TokenFeed()
+    await feed.write(scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id="d")))
+    attach = scheduler_pb2.FeedAttach(stream=1, request_id=request_id)
+    await feed.write(scheduler_pb2.FeedCommand(attach=attach))
+    tokens: list[int] = []
+    async for batch in feed:
+        tokens += batch.token_ids
+        for opened in batch.opened:
+            if opened.error.code:
+                feed.cancel()
+                return tokens, opened.error.code
+        if batch.ended:
+            feed.cancel()
+            return tokens, 0
+    raise AssertionError("the feed ended")
+
+
+async def get(cell: Cell, request_id: str) -> scheduler_pb2.GetRequestResponse:
+    found: scheduler_pb2.GetRequestResponse = await cell.stub.GetRequest(
+        scheduler_pb2.GetRequestRequest(request_id=request_id)
+    )
+    return found
+
+
+async def delete(cell: Cell, request_id: str) -> None:
+    await cell.stub.DeleteRequest(scheduler_pb2.DeleteRequestRequest(request_id=request_id))
+
+
+def forgotten(cell: Cell, request_id: str) -> bool:
+    return request_id not in cell.service.engine.core.lifecycle.requests
+
+
+def settings(tmp_path: Path, **fields: Any) -> dict[str, Any]:
+    return {"journal": "sqlite", "journal_path": str(tmp_path / "journal.sqlite"), "finished_ttl_s": 0.05, **fields}
+
+
+async def test_a_kept_request_is_read_again_after_it_was_forgotten_and_after_a_restart(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"keep_s": 600, "attachment": b"beside", "detached": True}
+    async with run_cell(**settings(tmp_path)) as cell:
+        await cell.worker()
+        await cell.submit("a", [1, 2, 3], **fields)
+        await cell.submit("b", [1, 2, 3], detached=True)
+        tokens, _ = await read(cell, "a")
+        await until(lambda: forgotten(cell, "a") and forgotten(cell, "b"))
+        assert await read(cell, "a") == (tokens, 0)
+        assert await read(cell, "b") == ([], grpc.StatusCode.NOT_FOUND.value[0])
+        await until(lambda: forgotten(cell, "a"))
+    async with run_cell(**settings(tmp_path)) as cell:  # without a worker: nothing is computed again
+        found = await get(cell, "a")
+        assert (found.request.attachment, found.request.keep_s) == (b"beside", 600)
+        assert (found.has_started, found.has_finished) == (True, True)
+        assert await read(cell, "a") == (tokens, 0)
+        await until(lambda: forgotten(cell, "a"))
+        answer = await cell.submit("a", [1, 2, 3], **fields)
+        assert answer.attached
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await cell.submit("a", [1, 2, 4], **fields)
+        assert raised.value.code() is grpc.StatusCode.ALREADY_EXISTS
+
+
+async def test_what_ended_just_before_a_restart_is_kept_then(tmp_path: Path) -> None:
+    async with run_cell(**settings(tmp_path, finished_ttl_s=60.0)) as cell:
+        await cell.worker()
+        await cell.submit("a", [1, 2, 3], keep_s=600, detached=True)
+        tokens, _ = await read(cell, "a")
+    for suffix in ("", "-wal", "-shm"):  # as if the scheduler had died before it was written
+        (tmp_path / f"journal.sqlite.documents{suffix}").unlink(missing_ok=True)
+    async with run_cell(**settings(tmp_path)) as cell:
+        await until(lambda: forgotten(cell, "a"))
+        assert await read(cell, "a") == (tokens, 0)
+
+
+async def test_a_deleted_request_is_gone_in_memory_and_after_a_restart(tmp_path: Path) -> None:
+    async with run_cell(**settings(tmp_path, finished_ttl_s=60.0)) as cell:
+        await cell.worker()
+        await cell.submit("a", [1, 2, 3], keep_s=600, detached=True)
+        await cell.submit("long", [1, 2, 3], max_tokens=2000, keep_s=600, detached=True)
+        await cell.submit("b", [1, 2, 3], detached=True)
+        await read(cell, "a")
+        for request_id in ("a", "long"):
+            await delete(cell, request_id)
+            with pytest.raises(grpc.aio.AioRpcError, match="known"):
+                await get(cell, request_id)
+        requests = cell.service.engine.core.lifecycle.requests
+        await until(lambda: not requests["long"].live_sequences)
+        with pytest.raises(grpc.aio.AioRpcError, match="kept"):
+            await delete(cell, "b")
+        assert (await get(cell, "b")).request.request_id == "b"
+    async with run_cell(**settings(tmp_path)) as cell:
+        await until(lambda: forgotten(cell, "a"))
+        for request_id in ("a", "long"):
+            assert await read(cell, request_id) == ([], grpc.StatusCode.NOT_FOUND.value[0])
+
+
+async def test_a_kept_request_goes_when_its_time_is_over(tmp_path: Path) -> None:
+    async with run_cell(**settings(tmp_path)) as cell:
+        await cell.worker()
+        await cell.submit("a", [1, 2, 3], keep_s=1, detached=True)
+        await read(cell, "a")
+        ended_ns = cell.service.clock.now_ns()
+        await until(lambda: forgotten(cell, "a") and cell.service.clock.now_ns() > ended_ns + 1_000_000_000)
+        assert await read(cell, "a") == ([], grpc.StatusCode.NOT_FOUND.value[0])
+
+
+async def test_a_stop_word_found_in_a_request_that_was_read_back_is_taken_in(tmp_path: Path) -> None:
+    """Nobody had read it so far, so that it went on to its length."""
+    async with run_cell(**settings(tmp_path)) as cell:
+        await cell.worker()
+        await cell.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)
+        await until(lambda: forgotten(cell, "a"))
+        assert len((await read(cell, "a"))[0]) == 6
+        engine = cell.service.engine
+        engine.handle(StopWordFound(engine.now_ns(), "a", 0, 2, "x"))
+        await until(lambda: forgotten(cell, "a"))
+        assert await get(cell, "a")
+        end = engine.core.lifecycle.requests["a"].sequences[0].end
+        assert end is not None
+        assert (end.reason, end.num_tokens, end.stop_word) == (FinishReason.STOP, 2, "x")
