@@ -37,7 +37,7 @@ def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int
     """Why a request is too large for each of the groups that there are."""
     spec = request.spec
     most = max(group.max_batch_size for group in groups)
-    if spec.num_rows > most:
+    if request.num_rows > most:
         field = "sampling.beam_width" if spec.beam_width > 1 else "sampling.num_return_sequences"
         return Failure(INVALID_ARGUMENT, f"the workers run at most {most} at once", field)
     most = max(group.registration.max_sequence_length for group in groups)

@@ -82,8 +82,8 @@ class BlockTables:
         known = sequence.num_tokens
         shared = self.find(sequence)
         num_prompt_shared = (len(spec.prompt) - 1) // block_size
-        if leader is not None and len(shared) < num_prompt_shared:
-            shared = leader.table[:num_prompt_shared]
+        if leader is not None:  # it may hold copies of what is found: then the blocks would be counted twice
+            shared = leader.table[:num_prompt_shared] + shared[num_prompt_shared:]
         self.blocks.share(shared, self._clock.now_ns)
         for index in range(len(shared)):
             self._raise_retention(sequence, index, shared[index])

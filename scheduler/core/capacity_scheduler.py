@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from scheduler.core.fairness import leaves_room
 from scheduler.core.request import Request
@@ -19,6 +19,14 @@ class CapacityScheduler(ABC):
 
         A request that `group.blocks` could not hold if it were empty has been refused before.
         """
+
+    def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
+        """Return how many of the request's waiting sequences may take rows and blocks now; 0: it has to wait.
+
+        By default all of them or none, as `can_start` says. The others stay in the queue and are asked about again;
+        sequences of one request run on one group. Changes nothing.
+        """
+        return len(request.waiting_sequences) if self.can_start(request, group) else 0
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
         """Return queued requests to start on the group, in order; None: the queue's own order.
@@ -47,19 +55,25 @@ class GuaranteedNoEvict(CapacityScheduler):
         """Whether all blocks that it may ever take are there, beside those that others may still take."""
         return wants_context(request, group) and has_room_to_the_end(request, group, leave_room=True)
 
+    def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
+        """Return the most sequences that can all run to their ends."""
+        if not wants_context(request, group):
+            return 0
+        return _largest_part(request, lambda part: has_room_to_the_end(request, group, part, leave_room=True))
+
 
 class MaxUtilization(CapacityScheduler):
     """Packs as much as fits now; when blocks run short, the newest requests of the lowest priority are paused."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Whether its known tokens and the next one fit, with a little room for the others' growth."""
-        if not wants_context(request, group) or not _has_rows(request, group):
-            return False
-        cost = group.start_cost(request)
-        headroom = min(len(group.active), group.blocks.num_blocks // 32)
-        num_blocks = cost.num_blocks + cost.num_blocks_next
-        num_left = group.blocks.num_available - num_blocks - headroom
-        return num_left >= 0 and leaves_room(request, group, cost, num_blocks, num_left)
+        return wants_context(request, group) and _has_room_to_grow(request, group)
+
+    def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
+        """Return the most sequences that fit, with a little room for the others' growth."""
+        if not wants_context(request, group):
+            return 0
+        return _largest_part(request, lambda part: _has_room_to_grow(request, group, part))
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
         """The newest requests, until every other sequence can take the block that its next step needs."""
@@ -96,26 +110,49 @@ def wants_context(request: Request, group: WorkerGroup) -> bool:
 
 def has_room_now(request: Request, group: WorkerGroup) -> bool:
     """Whether rows and blocks for the request's known tokens and the next one are there."""
-    if not _has_rows(request, group):
-        return False
     cost = group.start_cost(request)
-    return cost.num_blocks + cost.num_blocks_next <= group.blocks.num_available
+    return cost.num_rows <= group.num_free_rows and cost.num_blocks_at_once <= group.blocks.num_available
 
 
-def has_room_to_the_end(request: Request, group: WorkerGroup, *, leave_room: bool = False) -> bool:
+def has_room_to_the_end(
+    request: Request, group: WorkerGroup, num_sequences: int | None = None, *, leave_room: bool = False
+) -> bool:
     """Whether rows and blocks for the request's longest output are there, beside what others may still take.
 
-    With `leave_room`, other clients must also find some room when they come.
+    Args:
+        request: A queued request.
+        group: Where it would start.
+        num_sequences: So many of its waiting sequences; by default all.
+        leave_room: Other clients must also find some room when they come.
     """
-    if not _has_rows(request, group):
-        return False
-    cost = group.start_cost(request)
+    cost = group.start_cost(request, num_sequences)
     num_left = group.tables.num_blocks_to_reserve - cost.num_blocks_to_end
-    return num_left >= 0 and (not leave_room or leaves_room(request, group, cost, cost.num_blocks_to_end, num_left))
+    if cost.num_rows > group.num_free_rows or num_left < 0:
+        return False
+    return not leave_room or leaves_room(request, group, cost, cost.num_blocks_to_end, num_left)
 
 
-def _has_rows(request: Request, group: WorkerGroup) -> bool:
-    return request.spec.num_rows <= group.num_free_rows
+def _has_room_to_grow(request: Request, group: WorkerGroup, num_sequences: int | None = None) -> bool:
+    cost = group.start_cost(request, num_sequences)
+    headroom = min(len(group.active), group.blocks.num_blocks // 32)
+    num_left = group.blocks.num_available - cost.num_blocks_at_once - headroom
+    if cost.num_rows > group.num_free_rows or num_left < 0:
+        return False
+    return leaves_room(request, group, cost, cost.num_blocks_at_once, num_left)
+
+
+def _largest_part(request: Request, fits: Callable[[int], bool]) -> int:
+    """Return how many of a request's waiting sequences fit together at most. Beams are one part."""
+    num_waiting = len(request.waiting_sequences)
+    if fits(num_waiting):
+        return num_waiting
+    if num_waiting < 2 or request.beams is not None or not fits(1):
+        return 0
+    fitting, too_many = 1, num_waiting
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        fitting, too_many = (middle, too_many) if fits(middle) else (fitting, middle)
+    return fitting
 
 
 def _num_blocks_for_generation(group: WorkerGroup) -> int:

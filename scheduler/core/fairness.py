@@ -63,16 +63,14 @@ class Holdings:
         """Rows and blocks."""
         return self._rows.get(client_id, 0), self._blocks.get(client_id, 0)
 
-    def add(self, request: Request, num_blocks: int) -> None:
-        """A request starts that takes so many blocks at most."""
-        client_id = request.spec.client_id
-        self._rows[client_id] = self._rows.get(client_id, 0) + request.spec.num_rows
+    def add(self, client_id: str, num_blocks: int) -> None:
+        """Count a row that takes so many blocks at most."""
+        self._rows[client_id] = self._rows.get(client_id, 0) + 1
         self._blocks[client_id] = self._blocks.get(client_id, 0) + num_blocks
 
-    def remove(self, request: Request, num_blocks: int) -> None:
-        """It has ended or was paused."""
-        client_id = request.spec.client_id
-        self._rows[client_id] -= request.spec.num_rows
+    def remove(self, client_id: str, num_blocks: int) -> None:
+        """Count a row no longer, with as many blocks as it was added with."""
+        self._rows[client_id] -= 1
         self._blocks[client_id] -= num_blocks
         if not self._rows[client_id]:
             del self._rows[client_id], self._blocks[client_id]
@@ -118,6 +116,9 @@ class Pace:
 def leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_blocks: int, num_blocks_left: int) -> bool:
     """Whether the request leaves a part of the group's rows and blocks to others, or may use that part itself.
 
+    What can start in parts always has to, because one such request may take all there is for a long time. Others only
+    while several clients are here.
+
     Args:
         request: A queued request.
         group: That has room for it.
@@ -125,23 +126,27 @@ def leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_block
         num_blocks: Blocks that the policy counts for it.
         num_blocks_left: That the policy would have left.
     """
-    if not group.clients.are_several or not group.active:
+    are_several, has_parts = group.clients.are_several, len(request.sequences) > 1 and request.beams is None
+    is_smallest = cost.num_rows == 1 or not has_parts
+    if is_smallest and not group.active:
         return True
-    rows, blocks = max(1, group.max_batch_size // _RESERVED_PART), group.blocks.num_blocks // _RESERVED_PART
-    if cost.num_rows > group.max_batch_size - rows or num_blocks > group.blocks.num_blocks - blocks:
-        return True  # too large to leave anything
+    if not (are_several or has_parts):
+        return True
+    rows, blocks = group.max_batch_size // _RESERVED_PART, group.blocks.num_blocks // _RESERVED_PART
+    if are_several:
+        rows = max(1, rows)
+    is_too_large = cost.num_rows > group.max_batch_size - rows or num_blocks > group.blocks.num_blocks - blocks
+    if is_smallest and is_too_large:
+        return True  # it could never leave anything
     if group.num_free_rows - cost.num_rows >= rows and num_blocks_left >= blocks:
         return True
-    return _is_within_equal_share(request, group, cost)
+    return _is_within_equal_share(request.spec.client_id, group, cost.num_rows, num_blocks)
 
 
-def _is_within_equal_share(request: Request, group: WorkerGroup, cost: StartCost) -> bool:
-    client_id, clients = request.spec.client_id, {request.spec.client_id}
-    num_rows, num_blocks = cost.num_rows, cost.num_blocks
-    for other in group.active:
-        clients.add(other.spec.client_id)
-        if other.spec.client_id == client_id:
-            num_rows += len(other.sequences)
-            num_blocks += sum(len(sequence.table) - sequence.num_freed for sequence in other.sequences)
-    num_clients = max(2, len(clients))  # one may have nothing here yet
-    return num_rows * num_clients <= group.max_batch_size and num_blocks * num_clients <= group.blocks.num_blocks
+def _is_within_equal_share(client_id: str, group: WorkerGroup, num_rows: int, num_blocks: int) -> bool:
+    """Whether a client would hold no more than an equal part with so many rows and blocks more."""
+    num_clients = max(2, len({client_id, *group.holdings}))  # one may have nothing here yet
+    held_rows, held_blocks = group.holdings.of(client_id)
+    if (held_rows + num_rows) * num_clients > group.max_batch_size:
+        return False
+    return (held_blocks + num_blocks) * num_clients <= group.blocks.num_blocks

@@ -214,6 +214,17 @@ class Lifecycle:
         self._effects.append(SequenceEnded(sequence))
         if not request.live_sequences:
             self._finish(request)
+        elif request in self._queue:
+            self._follow_in_queue(request)
+
+    def _follow_in_queue(self, request: Request) -> None:
+        """A sequence of a request has ended of which others wait."""
+        waiting = request.waiting_sequences
+        if not waiting:
+            self._queue.remove(request)
+        elif request.group is not None and len(waiting) == len(request.live_sequences):
+            request.group.release(request)  # it holds nothing there any more
+            request.state = RequestState.QUEUED
 
     def _finish(self, request: Request) -> None:
         if request.group is not None:

@@ -63,24 +63,25 @@ class Placement:
             if chosen is None:
                 return False
             for request in chosen:
-                if request in self._queue and self._can_start(request, group):
-                    self._start(request, group, num_steps)
+                if request in self._queue and (num_sequences := self._num_to_start(request, group)):
+                    self._start(request, group, num_sequences, num_steps)
         for request in list(self._queue):
             self.refuse_impossible(request)
         return True
 
     def _try_start(self, request: Request, num_steps: int) -> bool:
-        """Start a request, or end one that no group here could run; return False when it has to wait."""
-        group = self._choose_group(request)
+        """Start a request, at least in part, or end one that no group here could run; False when it has to wait."""
+        group, num_sequences = self._choose_group(request)
         if group is None:
             return self.refuse_impossible(request)
-        self._start(request, group, num_steps)
+        self._start(request, group, num_sequences, num_steps)
         return True
 
-    def _start(self, request: Request, group: WorkerGroup, num_steps: int) -> None:
-        self._queue.pop(request)
-        num_cached_tokens = group.start(request, num_steps)
-        if request.times.first_scheduled_ns == 0:
+    def _start(self, request: Request, group: WorkerGroup, num_sequences: int, num_steps: int) -> None:
+        is_first = request.group is None
+        self._queue.take(request, num_sequences)
+        num_cached_tokens = group.start(request, num_steps, num_sequences)
+        if is_first and request.times.first_scheduled_ns == 0:
             request.num_cached_tokens = num_cached_tokens
             self._totals.prefix_cache_queries += len(request.spec.prompt)
             self._totals.prefix_cache_hits += request.num_cached_tokens
@@ -98,7 +99,7 @@ class Placement:
                     continue
                 if self._try_start(request, num_steps):
                     return True
-            if any(self._may_try(request, group) for group in groups):
+            if request.group is not None or any(self._may_try(request, group) for group in groups):
                 waiting.append(request)
         return False
 
@@ -115,25 +116,38 @@ class Placement:
         are_newcomers = self._queue.is_newcomer(request) and self._queue.is_newcomer(other)
         return are_newcomers and self._queue.allowance(other, request) > 0
 
-    def _choose_group(self, request: Request) -> WorkerGroup | None:
-        """The group that can take the request and has the least to do until it is computed."""
-        groups = [group for group in self._membership.groups.values() if self._can_start(request, group)]
-        if len(groups) < 2:
-            return groups[0] if groups else None
+    def _choose_group(self, request: Request) -> tuple[WorkerGroup | None, int]:
+        """Return the group to start the request on, and how many of its sequences can start there.
+
+        Of the groups that take the most sequences, it is the one that has the least to do until they are computed. One
+        that runs already stays where it is.
+        """
+        candidates = [request.group] if request.group is not None else self._membership.groups.values()
+        nums = {group: num for group in candidates if (num := self._num_to_start(request, group))}
+        if not nums:
+            return None, 0
+        most = max(nums.values())
+        groups = [group for group, num in nums.items() if num == most]
+        if len(groups) == 1:
+            return groups[0], most
 
         def work(group: WorkerGroup) -> int:
             cost = group.start_cost(request)
             others = group.num_context_tokens + _TOKENS_PER_ACTIVE_SEQUENCE * len(group.active)
             return cost.num_tokens - cost.num_cached_tokens + others
 
-        return min(groups, key=work)
+        return min(groups, key=work), most
 
-    def _can_start(self, request: Request, group: WorkerGroup) -> bool:
-        if not self._may_try(request, group):
-            return False
-        if not group.adapters.fits(request.spec):
-            return False
-        return group.is_large_enough(request) and self._scheduler.can_start(request, group)
+    def _num_to_start(self, request: Request, group: WorkerGroup) -> int:
+        """Return how many of a queued request's waiting sequences can start on the group now."""
+        if request.group is None:
+            if not self._may_try(request, group) or not group.adapters.fits(request.spec):
+                return 0
+            if not group.is_large_enough(request):
+                return 0
+        elif request.group is not group:
+            return 0
+        return self._scheduler.num_sequences_to_start(request, group)
 
     def _may_try(self, request: Request, group: WorkerGroup) -> bool:
         """Whether what is known of deaths allows the request on the group, so that blame is certain."""

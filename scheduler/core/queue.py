@@ -6,6 +6,9 @@ its rows, in tokens. A client that comes back after a while starts at the presen
 stays, also while nobody waits. Requests that ran before (paused, or rebuilt after a worker's loss) come first and are
 not charged again.
 
+A request with several sequences may start in parts: it stays in the queue, charged for those that started, until the
+last of them starts.
+
 A client's requests go in order of arrival, also when a smaller one behind would fit. Placement says what may go before
 another client's head that has to wait.
 """
@@ -81,10 +84,13 @@ class _FairQueue:
         """The client's virtual time."""
         return self._clients[client_id].virtual_time
 
-    def pop(self, request: Request, cost: float) -> None:
-        """Take a client's request, its head or one that a policy selected, and charge the client for it."""
-        client = self._clients[request.spec.client_id]
-        client.requests.remove(request)
+    def withdraw(self, request: Request) -> None:
+        """Remove a request from wherever it stands."""
+        self._clients[request.spec.client_id].requests.remove(request)
+
+    def charge(self, client_id: str, cost: float) -> None:
+        """Charge the client of a request that was served, its head or one that a policy selected."""
+        client = self._clients[client_id]
         self._now = max(self._now, client.virtual_time)
         client.virtual_time += cost  # its entry in the heap is old now
         if client.requests:
@@ -118,15 +124,17 @@ class _FairQueue:
         heapq.heappush(self._heap, (client.virtual_time, oldest.ordinal, oldest.spec.client_id))
 
 
-def charge(request: Request, tokens_per_block: int, num_output_tokens: int | None = None) -> float:
-    """KV cache, in tokens of whole blocks, that a request holds with outputs of so many tokens, by default the most.
+def charge(request: Request, tokens_per_block: int, num_rows: int, num_output_tokens: int | None = None) -> float:
+    """Return the KV cache, in tokens of whole blocks, that so many rows of a request hold.
 
-    The rows of a request share the full blocks of its prompt.
+    They share the full blocks of its prompt. Each has `num_output_tokens`, by default the most.
     """
+    if num_rows == 0:
+        return 0.0
     spec = request.spec
     num_tokens = len(spec.prompt) + (spec.max_tokens if num_output_tokens is None else num_output_tokens)
     each, shared = -(-num_tokens // tokens_per_block), (len(spec.prompt) - 1) // tokens_per_block
-    return float((each + (spec.num_rows - 1) * (each - shared)) * tokens_per_block)
+    return float((each + (num_rows - 1) * (each - shared)) * tokens_per_block)
 
 
 class RequestQueue:
@@ -143,6 +151,7 @@ class RequestQueue:
         self._returned_requests: set[Request] = set()
         self._fair: dict[int, _FairQueue] = {}
         self._priorities: list[int] = []  # highest first
+        self._num_charged: dict[Request, int] = {}  # rows that newcomers were charged for, until their ends
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -168,7 +177,12 @@ class RequestQueue:
         self._fair[priority].push(request)
 
     def put_back(self, request: Request) -> None:
-        """Adds a request that ran before; it goes before all newcomers of its priority."""
+        """Add a request that ran before, or the whole of one of which a part still waits.
+
+        It goes before all newcomers of its priority.
+        """
+        if request in self._waiting:
+            self.remove(request)
         self._add(request)
         self._returned_requests.add(request)
         self._num_returned += 1
@@ -177,7 +191,10 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""
         self.num_tokens -= self._waiting.pop(request)
-        self._returned_requests.discard(request)
+        if request in self._returned_requests:
+            self._returned_requests.discard(request)
+        elif request in self._num_charged:  # it may come back before it would come up here
+            self._fair[request.spec.priority].withdraw(request)
 
     def head(self) -> Request | None:
         """The request to serve next."""
@@ -194,13 +211,30 @@ class RequestQueue:
         """All that wait, most urgent first: by priority, what ran before, then in order of arrival."""
         return WaitingRequests(self)
 
-    def pop(self, request: Request) -> None:
-        """Take a request to serve it, and charge its client for a newcomer."""
-        self.num_tokens -= self._waiting.pop(request)
-        if request in self._returned_requests:
+    def take(self, request: Request, num_sequences: int) -> None:
+        """Take waiting sequences of a request to serve them, and charge its client for those of a newcomer.
+
+        It leaves the queue with the last of them.
+        """
+        is_newcomer, num_before = self.is_newcomer(request), self._num_charged.get(request, 0)
+        is_whole = num_sequences == len(request.waiting_sequences)
+        if is_newcomer:
+            num_rows = request.spec.num_rows if is_whole else num_before + num_sequences
+            self._num_charged[request] = num_rows
+            cost = self._charge(request, num_rows) - self._charge(request, num_before)
+            if is_whole:
+                self._fair[request.spec.priority].withdraw(request)
+            self._fair[request.spec.priority].charge(request.spec.client_id, cost)
+        if is_whole:
+            self.num_tokens -= self._waiting.pop(request)
             self._returned_requests.discard(request)
-        else:
-            self._fair[request.spec.priority].pop(request, charge(request, self._tokens_per_block))
+            return
+        num_tokens = sum(sequence.num_tokens for sequence in request.waiting_sequences[num_sequences:])
+        self.num_tokens += num_tokens - self._waiting[request]
+        self._waiting[request] = num_tokens
+
+    def _charge(self, request: Request, num_rows: int, num_output_tokens: int | None = None) -> float:
+        return charge(request, self._tokens_per_block, num_rows, num_output_tokens)
 
     def urgency(self, request: Request) -> tuple[int, bool, int]:
         """Return the sort key of a waiting request."""
@@ -208,11 +242,11 @@ class RequestQueue:
 
     def settle(self, request: Request) -> None:
         """Gives back what a request was charged for and did not use, at its end."""
-        queue = self._fair.get(request.spec.priority)
-        if queue is not None:
+        num_rows = self._num_charged.pop(request, 0)
+        if num_rows:
             longest = max(len(sequence.output) for sequence in request.sequences)
-            unused = charge(request, self._tokens_per_block) - charge(request, self._tokens_per_block, longest)
-            queue.refund(request.spec.client_id, unused)
+            unused = self._charge(request, num_rows) - self._charge(request, num_rows, longest)
+            self._fair[request.spec.priority].refund(request.spec.client_id, unused)
 
     def behind(self, head: Request, most: int) -> list[Request]:
         """What comes up after the head: what ran before, and the next head of each client; at most so many."""
@@ -233,15 +267,16 @@ class RequestQueue:
         if request.spec.priority != other.spec.priority:
             return -1.0
         queue = self._fair[request.spec.priority]
-        due = queue.tag(request.spec.client_id) + charge(request, self._tokens_per_block)
-        return due - queue.tag(other.spec.client_id)
+        num_charged = self._num_charged.get(request, 0)
+        cost = self._charge(request, request.spec.num_rows) - self._charge(request, num_charged)
+        return queue.tag(request.spec.client_id) + cost - queue.tag(other.spec.client_id)
 
     def is_newcomer(self, request: Request) -> bool:
         """Whether a request that waits has not run before."""
         return request not in self._returned_requests
 
     def _add(self, request: Request) -> None:
-        num_tokens = sum(sequence.num_tokens for sequence in request.running_sequences)
+        num_tokens = sum(sequence.num_tokens for sequence in request.waiting_sequences)
         self._waiting[request] = num_tokens
         self.num_tokens += num_tokens
 

@@ -256,6 +256,16 @@ class Request:
         return self.beams.running if self.beams is not None else self.live_sequences
 
     @property
+    def num_rows(self) -> int:
+        """Rows that it takes at most at a time from now on."""
+        return self.spec.beam_width if self.beams is not None else len(self.live_sequences)
+
+    @property
+    def waiting_sequences(self) -> TypingSequence[Sequence]:
+        """Those that have not ended and hold no row; of a beam search the lanes of its beams."""
+        return [sequence for sequence in self.running_sequences if sequence.row is None]
+
+    @property
     def placed_sequences(self) -> TypingSequence[Sequence]:
         """Those that may hold rows and blocks."""
         return self.beams.lanes if self.beams is not None else self.sequences

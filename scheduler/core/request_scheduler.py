@@ -28,6 +28,10 @@ class RequestScheduler(ABC):
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Whether a queued request may take rows and blocks of the group now. Changes nothing."""
 
+    def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
+        """Return how many of a request's waiting sequences may start; see CapacityScheduler.num_sequences_to_start."""
+        return len(request.waiting_sequences) if self.can_start(request, group) else 0
+
     @abstractmethod
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
         """Active requests that give their blocks back before the next step. Changes nothing."""
@@ -51,6 +55,10 @@ class SimpleScheduler(RequestScheduler):
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """As the capacity policy says."""
         return self.capacity_scheduler.can_start(request, group)
+
+    def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
+        """As the capacity policy says."""
+        return self.capacity_scheduler.num_sequences_to_start(request, group)
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
         """As the capacity policy says."""

@@ -33,7 +33,7 @@ _BY_ROW = attrgetter("row")
 
 @dataclass(frozen=True, slots=True)
 class StartCost:
-    """What starting a request takes from a group.
+    """What starting a request, or some of its sequences, takes from a group.
 
     Attributes:
         num_rows: Rows.
@@ -50,6 +50,11 @@ class StartCost:
     num_blocks_to_end: int
     num_cached_tokens: int
     num_tokens: int
+
+    @property
+    def num_blocks_at_once(self) -> int:
+        """Blocks that are taken until its first generation step has run."""
+        return self.num_blocks + self.num_blocks_next
 
 
 class WorkerGroup:
@@ -161,9 +166,12 @@ class WorkerGroup:
 
     def blocks_alone(self, request: Request) -> int:
         """Blocks that the request takes at most, on an empty group, also when it has to start again near its end."""
+        return self._blocks_of_rows(request, request.num_rows)
+
+    def _blocks_of_rows(self, request: Request, num_rows: int) -> int:
         each = self.tables.blocks_of(request.spec.max_num_tokens)
         shared = 0 if self.tables.has_window else (len(request.spec.prompt) - 1) // self.tokens_per_block
-        return each + (request.spec.num_rows - 1) * (each - shared)
+        return each + (num_rows - 1) * (each - shared)
 
     def takes_prompt(self, request: Request) -> bool:
         """Whether the request's prompt may run here: without chunked context, whether a step can hold all of it."""
@@ -174,60 +182,65 @@ class WorkerGroup:
         spec = request.spec
         return (
             self.takes_prompt(request)
-            and spec.num_rows <= self.max_batch_size
+            and request.num_rows <= self.max_batch_size
             and spec.max_num_tokens < self.registration.max_sequence_length
             and self.blocks_alone(request) <= self.blocks.num_blocks
             and self.adapters.fits_alone(spec)
         )
 
-    def start_cost(self, request: Request) -> StartCost:
-        """What starting the request would take; changes nothing."""
-        live, tables = request.running_sequences, self.tables
+    def start_cost(self, request: Request, num_sequences: int | None = None) -> StartCost:
+        """What starting so many of the request's waiting sequences, by default all, would take; changes nothing."""
+        waiting, tables = request.waiting_sequences[:num_sequences], self.tables
         shared = (len(request.spec.prompt) - 1) // self.tokens_per_block
-        hits = tables.find(live[0])
+        has_leader = self._leader(request) is not None
+        hits = [] if has_leader else tables.find(waiting[0])
         num_blocks = sum(1 for block in hits if self.blocks.num_owners(block) == 0) - len(hits)
         num_next = num_to_end = num_tokens = 0
-        for position, sequence in enumerate(live):
+        for position, sequence in enumerate(waiting):
             known = sequence.num_tokens
             own = tables.blocks_of(known)
-            num_blocks += own - shared if position else own
+            num_blocks += own - shared if position or has_leader else own
             num_next += known % self.tokens_per_block == 0 and known < request.spec.max_num_tokens
             most = tables.max_blocks(request.spec.max_num_tokens, known)
             num_to_end += most if tables.has_window else most - own
             num_tokens += known
-        num_cached = len(hits) * self.tokens_per_block
+        num_cached = (shared if has_leader else len(hits)) * self.tokens_per_block
         num_spare = len(request.beams.spare) if request.beams is not None else 0
         if num_spare:
             num_next += num_spare
-            num_to_end += num_spare * tables.num_to_reserve(request.spec, live[0].num_tokens)
+            num_to_end += num_spare * tables.num_to_reserve(request.spec, waiting[0].num_tokens)
         num_to_end += 0 if tables.has_window else num_blocks
-        return StartCost(len(live) + num_spare, num_blocks, num_next, num_to_end, num_cached, num_tokens)
+        return StartCost(len(waiting) + num_spare, num_blocks, num_next, num_to_end, num_cached, num_tokens)
 
-    def start(self, request: Request, ordinal: int) -> int:
-        """Gives each live sequence a row and blocks for its known tokens.
+    def start(self, request: Request, ordinal: int, num_sequences: int | None = None) -> int:
+        """Give waiting sequences of a request rows, and blocks for their known tokens.
 
-        Precondition: rows and blocks as in `start_cost` are there.
+        Precondition: rows and blocks as in `start_cost` are there; the request runs on no other group.
 
         Args:
-            request: A queued request.
-            ordinal: Number of the next step; results of steps before it are not for this request.
+            request: A request with waiting sequences.
+            ordinal: Number of the next step; results of steps before it are not for these sequences.
+            num_sequences: How many of them start; by default all.
 
         Returns:
-            Tokens whose keys and values others compute or computed.
+            Tokens of the first whose keys and values others compute or computed.
         """
-        self.active[request] = None
-        self.holdings.add(request, self.blocks_alone(request))
-        self.adapters.take(request.spec)
-        request.group = self
-        request.state = RequestState.ACTIVE
-        self.num_placed += 1
-        leader: Sequence | None = None
+        if request.group is None:
+            self.active[request] = None
+            self.adapters.take(request.spec)
+            request.group = self
+            request.state = RequestState.ACTIVE
+            self.num_placed += 1
+        leader = self._leader(request)
         can_adopt = request.lost_store != "" and request.lost_store == self.registration.kv_store
-        request.lost_store = ""
         num_found = 0
-        for sequence in request.running_sequences:
+        waiting = request.waiting_sequences
+        starting = waiting[:num_sequences]
+        if len(starting) == len(waiting):
+            request.lost_store = ""
+        for sequence in starting:
             num_blocks = self.tables.fill(sequence, leader, self.adoption if can_adopt else None)
-            num_found = num_found if leader else num_blocks
+            num_found = num_blocks if sequence is starting[0] else num_found
             self._take_row(sequence, ordinal)
             self.context.append(sequence)
             leader = leader or sequence
@@ -237,11 +250,25 @@ class WorkerGroup:
                 self._take_row(lane, ordinal)
         return num_found * self.tokens_per_block
 
+    def _leader(self, request: Request) -> Sequence | None:
+        """Return a sequence of the request that runs here and holds all of its prompt's blocks.
+
+        All that start while there is one share these blocks, so a request never holds more than `blocks_alone`.
+        """
+        if request.group is None:
+            return None
+        return next((s for s in request.placed_sequences if s.row is not None and not s.num_freed), None)
+
     def _take_row(self, sequence: Sequence, ordinal: int) -> None:
         sequence.row = heapq.heappop(self._free_rows)
+        self.holdings.add(sequence.request.spec.client_id, self._blocks_of_row(sequence.request))
         sequence.first_ordinal = ordinal
         self.batch_size += 1
         self.num_waiting += sequence.waits_for_result
+
+    def _blocks_of_row(self, request: Request) -> int:
+        num_rows = request.spec.num_rows
+        return -(-self._blocks_of_rows(request, num_rows) // num_rows)
 
     def begin_generation(self, sequence: Sequence) -> None:
         """Moves a sequence whose context is planned on, unless all its tokens are planned."""
@@ -293,7 +320,6 @@ class WorkerGroup:
         if request.beams is not None:
             request.beams.forget_placement()
         del self.active[request]
-        self.holdings.remove(request, self.blocks_alone(request))
         self.adapters.give_back(request.spec)
         request.group = None
         if not self.active:
@@ -309,6 +335,7 @@ class WorkerGroup:
         self.tables.release(sequence)
         assert sequence.row is not None
         heapq.heappush(self._free_rows, sequence.row)
+        self.holdings.remove(sequence.request.spec.client_id, self._blocks_of_row(sequence.request))
         if sequence.is_on_worker:
             self.released_rows.append(sequence.row)
             self.num_on_worker -= 1

@@ -62,7 +62,7 @@ class CellStatusReport:
 
     def _request_counts(self) -> status_pb2.RequestCounts:
         core = self._core
-        num_paused = sum(1 for request in core.queue if request.times.first_scheduled_ns)
+        num_paused = sum(1 for request in core.queue if request.times.first_scheduled_ns and request.group is None)
         num_context = sum(len({sequence.request for sequence in group.context}) for group in core.groups)
         return status_pb2.RequestCounts(
             num_queued=len(core.queue) - num_paused,

@@ -226,14 +226,20 @@ class Harness:
         for count in range(max_steps):
             busy = next((group for group in self.groups.values() if group.plans), None)
             if busy is None:
-                held = [group.standing.held_until_ns for group in self.core.groups if group.is_held_off]
-                if not held or not len(self.core.queue):
+                if not self.wait_for_groups():
                     return count
-                self.wait_until(min(held))
                 continue
             self.step(busy.name)
             self.check()
         raise AssertionError("it does not come to an end")
+
+    def wait_for_groups(self) -> bool:
+        """Waits for the first group that is held off while requests wait; False where there is none."""
+        held = [group.standing.held_until_ns for group in self.core.groups if group.is_held_off]
+        if not held or not len(self.core.queue):
+            return False
+        self.wait_until(min(held))
+        return True
 
     def wait_until(self, time_ns: int) -> None:
         """Lets time pass in which workers beat."""

@@ -18,7 +18,7 @@ def request(name: str, num_prompt: int = 10, max_tokens: int = 10, **spec: Any) 
 def drain(queue: RequestQueue) -> str:
     order = ""
     while (head := queue.head()) is not None:
-        queue.pop(head)
+        queue.take(head, 1)
         order += head.request_id
     return order
 
@@ -63,7 +63,7 @@ def test_a_client_that_was_away_does_not_catch_up() -> None:
     for _ in range(3):
         head = queue.head()
         assert head is not None
-        queue.pop(head)  # busy stands at 60, the present is 40
+        queue.take(head, 1)  # busy stands at 60, the present is 40
     for name in "xyz":
         queue.push(request(name, client_id="late"))  # begins at 40, not at 0
     queue.push(request("e", client_id="busy"))
@@ -77,7 +77,7 @@ def test_what_was_not_used_is_given_back() -> None:
     queue.push(request("b", client_id="one"))
     queue.push(request("x", client_id="two"))
     queue.push(request("y", client_id="two"))
-    queue.pop(first)  # one stands at 1010
+    queue.take(first, 1)  # one stands at 1010
     queue.settle(first)  # at 10
     assert drain(queue) == "xby"
 
@@ -111,5 +111,55 @@ def test_clients_that_are_gone_are_forgotten() -> None:
     for number in range(1000):
         item = request("r", client_id=f"client {number}")
         queue.push(item)
-        queue.pop(item)
+        queue.take(item, 1)
     assert len(queue._fair[0]._clients) < 100
+
+
+def test_a_request_is_charged_for_its_parts_as_they_start() -> None:
+    queue = RequestQueue(10)
+    large = request("L", num_sequences=4, client_id="one")  # 80 tokens
+    queue.push(large)
+    queue.push(request("x", client_id="two"))
+    queue.push(request("y", client_id="two"))
+    assert queue.head() is large
+    queue.take(large, 1)  # one stands at 20
+    assert large in queue
+    assert queue.num_tokens == 30 + 20
+    large.sequences[0].row = 0
+    assert drain_one(queue) == "x"  # two stands at 20
+    assert queue.head() is large
+    queue.take(large, 3)
+    assert large not in queue
+    assert drain(queue) == "y"
+
+
+def test_what_is_paused_while_a_part_of_it_waits_comes_back_whole_and_once() -> None:
+    queue = RequestQueue(10)
+    large = request("L", num_sequences=4)
+    queue.push(large)
+    queue.push(request("x"))
+    queue.take(large, 1)
+    queue.put_back(large)
+    assert queue.num_tokens == 50
+    assert [item.request_id for item in queue.behind(large, 5)] == ["x"]
+    queue.remove(large)
+    assert drain(queue) == "x"
+
+
+def test_only_what_was_charged_is_given_back() -> None:
+    queue = RequestQueue(10)
+    large = request("L", num_sequences=4, client_id="one")
+    queue.push(large)
+    queue.push(request("b", client_id="one"))
+    queue.push(request("x", client_id="two"))
+    queue.take(large, 1)  # one stands at 20
+    queue.remove(large)
+    queue.settle(large)  # at 10
+    assert drain(queue) == "xb"
+
+
+def drain_one(queue: RequestQueue) -> str:
+    head = queue.head()
+    assert head is not None
+    queue.take(head, 1)
+    return head.request_id

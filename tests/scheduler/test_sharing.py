@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scheduler.core.fairness import Clients, Pace
 from scheduler.core.in_flight import InFlightStep
 from scheduler.core.timers import Clock
@@ -134,3 +136,78 @@ def test_small_ones_overtake_what_waits_for_room_by_as_much_as_it_asks_for_and_n
     assert len(order) == 61
     # It is not put off until all small ones are through.
     assert order.index("large") < 40
+
+
+def steps_until_first_token(harness: Harness, request_id: str, at_most: int) -> int:
+    for count in range(1, at_most + 1):
+        harness.step()
+        if harness.tokens.get((request_id, 0)):
+            return count
+    raise AssertionError(f"{request_id} has no token after {at_most} steps")
+
+
+@pytest.mark.parametrize(
+    ("capacity", "reuse", "num_tokens"),
+    [("guaranteed_no_evict", True, 8_000), ("max_utilization", False, 8_000), ("guaranteed_no_evict", True, 14_000)],
+)
+def test_two_large_requests_do_not_stop_new_ones(capacity: str, reuse: bool, num_tokens: int) -> None:
+    harness = Harness(
+        capacity=capacity,
+        max_sequence_length=20_000,
+        max_num_tokens=2_048,
+        tokens_per_block=16,
+        enable_block_reuse=reuse,
+    )
+    harness.add_group(num_blocks=7_000, max_batch_size=16, max_num_tokens=2_048, max_sequence_length=20_000)
+    for name in ("one", "two"):  # together with all that there is, and more
+        num_sequences = 7_000 * 16 // num_tokens
+        harness.submit(name, 16, num_tokens - 16, client_id="hoarder", num_sequences=num_sequences)
+    harness.turn()
+    for _ in range(10):
+        harness.step()
+    for number in range(3):
+        harness.submit(f"small{number}", 20, 20, client_id="other")
+        for _ in range(25):
+            harness.step()
+        assert f"small{number}" in harness.ended
+    assert not {"one", "two"} & set(harness.ended)
+
+
+def test_a_large_request_starts_in_parts_and_leaves_room() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(num_blocks=16, max_batch_size=16)
+    harness.submit("n", 4, 13, num_sequences=4)  # 4 blocks each; one is left to others
+    assert harness.turn() == ["+n/0[0:4]"]
+    assert harness.step() == ["+n/1[3:4] +n/2[3:4] | n/0"]
+    assert [request.request_id for request in harness.core.queue] == ["n"]
+    harness.submit("x", 2, 2, client_id="other")
+    assert harness.step() == ["+x[0:2] | n/0 n/1 n/2"]
+    harness.run()
+    harness.check_is_empty()
+    assert [len(harness.tokens["n", index]) for index in range(4)] == [13] * 4
+
+
+def test_what_starts_later_shares_the_prompt_of_what_runs_also_without_reuse() -> None:
+    harness = Harness(pipeline_depth=1, capacity="max_utilization", enable_block_reuse=False)
+    harness.add_group(num_blocks=32, max_batch_size=3)
+    harness.submit("x", 2, 2, client_id="other")
+    harness.turn()
+    harness.submit("n", 41, 3, num_sequences=2)  # 10 blocks of the prompt, and 1 each
+    assert harness.step() == ["+n/0[0:41] | x"]
+    assert harness.step() == ["+n/1[40:41] | n/0"]
+    assert harness.group().blocks.num_held == 12
+    harness.run()
+    harness.check_is_empty()
+
+
+def test_a_part_that_starts_after_all_others_have_ended_computes_the_prompt_again() -> None:
+    harness = Harness(pipeline_depth=1, enable_block_reuse=False)
+    harness.add_group(max_batch_size=2)
+    harness.submit("x", 2, 9, client_id="other")
+    harness.turn()
+    harness.submit("n", 4, 2, num_sequences=2)
+    assert harness.step() == ["+n/0[0:4] | x"]
+    assert harness.step() == ["x n/0"]
+    harness.run()
+    harness.check_is_empty()
+    assert [len(harness.tokens["n", index]) for index in range(2)] == [2, 2]

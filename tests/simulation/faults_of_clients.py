@@ -12,6 +12,9 @@ from tests.simulation.scenarios import Scenario, scenario
 from tests.simulation.stage import Stage
 from tests.simulation.workload import Job, jobs, long_request, request
 
+# When clients start, by the simulation's clock.
+_CLIENTS_START_S = 0.5
+
 
 @scenario(12)
 def client_leaves(dice: random.Random) -> Scenario:
@@ -128,6 +131,38 @@ def same_id_twice(dice: random.Random) -> Scenario:
             stage.problems.append(f"it ended as {stage.checker.finishes['r0']}")
 
     return Scenario(jobs=[first, again, other, *jobs(dice, 3)[1:]], judge=judge)
+
+
+@scenario(23)
+def hoarder(dice: random.Random) -> Scenario:
+    """One client asks for all that a worker holds, twice; the others' small requests are served meanwhile."""
+    hoards = [Job(long_request(dice, number, 4, 100)) for number in range(2)]
+    for hoard in hoards:
+        hoard.request.client_id = "hoarder"
+        hoard.request.sampling.num_return_sequences = 4
+        hoard.__post_init__()  # what is expected follows from the request
+    small = [Job(long_request(dice, 2 + i, 5, 5), start_s=dice.uniform(0.05, 1.0)) for i in range(4)]
+    for job in small:
+        job.request.client_id = "other"
+    is_quiet = dice.random() < 0.5
+
+    async def inject(stage: Stage) -> None:
+        if not is_quiet and await stage.at(stage.messages(20, 200)):
+            name = dice.choice(("worker-0", "scheduler"))
+            stage.kill(name)
+            await stage.restart(name)
+
+    def judge(stage: Stage) -> None:
+        stage.happened["28"] += 1
+        longest_s = max(job.ended_s - _CLIENTS_START_S - job.start_s for job in small)
+        if is_quiet and longest_s > 0.4:
+            stage.problems.append(f"a small request took {longest_s:.3f} s beside large ones")
+
+    # 104 tokens are 26 blocks, so that at most four outputs fit at a time.
+    scheduler = {"capacity_policy": dice.choice(("guaranteed_no_evict", "max_utilization")), "max_worker_deaths": 100}
+    scheduler["enable_block_reuse"] = dice.random() < 0.5
+    shape = Shape(num_workers=1, num_blocks=104, scheduler=scheduler)
+    return Scenario(shape=shape, jobs=[*hoards, *small], inject=inject, judge=judge)
 
 
 def _copy(original: pb.GenerateRequest) -> pb.GenerateRequest:
