@@ -38,8 +38,8 @@ protos: $(PROTO_BIN)/protoc-gen-mypy_grpc
 
 # Starts the service on this machine, measures it with every workload, and stops it.
 bench: $(VENV)/.ready
-	@$(BIN)/midstream up --detach --run-dir .run/bench && trap '$(BIN)/midstream down --run-dir .run/bench' EXIT \
-		&& $(BIN)/midstream bench
+	@$(BIN)/midstream up --detach --port 0 --http-port 0 --run-dir .run/bench && trap '$(BIN)/midstream down --run-dir .run/bench' EXIT \
+		&& $(BIN)/midstream bench --run-dir .run/bench
 
 # Installs other engines (10 GB, .venv-peers), runs them and ours in turn, and writes docs/benchmarks.md: about an hour.
 bench-peers: $(VENV)/.ready

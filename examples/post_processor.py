@@ -16,7 +16,13 @@ def main(address: str = "127.0.0.1:50051") -> None:
     params = SamplingParams(max_tokens=5, ignore_eos=True, logits_processor="count_up")
     with GenerationExecutor.create(address=address) as executor:
         for client_id in ("ann", "robert"):
-            print(client_id, executor.generate([400, 500], params, client_id=client_id).outputs[0].token_ids)
+            try:
+                output = executor.generate([400, 500], params, client_id=client_id)
+            except InvalidArgumentError as error:
+                raise SystemExit(
+                    f"{error}\nInstall tests/gpu_worker/example_post_processor where the workers run."
+                ) from None
+            print(client_id, output.outputs[0].token_ids)
         try:
             executor.generate([400, 500], SamplingParams(logits_processor="unheard_of"))
         except InvalidArgumentError as error:

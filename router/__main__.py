@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -21,6 +22,7 @@ from midstream.telemetry.tracing import Tracer
 from protos import status_pb2
 from router.authentication import AuthenticatedApp, Authenticator
 from router.dashboard import dashboard_routes
+from router.pages import page_routes
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.generation import Runner
@@ -31,6 +33,7 @@ from router.pipeline.reach import watch_reach
 from router.pipeline.request_traces import RequestTraces, TracedApp, remember_client
 from router.pipeline.sampling_defaults import sampling_defaults
 from router.pipeline.stream_limits import CallLimits, StreamLimits, admit_within, watcher_limits
+from router.pipeline.throughput_log import log_throughput
 from router.protocols import ADAPTED_SERVICES, SERVICE, add_servicers
 from router.protocols.anthropic.app import MessagesApi, refuse
 from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request_bytes
@@ -51,6 +54,7 @@ async def serve(config: RouterConfig) -> None:
     """
     tls, authenticator = Tls.from_config(config), Authenticator.from_config(config)
     folder = open_model_folder(config.model)
+    folder = dataclasses.replace(folder, name=config.served_model_name or folder.name)
     prompts = PromptBuilder(folder, config.num_tokenizer_threads)
     chat = ChatModel.of(folder, prompts.tokenizer, config.tool_parser, config.reasoning_parser)
     progress, metrics = Progress(), Metrics()
@@ -91,7 +95,8 @@ async def serve(config: RouterConfig) -> None:
     limits = StreamLimits(config.max_concurrent_streams, config.max_streams_per_client)
     metrics.gauge("num_open_streams", "Streams of clients that are open.").set_function(lambda: limits.num_open)
     traces = RequestTraces(tracer, config.trace_ratio) if tracer is not None else None
-    front = FrontDoor(runner, RouterMetrics(metrics), server.draining, limits, traces)
+    seen = RouterMetrics(metrics, logs_requests=config.access_log)
+    front = FrontDoor(runner, seen, server.draining, limits, traces)
 
     def router_status() -> status_pb2.RouterStatus:
         return status_pb2.RouterStatus(
@@ -113,6 +118,7 @@ async def serve(config: RouterConfig) -> None:
     responses = ResponsesApi(front, prompts, bodies, chat, kept, config.response_ttl_s)
     pages.router.routes.extend(responses.routes())
     pages.router.routes.extend(dashboard_routes(status))
+    pages.router.routes.extend(page_routes())
     app = AuthenticatedApp(pages, authenticator, refuse)
     checked = HostCheckedApp(app, AllowedHosts(config.host, config.allowed_hosts))
     http = HttpPort(
@@ -124,6 +130,8 @@ async def serve(config: RouterConfig) -> None:
     )
     parts = {"cells": cells.run(), "detokenizers": pool.run(), "status": status.run()}
     parts["reach"] = watch_reach(cells, pool, progress)
+    if config.throughput_log_s > 0:
+        parts["throughput"] = log_throughput(seen, lambda: limits.num_open, config.throughput_log_s)
     tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
     await server.start()
     http.start()

@@ -3,7 +3,7 @@
 Both front doors ask here before anything else: gRPC through `admit`, HTTP through `AuthenticatedApp`. Who an
 authenticated caller is becomes its requests' client id, whatever they say, and a part of their request ids inside, so
 that nobody but an admin can resume, abort or probe what is another's. What a caller may do is said by its roles
-(permissions.py). Health and the dashboard's page are open to all.
+(permissions.py). Health and pages, which contain no data, are open to all.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from router.permissions import (
 logger = logging.getLogger(__name__)
 
 _OPEN_METHODS = "/grpc.health.v1.Health/"
-# The dashboard's page says nothing of the service; what it shows comes from /dashboard/feed, which is not open.
-_OPEN_PATHS = frozenset({"/health", "/live", "/dashboard"})
-_OPEN_PREFIX = "/dashboard/static/"
+# Pages contain no data; what they show they ask for with a token.
+_OPEN_PATHS = frozenset({"/health", "/live", "/dashboard", "/", "/docs"})
+_OPEN_PREFIXES = ("/dashboard/static/", "/static/")
 _MIN_TOKEN_CHARACTERS = 16
 _LOOK_INTERVAL_S = 1.0
 _MAX_CLIENT_ID = 128
@@ -352,7 +352,7 @@ class AuthenticatedApp:
 
 
 def _is_open(path: str) -> bool:
-    return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
+    return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIXES)
 
 
 def _anonymous_roles(config: RouterConfig) -> frozenset[Role] | None:

@@ -76,6 +76,7 @@ _GRPC = {prefix + name: roles for prefix, methods in _METHODS.items() for name, 
 _HTTP = (
     ("/v1/models", _ANY),
     ("/openapi.json", _ANY),
+    ("/version", _ANY),
     ("/v1/", _GENERATE),
     ("/tokenize", _GENERATE),
     ("/detokenize", _GENERATE),

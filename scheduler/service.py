@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import socket
 from pathlib import Path
@@ -66,7 +67,9 @@ class SchedulerService:
         """
         check(config)
         self.config = config
-        self.model = model or open_model_folder(config.model)
+        model = model or open_model_folder(config.model)
+        name = config.served_model_name
+        self.model = dataclasses.replace(model, name=name) if name else model
         self.limits = ModelLimits(
             self.model.max_sequence_length, self.model.end_ids, self.model.vocab_size, self.model.hidden_size
         )

@@ -68,7 +68,18 @@ def running_service(
     with tempfile.TemporaryDirectory(prefix="midstream-kills-") as temporary:
         run_dir = RunDir(folder or Path(temporary))
         command = [sys.executable, "-m", "midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", model]
-        command += ["--routers", str(routers), "--detokenizers", str(detokenizers), "--workers", str(workers)]
+        command += [
+            "--port",
+            "0",
+            "--http-port",
+            "0",
+            "--routers",
+            str(routers),
+            "--detokenizers",
+            str(detokenizers),
+            "--workers",
+            str(workers),
+        ]
         with subprocess.Popen(
             command, env=os.environ | environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as supervisor:

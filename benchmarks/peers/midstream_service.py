@@ -45,7 +45,8 @@ class MidstreamService:
         run_dir = paths.home / "runs" / self.name  # its logs stay for whoever wonders why it failed
         shutil.rmtree(run_dir, ignore_errors=True)
         command = [sys.executable, "-m", "midstream.cli"]
-        up = ("up", "--detach", "--model", str(paths.model_folder), "--run-dir", str(run_dir))
+        flags = ("--port", "0", "--http-port", "0", "--model", str(paths.model_folder), "--run-dir", str(run_dir))
+        up = ("up", "--detach", *flags)
         # Where this runs, a folder of this peer's name lies, which is not our package.
         environment = os.environ | {"MIDSTREAM_WEIGHTS": self.weights, "PYTHONSAFEPATH": "1"}
         subprocess.run([*command, *up], check=True, env=environment)

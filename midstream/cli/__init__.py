@@ -19,6 +19,7 @@ from midstream.python_process import python_command, python_environment
 # Name -> (module, what it does). Only the module of the command that was asked for is imported.
 COMMANDS = {
     "up": ("midstream.cli.up", "start everything on this machine"),
+    "serve": ("midstream.cli.serve", "serve a model: the same, with the model as its argument"),
     "status": ("midstream.cli.status", "show what runs: addresses, epochs, health"),
     "down": ("midstream.cli.down", "stop everything, letting streams finish"),
     "generate": ("midstream.cli.generate", "stream the answer to one prompt"),
@@ -34,6 +35,10 @@ COMMANDS = {
 }
 # Name -> (module, what it does). Processes of their own, as services are not imported here; all arguments are theirs.
 PROGRAMS = {
+    "router": ("router", "run a router by itself; --help lists its settings"),
+    "scheduler": ("scheduler", "run a scheduler by itself"),
+    "worker": ("gpu_worker", "run a worker by itself"),
+    "detokenizer": ("detokenizer", "run a detokenizer by itself"),
     "replay": ("scheduler.replay.replay", "run a recorded scheduler again, as it was or with changes"),
     "simulate": ("scheduler.replay.replay.simulator", "run the scheduler with simulated workers, to plan capacity"),
 }

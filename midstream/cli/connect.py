@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from midstream.cli.credentials import add_credentials, credentials_of
-from midstream.cli.run_dir import RunDir, orphans
-from midstream.cli.status import NOT_RUNNING
+from midstream.cli.run_dir import RunDir, not_running, orphans
 from midstream.cli.up import add_run_dir
 from midstream.client import AsyncClient, SamplingParams
 from midstream.errors import UnavailableError
+from midstream.rpc.target import check_target
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         "--address",
         action="append",
         metavar="HOST:PORT",
-        help="A router; may repeat. [those that `midstream up` started]",
+        help="A router; repeatable. [those that `midstream up` started]",
     )
     add_credentials(parser)
     add_run_dir(parser)
@@ -80,14 +80,15 @@ def router_addresses(arguments: argparse.Namespace) -> list[str]:
     """Routers to talk to.
 
     Raises:
+        InvalidArgumentError: An address is not HOST:PORT.
         UnavailableError: None was named, and nothing runs.
     """
     if arguments.address:
-        return list(arguments.address)
+        return [check_target(address) for address in arguments.address]
     run_dir = RunDir(arguments.run_dir)
     state = run_dir.read_state()
     if state is None or not (run_dir.is_supervised() or orphans(state)):
-        raise UnavailableError(NOT_RUNNING)
+        raise UnavailableError(not_running(run_dir.path))
     return [router.addresses["grpc"] for router in state.of_kind("router")]
 
 

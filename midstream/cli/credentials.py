@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TypedDict
 
+from midstream.cli.run_dir import RunDir
 from midstream.config.loading import TRUE_WORDS
 from midstream.errors import ConfigError
 from midstream.security.tls import Tls
@@ -39,7 +40,7 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 
 
 def credentials_of(arguments: argparse.Namespace) -> Credentials:
-    """What the flags of `add_credentials` name.
+    """Return what the flags of `add_credentials` name; for a service found by its run directory, the token kept there.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -48,7 +49,11 @@ def credentials_of(arguments: argparse.Namespace) -> Credentials:
     if is_on is None:
         is_on = os.environ.get("MIDSTREAM_TLS", "").lower() in TRUE_WORDS
     tls = Tls(arguments.tls_cert, arguments.tls_key, arguments.tls_ca) if is_on else None
-    return Credentials(tls=tls, server_name=arguments.server_name, token=_read_token(arguments.token_file))
+    token_file = arguments.token_file
+    if not token_file and not getattr(arguments, "address", None) and "run_dir" in arguments:
+        own = RunDir(arguments.run_dir).token
+        token_file = str(own) if own.exists() else ""
+    return Credentials(tls=tls, server_name=arguments.server_name, token=_read_token(token_file))
 
 
 def _read_token(path: str) -> str:

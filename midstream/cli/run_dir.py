@@ -4,6 +4,8 @@ RUN_DIR/state.json   written by the supervisor at each change, replaced as a who
 RUN_DIR/lock         held by the supervisor as long as it lives, so that a stale state is never taken for a live one
 RUN_DIR/logs/        one file per process
 RUN_DIR/journal.sqlite   requests and tokens, unless MIDSTREAM_JOURNAL says otherwise
+RUN_DIR/api-keys     what routers take from clients, with `midstream up --api-key`
+RUN_DIR/token        the key that this user's commands send to them
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 from io import TextIOWrapper
@@ -83,6 +86,8 @@ class RunDir:
         self.path = path
         self.logs = path / "logs"
         self.journal_path = os.environ.get("MIDSTREAM_JOURNAL_PATH") or str(path / "journal.sqlite")
+        self.api_keys = path.absolute() / "api-keys"
+        self.token = path / "token"
         self._state_file = path / "state.json"
         self._lock_file = path / "lock"
         self._lock: TextIOWrapper | None = None
@@ -103,7 +108,8 @@ class RunDir:
         except BlockingIOError:
             lock.close()
             raise ConfigError(
-                f"Midstream runs already in {self.path}; stop it with `midstream down`, or give another directory",
+                f"a service is already running in {self.path}; stop it with "
+                f"`midstream down{run_dir_flag(self.path)}`, or give another directory",
                 field="--run-dir",
             ) from None
         self._lock = lock
@@ -159,6 +165,17 @@ def _parse_state(fields: dict[str, Any]) -> RunState:
 def default_run_dir() -> Path:
     """$MIDSTREAM_HOME/run, by default ~/.cache/midstream/run."""
     return midstream_home() / "run"
+
+
+def run_dir_flag(path: Path) -> str:
+    """Return the flag that makes other commands find the service of `path`; empty where they find it by themselves."""
+    return "" if path == default_run_dir() else f" --run-dir {shlex.quote(str(path))}"
+
+
+def not_running(path: Path) -> str:
+    """Return what to say where nothing runs in `path`."""
+    flag = run_dir_flag(path)
+    return f"No Midstream service is running in {path}. Start one with: midstream up --detach{flag}"
 
 
 def started_ticks(pid: int) -> int:

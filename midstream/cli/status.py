@@ -15,16 +15,24 @@ from rich.table import Table
 
 from midstream.cli.credentials import Credentials, add_credentials, credentials_of
 from midstream.cli.health import probe_health
-from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, orphans
+from midstream.cli.run_dir import (
+    ProcessPhase,
+    ProcessState,
+    RunDir,
+    RunState,
+    is_alive,
+    not_running,
+    orphans,
+    run_dir_flag,
+)
 from midstream.cli.up import add_run_dir
 from midstream.rpc.serving import open_channel
 from protos import loads_pb2, scheduler_pb2_grpc
 
 _TIMEOUT_S = 2.0
-NOT_RUNNING = "No Midstream service is running here. Start one with: midstream up --detach"
 UNSUPERVISED = (
-    "The supervisor of these is gone: they serve, and none is started again when it ends. "
-    "`midstream up` stops them and starts anew, on the same journal; `midstream down` stops them."
+    "The supervisor has ended: these processes still serve, but none is restarted when it ends. "
+    "`midstream up{flag}` replaces them, on the same journal; `midstream down{flag}` stops them."
 )
 
 
@@ -50,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     state = run_dir.read_state()
     is_supervised = run_dir.is_supervised()
     if state is None or not (is_supervised or orphans(state)):
-        print(json.dumps({"running": False, "processes": []}) if arguments.json else NOT_RUNNING)
+        print(json.dumps({"running": False, "processes": []}) if arguments.json else not_running(run_dir.path))
         return 1
     statuses = asyncio.run(_ask_all(state, credentials_of(arguments)))
     if arguments.json:
@@ -59,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         console = Console(highlight=False)
         console.print(_table(statuses))
         if not is_supervised:
-            console.print(UNSUPERVISED, style="red")
-        console.print(f"{state.model}, {state.phase}; logs in {run_dir.logs}", style="dim")
+            console.print(UNSUPERVISED.format(flag=run_dir_flag(run_dir.path)), style="red", markup=False)
+        console.print(f"{state.model}, {state.phase}; logs in {run_dir.logs}", style="dim", soft_wrap=True)
     return 0
 
 
@@ -97,7 +105,8 @@ async def _ask_epochs(state: RunState, credentials: Credentials) -> dict[str, in
 def _table(statuses: list[ProcessStatus]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "pid", "health", "up", "restarts", "epoch", "addresses"):
-        table.add_column(column, no_wrap=column != "addresses", overflow="fold")
+        # Long reasons wrap; what is copied stays whole.
+        table.add_column(column, no_wrap=column != "health", overflow="fold")
     for status in statuses:
         process = status.process
         style = "green" if status.health == "serving" else "red"

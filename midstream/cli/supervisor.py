@@ -30,9 +30,13 @@ _PROBE_INTERVAL_S = 0.2
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 10.0
 _MAX_HANG_S = 30.0
-_STOP_ORDER = (("router",), ("detokenizer", "gpu_worker"), ("scheduler",))
-# More than the services' own limit for draining.
-_STOP_TIMEOUT_S = 40.0
+# More than the services' own limit for draining; and the time of those with nothing to drain, whose kill loses nothing.
+_STOP_TIMEOUT_S, _QUICK_STOP_S = 40.0, 2.0
+_STOP_ORDER = (
+    (("router",), _STOP_TIMEOUT_S),
+    (("detokenizer", "gpu_worker"), _STOP_TIMEOUT_S),
+    (("scheduler",), _QUICK_STOP_S),
+)
 
 Observer = Callable[[RunState], None]
 
@@ -60,6 +64,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._observer = observer
         self._processes = [_Process(spec, run_dir.logs / f"{spec.name}.log", self._changed) for spec in specs]
+        self._was_ready = False
         self.state = RunState(model, ProcessPhase.STARTING, os.getpid(), time.time(), ())
 
     async def run(self, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
@@ -79,6 +84,7 @@ class Supervisor:
             await self._wait_until_ready(stop)
             if not stop.is_set():
                 self._set_phase(ProcessPhase.READY)
+                self._was_ready = True
                 if ready is not None:
                     ready.set()
                 await stop.wait()
@@ -104,15 +110,28 @@ class Supervisor:
             for process in self._processes:
                 if process.state.num_restarts:
                     lines = last_lines(process.log, 12)
-                    raise ExecutionError(f"{process.name} stopped while it was starting; its log ends with\n{lines}")
+                    reason = last_lines(process.log, 1).strip() or process.state.detail
+                    raise ExecutionError(
+                        f"{process.name} stopped while it was starting: {reason}\n"
+                        f"Its log, {process.log}, ends with\n{lines}"
+                    )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _PROBE_INTERVAL_S)
 
     async def _stop_all(self) -> None:
+        """Stop routers first, so that streams can finish. Without workers a scheduler has nothing left to wait for.
+
+        Before the service is ready nothing streams: what the journal holds goes on at the next start.
+        """
         for process in self._processes:
             process.stopping.set()
-        for kinds in _STOP_ORDER:
-            await asyncio.gather(*(process.stop() for process in self._processes if process.spec.kind in kinds))
+        if not self._was_ready:
+            await asyncio.gather(*(process.stop(_QUICK_STOP_S) for process in self._processes))
+            return
+        for kinds, timeout_s in _STOP_ORDER:
+            await asyncio.gather(
+                *(process.stop(timeout_s) for process in self._processes if process.spec.kind in kinds)
+            )
 
     def _set_phase(self, phase: ProcessPhase) -> None:
         self.state = dataclasses.replace(self.state, phase=phase)
@@ -152,14 +171,14 @@ class _Process:
             self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
         self._update(phase=ProcessPhase.STOPPED, pid=0, detail="")
 
-    async def stop(self) -> None:
-        """Asks the process to end, waits, and kills it when it takes too long."""
+    async def stop(self, timeout_s: float) -> None:
+        """Ask the process to end, and kill it when it takes longer than `timeout_s`."""
         if not self.state.pid:
             return
         self._update(phase=ProcessPhase.STOPPING, detail="finishing its streams")
         self.send(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self._exited.wait(), _STOP_TIMEOUT_S)
+            await asyncio.wait_for(self._exited.wait(), timeout_s)
         except TimeoutError:
             self.send(signal.SIGKILL)
             await self._exited.wait()

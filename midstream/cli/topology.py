@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
+from midstream.config.service import MAX_PORT
 from midstream.errors import ConfigError
 from midstream.model.folder import EMBEDDED_MODEL
 from midstream.processors import num_compute_threads
@@ -20,8 +22,10 @@ from midstream.security.private_folder import is_private
 HOST = "127.0.0.1"
 # Below the range from which the kernel gives ports to outgoing connections: a restarted process finds its port free.
 _SPARE_PORTS = range(20_000, 32_000)
-# The smallest count of each part, and the largest that one machine can reasonably carry.
+# The largest count of each part that one machine can reasonably carry.
 _MAX_REPLICAS = 64
+# Only routers have ports for clients, whatever MIDSTREAM_HOST says.
+_INNER = ("--host", HOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,14 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many of each part run, for which model; each worker has tensor_parallel * pipeline_parallel processes."""
+    """How many of each part run, for which model; each worker has tensor_parallel * pipeline_parallel processes.
+
+    Attributes:
+        host: Address that routers listen on. All other parts listen on the loopback address.
+        port: gRPC port of the first router; 0: any free one; None: the default, or any free one where it is taken.
+        http_port: The same for its HTTP port.
+        served_model_name: Name of the model in the API; empty: its own.
+    """
 
     model: str = EMBEDDED_MODEL
     num_routers: int = 1
@@ -50,8 +61,15 @@ class Topology:
     num_workers: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    host: str = HOST
+    port: int | None = None
+    http_port: int | None = None
+    served_model_name: str = ""
 
     def __post_init__(self) -> None:
+        for flag, port in (("--port", self.port), ("--http-port", self.http_port)):
+            if port is not None and not 0 <= port <= MAX_PORT:
+                raise ConfigError(f"{port} is not in 0..{MAX_PORT}", field=flag)
         for flag, count in (
             ("--routers", self.num_routers),
             ("--detokenizers", self.num_detokenizers),
@@ -69,17 +87,21 @@ def plan_processes(
     is_free: Callable[[int], bool] | None = None,
     journal_path: str = "",
 ) -> list[ProcessSpec]:
-    """The processes of `topology`: default ports where they are free, spare ones for replicas and where they are not.
+    """Return the processes of `topology`. Ports that it does not name are defaults where free, else spare ones.
 
     Args:
         topology: What to run.
         num_cores: Cores to share among workers; default: those that affinity and quota leave to this process.
         is_free: Whether a port can be listened on; default: `reserve_port`.
         journal_path: Where a journal in SQLite goes; empty: as the environment says.
+
+    Raises:
+        ConfigError: A port that the topology names is in use.
     """
     ports = _Ports(is_free or reserve_port)
     model = ("--model", topology.model)
     journal = ("--journal-path", journal_path) if journal_path else ()
+    served = (*model, "--served-model-name", topology.served_model_name) if topology.served_model_name else model
     scheduler = _Addresses(ports)
     grpc = scheduler.add("grpc", SchedulerConfig.port)
     zmq = scheduler.add("zmq", SchedulerConfig.worker_port)
@@ -87,7 +109,7 @@ def plan_processes(
         ProcessSpec(
             "scheduler-0",
             "scheduler",
-            (*model, "--port", str(grpc), "--worker-port", str(zmq), *scheduler.http_flags(), *journal),
+            (*served, *_INNER, "--port", str(grpc), "--worker-port", str(zmq), *scheduler.http_flags(), *journal),
             scheduler.taken,
         )
     ]
@@ -97,18 +119,38 @@ def plan_processes(
     for index in range(topology.num_detokenizers):
         detokenizer = _Addresses(ports)
         port = detokenizer.add("grpc", DetokenizerConfig.port)
-        flags = (*model, "--port", str(port), "--schedulers", f"{HOST}:{grpc}", *detokenizer.http_flags())
+        flags = (*model, *_INNER, "--port", str(port), "--schedulers", f"{HOST}:{grpc}", *detokenizer.http_flags())
         specs.append(ProcessSpec(f"detokenizer-{index}", "detokenizer", flags, detokenizer.taken))
     targets = ",".join(spec.addresses["grpc"] for spec in specs if spec.kind == "detokenizer")
+    links = (*served, "--host", topology.host, "--schedulers", f"{HOST}:{grpc}", "--detokenizers", targets)
     for index in range(topology.num_routers):
-        router = _Addresses(ports)
-        port = router.add("grpc", RouterConfig.port)
-        links = ("--schedulers", f"{HOST}:{grpc}", "--detokenizers", targets)
-        http = router.http_flags(RouterConfig.http_port)
-        specs.append(
-            ProcessSpec(f"router-{index}", "router", (*model, "--port", str(port), *links, *http), router.taken)
-        )
+        router = _Addresses(ports, topology.host)
+        is_first = index == 0
+        port = router.add_public("--port", topology.port if is_first else None)
+        http_port = router.add_public("--http-port", topology.http_port if is_first else None)
+        own = ("--port", str(port), "--http-port", str(http_port))
+        specs.append(ProcessSpec(f"router-{index}", "router", (*links, *own), router.taken))
     return specs
+
+
+def check_ports(topology: Topology) -> None:
+    """Raise ConfigError where a port that the topology names is in use; takes none."""
+    for flag, port in (("--port", topology.port), ("--http-port", topology.http_port)):
+        if port and not is_free_port(port, topology.host):
+            raise _port_in_use(flag, port, topology.host)
+
+
+def reachable(host: str) -> str:
+    """Return the address by which this machine reaches a port on `host`, in brackets if it is of IPv6."""
+    host = {"0.0.0.0": HOST, "": HOST, "::": "::1"}.get(host, host)  # noqa: S104
+    return f"[{host}]" if ":" in host else host
+
+
+def _port_in_use(flag: str, port: int, host: str) -> ConfigError:
+    return ConfigError(
+        f"port {port} of {host} is in use; stop what listens there, or choose another port (0: any free one)",
+        field=flag,
+    )
 
 
 def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, ports: _Ports) -> list[ProcessSpec]:
@@ -119,6 +161,7 @@ def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, port
     flags: tuple[str, ...] = (
         "--model",
         topology.model,
+        *_INNER,
         "--scheduler",
         scheduler,
         "--group-id",
@@ -172,17 +215,28 @@ class _Ports:
 class _Addresses:
     """The addresses of one process."""
 
-    def __init__(self, ports: _Ports) -> None:
+    def __init__(self, ports: _Ports, host: str = HOST) -> None:
         self._ports = ports
+        self._host = host
         self.taken: dict[str, str] = {}
 
     def add(self, protocol: str, preferred: int | None = None) -> int:
         port = self._ports.take(preferred)
-        self.taken[protocol] = f"{HOST}:{port}"
+        self.taken[protocol] = f"{reachable(self._host)}:{port}"
         return port
 
-    def http_flags(self, preferred: int | None = None) -> tuple[str, str]:
-        return "--http-port", str(self.add("http", preferred))
+    def add_public(self, flag: str, port: int | None) -> int:
+        """Take a port for clients: exactly `port` where it is above 0."""
+        protocol, default = {"--port": ("grpc", RouterConfig.port), "--http-port": ("http", RouterConfig.http_port)}[
+            flag
+        ]
+        taken = self.add(protocol, default if port is None else port or None)
+        if (port and taken != port) or not (self._host == HOST or is_free_port(taken, self._host)):
+            raise _port_in_use(flag, port or taken, self._host)
+        return taken
+
+    def http_flags(self) -> tuple[str, str]:
+        return "--http-port", str(self.add("http"))
 
 
 # Ports of this process's plans; for each a socket is open whose name tells other supervisors of it.
@@ -210,12 +264,24 @@ def reserve_port(port: int) -> bool:
     return True
 
 
-def is_free_port(port: int) -> bool:
-    """Whether nobody listens on `port` of the loopback address."""
-    with socket.socket() as probe:
+def is_free_port(port: int, host: str = HOST) -> bool:
+    """Return whether nobody listens on `port` of `host`.
+
+    Raises:
+        ConfigError: `host` is not an address of this machine.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"{host!r}: {error.strerror}", field="--host") from None
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
-        except OSError:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"{host!r} is not an address of this machine", field="--host") from None
             return False
     return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
+import os
 import shutil
 import signal
 import subprocess
@@ -12,16 +14,22 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
+from midstream.cli.api_keys import use_api_keys
 from midstream.cli.display import RunDisplay
-from midstream.cli.run_dir import ProcessPhase, RunDir, RunState, default_run_dir
+from midstream.cli.run_dir import ProcessPhase, RunDir, RunState, default_run_dir, run_dir_flag
 from midstream.cli.supervisor import Supervisor
-from midstream.cli.topology import Topology, plan_processes
+from midstream.cli.topology import Topology, check_ports, plan_processes
+from midstream.config import KNOWN_SETTINGS, RouterConfig, check_environment, parse_config
 from midstream.errors import ExecutionError
 from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
+from midstream.model.hub import download, is_hub_name
 from midstream.python_process import python_command, python_environment
+from midstream.security.host_header import is_loopback
 
 _POLL_INTERVAL_S = 0.1
+MODEL_HELP = "Folder, .gguf file, or name on the Hugging Face Hub (ORG/NAME)."
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
@@ -34,69 +42,108 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
+    parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="MODEL", help=f"{MODEL_HELP} [smollm2, embedded]")
+    add_service_flags(parser)
+
+
+def add_service_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of commands that start a service, without its model."""
+    parser.add_argument("--revision", default="", help="Branch, tag or commit of a model on the Hugging Face Hub.")
+    parser.add_argument("--host", metavar="ADDRESS", help="Address that routers listen on. [MIDSTREAM_HOST, 127.0.0.1]")
+    parser.add_argument("--port", type=int, metavar="N", help="gRPC port; 0: any free one. [MIDSTREAM_PORT, 50051]")
+    parser.add_argument(
+        "--http-port", type=int, metavar="N", help="HTTP port; 0: any free one. [MIDSTREAM_HTTP_PORT, 8000]"
+    )
+    parser.add_argument("--served-model-name", default="", metavar="NAME", help="Its name in the API. [the model's]")
+    parser.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="Ask clients for this bearer token; repeatable."
+    )
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument("--detokenizers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="Each with its share of the cores. [1]")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="Ranks that divide a layer. [1]")
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="Stages of layers. [1]")
-    parser.add_argument(
-        "--model", default=EMBEDDED_MODEL, metavar="PATH", help="Model folder or .gguf file. [smollm2, embedded]"
-    )
     parser.add_argument("--detach", action="store_true", help="Return when it is ready; `midstream down` stops it.")
     add_run_dir(parser)
     parser.epilog = (
         "Any setting of the services can be given as a variable: MIDSTREAM_MAX_BATCH_SIZE=64 midstream up. "
-        "`python -m scheduler --help` lists those of the scheduler, and so on."
+        "`midstream scheduler --help` lists those of the scheduler, and so on. Only routers listen on --host; other "
+        "parts stay on the loopback address."
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    topology = Topology(
+    check_environment(os.environ)
+    topology = _topology(arguments)
+    run_dir, console = RunDir(arguments.run_dir), Console(highlight=False)
+    run_dir.acquire()  # refuses at once when something runs here
+    run_dir.release()
+    check_ports(topology)
+    name = f"{arguments.model}@{arguments.revision}" if arguments.revision else arguments.model
+    topology = dataclasses.replace(topology, model=prepare_model(name, console))
+    os.environ.update(use_api_keys(run_dir, arguments.api_key, os.environ))
+    if not is_loopback(topology.host) and os.environ.get("MIDSTREAM_AUTH", "none") == "none":
+        console.print(
+            f"Routers listen on {topology.host} and ask for no credentials; --api-key asks for a key.", style="yellow"
+        )
+    if arguments.detach:
+        return _run_detached(arguments.model, topology, run_dir, console)
+    return asyncio.run(_run(arguments.model, topology, run_dir, console))
+
+
+def _topology(arguments: argparse.Namespace) -> Topology:
+    settings = parse_config(RouterConfig, (), os.environ, program="router", known=KNOWN_SETTINGS)
+    return Topology(
         arguments.model,
         arguments.routers,
         arguments.detokenizers,
         arguments.workers,
         arguments.tensor_parallel,
         arguments.pipeline_parallel,
+        settings.host if arguments.host is None else arguments.host,
+        settings.port if arguments.port is None else arguments.port,
+        settings.http_port if arguments.http_port is None else arguments.http_port,
+        arguments.served_model_name,
     )
-    console = Console(highlight=False)
-    if arguments.detach:
-        return _run_detached(arguments, console)
-    prepare_model(topology.model, console)
-    return asyncio.run(_run(topology, RunDir(arguments.run_dir), console))
 
 
-def prepare_model(model: str, console: Console) -> None:
-    """Opens the model before the services do, so that the wait for the first preparation has a name.
+def prepare_model(model: str, console: Console) -> str:
+    """Open the model before the services do, so that a download or the first preparation is seen.
+
+    Returns:
+        What services open: the folder, where the model comes from the Hub.
 
     Raises:
-        ConfigError: It is not there, or is damaged.
+        ConfigError: The model does not exist or is damaged.
     """
+    if is_hub_name(model):
+        model = str(download(model))
     with console.status(f"Opening the model {model}"):
         open_model_folder(model)
+    return model
 
 
-def how_to_talk(state: RunState) -> str:
+def how_to_talk(state: RunState, run_dir: Path) -> str:
     """Where a running service is, and what to type next."""
     routers = state.of_kind("router")
     grpc = ", ".join(router.addresses["grpc"] for router in routers)
     http = ", ".join(f"http://{router.addresses['http']}" for router in routers)
+    flag = escape(run_dir_flag(run_dir))
     return (
-        f"[bold]Midstream serves {state.model}[/bold]: gRPC {grpc}, HTTP {http}\n"
-        '  midstream generate "What is the capital of France?"\n'
-        "  midstream chat\n"
-        f"  midstream top   (or http://{routers[0].addresses['http']}/dashboard)"
+        f"[bold]Midstream serves {escape(state.model)}[/bold]: gRPC {grpc}, HTTP {http}\n"
+        f'  midstream generate{flag} "What is the capital of France?"\n'
+        f"  midstream chat{flag}   (or http://{routers[0].addresses['http']}/)\n"
+        f"  midstream top{flag}   (or http://{routers[0].addresses['http']}/dashboard)"
     )
 
 
-async def _run(topology: Topology, run_dir: RunDir, console: Console) -> int:
+async def _run(name: str, topology: Topology, run_dir: RunDir, console: Console) -> int:
     stop, ready = asyncio.Event(), asyncio.Event()
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(RunDisplay(console))
-        supervisor = Supervisor(
-            run_dir, topology.model, plan_processes(topology, journal_path=run_dir.journal_path), display.show
-        )
+        specs = plan_processes(topology, journal_path=run_dir.journal_path)
+        supervisor = Supervisor(run_dir, name, specs, display.show)
 
         def on_signal() -> None:
             if stop.is_set():
@@ -111,21 +158,27 @@ async def _run(topology: Topology, run_dir: RunDir, console: Console) -> int:
         first_ready.cancel()
         if ready.is_set():
             stack.pop_all().close()
-            console.print(how_to_talk(supervisor.state))
-            console.print("Ctrl-C stops it.", style="dim")
+            console.print(how_to_talk(supervisor.state, run_dir.path), soft_wrap=True)
+            console.print("Ctrl-C stops it; a second one cuts streams that still run.", style="dim")
         await running
     console.print("Stopped.", style="dim")
     return 0
 
 
-def _run_detached(arguments: argparse.Namespace, console: Console) -> int:
-    run_dir = RunDir(arguments.run_dir)
-    run_dir.acquire()  # refuses at once when something runs here
-    run_dir.release()
-    command = python_command("midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", arguments.model)
-    for part in ("routers", "detokenizers", "workers", "tensor-parallel", "pipeline-parallel"):
-        command += [f"--{part}", str(getattr(arguments, part.replace("-", "_")))]
-    prepare_model(arguments.model, console)
+def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Console) -> int:
+    command = python_command("midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", topology.model)
+    for flag, value in (
+        ("--host", topology.host),
+        ("--port", topology.port),
+        ("--http-port", topology.http_port),
+        ("--routers", topology.num_routers),
+        ("--detokenizers", topology.num_detokenizers),
+        ("--workers", topology.num_workers),
+        ("--tensor-parallel", topology.tensor_parallel),
+        ("--pipeline-parallel", topology.pipeline_parallel),
+        ("--served-model-name", topology.served_model_name),
+    ):
+        command += [flag, str(value)]
     log = run_dir.logs / "supervisor.log"
     with log.open("wb") as output:
         supervisor = subprocess.Popen(
@@ -142,9 +195,13 @@ def _run_detached(arguments: argparse.Namespace, console: Console) -> int:
         supervisor.terminate()
         raise
     if state is None:
+        last = run_dir.read_state()
+        if last is not None and last.supervisor_pid == supervisor.pid and last.error:
+            raise ExecutionError(last.error)
         raise ExecutionError(why_not_started(log, supervisor.returncode))
-    console.print(how_to_talk(state))
-    console.print("`midstream status` shows it, `midstream down` stops it.", style="dim")
+    console.print(how_to_talk(dataclasses.replace(state, model=name), run_dir.path), soft_wrap=True)
+    flag = escape(run_dir_flag(run_dir.path))
+    console.print(f"`midstream status{flag}` shows it, `midstream down{flag}` stops it.", style="dim", soft_wrap=True)
     return 0
 
 

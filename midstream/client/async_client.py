@@ -20,6 +20,7 @@ from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import DEFAULT_MAX_MESSAGE_BYTES, open_channel
+from midstream.rpc.target import check_target
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2_grpc, stats_pb2, status_pb2
@@ -65,6 +66,8 @@ class AsyncClient:
         addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         if not addresses:
             raise InvalidArgumentError("needs at least one router", field="addresses")
+        for address in addresses:
+            check_target(address)
         self._unavailable_timeout_s = unavailable_timeout_s
         self._channels = [
             open_channel(address, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name, token=token)

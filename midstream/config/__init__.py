@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
 from typing import TypeVar
 
 from midstream.config.detokenizer import DetokenizerConfig
@@ -14,17 +15,31 @@ from midstream.config.scheduler import SchedulerConfig
 from midstream.config.service import ServiceConfig
 from midstream.config.worker import WorkerConfig
 
-__all__ = ["DetokenizerConfig", "RouterConfig", "SchedulerConfig", "WorkerConfig", "load_config", "parse_config"]
+__all__ = [
+    "KNOWN_SETTINGS",
+    "DetokenizerConfig",
+    "RouterConfig",
+    "SchedulerConfig",
+    "WorkerConfig",
+    "check_environment",
+    "load_config",
+    "parse_config",
+]
 
 ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
 
 # A variable that any service knows may stand in an environment that all share; MIDSTREAM_HOME is the models' home, and
 # MIDSTREAM_TOKEN_FILE the command line's.
+_CONFIG_CLASSES: tuple[type[ServiceConfig], ...] = (RouterConfig, SchedulerConfig, WorkerConfig, DetokenizerConfig)
 KNOWN_SETTINGS = frozenset(
-    item.name
-    for config_class in (RouterConfig, SchedulerConfig, WorkerConfig, DetokenizerConfig)
-    for item in dataclasses.fields(config_class)
+    item.name for config_class in _CONFIG_CLASSES for item in dataclasses.fields(config_class)
 ) | {"home", "token_file"}
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError for a variable that no service would start with."""
+    for config_class in _CONFIG_CLASSES:
+        parse_config(config_class, (), environment, program="midstream", known=KNOWN_SETTINGS)
 
 
 def load_config(config_class: type[ServiceConfigT], program: str) -> ServiceConfigT:

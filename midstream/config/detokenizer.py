@@ -11,7 +11,9 @@ from midstream.config.service import GrpcServiceConfig, setting
 class DetokenizerConfig(GrpcServiceConfig):
     """Flags of `python -m detokenizer`."""
 
-    model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
+    model: str = setting(
+        "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
+    )
     port: int = setting(50054, "gRPC port.")
     schedulers: str = setting("127.0.0.1:50052", "Comma-separated scheduler targets, one per cell.")
     router_names: str = setting(

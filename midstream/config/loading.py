@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
+from midstream.config.service import MAX_PORT
 from midstream.errors import ConfigError
 
 ENV_PREFIX = "MIDSTREAM_"
@@ -59,6 +60,9 @@ def parse_config(
             )
     values = _from_environment(fields, types, environment, known | frozenset(fields))
     values.update(vars(parser.parse_args(arguments)))
+    for name, value in values.items():
+        if name.split("_")[-1] == "port" and not 0 <= value <= MAX_PORT:
+            raise ConfigError(f"{value} is not a port (0..{MAX_PORT})", field=name)
     return config_class(**values)
 
 

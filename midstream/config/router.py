@@ -11,7 +11,10 @@ from midstream.config.service import GrpcServiceConfig, setting
 class RouterConfig(GrpcServiceConfig):
     """Flags of `python -m router`."""
 
-    model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
+    model: str = setting(
+        "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
+    )
+    served_model_name: str = setting("", "Name of the model in the API; empty: its own.")
     generation_config: str = setting(
         "auto",
         "Sampling defaults: auto takes what the model's generation_config.json recommends, none the service's own.",
@@ -71,4 +74,8 @@ class RouterConfig(GrpcServiceConfig):
         "auto", "How the model writes tool calls; auto: as its chat template tells; none: they are not read."
     )
     reasoning_parser: str = setting("auto", "How the model marks its reasoning; auto and none as for tool_parser.")
+    access_log: bool = setting(False, "Log a line for each request that ends: how, how many tokens, how long.")
+    throughput_log_s: float = setting(
+        10.0, "Seconds between lines in the log with tokens per second and open streams, while there are any; 0: none."
+    )
     num_tokenizer_threads: int = setting(2, "Threads that tokenize and render templates.")

@@ -11,7 +11,10 @@ from midstream.config.service import GrpcServiceConfig, setting
 class SchedulerConfig(GrpcServiceConfig):
     """Flags of `python -m scheduler`. Names follow TensorRT-LLM's executor configuration."""
 
-    model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
+    model: str = setting(
+        "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
+    )
+    served_model_name: str = setting("", "Name of the model in the API; empty: its own.")
     port: int = setting(50052, "gRPC port.")
     worker_port: int = setting(50053, "ZeroMQ port that workers dial.")
     curve: bool = setting(False, "Encrypt the workers' links and take only workers whose keys are known.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_PORT = 65_535
+
 
 def setting(default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field that is also a flag; `help_text` says its unit and range."""

@@ -11,7 +11,9 @@ from midstream.config.service import ServiceConfig, setting
 class WorkerConfig(ServiceConfig):
     """Flags of `python -m gpu_worker`."""
 
-    model: str = setting("smollm2", "Model folder, GGUF file, or `smollm2` for the embedded model.")
+    model: str = setting(
+        "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
+    )
     draft_model: str = setting("", "A smaller model of the same vocabulary that makes drafts; empty: none.")
     scheduler: str = setting("tcp://127.0.0.1:50053", "ZeroMQ address of the scheduler.")
     curve: bool = setting(False, "Encrypt the link to the scheduler, and show a key.")

@@ -47,7 +47,7 @@ class LocalService:
         counts = [item for part, count in parts.items() for item in (f"--{part}", str(count))]
         try:
             model = with_tokenizer(model, tokenizer_dir, self._directory / "model")
-            self._midstream("up", "--detach", "--model", model, *counts)
+            self._midstream("up", "--detach", "--model", model, "--port", "0", "--http-port", "0", *counts)
             state = RunDir(self._directory).read_state()
             if state is None:
                 raise ExecutionError("the services said nothing of themselves")

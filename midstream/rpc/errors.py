@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from midstream.errors import MidstreamError, OverloadedError, from_status
+from midstream.rpc.target import plain_problem
 
 if TYPE_CHECKING:
     from midstream.rpc.serving import Admit
@@ -35,6 +36,8 @@ def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
     trailing = {str(key): str(value) for key, value in metadata}
     field = trailing.get(FIELD_KEY, "")
     message = (error.details() or code.name.lower()).removeprefix(f"{field}: ")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        message = plain_problem(message)
     result = from_status(code.value[0], message, field)
     if isinstance(result, OverloadedError):
         with contextlib.suppress(KeyError, ValueError):

@@ -46,11 +46,12 @@ def dashboard_routes(status: StatusFeed) -> list[Route]:
             return JSONResponse(error_body(error), http_status(error), headers={**_HEADERS, **headers(error)})
         return StreamingResponse(_events(first, states), headers=_HEADERS, media_type="text/event-stream")
 
-    files = [Route(f"/dashboard/static/{path.name}", _file(path)) for path in sorted(_STATIC.iterdir())]
-    return [Route("/dashboard", _file(_STATIC / "index.html")), Route("/dashboard/feed", feed), *files]
+    files = [Route(f"/dashboard/static/{path.name}", page(path)) for path in sorted(_STATIC.iterdir())]
+    return [Route("/dashboard", page(_STATIC / "index.html")), Route("/dashboard/feed", feed), *files]
 
 
-def _file(path: Path) -> Response:
+def page(path: Path) -> Response:
+    """Return what answers with a file of ours, under a policy that lets it load nothing but others of ours."""
     media_type, _ = mimetypes.guess_type(path.name)
     # An ASGI application by itself; bodies are held, so that a request opens no file.
     return Response(path.read_bytes(), headers=_HEADERS, media_type=media_type)

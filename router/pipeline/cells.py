@@ -41,6 +41,7 @@ class Cell:
         load: Requests it has or will have, by its last word and what was submitted since.
         features: What its workers can do; None while that is not known.
         is_up: Whether it answered last.
+        has_workers: Whether it had any when it answered last.
         is_gone: It is no longer found, and takes nothing more.
     """
 
@@ -53,6 +54,7 @@ class Cell:
         self.load = 0
         self.features: frozenset[str] | None = None
         self.is_up = False
+        self.has_workers = False
         self.is_gone = False
 
     async def poll(self) -> None:
@@ -64,6 +66,7 @@ class Cell:
             self.is_up = False
             return
         self.is_up = True
+        self.has_workers = any(cell.num_blocks for cell in loads.cells)
         self.load = sum(cell.num_running_requests + cell.num_queued_requests for cell in loads.cells)
         # None while no worker has joined: what it cannot do it will say itself.
         self.features = frozenset(info.features) or None

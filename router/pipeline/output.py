@@ -33,9 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 class RouterMetrics:
-    """What clients of this router see."""
+    """What clients of this router see.
 
-    def __init__(self, metrics: Metrics) -> None:
+    Attributes:
+        num_tokens, num_ended: Tokens sent and requests ended so far, for the throughput line in the log.
+    """
+
+    def __init__(self, metrics: Metrics, *, logs_requests: bool = False) -> None:
+        self.num_tokens = self.num_ended = 0
+        self._request_level = logging.INFO if logs_requests else logging.DEBUG
         self.first_token: Histogram = metrics.histogram("time_to_first_token_seconds", "Arrival to first output.")
         self.inter_token: Histogram = metrics.histogram(
             "inter_token_latency_seconds", "Time per token after the first."
@@ -43,6 +49,18 @@ class RouterMetrics:
         self.request: Histogram = metrics.histogram("e2e_request_latency_seconds", "Arrival to last output.")
         self.success: Counter = metrics.counter("request_success", "Requests that ended.", ("finished_reason",))
         self.tokens: Counter = metrics.counter("relayed_tokens", "Tokens sent to clients.")
+
+    def log_end(self, reason: str, duration_s: float, first_s: float | None, num_tokens: int) -> None:
+        """Write the access line of a request that has ended; the log's context names it."""
+        self.num_ended += 1
+        if logger.isEnabledFor(self._request_level):
+            extra = {
+                "finish_reason": reason,
+                "num_output_tokens": num_tokens,
+                "duration_s": round(duration_s, 4),
+                "first_token_s": None if first_s is None else round(first_s, 4),
+            }
+            logger.log(self._request_level, "a request ended: %s", reason, extra=extra)
 
 
 class Output:
@@ -71,7 +89,9 @@ class Output:
         self._draining = draining
         self._release = release
         self._arrival = time.monotonic() if arrival is None else arrival
+        self._first: float | None = None
         self._last: float | None = None
+        self._num_tokens = 0
         self._end: Chunk | None = None
         self._span = span
 
@@ -115,20 +135,25 @@ class Output:
                 task.uncancel()
             raise OverloadedError("the client reads too slowly") from None
         reason = self._end.finish_reason if self._end is not None else f"left: {error!r}"
-        logger.debug("a request ended: %s", reason)
+        duration_s = time.monotonic() - self._arrival
+        first_s = None if self._first is None else self._first - self._arrival
+        self._metrics.log_end(str(reason), duration_s, first_s, self._num_tokens)
         if error is None and self._end is not None:
-            self._metrics.request.observe(time.monotonic() - self._arrival)
+            self._metrics.request.observe(duration_s)
             self._metrics.success.labels(self._end.finish_reason or "").inc()
 
     def _observe(self, chunk: Chunk, now: float) -> None:
         num_tokens = len(chunk.token_ids)
         if self._last is None:
+            self._first = now
             self._metrics.first_token.observe(now - self._arrival)
             if self._span is not None:
                 self._span.note("first output")
         elif num_tokens:
             self._metrics.inter_token.observe((now - self._last) / num_tokens)
         self._metrics.tokens.inc(num_tokens)
+        self._metrics.num_tokens += num_tokens
+        self._num_tokens += num_tokens
         self._last = now
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from midstream.rpc.health import Progress
 from router.pipeline.cells import Cells
@@ -16,15 +17,16 @@ UNREACHED_S = 10.0
 async def watch_reach(
     cells: Cells, pool: DetokenizerPool, progress: Progress, *, unreached_s: float = UNREACHED_S
 ) -> None:
-    """Keep a reason against health while no scheduler, or no detokenizer, has answered for `unreached_s`.
+    """Keep a reason against health until each part has answered, and once it has not for `unreached_s`.
 
-    A scheduler answers when its loads come back over the connection that requests take.
+    A scheduler answers when its loads come back over the connection that requests take; they tell of its workers.
     """
     loop = asyncio.get_running_loop()
-    seen = {"no scheduler answers": loop.time(), "no detokenizer answers": loop.time()}
+    seen = dict.fromkeys(("no scheduler answers", "no worker is connected", "no detokenizer answers"), -math.inf)
     while True:
         now = loop.time()
-        reached = (any(cell.is_up for cell in cells.cells.values()), pool.num_live > 0)
+        up = [cell for cell in cells.cells.values() if cell.is_up]
+        reached = (bool(up), any(cell.has_workers for cell in up), pool.num_live > 0)
         for reason, is_reached in zip(seen, reached, strict=True):
             if is_reached:
                 seen[reason] = now

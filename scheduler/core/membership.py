@@ -313,7 +313,12 @@ class Membership:
         for request in list(self._queue):
             since_ns = max(request.waiting_since_ns, self._no_worker_since_ns)
             if request.spec.deadline_ns is None and now_ns - since_ns >= self._config.no_worker_timeout_ns:
-                failure = Failure(UNAVAILABLE, "no worker has come" if not self.groups else "all workers are held off")
+                failure = Failure(
+                    UNAVAILABLE,
+                    "no worker connected in time; see `midstream status`"
+                    if not self.groups
+                    else "all workers are held off",
+                )
                 self._lifecycle.end(request, FinishReason.ERROR, failure)
 
     def flush_kv_changes(self, group: WorkerGroup) -> None:

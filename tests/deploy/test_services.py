@@ -108,8 +108,8 @@ def test_probes_ask_what_is_served(rendered: Rendered) -> None:
             if part == "scheduler" and rendered.overlay in ("ha", "secure") and name != "readinessProbe":
                 # One that stands by does not serve, and is alive.
                 assert action_of(probe) == {"httpGet": {"path": "/live", "port": "http"}}
-            elif part == "router" and name == "livenessProbe":
-                # One that reaches no scheduler is alive, and not ready.
+            elif part == "router" and name != "readinessProbe":
+                # One that reaches no scheduler, or no worker, is alive, and not ready.
                 scheme = {"scheme": "HTTPS"} if rendered.overlay == "secure" else {}
                 assert action_of(probe) == {"httpGet": {"path": "/live", "port": "http", **scheme}}
             elif part == "router" and rendered.overlay == "secure":

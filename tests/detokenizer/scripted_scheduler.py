@@ -54,6 +54,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.feeds: list[Feed] = []
         self.submit_errors: list[Exception] = []
         self.features: tuple[str, ...] = ()
+        self.num_blocks = 64
         self.status = status_pb2.CellStatus()
         self.status_requests: list[status_pb2.GetCellStatusRequest] = []
         self.loras: list[loads_pb2.LoraInfo] = []
@@ -164,7 +165,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         return loads_pb2.AbortResponse(was_running=running)
 
     async def GetLoads(self, request: Any, context: Any) -> loads_pb2.GetLoadsResponse:  # noqa: N802
-        return loads_pb2.GetLoadsResponse(cells=[loads_pb2.CellLoad(num_running_requests=len(self.requests))])
+        load = loads_pb2.CellLoad(num_running_requests=len(self.requests), num_blocks=self.num_blocks)
+        return loads_pb2.GetLoadsResponse(cells=[load])
 
     async def GetModelInfo(self, request: Any, context: Any) -> loads_pb2.ModelInfo:  # noqa: N802
         return loads_pb2.ModelInfo(features=self.features)

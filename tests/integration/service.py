@@ -49,7 +49,8 @@ class Service:
 
     @classmethod
     def start(cls, run_dir: Path, *flags: str, **environment: str) -> Service:
-        result = midstream("up", "--detach", "--run-dir", str(run_dir), *flags, timeout=START_TIMEOUT_S, **environment)
+        up = ("up", "--detach", "--port", "0", "--http-port", "0", "--run-dir", str(run_dir), *flags)
+        result = midstream(*up, timeout=START_TIMEOUT_S, **environment)
         assert result.returncode == 0, result.stdout + result.stderr
         return cls(run_dir)
 

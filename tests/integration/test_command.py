@@ -96,7 +96,7 @@ def test_the_dashboard_has_a_state_to_show(service: Service) -> None:
 def test_a_second_up_in_the_same_directory_is_refused(service: Service) -> None:
     result = midstream("up", "--detach", "--run-dir", str(service.run_dir))
     assert result.returncode == 1
-    assert "runs already" in result.stderr
+    assert "already running" in result.stderr
 
 
 def test_a_killed_worker_comes_back(service: Service) -> None:

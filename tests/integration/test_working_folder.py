@@ -71,7 +71,7 @@ def serve_from(folder: Path, *midstream: str) -> None:
         return done.stdout
 
     try:
-        run("up", "--detach")
+        run("up", "--detach", "--port", "0", "--http-port", "0")
         assert run("generate", "Hi", "--max-tokens", "1", "--temperature", "0")
     finally:
         subprocess.run([*midstream, "down", "--now", *run_dir], cwd=folder, check=False, capture_output=True)

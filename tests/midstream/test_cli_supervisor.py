@@ -90,6 +90,19 @@ async def test_all_become_ready_and_stop_routers_first_and_the_scheduler_last(
     assert not run.run_dir.is_supervised()
 
 
+async def test_a_service_that_is_not_ready_yet_stops_at_once(
+    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_QUICK_STOP_S", 0.2)
+    run = Run(tmp_path, KINDS, free_port, "stubborn")
+    monkeypatch.setattr(run.supervisor, "_wait_until_ready", lambda stop: stop.wait())  # nothing becomes ready
+    await run.until(lambda state: len(state.processes) == 3 and all(is_alive(process) for process in state.processes))
+    run.stop.set()
+    async with asyncio.timeout(10):  # without the limit, 40 s for each of three
+        await run.task
+    assert not any(is_alive(process) for process in run.supervisor.state.processes)
+
+
 async def test_a_process_that_dies_is_started_again_and_nothing_else_is_touched(
     tmp_path: Path, free_port: Callable[[], int]
 ) -> None:

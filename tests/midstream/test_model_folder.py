@@ -124,6 +124,23 @@ def test_the_fingerprint_tells_weights_and_configuration_apart(folder: Path) -> 
     assert len({first, second, open_model_folder(str(folder)).fingerprint}) == 3
 
 
+def test_large_weights_are_told_apart_by_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.model.folder._MAX_DIGESTED_BYTES", 1 << 20)
+    weights = bytearray(64 << 20)
+    prints = set()
+    for place in (0, 32 << 20, (64 << 20) - 1):  # the first byte, the middle, and the last
+        for offset in range(0, 1 << 20, 32 << 10):  # fine-tuned weights differ everywhere, not in one byte
+            if place + offset < len(weights):
+                weights[place + offset] ^= 1
+        (folder / "model.safetensors").write_bytes(weights)
+        (folder / "midstream.json").unlink(missing_ok=True)
+        prints.add(open_model_folder(str(folder)).fingerprint)
+    (folder / "midstream.json").unlink()
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    assert len(prints | {open_model_folder(str(folder)).fingerprint}) == 4
+
+
 def test_shards_are_found_through_their_index(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}}

@@ -22,6 +22,7 @@ from protos import detokenizer_pb2_grpc
 from protos.status_pb2 import RouterStatus
 from router.authentication import AuthenticatedApp, Authenticator
 from router.dashboard import dashboard_routes
+from router.pages import page_routes
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.generation import Runner
@@ -149,7 +150,7 @@ class Cluster:
         pages.router.routes.extend(MessagesApi(front, self.prompts, bodies, chat).routes())
         kept = KeptRequests(cells, unavailable_timeout_s)
         pages.router.routes.extend(ResponsesApi(front, self.prompts, bodies, chat, kept, 3600).routes())
-        pages.router.routes.extend(dashboard_routes(status))
+        pages.router.routes.extend([*dashboard_routes(status), *page_routes()])
         http = HttpPort(AuthenticatedApp(pages, authenticator, refuse), "127.0.0.1", 0)
         await server.start()
         http.start()

@@ -14,13 +14,14 @@ from midstream.cli.bench import workloads
 from midstream.cli.bench.measure import RunResult, run_workload
 from midstream.cli.bench.report import plot, summarize, summary_table, write_json
 from midstream.cli.bench.workloads import Workload
-from midstream.cli.credentials import add_credentials, credentials_of
+from midstream.cli.connect import add_connection, router_addresses
+from midstream.cli.credentials import credentials_of
 from midstream.errors import InvalidArgumentError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("--address", action="append", help="Router to drive, HOST:PORT; may repeat. [127.0.0.1:50051]")
+    add_connection(parser)
     parser.add_argument(
         "--workload", action="append", choices=sorted(workloads.WORKLOADS), help="What to send; may repeat. [all]"
     )
@@ -31,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=1, help="Runs of each workload. [1]")
     parser.add_argument("--seed", type=int, default=0, help="Of prompts and arrival times. [0]")
     parser.add_argument("--json", type=Path, help="Write the figures to this file.")
-    add_credentials(parser)
     parser.add_argument("--plot", type=Path, help="Draw tokens over time to this PNG or SVG file.")
 
 
@@ -60,7 +60,7 @@ def _chosen(arguments: argparse.Namespace, seed: int) -> list[Workload]:
 
 
 async def _run_all(arguments: argparse.Namespace) -> list[RunResult]:
-    addresses = arguments.address or ["127.0.0.1:50051"]
+    addresses = router_addresses(arguments)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

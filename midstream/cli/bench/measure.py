@@ -17,9 +17,12 @@ import grpc
 
 from midstream.cli.bench.workloads import BenchRequest, Workload
 from midstream.cli.credentials import Credentials
+from midstream.errors import UnavailableError
 from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
+
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
@@ -72,11 +75,15 @@ async def run_workload(
         seed: Of the arrival times.
         credentials: What routers ask for.
         on_tokens: Called with the number of tokens of each chunk, for progress.
+
+    Raises:
+        UnavailableError: A router does not answer.
     """
     options = credentials or Credentials(tls=None, server_name="", token="")
     channels = [open_channel(address, **options) for address in addresses]
     try:
-        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        for address, channel in zip(addresses, channels, strict=True):
+            await _wait_until_connected(address, channel)
         stubs = [cast("service_pb2_grpc.MidstreamAsyncStub", service_pb2_grpc.MidstreamStub(it)) for it in channels]
         arrival_times = _arrival_times(len(workload.requests), request_rate, seed)
         places = asyncio.Semaphore(len(workload.requests) if request_rate else workload.concurrency)
@@ -91,6 +98,14 @@ async def run_workload(
         return RunResult(workload.name, workload.counts_input, time.perf_counter() - begin, tuple(done))
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
+
+
+async def _wait_until_connected(address: str, channel: grpc.aio.Channel) -> None:
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            await channel.channel_ready()
+    except TimeoutError:
+        raise UnavailableError(f"no router answers at {address}; `midstream up --detach` starts one") from None
 
 
 def _arrival_times(count: int, request_rate: float | None, seed: int) -> list[float]:

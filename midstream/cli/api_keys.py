@@ -1,0 +1,57 @@
+"""API keys of a service on this machine: `midstream up --api-key KEY`.
+
+Keys go to a file in the run directory, as command lines are for every user to read. Commands that find the service by
+its run directory use a key of their own from there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from midstream.cli.run_dir import RunDir
+from midstream.errors import ConfigError
+
+# As routers ask for.
+_MIN_CHARACTERS = 16
+
+
+def use_api_keys(run_dir: RunDir, keys: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Write `keys` where routers read them, and a further one for this user's commands.
+
+    Returns:
+        The variables that make routers ask for a key; none without keys.
+
+    Raises:
+        ConfigError: A key cannot be sent as a bearer token, or the environment already says how clients are known.
+    """
+    if not keys:
+        # A detached service starts with the variables that its parent command has made here.
+        if environment.get("MIDSTREAM_AUTH_TOKENS") != str(run_dir.api_keys):
+            run_dir.token.unlink(missing_ok=True)
+        return {}
+    if environment.get("MIDSTREAM_AUTH_TOKENS") or environment.get("MIDSTREAM_AUTH", "token") != "token":
+        raise ConfigError(
+            "MIDSTREAM_AUTH and MIDSTREAM_AUTH_TOKENS already say how clients are known", field="--api-key"
+        )
+    lines = []
+    for number, key in enumerate(keys, 1):
+        if len(key) < _MIN_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key or key[0] == "#":
+            raise ConfigError(
+                f"a key is one word of at least {_MIN_CHARACTERS} ASCII characters; `openssl rand -hex 24` makes one",
+                field="--api-key",
+            )
+        lines.append(f"{key} client-{number}")
+    own = secrets.token_urlsafe(32)
+    lines.append(f"{own} local generate,observe,admin")
+    _write(run_dir.api_keys, "\n".join(lines))
+    _write(run_dir.token, own)
+    return {"MIDSTREAM_AUTH": "token", "MIDSTREAM_AUTH_TOKENS": str(run_dir.api_keys)}
+
+
+def _write(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text + "\n")

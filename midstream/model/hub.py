@@ -1,0 +1,73 @@
+"""Models of the Hugging Face Hub: `ORG/NAME`, `ORG/NAME@REVISION` or `ORG/NAME/FILE.gguf`.
+
+huggingface_hub keeps what it downloads in its own cache, where nothing of ours is written. A token comes from HF_TOKEN
+or `hf auth login`, another server from HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what is in the cache.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from midstream.errors import ConfigError
+
+_NAME = re.compile(r"([\w.-]{1,96}/[\w.-]{1,96})(/[\w./-]+\.gguf)?(?:@([\w./-]+))?", re.ASCII)
+_CACHE_FOLDER = re.compile(r"models--(.+?)--(.+)")
+_FILES = [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "*.safetensors", "*.safetensors.index.json",
+]  # fmt: skip
+# Other layouts of the same weights, and what lies in folders of the repository.
+_IGNORED = ["consolidated*", "*/*"]
+
+
+def is_hub_name(model: str) -> bool:
+    """Return whether `model` is a name on the Hub, and nothing on this machine."""
+    return _NAME.fullmatch(model) is not None and not model.startswith(("./", "../")) and not Path(model).exists()
+
+
+def download(model: str) -> Path:
+    """Download what is not in the Hub's cache yet, with a progress bar, and return the folder or .gguf file there.
+
+    Raises:
+        ConfigError: The repository, revision or file does not exist, needs a token, or the Hub cannot be reached.
+    """
+    match = _NAME.fullmatch(model)
+    if match is None:
+        raise ConfigError(
+            f"{model!r} is no name on the Hugging Face Hub (ORG/NAME or ORG/NAME@REVISION)", field="model"
+        )
+    repository, file, revision = match.groups()
+    try:
+        from huggingface_hub import errors, hf_hub_download, snapshot_download
+    except ModuleNotFoundError:
+        raise ConfigError("names on the Hub need the package huggingface_hub: pip install huggingface_hub") from None
+    try:
+        if file:
+            return Path(hf_hub_download(repository, file.removeprefix("/"), revision=revision))
+        found = snapshot_download(repository, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED)
+    except errors.GatedRepoError:
+        problem = "asks for its licence to be accepted: do so on its page, then set HF_TOKEN to a token of yours"
+    except errors.RepositoryNotFoundError:
+        problem = (
+            "is neither on this machine nor on the Hub; if it is private, set HF_TOKEN to a token that may read it"
+        )
+    except errors.RevisionNotFoundError:
+        problem = f"has no revision {revision!r}"
+    except errors.EntryNotFoundError as error:
+        # What LocalEntryNotFoundError means is told by its cause: the Hub was not reached, or must not be.
+        is_local = isinstance(error, errors.LocalEntryNotFoundError)
+        problem = "is not in the Hub's cache, and the Hub cannot be reached" if is_local else f"has no file {file}"
+    except (errors.HfHubHTTPError, OSError) as error:
+        problem = f"cannot be downloaded: {error}"
+    else:
+        return Path(found)
+    raise ConfigError(f"{repository} {problem}", field="model") from None
+
+
+def repository_of(folder: Path) -> str:
+    """Return ORG/NAME of a snapshot in the Hub's cache; empty for any other folder."""
+    if folder.parent.name != "snapshots":
+        return ""
+    match = _CACHE_FOLDER.fullmatch(folder.parents[1].name)
+    return "/".join(match.groups()) if match else ""

@@ -1,0 +1,52 @@
+"""What a gRPC client is told to connect to, checked before gRPC turns a slip into another address."""
+
+from __future__ import annotations
+
+import re
+
+from midstream.config.service import MAX_PORT
+from midstream.errors import InvalidArgumentError
+
+_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
+_CONNECTION = re.compile(
+    r"connect(?:ions)? to all (?:backends|addresses).*?last error: \w+: (?:ipv[46]:)?(\S+): (.*)", re.S
+)
+_RESOLVING = re.compile(r"(?:errors resolving|DNS resolution failed for) (?:dns:///)?([^\s:]+)")
+
+
+def check_target(target: str) -> str:
+    """Return `target` if it is HOST:PORT, or an address of a scheme that gRPC knows.
+
+    Raises:
+        InvalidArgumentError: It is a URL, or its port is missing or out of range.
+    """
+    if re.match("https?://", target):
+        example = re.sub("^https?://([^/:]*).*", r"\1", target) or "HOST"
+        raise InvalidArgumentError(
+            f"{target!r} is a URL; give HOST:PORT with the gRPC port, such as {example}:50051", field="address"
+        )
+    if target.startswith(("unix:", "unix-abstract:")):
+        return target
+    name = target.removeprefix(next((scheme for scheme in _SCHEMES if target.startswith(scheme)), ""))
+    host, _, port = name.rpartition(":")
+    if not host.strip("/") or not port.isdigit() or host.endswith(":"):
+        raise InvalidArgumentError(f"{target!r} lacks a port; give HOST:PORT, such as {target}:50051", field="address")
+    if not 0 < int(port) <= MAX_PORT:
+        raise InvalidArgumentError(f"{port} of {target!r} is not a port (1..{MAX_PORT})", field="address")
+    return target
+
+
+def plain_problem(details: str) -> str:
+    """Return what gRPC says of a connection that fails, in words that say what to do."""
+    found = _CONNECTION.search(details)
+    if found is not None:
+        address, problem = found.groups()
+        if "refused" in problem:
+            return f"nothing listens at {address}; is the service running, and is this the port of its gRPC?"
+        if "HTTP/2" in problem or "http1" in problem:
+            return f"what listens at {address} does not speak gRPC; is it an HTTP port, or does it speak TLS?"
+        return f"cannot connect to {address}: {problem}"
+    found = _RESOLVING.search(details)
+    if found is not None:
+        return f"the host name {found[1]} cannot be resolved"
+    return details

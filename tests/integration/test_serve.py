@@ -1,0 +1,144 @@
+"""`midstream serve`: the flags that other servers have too, and what a newcomer's browser and load balancer see."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from midstream import __version__
+from tests.integration.service import START_TIMEOUT_S, Service, midstream
+
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+KEY = "sk-integration-test-key"
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("0.0.0.0", 0))) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def ports() -> tuple[int, int]:
+    return free_port(), free_port()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, ports: tuple[int, int]) -> Iterator[Service]:
+    run_dir = tmp_path_factory.mktemp("serve")
+    flags = ["--detach", "--host", "0.0.0.0", "--port", str(ports[0]), "--http-port", str(ports[1])]
+    flags += ["--served-model-name", "my-model", "--api-key", KEY, "--run-dir", str(run_dir)]
+    result = midstream("serve", "smollm2", *flags, timeout=START_TIMEOUT_S, MIDSTREAM_ACCESS_LOG="true")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"midstream chat --run-dir {run_dir}" in result.stdout
+    assert f"http://127.0.0.1:{ports[1]}/dashboard" in result.stdout
+    service = Service(run_dir)
+    yield service
+    service.stop()
+
+
+def get(port: int, path: str, key: str = "") -> tuple[int, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
+    if key:
+        request.add_header("authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_only_routers_listen_beyond_the_loopback_address(served: Service, ports: tuple[int, int]) -> None:
+    beyond: dict[str, set[int]] = {}
+    for process in served.status()["processes"]:
+        for connection in psutil.Process(process["pid"]).net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.ip not in LOOPBACK:
+                beyond.setdefault(process["kind"], set()).add(connection.laddr.port)
+    assert beyond == {"router": set(ports)}
+
+
+def test_clients_need_the_key_and_find_the_name(served: Service, ports: tuple[int, int]) -> None:
+    base = f"http://127.0.0.1:{ports[1]}/v1"
+    with openai.OpenAI(base_url=base, api_key=KEY) as client:
+        assert [model.id for model in client.models.list()] == ["my-model"]
+        answer = client.chat.completions.create(
+            model="my-model",
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            max_tokens=16,
+            temperature=0,
+        )
+        assert "Paris" in str(answer.choices[0].message.content)
+    with (
+        openai.OpenAI(base_url=base, api_key="sk-another-key-that-is-wrong") as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
+    # Commands of this user need none, and are told the name.
+    result = midstream("generate", "Hi", "--max-tokens", "1", "--run-dir", str(served.run_dir))
+    assert result.returncode == 0, result.stderr
+    assert KEY not in " ".join(" ".join(process.cmdline()) for process in psutil.Process(os.getpid()).parents())
+
+
+def test_a_browser_finds_pages_and_monitoring_a_version(served: Service, ports: tuple[int, int]) -> None:
+    for path, words in (("/", "New conversation"), ("/docs", "Midstream API"), ("/dashboard", "Tokens per second")):
+        status, text = get(ports[1], path)
+        assert status == 200
+        assert words in text
+    for name in ("chat.js", "docs.js", "token.js", "pages.css"):
+        assert get(ports[1], f"/static/{name}")[0] == 200
+    assert get(ports[1], "/version")[0] == 401
+    assert json.loads(get(ports[1], "/version", KEY)[1]) == {"version": __version__}
+
+
+def test_the_routers_log_has_a_line_for_each_request(served: Service) -> None:
+    assert midstream("generate", "Hi", "--max-tokens", "3", "--run-dir", str(served.run_dir)).returncode == 0
+    lines = [json.loads(line) for line in (served.run_dir / "logs" / "router-0.log").read_text().splitlines()]
+    ended = [line for line in lines if line["message"].startswith("a request ended")]
+    assert ended[-1]["num_output_tokens"] == 3
+    assert ended[-1]["finish_reason"] == "length"
+    assert ended[-1]["request_id"]
+
+
+def test_a_second_service_on_the_same_port_is_refused_with_the_cure(
+    tmp_path: Path, ports: tuple[int, int], served: Service
+) -> None:
+    result = midstream("up", "--detach", "--port", "0", "--http-port", str(ports[1]), "--run-dir", str(tmp_path))
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"midstream up: --http-port: port {ports[1]} of 127.0.0.1 is in use; ")
+    assert "0: any free one" in result.stderr
+
+
+def test_readiness_says_that_the_only_worker_stands_still(served: Service, ports: tuple[int, int]) -> None:
+    assert get(ports[1], "/health")[0] == 200
+    (worker,) = served.processes("gpu_worker")
+    os.kill(worker["pid"], signal.SIGSTOP)
+    try:
+        health = wait_for_status(ports[1], 503)
+        assert "no worker is connected" in health
+        assert get(ports[1], "/live")[0] == 200
+    finally:
+        os.kill(worker["pid"], signal.SIGCONT)
+    wait_for_status(ports[1], 200)
+
+
+def wait_for_status(port: int, expected: int) -> str:
+    deadline = time.monotonic() + 60
+    while True:
+        status, text = get(port, "/health")
+        if status == expected:
+            return text
+        assert time.monotonic() < deadline, text
+        time.sleep(0.2)

@@ -1,0 +1,176 @@
+"""How `midstream up` and `serve` place a service: ports, hosts, keys, hints."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from midstream.cli import main
+from midstream.cli.api_keys import use_api_keys
+from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, default_run_dir
+from midstream.cli.topology import Topology, check_ports, plan_processes
+from midstream.cli.up import how_to_talk
+from midstream.errors import ConfigError, InvalidArgumentError
+from midstream.rpc.target import check_target, plain_problem
+
+KEY = "a-key-of-enough-characters"
+
+
+def flag(flags: tuple[str, ...], name: str) -> str:
+    return flags[flags.index(name) + 1]
+
+
+def test_only_routers_leave_the_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_HOST", "0.0.0.0")
+    specs = plan_processes(Topology(host="0.0.0.0", port=0, http_port=0))
+    hosts = {spec.kind: flag(spec.flags, "--host") for spec in specs}
+    assert hosts == {
+        "router": "0.0.0.0", "scheduler": "127.0.0.1", "gpu_worker": "127.0.0.1", "detokenizer": "127.0.0.1",
+    }  # fmt: skip
+    # Commands of this machine reach them by an address that can be dialled.
+    assert all(address.startswith("127.0.0.1:") for spec in specs for address in spec.addresses.values())
+
+
+@pytest.mark.parametrize("name", ["port", "http_port"])
+def test_a_taken_port_is_an_error_with_its_cure(name: str) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        topology = Topology(**{"port": 0, "http_port": 0} | {name: listener.getsockname()[1]})
+        for plan in (check_ports, plan_processes):
+            with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: port .* in use.*0: any free") as caught:
+                plan(topology)
+            assert caught.value.field == f"--{name.replace('_', '-')}"
+
+
+def test_a_port_is_exactly_the_one_that_is_named() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        free = listener.getsockname()[1]
+    router = next(spec for spec in plan_processes(Topology(port=0, http_port=free)) if spec.kind == "router")
+    assert router.addresses["http"] == f"127.0.0.1:{free}"
+
+
+@pytest.mark.parametrize("port", [-1, 65_536, 75_000])
+def test_a_port_out_of_range_is_refused(
+    port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["up", f"--port={port}", "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"midstream up: --port: {port} is not in 0..65535\n"
+    monkeypatch.setenv("MIDSTREAM_WORKER_PORT", str(port))
+    assert main(["up", "--run-dir", str(tmp_path)]) == 1
+    assert "worker_port" in capsys.readouterr().err
+
+
+def test_a_mistyped_setting_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIDSTREAM_MAX_BATCH_SIZ", "8")
+    assert main(["serve", "smollm2", "--detach", "--run-dir", str(tmp_path)]) == 1
+    expected = "midstream serve: MIDSTREAM_MAX_BATCH_SIZ: no such setting; did you mean MIDSTREAM_MAX_BATCH_SIZE?\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_hints_name_the_service_that_was_started(tmp_path: Path) -> None:
+    router = ProcessState("router-0", "router", {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2"}, "")
+    state = RunState("smollm2", ProcessPhase.READY, 1, 0.0, (router,))
+    assert f"midstream chat --run-dir {tmp_path}" in how_to_talk(state, tmp_path)
+    assert "--run-dir" not in how_to_talk(state, default_run_dir())
+    with_space = tmp_path / "a b"
+    assert f"--run-dir '{with_space}'" in how_to_talk(state, with_space)
+
+
+@pytest.mark.parametrize("command", [["bench"], ["generate", "hi"], ["status"]])
+def test_without_a_service_commands_say_where_they_looked(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--run-dir", str(tmp_path)]) == 1
+    output = capsys.readouterr()
+    assert f"No Midstream service is running in {tmp_path}" in output.out + output.err
+    assert f"midstream up --detach --run-dir {tmp_path}" in output.out + output.err
+
+
+def test_bench_gives_up_on_an_address_where_nothing_listens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midstream.cli.bench.measure._CONNECT_TIMEOUT_S", 0.2)
+    assert main(["bench", "--address", "127.0.0.1:1", "--workload", "single"]) == 1
+    assert "no router answers at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def run_dir_at(path: Path) -> RunDir:
+    path.mkdir(exist_ok=True)
+    return RunDir(path)
+
+
+def test_api_keys_are_written_for_routers_and_for_this_user_alone(tmp_path: Path) -> None:
+    run_dir = run_dir_at(tmp_path)
+    variables = use_api_keys(run_dir, [KEY], {})
+    assert variables == {"MIDSTREAM_AUTH": "token", "MIDSTREAM_AUTH_TOKENS": str(run_dir.api_keys)}
+    first, second = run_dir.api_keys.read_text().splitlines()
+    assert first == f"{KEY} client-1"
+    assert second == f"{run_dir.token.read_text().strip()} local generate,observe,admin"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (run_dir.api_keys, run_dir.token)} == {0o600}
+    # The detached service keeps them; the next one without keys asks for none, and commands send none.
+    assert use_api_keys(run_dir, [], variables) == {}
+    assert run_dir.token.exists()
+    assert use_api_keys(run_dir, [], {}) == {}
+    assert not run_dir.token.exists()
+
+
+@pytest.mark.parametrize("key", ["short", "two words of a key", "schlüssel-mit-umlaut", "#starts-like-a-comment"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--api-key"):
+        use_api_keys(run_dir_at(tmp_path), [key], {})
+
+
+def test_keys_do_not_override_a_file_of_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="MIDSTREAM_AUTH_TOKENS"):
+        use_api_keys(run_dir_at(tmp_path), [KEY], {"MIDSTREAM_AUTH_TOKENS": "/elsewhere"})
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("http://10.0.0.5:8000", "is a URL.*10.0.0.5:50051"),
+        ("https://host", "is a URL.*host:50051"),
+        ("localhost", "lacks a port.*localhost:50051"),
+        ("::1", "lacks a port"),
+        ("host:70000", "70000 .* is not a port"),
+        ("host:0", "is not a port"),
+        (":50051", "lacks a port"),
+    ],
+)
+def test_an_address_that_is_no_address_is_refused_in_plain_words(target: str, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        check_target(target)
+
+
+@pytest.mark.parametrize(
+    "target", ["host:1", "127.0.0.1:50051", "[::1]:50051", "dns:///router.midstream:50051", "unix:/run/socket"]
+)
+def test_addresses_that_grpc_knows_are_taken(target: str) -> None:
+    assert check_target(target) == target
+
+
+@pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        (
+            "connections to all backends failing; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused",
+            "nothing listens at 127.0.0.1:1;",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:8000: Failed parsing HTTP/2 (",
+            "what listens at 127.0.0.1:8000 does not speak gRPC",
+        ),
+        (
+            "errors resolving no-such-host:50051: [field:hostname lookup error:address lookup failed]",
+            "the host name no-such-host cannot be resolved",
+        ),
+        ("the router drains", "the router drains"),
+    ],
+)
+def test_what_grpc_says_of_connections_becomes_plain(details: str, words: str) -> None:
+    assert plain_problem(details).startswith(words)
