@@ -3,36 +3,44 @@
 The names here choose by the tensors' device; see `kernels.dispatch`.
 """
 
+from kernels.activation import Activation
 from kernels.dispatch import (
+    activate,
     add_lora,
     add_rms_norm,
     apply_rotary,
     can_sample,
     describe,
+    grouped_linear,
+    head_linear,
+    layer_norm,
     linear,
     paged_attention,
     quantized_linear,
     rms_norm,
     sample,
     set_batch_invariant,
-    silu_mul,
     store_kv,
 )
 from kernels.quantized_kv import KvScales
 
 __all__ = [
+    "Activation",
     "KvScales",
+    "activate",
     "add_lora",
     "add_rms_norm",
     "apply_rotary",
     "can_sample",
     "describe",
+    "grouped_linear",
+    "head_linear",
+    "layer_norm",
     "linear",
     "paged_attention",
     "quantized_linear",
     "rms_norm",
     "sample",
     "set_batch_invariant",
-    "silu_mul",
     "store_kv",
 ]

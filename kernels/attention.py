@@ -1,5 +1,9 @@
 """Causal attention over a paged cache in plain PyTorch."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -7,6 +11,15 @@ from torch.nn import functional
 QUERY_TILE = 8
 KEY_TILE = 128
 QUERY_TILES_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """What becomes of scores: which keys are seen, and how they are bent."""
+
+    window: int | None
+    chunk: int | None
+    softcap: float
 
 
 def paged_attention(
@@ -19,18 +32,24 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float = 0.0,
+    *,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, D].
+    """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, Dv].
 
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
     (query_starts [B + 1]), the last of its context_lens[i] positions. Its position p lies in block
     block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
-    that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not.
+    that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not. sinks [Hq] are one
+    more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
+    last multiple of it. The values' heads may be narrower, [..., Dv].
 
     A query's bits do not depend on what else is asked in the call: keys are taken in tiles counted from position 0 and
     queries in tiles of constant height, so each matrix product has one shape.
     """
-    out = torch.empty_like(q)
+    out = torch.empty(*q.shape[:-1], v_cache.shape[-1], dtype=q.dtype, device=q.device)
+    mask = _Mask(window, chunk, softcap)
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     for i, length in enumerate(lengths):
         begin, end = starts[i], starts[i + 1]
@@ -39,7 +58,7 @@ def paged_attention(
         elif begin < end:
             keys = _gather(k_cache, block_tables[i], length)
             values = _gather(v_cache, block_tables[i], length)
-            out[begin:end] = _attend(q[begin:end], keys, values, length, scale, window, softcap)
+            out[begin:end] = _attend(q[begin:end], keys, values, length, scale, mask, sinks)
     return out
 
 
@@ -53,7 +72,7 @@ def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float, window: int | None, softcap: float
+    q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float, mask: _Mask, sinks: Tensor | None
 ) -> Tensor:
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
@@ -68,16 +87,17 @@ def _attend(
         some = tiles[start : start + QUERY_TILES_AT_ONCE]
         first = start * QUERY_TILE
         seen = positions[first : first + some.shape[0] * QUERY_TILE]
-        outs.append(_attend_tiles(some, seen, keys, values, window, softcap))
-    out = torch.cat(outs).view(-1, num_kv_heads, QUERY_TILE, num_heads // num_kv_heads, head_dim)
-    out = out.transpose(1, 2).reshape(-1, num_heads, head_dim)
+        outs.append(_attend_tiles(some, seen, keys, values, mask, sinks))
+    value_dim = values.shape[-1] - 1
+    out = torch.cat(outs).view(-1, num_kv_heads, QUERY_TILE, num_heads // num_kv_heads, value_dim)
+    out = out.transpose(1, 2).reshape(-1, num_heads, value_dim)
     return out[:num_queries].to(q.dtype)
 
 
 def _attend_tiles(
-    tiles: Tensor, positions: Tensor, keys: Tensor, values: Tensor, window: int | None, softcap: float
+    tiles: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: _Mask, sinks: Tensor | None
 ) -> Tensor:
-    """tiles [T, Hk, R, D], positions [T * QUERY_TILE], keys [N, Hk, KEY_TILE, D], values [N, Hk, KEY_TILE, D + 1]."""
+    """tiles [T, Hk, R, D], positions [T * QUERY_TILE], keys [N, Hk, KEY_TILE, D], values [N, Hk, KEY_TILE, Dv + 1]."""
     num_tiles, num_kv_heads, rows, _ = tiles.shape
     num_key_tiles = min(keys.shape[0], int(positions[-1]) // KEY_TILE + 1)
     group = rows // QUERY_TILE
@@ -85,17 +105,30 @@ def _attend_tiles(
     scores = []
     for j in range(num_key_tiles):
         product = torch.matmul(tiles, keys[j].transpose(-1, -2))
-        if softcap:
-            product = softcap * torch.tanh((product / softcap).double()).float()
+        if mask.softcap:
+            product = mask.softcap * torch.tanh((product / mask.softcap).double()).float()
         key_positions = torch.arange(j * KEY_TILE, (j + 1) * KEY_TILE, device=tiles.device)
         hidden = key_positions > row_positions
-        if window is not None:
-            hidden = hidden | (key_positions <= row_positions - window)
+        if mask.window is not None:
+            hidden = hidden | (key_positions <= row_positions - mask.window)
+        if mask.chunk is not None:
+            hidden = hidden | (key_positions < row_positions // mask.chunk * mask.chunk)
         scores.append(product.masked_fill(hidden, -torch.inf))
     highest = torch.stack([s.amax(dim=-1) for s in scores]).amax(dim=0).unsqueeze(-1)
+    if sinks is not None:
+        # Rows are queries, and within one the heads of a group.
+        sink = (
+            sinks.float()
+            .view(1, num_kv_heads, 1, group)
+            .expand(1, -1, QUERY_TILE, -1)
+            .reshape(1, num_kv_heads, rows, 1)
+        )
+        highest = torch.maximum(highest, sink)
     total = torch.zeros(num_tiles, num_kv_heads, rows, values.shape[-1], device=tiles.device)
     for j, score in enumerate(scores):
         # float64, because PyTorch's vector and scalar float32 `exp` differ in the last bit.
         weights = torch.exp((score - highest).double()).float()
         total += torch.matmul(weights, values[j])
+    if sinks is not None:
+        total[..., -1:] += torch.exp((sink - highest).double()).float()
     return total[..., :-1] / total[..., -1:]

@@ -12,9 +12,14 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from kernels.activation import Activation
+from kernels.activation import activate as torch_activate
 from kernels.attention import paged_attention as torch_paged_attention
 from kernels.flash_attention import FlashAttention, load_flash_attention
+from kernels.grouped_linear import grouped_linear as torch_grouped_linear
+from kernels.grouped_linear import head_linear as torch_head_linear
 from kernels.kv_store import store_kv as torch_store_kv
+from kernels.layer_norm import layer_norm
 from kernels.linear import linear as torch_linear
 from kernels.linear import quantized_linear as torch_quantized_linear
 from kernels.lora import add_lora as torch_add_lora
@@ -22,12 +27,32 @@ from kernels.quantized_kv import KvScales, quantized_paged_attention, store_quan
 from kernels.rms_norm import add_rms_norm as torch_add_rms_norm
 from kernels.rms_norm import rms_norm as torch_rms_norm
 from kernels.rotary import apply_rotary as torch_apply_rotary
-from kernels.silu_mul import silu_mul as torch_silu_mul
+
+__all__ = [
+    "activate",
+    "add_lora",
+    "add_rms_norm",
+    "apply_rotary",
+    "can_sample",
+    "describe",
+    "grouped_linear",
+    "head_linear",
+    "layer_norm",
+    "linear",
+    "paged_attention",
+    "quantized_linear",
+    "rms_norm",
+    "sample",
+    "set_batch_invariant",
+    "store_kv",
+]
 
 _HAS_TRITON = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 if _HAS_TRITON:
     from kernels import triton
 
+# Of the Triton kernels of attention.
+MAX_HEAD_DIM = 256
 _is_batch_invariant = False
 
 
@@ -101,18 +126,47 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return torch_add_rms_norm(x, residual, weight, eps)
 
 
-def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn the pairs (i, i + D/2) of each head: q [M, Hq, D], k [M, Hk, D], cos and sin [M, D/2]."""
+def apply_rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Turn pairs of the leading R numbers of each head: q [M, Hq, D], k [M, Hk, D], cos and sin [M, R/2].
+
+    The pairs are (i, i + R/2), or with is_interleaved (2i, 2i + 1). R is at most D.
+    """
     if _takes_triton(q):
-        return triton.apply_rotary(q, k, cos, sin)
-    return torch_apply_rotary(q, k, cos, sin)
+        return triton.apply_rotary(q, k, cos, sin, is_interleaved=is_interleaved)
+    return torch_apply_rotary(q, k, cos, sin, is_interleaved=is_interleaved)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up for gate_up [M, 2F], gate first -> [M, F]."""
-    if _takes_triton(gate_up):
-        return triton.silu_mul(gate_up)
-    return torch_silu_mul(gate_up)
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Return activation(gate) * up for x [M, 2F], gate first -> [M, F].
+
+    clamped_swiglu is gate * sigmoid(1.702 gate) * (up + 1), with gate up to 7 and up between -7 and 7.
+    """
+    if _takes_triton(x):
+        return triton.activate(x, activation)
+    return torch_activate(x, activation)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None, *, num_repeats: int = 1
+) -> Tensor:
+    """Return row i as `x[i // num_repeats] @ weight[experts[i]].T + bias[experts[i]]` -> [R, N].
+
+    x [R / num_repeats, K], weight [E, N, K], experts integers [R], bias [E, N].
+    """
+    if _takes_triton(x):
+        return triton.grouped_linear(
+            x, weight, experts, bias, num_repeats=num_repeats, is_batch_invariant=_is_batch_invariant
+        )
+    return torch_grouped_linear(x, weight, experts, bias, num_repeats=num_repeats)
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x[:, h] @ weight[h].T` for each head: x [M, H, K], weight [H, N, K] -> [M, H, N]."""
+    if _is_batch_invariant and _takes_triton(x):
+        return torch.stack([triton.linear(x[:, h], weight[h]) for h in range(len(weight))], dim=1)
+    return torch_head_linear(x, weight)
 
 
 def store_kv(
@@ -148,26 +202,44 @@ def paged_attention(
     softcap: float = 0.0,
     *,
     scales: KvScales | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, D].
+    """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, Dv].
 
     q [M, Hq, D] holds the sequences' queries one after another: sequence i has rows query_starts[i]:query_starts[i + 1]
     (query_starts [B + 1]), at least one, the last of its context_lens[i] positions. Its position p lies in block
     block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
-    that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not.
+    that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not. sinks [Hq] are one
+    more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
+    last multiple of it. The values' heads may be narrower, [..., Dv].
     """
     tables = (block_tables, query_starts, context_lens)
     if q.is_cuda:
         flash = _flash(q.device)
-        if flash is not None and scales is None and flash.can_run(q, k_cache):
+        is_usual = scales is None and sinks is None and chunk is None and k_cache.shape == v_cache.shape
+        if flash is not None and is_usual and flash.can_run(q, k_cache):
             return flash(q, k_cache, v_cache, *tables, scale, window, softcap)
-    if _takes_triton(q):
+    is_narrow = q.shape[-1] <= MAX_HEAD_DIM and k_cache.shape == v_cache.shape
+    if _takes_triton(q) and is_narrow and (window is None or chunk is None):
         return triton.paged_attention(
-            q, k_cache, v_cache, *tables, scale, window, softcap, scales=scales, is_batch_invariant=_is_batch_invariant
+            q,
+            k_cache,
+            v_cache,
+            *tables,
+            scale,
+            window,
+            softcap,
+            scales=scales,
+            sinks=sinks,
+            chunk=chunk,
+            is_batch_invariant=_is_batch_invariant,
         )
     if scales is None:
-        return torch_paged_attention(q, k_cache, v_cache, *tables, scale, window, softcap)
-    return quantized_paged_attention(q, k_cache, v_cache, *tables, scale, window, scales, softcap)
+        return torch_paged_attention(q, k_cache, v_cache, *tables, scale, window, softcap, sinks=sinks, chunk=chunk)
+    return quantized_paged_attention(
+        q, k_cache, v_cache, *tables, scale, window, scales, softcap, sinks=sinks, chunk=chunk
+    )
 
 
 def can_sample(logits: Tensor) -> bool:

@@ -46,8 +46,12 @@ def quantized_paged_attention(
     window: int | None,
     scales: KvScales,
     softcap: float = 0.0,
+    *,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """paged_attention over a quantized cache, which is widened as a whole: right, not fast."""
     keys = k_cache.float() * scales.keys[..., None]
     values = v_cache.float() * scales.values[..., None]
-    return paged_attention(q, keys, values, block_tables, query_starts, context_lens, scale, window, softcap)
+    tables = (block_tables, query_starts, context_lens)
+    return paged_attention(q, keys, values, *tables, scale, window, softcap, sinks=sinks, chunk=chunk)

@@ -177,7 +177,7 @@ CASES: dict[str, Callable[[], object]] = {
     "head norm": lambda: operations.rms_norm(_meta(64, 32, 128), _meta(128), 1e-5),
     "residual norm": lambda: operations.add_rms_norm(_meta(64, 4096), _meta(64, 4096), _meta(4096), 1e-5),
     "rotary": _rotate,
-    "silu": lambda: operations.silu_mul(_meta(64, 28672)),
+    "silu": lambda: operations.activate(_meta(64, 28672), "silu"),
     "store": lambda: operations.store_kv(
         _meta(64, 8, 128), _meta(64, 8, 128), _meta(512, 16, 8, 128), _meta(512, 16, 8, 128), _ints(64)
     ),

@@ -115,7 +115,7 @@ def measure_others(report: Report) -> None:
     adapters, scaling, y = integers % 8, torch.ones(8, device=CUDA), torch.zeros_like(x)
     runs: dict[str, Callable[[], object]] = {
         "norm with residual": lambda: operations.add_rms_norm(x, x, weight, 1e-5),
-        "SiLU-mul": lambda: operations.silu_mul(gate_up),
+        "SiLU-mul": lambda: operations.activate(gate_up, "silu"),
         "rotary": lambda: operations.apply_rotary(q, k, cos, sin),
         "KV write": lambda: operations.store_kv(k, k, cache[0], cache[1], integers * TOKENS_PER_BLOCK),
         "LoRA rank 16, 8 adapters": lambda: operations.add_lora(y, x, a, b, scaling, adapters),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpu_worker.models.decoder import ForwardInputs, TorchDecoder
 from gpu_worker.models.description import DecoderDescription, describe
+from gpu_worker.models.weights.layer_weights import FeedForwardWeights, LayerWeights, LinearWeights
 
 if TYPE_CHECKING:
     from gpu_worker.model_runner import ModelRunner
@@ -60,18 +61,6 @@ class _Linear:
     bias: None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: Tensor
-    qkv: _Linear
-    attention_output: _Linear
-    post_attention_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
-    q_norm: None = None
-    k_norm: None = None
-
-
 class RandomWeights:
     """Weights as the loader gives them, made where they are used."""
 
@@ -90,17 +79,24 @@ class RandomWeights:
     def rope_factors(self) -> None:
         return None
 
-    def layers(self) -> Iterator[_Layer]:
+    def layers(self) -> Iterator[LayerWeights]:
         d = self._description
         for _ in range(d.num_layers):
-            yield _Layer(
+            yield LayerWeights(
                 input_norm=self._ones(),
-                qkv=_Linear(self._matrix((d.num_heads + 2 * d.num_kv_heads) * d.head_dim, d.hidden_size)),
-                attention_output=_Linear(self._matrix(d.hidden_size, d.num_heads * d.head_dim)),
-                post_attention_norm=self._ones(),
-                gate_up=_Linear(self._matrix(2 * d.intermediate_size, d.hidden_size)),
-                down=_Linear(self._matrix(d.hidden_size, d.intermediate_size)),
+                qkv=self._linear((d.num_heads + 2 * d.num_kv_heads) * d.head_dim, d.hidden_size),
+                q_norm=None,
+                k_norm=None,
+                attention_output=self._linear(d.hidden_size, d.num_heads * d.head_dim),
+                ffn_norm=self._ones(),
+                feed_forward=FeedForwardWeights(
+                    gate_up=self._linear(2 * d.intermediate_size, d.hidden_size),
+                    down=self._linear(d.hidden_size, d.intermediate_size),
+                ),
             )
+
+    def _linear(self, num_rows: int, num_columns: int) -> LinearWeights:
+        return cast("LinearWeights", _Linear(self._matrix(num_rows, num_columns)))
 
     def _matrix(self, num_rows: int, num_columns: int) -> _Matrix:
         values = torch.empty(num_rows, num_columns, device=self._device, dtype=self._dtype)

@@ -34,7 +34,8 @@ class KvCache:
 
     Attributes:
         keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
-            numbers inside a block in its own way. With integers, scales make head_dim larger.
+            numbers inside a block in its own way. With integers, scales make head_dim larger. Latent attention has
+            no values apart from its keys: their head_dim is 0.
         block_hashes: [num_blocks], what KeptBlocks knows of each; in the store, where there is one.
     """
 
@@ -61,7 +62,8 @@ class KvCache:
         if store is not None:
             self._memory = store.make_pool(num_blocks, int(np.prod(shape[2:])) * dtype.itemsize)
         if self._memory is None:
-            self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+            self.keys = _zeros(shape, dtype, device)
+            self.values = _zeros((*shape[:-1], 0) if description.latent else shape, dtype, device)
             self.block_hashes = np.zeros(num_blocks, dtype=np.uint64)
         else:
             self.keys, self.values = (
@@ -97,6 +99,9 @@ def shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) 
     """Where the KV pool is to lie so that others can take it over: on a CPU, and where a folder is given for it."""
     if not config.shared_kv_folder or model.device.type != "cpu":
         return None
+    if model.description.latent is not None:
+        logger.warning("the KV pool is not shared: a pool of latent vectors has no values")
+        return None
     # Blocks are equal only if the same code made them from the same numbers.
     windows = model.description.windows
     numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, windows)
@@ -106,7 +111,7 @@ def shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) 
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     # From numpy, because its zeros take memory only when they are written.
     size = int(np.prod(shape)) * dtype.itemsize
@@ -116,7 +121,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: torch.dtype) -> int:
     """Bytes of one block in all layers."""
     head_bytes = stored_head_dim(description.head_dim, dtype) * dtype.itemsize
-    return 2 * description.num_layers * description.num_kv_heads * head_bytes * tokens_per_block
+    num_tensors = 1 if description.latent else 2
+    return num_tensors * description.num_layers * description.num_kv_heads * head_bytes * tokens_per_block
 
 
 def free_memory_bytes(device: torch.device) -> int:

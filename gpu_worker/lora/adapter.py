@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.families import family_of
 
 _LEAST_RANK = 8
 
@@ -66,16 +67,48 @@ def padded_rank(rank: int) -> int:
 def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of each linear layer that LoRA may change."""
     d = description
+    ffn = {
+        "gate": (d.hidden_size, d.intermediate_size),
+        "up": (d.hidden_size, d.intermediate_size),
+        "down": (d.intermediate_size, d.hidden_size),
+    }
+    attended = d.num_heads * d.value_dim
+    if d.latent is not None:
+        q_inputs = d.latent.q_rank or d.hidden_size
+        factors = {} if d.latent.q_rank is None else {"q_a": (d.hidden_size, d.latent.q_rank)}
+        return {
+            **factors,
+            "q": (q_inputs, d.num_heads * d.query_dim),
+            "kv_a": (d.hidden_size, d.head_dim),
+            "o": (attended, d.hidden_size),
+            **ffn,
+        }
     q_size, kv_size = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
     return {
         "q": (d.hidden_size, q_size),
         "k": (d.hidden_size, kv_size),
         "v": (d.hidden_size, kv_size),
-        "o": (q_size, d.hidden_size),
-        "gate": (d.hidden_size, d.intermediate_size),
-        "up": (d.hidden_size, d.intermediate_size),
-        "down": (d.intermediate_size, d.hidden_size),
+        "o": (attended, d.hidden_size),
+        **ffn,
     }
+
+
+def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
+    """Return which modules each linear layer of the files is, by its path in a layer; several: their rows in order."""
+    names, latent = family_of(description.architecture).names, description.latent
+    if latent is not None:
+        attention: dict[str, tuple[str, ...]] = {names.latent_q: ("q",), names.latent_kv_down: ("kv_a",)}
+        if latent.q_rank is not None:
+            del attention[names.latent_q]
+            attention |= {names.latent_q_down: ("q_a",), names.latent_q_up: ("q",)}
+    else:
+        attention = _paths(names.qkv, ("q", "k", "v"))
+    ffn = {**_paths(names.gate_up, ("gate", "up")), names.down: ("down",)}
+    return {**attention, names.attention_output: ("o",), **ffn}
+
+
+def _paths(names: tuple[str, ...], modules: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    return {names[0]: modules} if len(names) == 1 else {name: (m,) for name, m in zip(names, modules, strict=True)}
 
 
 def module_layer_elements(description: DecoderDescription) -> int:

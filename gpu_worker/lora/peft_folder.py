@@ -18,22 +18,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpu_worker.lora.adapter import Adapter, LoraPair, module_shapes
+from gpu_worker.lora.adapter import Adapter, LoraPair, module_paths, module_shapes
 from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.families import family_of
 from midstream.errors import InvalidArgumentError, UnsupportedError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
-_PATHS = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Settings of LoRA that are read here, or that say nothing of what is computed. Any other one that is on (DoRA, biases,
 # saved modules, whatever comes) would be computed differently.
@@ -144,7 +136,18 @@ class _Lora:
         self._config_path, self._weights_path = folder / CONFIG_FILE, folder / WEIGHTS_FILE
         self._config, self._tensors, self._max_rank = config, tensors, max_rank
         self._num_layers = description.num_layers
-        self._shapes = module_shapes(description)
+        self._shapes, self._paths = module_shapes(description), module_paths(description)
+        # In a model of text and images the layers lie deeper.
+        prefixes = family_of(description.architecture).names.prefixes
+        held = (p for p in prefixes if any(name.startswith(f"{_PREFIX}{p}layers.") for name in tensors))
+        self._prefix = next(held, "model.")
+        # Experts of a mixture are not linear layers of their own.
+        self._absent = {
+            (i, path)
+            for i, mixture in enumerate(description.mixtures)
+            for path, modules in self._paths.items()
+            if mixture is not None and not {"gate", "up", "down"}.isdisjoint(modules)
+        }
         for name, value in config.items():
             is_known = name in _KNOWN and (name != "init_lora_weights" or value in _INITS)
             if not is_known and value not in _OFF:
@@ -157,12 +160,14 @@ class _Lora:
         left, layers = set(self._tensors), []
         expected = self._expected()
         for i in range(self._num_layers):
-            pairs = {}
-            for module, suffix in _PATHS.items():
-                path = f"model.layers.{i}.{suffix}"
+            pairs: dict[str, LoraPair] = {}
+            for suffix, modules in self._paths.items():
+                path = f"{self._prefix}layers.{i}.{suffix}"
                 names = [f"{_PREFIX}{path}.lora_{part}.weight" for part in ("A", "B")]
+                if (i, suffix) in self._absent:
+                    continue
                 if path in expected or not left.isdisjoint(names):
-                    pairs[module] = self._pair(path, module, *names)
+                    pairs |= self._pairs(path, modules, *names)
                     left.difference_update(names)
             layers.append(pairs)
         if left:
@@ -177,17 +182,22 @@ class _Lora:
         if not isinstance(targets, list):  # an expression: what it matched is what the file holds
             return set()
         layers = range(self._num_layers) if only is None else [only] if isinstance(only, int) else only
-        paths = [f"model.layers.{i}.{suffix}" for i in layers for suffix in _PATHS.values()]
+        paths = [
+            f"{self._prefix}layers.{i}.{suffix}"
+            for i in layers
+            for suffix in self._paths
+            if (i, suffix) not in self._absent
+        ]
         expected = set()
         for target in targets:
             matched = {path for path in paths if _is_suffix(str(target), path)}
             if not matched:
-                known = ", ".join(suffix.rpartition(".")[2] for suffix in _PATHS.values())
+                known = ", ".join(suffix.rpartition(".")[2] for suffix in self._paths)
                 raise _wrong(f"{self._config_path}: target_modules: {target!r} is none of {known}")
             expected |= matched
         return expected
 
-    def _pair(self, path: str, module: str, name_a: str, name_b: str) -> LoraPair:
+    def _pairs(self, path: str, modules: tuple[str, ...], name_a: str, name_b: str) -> dict[str, LoraPair]:
         for name in (name_a, name_b):
             if name not in self._tensors:
                 raise _wrong(f"{self._weights_path}: {name} is missing")
@@ -195,12 +205,13 @@ class _Lora:
         rank = int(self._setting("rank_pattern", path, self._rank))
         if not 1 <= rank <= self._max_rank:
             raise _wrong(f"{self._config_path}: rank {rank}; this worker takes 1 to {self._max_rank}")
-        num_inputs, num_outputs = self._shapes[module]
-        for name, tensor, shape in ((name_a, a, (rank, num_inputs)), (name_b, b, (num_outputs, rank))):
+        num_inputs, sizes = self._shapes[modules[0]][0], [self._shapes[module][1] for module in modules]
+        for name, tensor, shape in ((name_a, a, (rank, num_inputs)), (name_b, b, (sum(sizes), rank))):
             if tensor.shape != shape:
                 raise _wrong(f"{self._weights_path}: {name} is {list(tensor.shape)}, expected {list(shape)}")
         alpha = self._setting("alpha_pattern", path, self._alpha)
-        return LoraPair(a, b, alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
+        scale = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+        return {module: LoraPair(a, part, scale) for module, part in zip(modules, torch.split(b, sizes), strict=True)}
 
     def _setting(self, patterns: str, path: str, default: float) -> float:
         """What rank_pattern or alpha_pattern says of a module."""

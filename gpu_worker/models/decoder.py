@@ -1,8 +1,9 @@
-"""The decoder in PyTorch: the Llama family, as `DecoderDescription` says, over the operations of `kernels`."""
+"""The decoder in PyTorch: any that `DecoderDescription` describes, over the operations of `kernels`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +15,9 @@ from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
 from gpu_worker.lora.stacked import StackedAdapters, TorchAdapter, place_adapter
-from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.description import DecoderDescription, Rotary
+from gpu_worker.models.layers.attention import Angles, Attention, LatentAttention, PagedTokens
+from gpu_worker.models.layers.feed_forward import AddLora, Experts, FeedForward, MixtureLayer
 from gpu_worker.models.layers.linear import Linear, int8_rows
 from gpu_worker.models.layers.rotary import rotary_table
 from gpu_worker.models.weights.progress import with_progress
@@ -22,7 +25,13 @@ from gpu_worker.parallel.shard import Shard, whole_shard
 from gpu_worker.parallel.tensor_ranks import ONE_RANK, TensorRanks
 
 if TYPE_CHECKING:
-    from gpu_worker.models.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
+    from gpu_worker.models.weights.decoder_weights import DecoderWeights
+    from gpu_worker.models.weights.layer_weights import (
+        FeedForwardWeights,
+        LayerWeights,
+        LinearWeights,
+        MixtureWeights,
+    )
     from gpu_worker.parallel.shard_weights import ShardWeights
 
 
@@ -110,14 +119,12 @@ class PartDecoder(Decoder, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    attention_output: Linear
-    post_attention_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    input_norm: Tensor | None
+    attention: Attention | LatentAttention
+    attention_output_norm: Tensor | None
+    ffn_norm: Tensor | None
+    feed_forward: FeedForward | MixtureLayer
+    ffn_output_norm: Tensor | None
 
 
 class TorchDecoder:
@@ -150,10 +157,20 @@ class TorchDecoder:
             self._embedding = self._place(weights.embedding().dense())
             head = weights.head()
             self._head = self._embedding if head is None else self._place(head.dense())
-        self._layers = [self._layer(layer) for layer in with_progress(weights.layers(), d.num_layers, "loading layers")]
+        self._layers = [
+            self._layer(i, layer)
+            for i, layer in enumerate(with_progress(weights.layers(), d.num_layers, "loading layers"))
+        ]
         self._final_norm = self._place(weights.final_norm())
-        cos, sin = rotary_table(d.rope, d.head_dim, d.max_sequence_length, weights.rope_factors())
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        # Layers that turn alike share a table.
+        self._tables: list[tuple[Rotary, Tensor, Tensor]] = []
+        self._table_of = [None if rotary is None else self._table(rotary, weights) for rotary in d.rotary]
+        self._query_scales: Tensor | None = None
+        if d.position_scale is not None:
+            # Looked up, because the logarithm's last bit depends on an element's place in a tensor.
+            steps = torch.floor(torch.arange(1, d.max_sequence_length + 1).float() / d.position_scale.floor_scale)
+            self._query_scales = (torch.log1p(steps) * d.position_scale.scale + 1.0).to(device)
+        self._embedding_scale = torch.tensor(d.embedding_scale, dtype=dtype, device=device)
         self._kv: KvCache | None = None
         self._adapters = StackedAdapters(device)
 
@@ -181,16 +198,18 @@ class TorchDecoder:
             is_elsewhere = (ids < tokens.start) | (ids >= tokens.stop)
             found = functional.embedding((ids - tokens.start).masked_fill(is_elsewhere, 0), self._embedding)
             hidden = self._ranks.sum(found.masked_fill(is_elsewhere[:, None], 0))
+        if self._description.embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
         if inputs.virtual is not None:
             hidden[inputs.virtual.places.to(self._device)] = self._place(inputs.virtual.values)
         return hidden
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Writes keys and values, and turns the first layer's input [M, hidden_size] into the last one's output."""
-        kv, eps, first = self._kv, self._description.rms_norm_eps, self._shard.layers.start
-        assert kv is not None
+        d, first = self._description, self._shard.layers.start
         positions = inputs.positions.long()
-        cos, sin = self._cos[positions], self._sin[positions]
+        angles = [Angles(cos[positions], sin[positions], rotary.is_interleaved) for rotary, cos, sin in self._tables]
+        query_scale = None if self._query_scales is None else self._query_scales[positions]
         residual = hidden
         adapters = None
         if inputs.adapters is not None:
@@ -198,98 +217,168 @@ class TorchDecoder:
             adapters.use(inputs.adapters)
         if probe is not None:
             probe.keep(first, residual)
-        x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
+        x = self._norm(residual, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):
-            x = self._ranks.sum(self._attend(i, layer, x, cos, sin, inputs, kv, adapters))
-            x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = self._ranks.sum(self._feed_forward(i, layer, x, adapters))
-            if i + 1 < len(self._layers):
-                x, residual = kernels.add_rms_norm(x, residual, self._layers[i + 1].input_norm, eps)
+            table = self._table_of[i]
+            add_lora = None if adapters is None else partial(adapters.add, i)
+            turned = None if table is None else angles[table]
+            attended = layer.attention(x, self._tokens(i, inputs), turned, query_scale, self._ranks, add_lora)
+            attended = self._part(attended, layer.attention_output_norm)
+            if d.is_parallel:
+                added = attended + self._part(self._feed_forward(layer, x, add_lora), layer.ffn_output_norm)
             else:
-                residual = x + residual
+                x, residual = self._add_and_norm(attended, residual, layer.ffn_norm)
+                added = self._part(self._feed_forward(layer, x, add_lora), layer.ffn_output_norm)
+            if i + 1 < len(self._layers):
+                x, residual = self._add_and_norm(added, residual, self._layers[i + 1].input_norm)
+            else:
+                residual = added + residual
             if probe is not None:
                 probe.keep(first + i + 1, residual)
         if probe is not None and self._shard.is_last and first + len(self._layers) in probe.layers:
-            probe.keep(first + len(self._layers), kernels.rms_norm(residual, self._final_norm, eps))
+            probe.keep(first + len(self._layers), self._norm(residual, self._final_norm))
         return residual
 
     def logits(self, last: Tensor) -> Tensor:
         """Float32 logits [N, vocab_size] of outputs of the last layer."""
-        normed = kernels.rms_norm(last, self._final_norm, self._description.rms_norm_eps)
-        logits = kernels.linear(normed, self._head).float()
-        return self._ranks.join(logits)[:, : self._shard.whole.vocab_size]
+        d = self._shard.whole
+        logits = kernels.linear(self._norm(last, self._final_norm), self._head).float()
+        logits = self._ranks.join(logits)[:, : d.vocab_size]
+        if d.logits_scale != 1.0:
+            logits = logits * d.logits_scale
+        if d.logits_softcap:
+            # In float64 on a CPU, for the reason that `kernels.activate` gives.
+            wide = logits.double() if logits.device.type == "cpu" else logits
+            logits = (d.logits_softcap * torch.tanh(wide / d.logits_softcap)).float()
+        return logits
 
-    def _feed_forward(self, i: int, layer: _Layer, x: Tensor, adapters: StackedAdapters | None) -> Tensor:
-        gate_up = layer.gate_up(x)
-        if adapters is not None:
-            for module, part in zip(("gate", "up"), gate_up.chunk(2, dim=-1), strict=True):
-                adapters.add(i, module, x, part)
-        gated = kernels.silu_mul(gate_up)
-        out = layer.down(gated)
-        if adapters is not None:
-            adapters.add(i, "down", gated, out)
-        return out
-
-    def _attend(
-        self,
-        i: int,
-        layer: _Layer,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        inputs: ForwardInputs,
-        kv: KvCache,
-        adapters: StackedAdapters | None,
-    ) -> Tensor:
-        d = self._description
-        num_tokens = x.shape[0]
-        sizes = [heads * d.head_dim for heads in (d.num_heads, d.num_kv_heads, d.num_kv_heads)]
-        q, k, v = torch.split(layer.qkv(x), sizes, dim=-1)
-        if adapters is not None:
-            for module, part in zip(("q", "k", "v"), (q, k, v), strict=True):
-                adapters.add(i, module, x, part)
-        q = q.reshape(num_tokens, d.num_heads, d.head_dim)
-        k = k.reshape(num_tokens, d.num_kv_heads, d.head_dim)
-        v = v.reshape(num_tokens, d.num_kv_heads, d.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(q, layer.q_norm, d.rms_norm_eps)
-            k = kernels.rms_norm(k, layer.k_norm, d.rms_norm_eps)
-        q, k = kernels.apply_rotary(q, k, cos, sin)
-        kernels.store_kv(k, v, kv.keys[i], kv.values[i], inputs.slot_mapping)
-        out = kernels.paged_attention(
-            q,
+    def _tokens(self, i: int, inputs: ForwardInputs) -> PagedTokens:
+        kv, d = self._kv, self._description
+        assert kv is not None
+        return PagedTokens(
             kv.keys[i],
             kv.values[i],
+            inputs.slot_mapping,
             inputs.block_tables,
             inputs.query_starts,
             inputs.context_lens,
-            d.head_dim**-0.5,
             d.windows[i],
+            d.chunks[i],
         )
-        attended = out.flatten(1)
-        x = layer.attention_output(attended)
-        if adapters is not None:
-            adapters.add(i, "o", attended, x)
-        return x
 
-    def _layer(self, weights: LayerWeights) -> _Layer:
-        return _Layer(
-            input_norm=self._place(weights.input_norm),
-            qkv=self._linear(weights.qkv),
-            q_norm=None if weights.q_norm is None else self._place(weights.q_norm),
-            k_norm=None if weights.k_norm is None else self._place(weights.k_norm),
-            attention_output=self._linear(weights.attention_output),
-            post_attention_norm=self._place(weights.post_attention_norm),
-            gate_up=self._linear(weights.gate_up),
-            down=self._linear(weights.down),
+    def _feed_forward(self, layer: _Layer, x: Tensor, add_lora: AddLora | None) -> Tensor:
+        if isinstance(layer.feed_forward, MixtureLayer):
+            return layer.feed_forward(x)
+        return layer.feed_forward(x, add_lora)
+
+    def _part(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """What a part of a layer adds to the residual stream, of what it computed here."""
+        x = self._ranks.sum(x)
+        if norm is not None:
+            x = self._norm(x, norm)
+        scale = self._description.residual_scale
+        return x if scale == 1.0 else x * scale
+
+    def _add_and_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the normed sum, and the sum."""
+        if norm is not None and self._description.norm == "rms":
+            return kernels.add_rms_norm(x, residual, norm, self._description.norm_eps)
+        total = x + residual
+        return self._norm(total, norm), total
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
+        norm = kernels.rms_norm if self._description.norm == "rms" else kernels.layer_norm
+        return norm(x, weight, self._description.norm_eps)
+
+    def _table(self, rotary: Rotary, weights: DecoderWeights | ShardWeights) -> int:
+        for i, (known, _, _) in enumerate(self._tables):
+            if known == rotary:
+                return i
+        cos, sin = rotary_table(
+            rotary.settings, rotary.dim, self._description.max_sequence_length, weights.rope_factors()
         )
+        self._tables.append((rotary, cos.to(self._device), sin.to(self._device)))
+        return len(self._tables) - 1
+
+    def _layer(self, i: int, weights: LayerWeights) -> _Layer:
+        d, mixture = self._description, self._description.mixtures[i]
+        assert weights.feed_forward is not None or weights.mixture is not None
+        feed_forward: FeedForward | MixtureLayer
+        if weights.mixture is not None and mixture is not None:
+            feed_forward = self._mixture(weights.mixture, i)
+        else:
+            assert weights.feed_forward is not None
+            feed_forward = self._plain(weights.feed_forward)
+        return _Layer(
+            input_norm=self._placed(weights.input_norm),
+            attention=self._latent_attention(weights) if d.latent else self._attention(weights),
+            attention_output_norm=self._placed(weights.attention_output_norm),
+            ffn_norm=self._placed(weights.ffn_norm),
+            feed_forward=feed_forward,
+            ffn_output_norm=self._placed(weights.ffn_output_norm),
+        )
+
+    def _attention(self, weights: LayerWeights) -> Attention:
+        d = self._description
+        assert weights.qkv is not None
+        return Attention(
+            description=d,
+            qkv=self._linear(weights.qkv),
+            output=self._linear(weights.attention_output),
+            q_norm=self._placed(weights.q_norm),
+            k_norm=self._placed(weights.k_norm),
+            sinks=None if weights.sinks is None else weights.sinks.float().to(self._device),
+            unit=self._place(torch.ones(d.head_dim)) if d.has_unit_qk_norm else None,
+        )
+
+    def _latent_attention(self, weights: LayerWeights) -> LatentAttention:
+        d, latent, w = self._description, self._description.latent, weights.latent
+        assert latent is not None
+        assert w is not None
+        kv_up = w.kv_up.view(d.num_heads, latent.nope_dim + latent.value_dim, latent.kv_rank)
+        to_latent, from_latent = torch.split(kv_up, [latent.nope_dim, latent.value_dim], dim=1)
+        return LatentAttention(
+            description=d,
+            q_down=None if w.q_down is None else self._linear(w.q_down),
+            q_norm=self._placed(w.q_norm),
+            q_up=self._linear(w.q_up),
+            kv_down=self._linear(w.kv_down),
+            kv_norm=self._place(w.kv_norm),
+            to_latent=self._place(to_latent.transpose(1, 2).contiguous()),
+            from_latent=self._place(from_latent.contiguous()),
+            output=self._linear(weights.attention_output),
+        )
+
+    def _mixture(self, weights: MixtureWeights, i: int) -> MixtureLayer:
+        description = self._description.mixtures[i]
+        assert description is not None
+        router = weights.router
+        return MixtureLayer(
+            description=description,
+            router=Linear(
+                router.weight.dense().to(self._device), None if router.bias is None else router.bias.to(self._device)
+            ),
+            correction=None if weights.correction is None else weights.correction.to(self._device),
+            experts=Experts([self._plain(expert) for expert in weights.experts]),
+            shared=None if weights.shared is None else self._plain(weights.shared),
+            shared_gate=None if weights.shared_gate is None else self._linear(weights.shared_gate),
+        )
+
+    def _plain(self, weights: FeedForwardWeights) -> FeedForward:
+        d = self._description
+        return FeedForward(self._linear(weights.gate_up), self._linear(weights.down), d.activation)
 
     def _linear(self, weights: LinearWeights) -> Linear:
-        bias = None if weights.bias is None else self._place(weights.bias)
+        bias = self._placed(weights.bias)
         if weights.weight.format == "int8":
             units, scale = int8_rows(weights.weight.source)
             return Linear(units.to(self._device), bias, scale.to(self._device))
         return Linear(self._place(weights.weight.dense()), bias)
+
+    def _placed(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else self._place(tensor)
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self._device, dtype=self._dtype)

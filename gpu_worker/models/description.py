@@ -1,26 +1,120 @@
-"""What a Llama-like decoder is made of, read from config.json."""
+"""What a decoder is made of: the description that a family's file reads from config.json, and that decoders compute."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from midstream.errors import ConfigError, UnsupportedError
+from kernels import Activation
+from midstream.errors import ConfigError
 
-# model_type -> normalizes q and k.
-_FAMILY = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
-# What transformers takes where config.json is silent.
-_DEFAULT_WINDOW, _DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
+Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary position embedding of a layer.
+
+    Attributes:
+        settings: `rope_theta`, and `rope_type` with its settings as in config.json.
+        dim: Leading numbers of each head that are rotated.
+        is_interleaved: Whether pairs lie side by side, (2i, 2i + 1), and not half of `dim` apart.
+    """
+
+    settings: Mapping[str, Any]
+    dim: int
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """A mixture of experts in place of a feed-forward layer.
+
+    Attributes:
+        num_active: Experts that each token goes through.
+        expert_size: Features between the two products of an expert.
+        scoring: What the router's logits become: a softmax over all experts, over the chosen ones, or a sigmoid each.
+        is_normalized: Whether the chosen experts' weights are divided by their sum.
+        scale: Factor of the weights.
+        num_groups, num_active_groups: Experts are chosen from the groups with the highest sum of two; 1 of 1: from all.
+        has_correction: Whether a bias is added to the scores for the choice alone.
+        weighs_input: Whether the weight multiplies an expert's input, not its output.
+        shared_size: Features of the shared expert, which each token goes through; 0: there is none.
+        has_shared_gate: Whether a sigmoid of its own weighs the shared expert.
+    """
+
+    num_experts: int
+    num_active: int
+    expert_size: int
+    scoring: Scoring = "softmax"
+    is_normalized: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    num_active_groups: int = 1
+    has_correction: bool = False
+    weighs_input: bool = False
+    shared_size: int = 0
+    has_shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention: what is cached for a token is one vector, from which keys and values are made.
+
+    The cached vector has `kv_rank` normed numbers and `rope_dim` rotated ones, which all heads share. Queries are
+    brought into its space, so attention has one KV head.
+
+    Attributes:
+        q_rank: Of the queries' factors; None: queries are made by one matrix.
+        nope_dim, rope_dim: Numbers of a query head that are not rotated, and that are.
+        value_dim: Numbers of a head's output.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionScale:
+    """Queries of layers without rotary embedding grow with their position (Llama 4).
+
+    The factor is log(floor((p + 1) / floor_scale) + 1) * scale + 1.
+    """
+
+    floor_scale: float
+    scale: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderDescription:
-    """A decoder: norm, attention, norm, gated feed-forward, in each layer.
+    """A decoder. In each layer attention and a feed-forward network are added to the residual stream.
 
     Attributes:
-        windows: Per layer, the tokens attended to; None: all.
-        rope: `rope_theta`, `rope_type` and its settings.
+        architecture: `model_type` of config.json.
+        intermediate_size: Features of the layers that are no mixture.
+        num_kv_heads, head_dim: Of what is cached; with `latent` one head of the latent vector.
+        norm_eps: Of all norms.
+        norm: RMS norm, or layer norm, which subtracts the mean.
+        norm_offset: Added to the norms' weights.
+        norm_place: Norms stand before attention and feed-forward network, after them, or both.
+        is_parallel: Attention and feed-forward network read the same normed input.
+        qk_norm: Norm of queries and keys: of each head, or of all heads of a token together.
+        has_unit_qk_norm: Rotated queries and keys are brought to unit root mean square (Llama 4).
+        rotary: By layer; None: no rotary embedding.
+        windows: By layer, the tokens attended to; None: all.
+        chunks: By layer, attention does not look past multiples of so many positions; None: it does.
+        scale: Factor of the attention scores.
+        softcap: Bends attention scores s to softcap * tanh(s / softcap); 0: it does not.
+        has_sinks: Each query head has one more score, which takes weight but has no value.
+        mixtures: By layer; None: a plain feed-forward network.
+        embedding_scale, residual_scale, logits_scale: Factors of embeddings, of what is added to the residual stream,
+            and of the logits.
+        logits_softcap: As `softcap`, of the logits.
+        has_mlp_bias: Plain feed-forward networks have biases.
     """
 
     architecture: str
@@ -31,13 +125,62 @@ class DecoderDescription:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope: Mapping[str, Any]
+    norm_eps: float
+    rotary: tuple[Rotary | None, ...]
     windows: tuple[int | None, ...]
     ties_embeddings: bool
-    normalizes_qk: bool
-    has_mlp_bias: bool
     max_sequence_length: int
+    scale: float
+    norm: Literal["rms", "layer"] = "rms"
+    norm_offset: float = 0.0
+    norm_place: Literal["before", "after", "around"] = "before"
+    is_parallel: bool = False
+    qk_norm: Literal["head", "row"] | None = None
+    has_unit_qk_norm: bool = False
+    chunks: tuple[int | None, ...] = ()
+    softcap: float = 0.0
+    has_sinks: bool = False
+    latent: Latent | None = None
+    position_scale: PositionScale | None = None
+    activation: Activation = "silu"
+    mixtures: tuple[Mixture | None, ...] = ()
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float = 0.0
+    has_mlp_bias: bool = False
+    # How the weights are cut for tensor ranks needs these of the whole model.
+    qk_norm_sizes: tuple[int, int] = field(default=(0, 0))
+
+    def __post_init__(self) -> None:
+        for name, default in (("chunks", None), ("mixtures", None)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (default,) * self.num_layers)
+        if self.qk_norm == "row" and not any(self.qk_norm_sizes):
+            sizes = (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim)
+            object.__setattr__(self, "qk_norm_sizes", sizes)
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a query head before it is brought into the space of what is cached."""
+        return self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a head's output."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    def of_layers(self, layers: range) -> DecoderDescription:
+        """Return the description of some of the layers, as a model of its own."""
+        some = slice(layers.start, layers.stop)
+        return replace(
+            self,
+            num_layers=len(layers),
+            rotary=self.rotary[some],
+            windows=self.windows[some],
+            chunks=self.chunks[some],
+            mixtures=self.mixtures[some],
+        )
 
 
 def describe(config: Mapping[str, Any], max_attention_window: int = 0) -> DecoderDescription:
@@ -51,58 +194,16 @@ def describe(config: Mapping[str, Any], max_attention_window: int = 0) -> Decode
         UnsupportedError: An architecture, activation or rope type that is not native here; names it.
         ConfigError: A setting is missing or contradicts another.
     """
-    architecture = str(config.get("model_type"))
-    if architecture not in _FAMILY:
-        raise UnsupportedError(
-            f"architecture {architecture!r} is not supported; supported are {', '.join(_FAMILY)}", field="model"
+    # Only here, because families' files build the classes above.
+    from gpu_worker.models.families import family_of
+
+    description = family_of(str(config.get("model_type"))).read(config)
+    d = description
+    if d.num_heads % d.num_kv_heads or any(r is not None and r.dim % 2 for r in d.rotary) or d.head_dim < 1:
+        raise ConfigError(
+            f"{d.num_heads} heads, {d.num_kv_heads} KV heads of size {d.head_dim} do not fit", field="model"
         )
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedError(f"activation {activation!r} is not supported", field="model")
-    num_heads = _positive(config, "num_attention_heads")
-    hidden_size = _positive(config, "hidden_size")
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
-    head_dim = config.get("head_dim") or hidden_size // num_heads
-    if num_heads % num_kv_heads or head_dim % 2:
-        raise ConfigError(f"{num_heads} heads, {num_kv_heads} KV heads of size {head_dim} do not fit", field="model")
-    num_layers = _positive(config, "num_hidden_layers")
-    return DecoderDescription(
-        architecture=architecture,
-        vocab_size=_positive(config, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_positive(config, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config),
-        windows=narrowed(_windows(config, architecture, num_layers), max_attention_window),
-        ties_embeddings=bool(config.get("tie_word_embeddings", False)),
-        normalizes_qk=_FAMILY[architecture],
-        has_mlp_bias=bool(config.get("mlp_bias", False)),
-        max_sequence_length=_positive(config, "max_position_embeddings"),
-    )
-
-
-def _positive(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"config.json: {name} is {value!r}", field="model")
-    return value
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Older configurations have rope_theta and rope_scaling apart; newer ones rope_parameters."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    if rope.get("rope_theta") is None:
-        rope["rope_theta"] = config.get("rope_theta") or 10000.0
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UnsupportedError("rotary embedding of a part of each head is not supported", field="model")
-    if rope["rope_type"] == "yarn" and rope.get("original_max_position_embeddings") is None:
-        rope["original_max_position_embeddings"] = _positive(config, "max_position_embeddings")
-    return rope
+    return replace(description, windows=narrowed(description.windows, max_attention_window))
 
 
 def narrowed(windows: Sequence[int | None], max_attention_window: int) -> tuple[int | None, ...]:
@@ -110,25 +211,3 @@ def narrowed(windows: Sequence[int | None], max_attention_window: int) -> tuple[
     if not max_attention_window:
         return tuple(windows)
     return tuple(min(window or max_attention_window, max_attention_window) for window in windows)
-
-
-def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Return the windows that transformers gives a model of this configuration, defaults included."""
-    window = config.get("sliding_window", _DEFAULT_WINDOW)
-    is_used = architecture == "mistral" or (architecture != "llama" and config.get("use_sliding_window", False))
-    if window is None or not is_used:
-        return (None,) * num_layers
-    if not isinstance(window, int) or window <= 0:
-        raise ConfigError(f"config.json: sliding_window is {window!r}", field="model")
-    if architecture == "mistral":
-        return (window,) * num_layers
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = int(config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS))
-        return tuple(window if i >= first else None for i in range(num_layers))
-    if len(kinds) != num_layers:
-        raise ConfigError(f"config.json: {len(kinds)} layer_types for {num_layers} layers", field="model")
-    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

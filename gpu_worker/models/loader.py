@@ -12,6 +12,7 @@ import torch
 import kernels
 from gpu_worker.models.decoder import Decoder, PartDecoder, TorchDecoder
 from gpu_worker.models.description import DecoderDescription, describe
+from gpu_worker.models.families import family_of
 from gpu_worker.parallel.pipeline import as_stage
 from gpu_worker.parallel.ranks import ALONE, Ranks
 from gpu_worker.parallel.shard import Shard, shard_of, whole_shard
@@ -109,8 +110,11 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
         decoder = CpuDecoder(description, part_weights, library, num_threads(config), config.activations, shard)
         kind = f"{library.isa} kernels"
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
+    # Attention over latent vectors is PyTorch's own operations, which read sizes back from the device.
+    can_record = description.latent is None
     whole: Decoder = decoder if links is None else as_stage(decoder, description, links, dtype)
-    return LoadedModel(description, whole, device, dtype, kv_dtype, divided=None if links is None else shard)
+    divided = None if links is None else shard
+    return LoadedModel(description, whole, device, dtype, kv_dtype, can_record, divided=divided)
 
 
 def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:
@@ -118,7 +122,10 @@ def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescri
     if config.implementation == "transformers":
         return None
     try:
-        return describe(folder.config, config.max_attention_window)
+        description = describe(folder.config, config.max_attention_window)
+        if folder.weights_format == "gguf" and not family_of(description.architecture).reads_gguf:
+            raise UnsupportedError(f"a GGUF file of {description.architecture!r} is not supported", field="model")
+        return description
     except UnsupportedError as error:
         if config.implementation == "native":
             raise
@@ -150,11 +157,9 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
     """The CPU kernels; None where PyTorch's operations run in their place."""
     if config.kernels == "torch":
         return None
-    from gpu_worker.models.native import dims_of
+    from gpu_worker.models.native import dims_of, what_is_missing
 
-    reason = supports(dims_of(description))
-    if description.has_mlp_bias:
-        reason = "its feed-forward layers have biases"
+    reason = what_is_missing(description) or supports(dims_of(description))
     if ranks.tensor_size > 1:
         reason = "its layers are divided among ranks"
     if reason is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ import kernels
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import ForwardInputs, Probe
-from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.description import DecoderDescription, Rotary
 from gpu_worker.models.layers.rotary import rotary_table
-from gpu_worker.models.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
+from gpu_worker.models.weights.decoder_weights import DecoderWeights
+from gpu_worker.models.weights.layer_weights import LayerWeights, LinearWeights
 from gpu_worker.models.weights.progress import with_progress
 from gpu_worker.models.weights.weight import BLOCK_TYPES, Weight
 from gpu_worker.models.weights.weight import WeightFormat as WeightKind
@@ -55,7 +56,10 @@ class _PackedLayer:
     attention_output: PackedLinear
     gate_up: PackedLinear
     down: PackedLinear
-    weights: LayerWeights
+    attention_norm: Tensor
+    ffn_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
 
 
 class CpuDecoder:
@@ -94,8 +98,10 @@ class CpuDecoder:
             for layer in with_progress(weights.layers(), description.num_layers, "loading layers")
         ]
         self._final_norm = weights.final_norm().contiguous()
+        rotary = description.rotary[0]
+        assert rotary is not None
         self._cos, self._sin = rotary_table(
-            description.rope, description.head_dim, description.max_sequence_length, weights.rope_factors()
+            rotary.settings, rotary.dim, description.max_sequence_length, weights.rope_factors()
         )
         self._native: NativeDecoder | None = None
 
@@ -116,12 +122,12 @@ class CpuDecoder:
                 o=layer.attention_output,
                 gate_up=layer.gate_up,
                 down=layer.down,
-                attention_norm=layer.weights.input_norm,
-                ffn_norm=layer.weights.post_attention_norm,
+                attention_norm=layer.attention_norm,
+                ffn_norm=layer.ffn_norm,
                 k_cache=kv.keys[i].view(kv.num_blocks, heads, dim, kv.tokens_per_block),
                 v_cache=kv.values[i].view(kv.num_blocks, heads, kv.tokens_per_block, dim),
-                q_norm=layer.weights.q_norm,
-                k_norm=layer.weights.k_norm,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
                 window=self._description.windows[i],
             )
             for i, layer in enumerate(self._layers)
@@ -170,7 +176,7 @@ class CpuDecoder:
             done = layer - offset
             if probe is not None:
                 is_end = self._shard.is_last and done == num_layers
-                eps = self._description.rms_norm_eps
+                eps = self._description.norm_eps
                 probe.keep(layer, kernels.rms_norm(hidden, self._final_norm, eps) if is_end else hidden)
         self._forward_layers(hidden, inputs, done, num_layers)
         return hidden
@@ -197,13 +203,20 @@ class CpuDecoder:
         )
 
     def _pack_layer(self, weights: LayerWeights) -> _PackedLayer:
-        gate_up = weights.gate_up.weight
+        assert weights.qkv is not None
+        assert weights.feed_forward is not None
+        assert weights.input_norm is not None
+        assert weights.ffn_norm is not None
+        gate_up = weights.feed_forward.gate_up.weight
         return _PackedLayer(
             qkv=self._pack(weights.qkv),
             attention_output=self._pack(weights.attention_output),
             gate_up=self._packed(gate_up.source.chunk(2), gate_up.format, is_gated=True),
-            down=self._pack(weights.down),
-            weights=weights,
+            down=self._pack(weights.feed_forward.down),
+            attention_norm=weights.input_norm,
+            ffn_norm=weights.ffn_norm,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
         )
 
     def _pack(self, linear: LinearWeights) -> PackedLinear:
@@ -233,6 +246,36 @@ def _by_sequence(inputs: ForwardInputs) -> list[PackedLora | None] | None:
     return [None if place < 0 else inputs.adapters.adapters[place] for place in places]
 
 
+def what_is_missing(description: DecoderDescription) -> str | None:
+    """Return what of a decoder the kernels do not compute; None: they compute all of it."""
+    d = description
+    plain = replace(
+        d,
+        norm="rms",
+        norm_offset=0.0,
+        norm_place="before",
+        is_parallel=False,
+        has_unit_qk_norm=False,
+        chunks=(None,) * d.num_layers,
+        softcap=0.0,
+        has_sinks=False,
+        latent=None,
+        position_scale=None,
+        activation="silu",
+        mixtures=(None,) * d.num_layers,
+        embedding_scale=1.0,
+        residual_scale=1.0,
+        logits_scale=1.0,
+        logits_softcap=0.0,
+        has_mlp_bias=False,
+        rotary=(Rotary(d.rotary[0].settings if d.rotary[0] else {}, d.head_dim),) * d.num_layers,
+        qk_norm=None if d.qk_norm == "row" else d.qk_norm,
+        qk_norm_sizes=(0, 0),
+    )
+    different = [f.name for f in fields(d) if getattr(d, f.name) != getattr(plain, f.name)]
+    return f"it has {', '.join(different)}" if different else None
+
+
 def dims_of(description: DecoderDescription) -> DecoderDims:
     """The sizes that the kernels need to know."""
     return DecoderDims(
@@ -241,6 +284,6 @@ def dims_of(description: DecoderDescription) -> DecoderDims:
         num_kv_heads=description.num_kv_heads,
         head_dim=description.head_dim,
         ffn_size=description.intermediate_size,
-        eps=description.rms_norm_eps,
-        scale=description.head_dim**-0.5,
+        eps=description.norm_eps,
+        scale=description.scale,
     )

@@ -356,12 +356,11 @@ def _describe(config: Any, folder: ModelFolder, layers: list[_Layer]) -> Decoder
         num_heads=layers[0].num_heads,
         num_kv_heads=layers[0].num_kv_heads,
         head_dim=layers[0].head_dim,
-        rms_norm_eps=0.0,
-        rope={},
+        norm_eps=0.0,
+        rotary=(None,) * len(layers),
         windows=tuple(layer.window for layer in layers),
         ties_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        normalizes_qk=False,
-        has_mlp_bias=False,
+        scale=layers[0].scale,
         max_sequence_length=_max_sequence_length(config),
     )
 

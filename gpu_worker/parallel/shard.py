@@ -1,15 +1,15 @@
 """Which part of a decoder a rank holds.
 
 Layers are divided among the stages of the pipeline; within a stage each tensor rank has some KV heads with all queries
-that read them, some of the feed-forward features and some of the vocabulary. Nothing need divide evenly. Where there
-are more tensor ranks than KV heads, several hold the same KV head and divide its queries.
+that read them, some features of each feed-forward network and each expert, and some of the vocabulary. Nothing need
+divide evenly. Where there are more tensor ranks than KV heads, several hold the same KV head and divide its queries.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.description import DecoderDescription, Mixture
 from gpu_worker.parallel.ranks import Ranks
 from midstream.errors import ConfigError
 
@@ -24,7 +24,7 @@ class Shard:
     Attributes:
         whole: The model.
         part: What this rank computes, as if it were a model of its own.
-        layers, heads, kv_heads, features: Which it holds, in the model's own numbering.
+        layers, heads, kv_heads: Which it holds, in the model's own numbering.
         tokens: Rows of the vocabulary; those behind the last token only make all ranks' parts equally long.
         is_first: Whether it has embeddings, final norm and head: they are the first stage's.
         is_last: Whether its last layer is the model's.
@@ -35,10 +35,20 @@ class Shard:
     layers: range
     heads: range
     kv_heads: range
-    features: range
     tokens: range
     is_first: bool
     is_last: bool
+    tensor_rank: int = 0
+    tensor_size: int = 1
+
+    @property
+    def features(self) -> range:
+        """Features of plain feed-forward networks that it holds."""
+        return self.features_of(self.whole.intermediate_size)
+
+    def features_of(self, size: int) -> range:
+        """Which of so many features of a feed-forward network it holds."""
+        return _features(size, self.tensor_rank, self.tensor_size)
 
 
 def whole_shard(description: DecoderDescription) -> Shard:
@@ -55,32 +65,49 @@ def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
     d, rank, size = description, ranks.tensor_rank, ranks.tensor_size
     if ranks.pipeline_size > d.num_layers:
         raise ConfigError(f"{ranks.pipeline_size} stages for {d.num_layers} layers", field="pipeline_parallel")
-    if size > min(d.num_heads, d.intermediate_size):
+    if size > min(d.num_heads, d.intermediate_size, *(m.expert_size for m in d.mixtures if m is not None)):
         raise ConfigError(f"{size} ranks for {d.num_heads} heads", field="tensor_parallel")
     layers = stage_layers(d, ranks.pipeline_size)[ranks.stage]
     heads, kv_heads = _heads(d, rank, size)
-    unit = _FEATURE_UNIT if d.intermediate_size % _FEATURE_UNIT == 0 else 1
-    unit = unit if d.intermediate_size // unit >= size else 1
-    units = _span(d.intermediate_size // unit, rank, size)
-    features = range(units.start * unit, units.stop * unit)
+    if d.qk_norm == "row" and size > d.num_kv_heads:
+        raise ConfigError(
+            f"{size} ranks for {d.num_kv_heads} KV heads that are normed together", field="tensor_parallel"
+        )
     num_tokens = -(-d.vocab_size // size)
     return Shard(
         whole=d,
         part=replace(
-            d,
-            num_layers=len(layers),
-            windows=d.windows[layers.start : layers.stop],
+            d.of_layers(layers),
             num_heads=len(heads),
             num_kv_heads=len(kv_heads),
-            intermediate_size=len(features),
+            intermediate_size=len(_features(d.intermediate_size, rank, size)),
+            mixtures=tuple(_mixture(d.mixtures[i], rank, size) for i in layers),
         ),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        features=features,
         tokens=range(rank * num_tokens, (rank + 1) * num_tokens),
         is_first=ranks.stage == 0,
         is_last=ranks.stage == ranks.pipeline_size - 1,
+        tensor_rank=rank,
+        tensor_size=size,
+    )
+
+
+def _features(count: int, rank: int, size: int) -> range:
+    unit = _FEATURE_UNIT if count % _FEATURE_UNIT == 0 and count // _FEATURE_UNIT >= size else 1
+    units = _span(count // unit, rank, size)
+    return range(units.start * unit, units.stop * unit)
+
+
+def _mixture(mixture: Mixture | None, rank: int, size: int) -> Mixture | None:
+    """A mixture of which each expert has this rank's features."""
+    if mixture is None:
+        return None
+    return replace(
+        mixture,
+        expert_size=len(_features(mixture.expert_size, rank, size)),
+        shared_size=len(_features(mixture.shared_size, rank, size)),
     )
 
 

@@ -22,11 +22,11 @@ def adapter_part(adapter: Adapter, shard: Shard) -> Adapter:
 
 
 def _cut(pairs: Mapping[str, LoraPair], shard: Shard) -> dict[str, LoraPair]:
-    dim, features = shard.whole.head_dim, slice(shard.features.start, shard.features.stop)
-    heads = slice(shard.heads.start * dim, shard.heads.stop * dim)
-    kv_heads = slice(shard.kv_heads.start * dim, shard.kv_heads.stop * dim)
-    outputs = {"q": heads, "k": kv_heads, "v": kv_heads, "gate": features, "up": features}
-    inputs = {"o": heads, "down": features}
+    d, features = shard.whole, _span(shard.features, 1)
+    kv_heads = _span(shard.kv_heads, d.head_dim)
+    queries, attended = _span(shard.heads, d.query_dim), _span(shard.heads, d.value_dim)
+    outputs = {"q": queries, "k": kv_heads, "v": kv_heads, "gate": features, "up": features}
+    inputs = {"o": attended, "down": features}
     return {
         module: LoraPair(
             pair.a[:, inputs[module]] if module in inputs else pair.a,
@@ -35,3 +35,8 @@ def _cut(pairs: Mapping[str, LoraPair], shard: Shard) -> dict[str, LoraPair]:
         )
         for module, pair in pairs.items()
     }
+
+
+def _span(parts: range, length: int) -> slice:
+    """The elements of parts that are so long each."""
+    return slice(parts.start * length, parts.stop * length)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gpu_worker.models.weights.decoder_weights import DecoderWeights, LayerWeights, LinearWeights
+from gpu_worker.models.weights.decoder_weights import DecoderWeights
+from gpu_worker.models.weights.layer_weights import (
+    FeedForwardWeights,
+    LatentWeights,
+    LayerWeights,
+    LinearWeights,
+    MixtureWeights,
+)
 from gpu_worker.models.weights.weight import Weight
 from gpu_worker.parallel.shard import Shard
 
@@ -24,12 +32,11 @@ class ShardWeights:
         d = shard.whole
         q_rows, kv_rows = _numbers(shard.heads, d.head_dim), _numbers(shard.kv_heads, d.head_dim)
         q_size, kv_size = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
-        self._is_divided = shard.part.num_heads < d.num_heads
-        self._has_biases = shard.heads.start == 0  # outputs of all tensor ranks are added up, so one has the bias
-        self._features = _numbers(shard.features, 1)
+        self._is_divided = shard.tensor_size > 1
+        self._is_leading = shard.heads.start == 0  # outputs of all tensor ranks are added up, so one has the bias
         self._qkv_rows = torch.cat([q_rows, q_size + kv_rows, q_size + kv_size + kv_rows])
-        self._gate_up_rows = torch.cat([self._features, d.intermediate_size + self._features])
-        self._attended = q_rows
+        self._row_norms = (q_rows, kv_rows) if d.qk_norm == "row" else None
+        self._attended = _numbers(shard.heads, d.value_dim)
 
     def embedding(self) -> Weight:
         """[its part of the vocabulary, hidden_size]."""
@@ -59,20 +66,52 @@ class ShardWeights:
         return weight.take(_numbers(self._shard.tokens, 1).clamp(max=weight.shape[0] - 1))
 
     def _layer(self, weights: LayerWeights) -> LayerWeights:
-        return LayerWeights(
-            input_norm=weights.input_norm,
-            qkv=_rows(weights.qkv, self._qkv_rows),
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
+        d = self._shard.whole
+        norms = (weights.q_norm, weights.k_norm)
+        if self._row_norms is not None and norms[0] is not None and norms[1] is not None:
+            norms = (norms[0][self._row_norms[0]], norms[1][self._row_norms[1]])
+        return replace(
+            weights,
+            qkv=None if weights.qkv is None else _rows(weights.qkv, self._qkv_rows),
+            q_norm=norms[0],
+            k_norm=norms[1],
             attention_output=self._columns(weights.attention_output, self._attended),
-            post_attention_norm=weights.post_attention_norm,
-            gate_up=_rows(weights.gate_up, self._gate_up_rows),
-            down=self._columns(weights.down, self._features),
+            sinks=None if weights.sinks is None else weights.sinks[_numbers(self._shard.heads, 1)],
+            feed_forward=None
+            if weights.feed_forward is None
+            else self._feed_forward(weights.feed_forward, d.intermediate_size),
+            latent=None if weights.latent is None else self._latent(weights.latent),
+            mixture=None if weights.mixture is None else self._mixture(weights.mixture),
+        )
+
+    def _feed_forward(self, weights: FeedForwardWeights, size: int) -> FeedForwardWeights:
+        features = _numbers(self._shard.features_of(size), 1)
+        return FeedForwardWeights(
+            gate_up=_rows(weights.gate_up, torch.cat([features, size + features])),
+            down=self._columns(weights.down, features),
+        )
+
+    def _latent(self, weights: LatentWeights) -> LatentWeights:
+        d, latent = self._shard.whole, self._shard.whole.latent
+        assert latent is not None
+        return replace(
+            weights,
+            q_up=_rows(weights.q_up, _numbers(self._shard.heads, d.query_dim)),
+            kv_up=weights.kv_up[_numbers(self._shard.heads, latent.nope_dim + latent.value_dim)],
+        )
+
+    def _mixture(self, weights: MixtureWeights) -> MixtureWeights:
+        size = weights.experts[0].down.weight.num_columns
+        shared = weights.shared
+        return replace(
+            weights,
+            experts=[self._feed_forward(expert, size) for expert in weights.experts],
+            shared=None if shared is None else self._feed_forward(shared, shared.down.weight.num_columns),
         )
 
     def _columns(self, linear: LinearWeights, columns: Tensor) -> LinearWeights:
         values = linear.weight.dense()[:, columns].contiguous()
-        return LinearWeights(Weight("f32", values, len(columns)), linear.bias if self._has_biases else None)
+        return LinearWeights(Weight("f32", values, len(columns)), linear.bias if self._is_leading else None)
 
 
 def _rows(linear: LinearWeights, rows: Tensor) -> LinearWeights:

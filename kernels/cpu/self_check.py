@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.activation import activate
 from kernels.attention import paged_attention
 from kernels.cpu.decoder import DecoderDims, DecoderLayer, NativeDecoder, stored_head_dim
 from kernels.cpu.library import Library
@@ -19,7 +20,6 @@ from kernels.kv_store import store_kv
 from kernels.linear import linear
 from kernels.rms_norm import rms_norm
 from kernels.rotary import apply_rotary
-from kernels.silu_mul import silu_mul
 
 NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS = 96, 70, (19, 9, 5, 1)
 DIMS = DecoderDims(hidden_size=40, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=72, eps=1e-5, scale=0.25)
@@ -151,7 +151,7 @@ def _reference_layer(
     attended = paged_attention(q, caches[0], caches[1], tables, starts, lengths, DIMS.scale, WINDOW)
     hidden = hidden + linear(attended.flatten(1), weights["o"])
     gate_up = linear(rms_norm(hidden, weights["ffn_norm"], DIMS.eps), weights["gate_up"])
-    return hidden + linear(silu_mul(gate_up), weights["down"])
+    return hidden + linear(activate(gate_up, "silu"), weights["down"])
 
 
 if __name__ == "__main__":

@@ -4,24 +4,26 @@ Importing this package needs `triton`. Under `TRITON_INTERPRET=1`, set before Tr
 on CPU tensors.
 """
 
+from kernels.triton.activation import activate
 from kernels.triton.attention import paged_attention
+from kernels.triton.grouped_linear import grouped_linear
 from kernels.triton.kv_store import store_kv
 from kernels.triton.linear import linear, quantized_linear
 from kernels.triton.lora import add_lora
 from kernels.triton.rms_norm import add_rms_norm, rms_norm
 from kernels.triton.rotary import apply_rotary
 from kernels.triton.sampling import sample
-from kernels.triton.silu_mul import silu_mul
 
 __all__ = [
+    "activate",
     "add_lora",
     "add_rms_norm",
     "apply_rotary",
+    "grouped_linear",
     "linear",
     "paged_attention",
     "quantized_linear",
     "rms_norm",
     "sample",
-    "silu_mul",
     "store_kv",
 ]

@@ -65,6 +65,8 @@ def paged_attention(
     softcap: float = 0.0,
     *,
     scales: KvScales | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
     is_batch_invariant: bool = False,
     num_splits: int | None = None,
 ) -> Tensor:
@@ -84,6 +86,8 @@ def paged_attention(
         window: Keys that a query sees, itself included; None: all.
         softcap: Bends scores s to softcap * tanh(s / softcap); 0: it does not.
         scales: For a quantized cache.
+        sinks: Float32 [Hq]; one more score for each query head, which takes weight but has no value.
+        chunk: No query sees keys before the last multiple of it; not beside a window. None: they do.
         is_batch_invariant: A query's bits then depend on its own keys alone: not on its neighbours, the batch's size,
             the chunk it came in or the longest context.
         num_splits: Programs among which one decode query's keys are divided; None: as many as fill the device.
@@ -92,6 +96,8 @@ def paged_attention(
     _, block_size, num_kv_heads, _ = k_cache.shape
     if head_dim > 256:
         raise ValueError(f"head size {head_dim} is more than 256")
+    if window is not None and chunk is not None:
+        raise ValueError("a window and a chunk at once")
     group, num_sequences = num_heads // num_kv_heads, context_lens.shape[0]
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     is_all_decode = num_tokens == num_sequences
@@ -116,6 +122,7 @@ def paged_attention(
             v_cache,
             k_scale,
             v_scale,
+            sinks if sinks is not None else state,
             out,
             partial,
             state,
@@ -124,7 +131,7 @@ def paged_attention(
             context_lens,
             num_sequences,
             scale if softcap else scale * _LOG2_E,
-            window or 0,
+            chunk or window or 0,
             softcap,
             q.stride(0),
             q.stride(1),
@@ -144,8 +151,10 @@ def paged_attention(
             NUM_SPLITS=splits,
             SEGMENT_TILES=segment_tiles,
             IS_DECODE=is_decode,
-            HAS_WINDOW=window is not None,
+            HAS_WINDOW=window is not None or chunk is not None,
+            IS_CHUNKED=chunk is not None,
             HAS_SOFTCAP=softcap != 0.0,
+            HAS_SINKS=sinks is not None,
             IS_QUANTIZED=scales is not None,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=launch.num_warps,
@@ -158,6 +167,7 @@ def paged_attention(
         combine[(num_sequences, num_heads)](
             partial,
             state,
+            sinks if sinks is not None else state,
             out,
             query_starts,
             out.stride(0),
@@ -166,6 +176,7 @@ def paged_attention(
             NUM_SPLITS=num_splits,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits),
             IN_ORDER=is_batch_invariant,
+            HAS_SINKS=sinks is not None,
             num_warps=4,
             enable_fp_fusion=not is_batch_invariant,
         )

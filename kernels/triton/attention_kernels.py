@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention_tiles import merge, walk
+from kernels.triton.attention_tiles import add_sink, merge, walk
 
 
 # Steps differ in these from one to the next, and a new kernel need not be compiled for each.
@@ -25,6 +25,7 @@ def attend(
     v_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     state_ptr,
@@ -54,7 +55,9 @@ def attend(
     SEGMENT_TILES: tl.constexpr,
     IS_DECODE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -62,7 +65,8 @@ def attend(
     (query tiles, KV heads, 1), which leaves those out.
 
     With SEGMENT_TILES, keys are taken in segments of that many tiles whose states are joined in order, whether one
-    program takes them all or, when decoding, each split is one segment.
+    program takes them all or, when decoding, each split is one segment. With IS_CHUNKED, window is a
+    chunk's length.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     index = tl.program_id(0)
@@ -112,7 +116,9 @@ def attend(
     # Keys that some row of the tile sees; no tile before full_end needs a mask.
     num_seen = tl.minimum(lowest + BLOCK_Q, num_keys)
     first_tile = 0
-    if HAS_WINDOW:
+    if IS_CHUNKED:
+        first_tile = lowest // window * window // BLOCK_N
+    elif HAS_WINDOW:
         first_tile = tl.maximum(lowest - window + 1, 0) // BLOCK_N
     end_tile = (num_seen + BLOCK_N - 1) // BLOCK_N
     full_end = (lowest + 1) // BLOCK_N
@@ -178,6 +184,7 @@ def attend(
                 BLOCK_N,
                 BLOCK_SIZE,
                 HAS_WINDOW,
+                IS_CHUNKED,
                 HAS_SOFTCAP,
                 IS_QUANTIZED,
                 half == 1,
@@ -194,6 +201,9 @@ def attend(
         tl.store(state_ptr + places * 2, top, mask=is_row)
         tl.store(state_ptr + places * 2 + 1, total, mask=is_row)
     else:
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0) * 1.4426950408889634
+            total, acc = add_sink(top, total, acc, sink)
         # A padding row has no key and gets zeros.
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out = out_ptr + tokens[:, None] * out_stride_token + (heads * HEAD_DIM)[:, None] + dims[None, :]
@@ -204,6 +214,7 @@ def attend(
 def combine(
     partial_ptr,
     state_ptr,
+    sinks_ptr,
     out_ptr,
     starts_ptr,
     out_stride_token,
@@ -212,6 +223,7 @@ def combine(
     NUM_SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     IN_ORDER: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Join the splits of each single query; grid: (sequences, heads). IN_ORDER joins them one after another."""
     sequence = tl.program_id(0)
@@ -234,6 +246,8 @@ def combine(
                 partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], mask=dims[None, :] < HEAD_DIM, other=0.0
             )
             top, total, acc = merge(top, total, acc, other_top, other_total, other_acc)
+        if HAS_SINKS:
+            total, acc = add_sink(top, total, acc, tl.load(sinks_ptr + head + row) * 1.4426950408889634)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         result = tl.reshape(acc, [BLOCK_D])
     else:
@@ -242,8 +256,13 @@ def combine(
         tops = tl.load(state_ptr + (first + splits) * 2, mask=is_split, other=float("-inf"))
         totals = tl.load(state_ptr + (first + splits) * 2 + 1, mask=is_split, other=0.0)
         highest = tl.max(tops, 0)
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head) * 1.4426950408889634
+            highest = tl.maximum(highest, sink)
         factors = tl.exp2(tops - tl.where(highest == float("-inf"), 0.0, highest))
         total = tl.sum(totals * factors, 0)
+        if HAS_SINKS:
+            total += tl.exp2(sink - highest)
         parts = tl.load(
             partial_ptr + (first + splits)[:, None] * HEAD_DIM + dims[None, :],
             mask=is_split[:, None] & (dims[None, :] < HEAD_DIM),

@@ -17,6 +17,14 @@ def merge(top, total, acc, other_top, other_total, other_acc):
 
 
 @triton.jit
+def add_sink(top, total, acc, sink):
+    """Add to softmax states a score [R] that has no value."""
+    highest = tl.maximum(top, sink)
+    shrink = tl.exp2(top - highest)
+    return total * shrink + tl.exp2(sink - highest), acc * shrink[:, None]
+
+
+@triton.jit
 def _bend(scores, softcap):
     """Give softcap * tanh(scores / softcap), in units of log(2)."""
     # tanh by exp2 of a negative number, which cannot overflow.
@@ -52,6 +60,7 @@ def walk(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
     IS_MASKED: tl.constexpr,
@@ -80,7 +89,9 @@ def walk(
             scores = _bend(scores, softcap)
         if IS_MASKED:
             is_seen = keys[None, :] <= positions[:, None]
-            if HAS_WINDOW:
+            if IS_CHUNKED:
+                is_seen = is_seen & (keys[None, :] >= positions[:, None] // window * window)
+            elif HAS_WINDOW:
                 is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
             scores = tl.where(is_seen, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))

@@ -1,4 +1,4 @@
-"""Rotary position embedding (half-split style) of queries and keys in one launch."""
+"""Rotary position embedding of queries and keys in one launch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 
-def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn the pairs (i, i + D/2) of each head: q [M, Hq, D], k [M, Hk, D], cos and sin [M, D/2]."""
+def apply_rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Turn pairs of the leading R numbers of each head: q [M, Hq, D], k [M, Hk, D], cos and sin [M, R/2].
+
+    The pairs are (i, i + R/2), or with is_interleaved (2i, 2i + 1). R is at most D.
+    """
     num_tokens, num_heads, head_dim = q.shape
     if q.stride(2) != 1 or k.stride(2) != 1:
         raise ValueError("the last dimension is not contiguous")
@@ -30,8 +35,11 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         NUM_K=k.shape[1],
         BLOCK_Q=triton.next_power_of_2(num_heads),
         BLOCK_K=triton.next_power_of_2(k.shape[1]),
-        HALF=head_dim // 2,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        HALF=cos.shape[1],
+        BLOCK_HALF=triton.next_power_of_2(cos.shape[1]),
+        REST=head_dim - 2 * cos.shape[1],
+        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * cos.shape[1])),
+        IS_INTERLEAVED=is_interleaved,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -56,13 +64,42 @@ def _rotate(
     BLOCK_K: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_HALF)
     cos = tl.load(cos_ptr + token * HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
-    _turn(q_ptr + token * q_stride_token, q_stride_head, q_out_ptr, token, cos, sin, dims, NUM_Q, BLOCK_Q, HALF)
-    _turn(k_ptr + token * k_stride_token, k_stride_head, k_out_ptr, token, cos, sin, dims, NUM_K, BLOCK_K, HALF)
+    _turn(
+        q_ptr + token * q_stride_token,
+        q_stride_head,
+        q_out_ptr + token * NUM_Q * (2 * HALF + REST),
+        cos,
+        sin,
+        dims,
+        NUM_Q,
+        BLOCK_Q,
+        HALF,
+        REST,
+        BLOCK_REST,
+        IS_INTERLEAVED,
+    )
+    _turn(
+        k_ptr + token * k_stride_token,
+        k_stride_head,
+        k_out_ptr + token * NUM_K * (2 * HALF + REST),
+        cos,
+        sin,
+        dims,
+        NUM_K,
+        BLOCK_K,
+        HALF,
+        REST,
+        BLOCK_REST,
+        IS_INTERLEAVED,
+    )
 
 
 @triton.jit
@@ -70,20 +107,30 @@ def _turn(
     x_ptr,
     stride_head,
     out_ptr,
-    token,
     cos,
     sin,
     dims,
     NUM_HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
 ):
+    HEAD_DIM: tl.constexpr = 2 * HALF + REST
+    SPACING: tl.constexpr = 2 if IS_INTERLEAVED else 1
+    PARTNER: tl.constexpr = 1 if IS_INTERLEAVED else HALF
     heads = tl.arange(0, BLOCK_H)
     is_element = (heads[:, None] < NUM_HEADS) & (dims[None, :] < HALF)
-    source = x_ptr + heads[:, None] * stride_head + dims[None, :]
+    source = x_ptr + heads[:, None] * stride_head + dims[None, :] * SPACING
     first = tl.load(source, mask=is_element, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=is_element, other=0.0).to(tl.float32)
-    target = out_ptr + (token * NUM_HEADS + heads)[:, None] * (2 * HALF) + dims[None, :]
+    second = tl.load(source + PARTNER, mask=is_element, other=0.0).to(tl.float32)
+    target = out_ptr + heads[:, None] * HEAD_DIM + dims[None, :] * SPACING
     element = out_ptr.dtype.element_ty
     tl.store(target, (first * cos[None, :] - second * sin[None, :]).to(element), mask=is_element)
-    tl.store(target + HALF, (second * cos[None, :] + first * sin[None, :]).to(element), mask=is_element)
+    tl.store(target + PARTNER, (second * cos[None, :] + first * sin[None, :]).to(element), mask=is_element)
+    if REST > 0:
+        others = 2 * HALF + tl.arange(0, BLOCK_REST)
+        is_other = (heads[:, None] < NUM_HEADS) & (others[None, :] < HEAD_DIM)
+        x = tl.load(x_ptr + heads[:, None] * stride_head + others[None, :], mask=is_other, other=0.0)
+        tl.store(out_ptr + heads[:, None] * HEAD_DIM + others[None, :], x, mask=is_other)

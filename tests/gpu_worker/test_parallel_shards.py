@@ -70,11 +70,15 @@ def test_the_embedded_models_kv_heads_are_divided_or_shared(embedded: DecoderDes
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.data())
 def test_every_part_is_held(kv_heads: int, queries: int, tensor: int, stages: int, data: st.DataObject) -> None:
     heads = kv_heads * queries
+    num_layers = data.draw(st.integers(stages, 9))
     description = replace(
         _DESCRIPTION,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        num_layers=data.draw(st.integers(stages, 9)),
+        num_layers=num_layers,
+        rotary=(None,) * num_layers,
+        chunks=(None,) * num_layers,
+        mixtures=(None,) * num_layers,
         intermediate_size=data.draw(st.integers(8, 400)),
         vocab_size=data.draw(st.integers(8, 100)),
     )
@@ -109,11 +113,10 @@ _DESCRIPTION = DecoderDescription(
     num_heads=1,
     num_kv_heads=1,
     head_dim=8,
-    rms_norm_eps=1e-6,
-    rope={},
+    norm_eps=1e-6,
+    scale=1.0,
+    rotary=(None,),
     windows=(None,),
     ties_embeddings=False,
-    normalizes_qk=False,
-    has_mlp_bias=False,
     max_sequence_length=16,
 )

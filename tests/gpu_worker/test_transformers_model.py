@@ -84,14 +84,10 @@ def is_close(logits: Tensor, wanted: Tensor) -> bool:
     return float((logits - wanted).abs().max()) <= TOLERANCE * max(1.0, float(wanted.abs().max()))
 
 
-def test_logits_equal_transformers(
-    other: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logits_equal_transformers(other: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and chunked prefills, decodes beside a prefill, and a shared prefix, in one run."""
     model, folder = other
-    with caplog.at_level(logging.INFO):
-        runner = make_runner(folder)
-    assert "runs by transformers' code" in caplog.text
+    runner = make_runner(folder, implementation="transformers")
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     first, second = prompt(70, seed=1), prompt(45, seed=2)
     driver.step([driver.sequence(0, first)], [(0, 0, 70)])
@@ -107,7 +103,7 @@ def test_logits_equal_transformers(
 
 
 def test_output_does_not_depend_on_batch_or_chunks(gemma2: tuple[torch.nn.Module, Path]) -> None:
-    driver = Driver(make_runner(gemma2[1]))
+    driver = Driver(make_runner(gemma2[1], implementation="transformers"))
     sampling = SamplingParams(seed=7)
     alone = driver.run_alone(prompt(50), 12, sampling)
     assert driver.run_alone(prompt(50), 12, sampling, chunk=17) == alone
@@ -133,7 +129,7 @@ def test_a_prepared_folder_generates_what_transformers_does(gemma2: tuple[Any, P
         )
         for i, tokens in enumerate(prompts)
     ]
-    answers = Whole(make_runner(prepared.path), ()).run(requests)
+    answers = Whole(make_runner(prepared.path, implementation="transformers"), ()).run(requests)
     for tokens, answer in zip(prompts, answers, strict=True):
         expected = model.generate(
             torch.tensor([tokens]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -164,7 +160,8 @@ def test_int8_weights_are_kept_as_integers(
         driver.step([driver.sequence(0, prompt(40))], [(0, 0, 40)])
         logits.append(recorder.logits[0])
     kept = vars(runner.model.decoder)
-    weights = kept["_layers"][0].qkv if implementation == "native" else kept["_model"].model.layers[0].mlp.up_proj
+    is_native = implementation == "native"
+    weights = kept["_layers"][0].attention.qkv if is_native else kept["_model"].model.layers[0].mlp.up_proj
     assert weights.weight.dtype == torch.int8
     scale = float(logits[0].abs().max())
     # The embedding stays as it is in the one.
@@ -180,7 +177,7 @@ def test_int8_rows_by_hand() -> None:
 
 def test_reports_equal_transformers(gemma2: tuple[torch.nn.Module, Path]) -> None:
     model, folder = gemma2
-    driver = Driver(make_runner(folder))
+    driver = Driver(make_runner(folder, implementation="transformers"))
     tokens = prompt(20)
     outputs = OutputParams(context_logits=True, hidden_states=((0, True), (2, True), (3, True)))
     found: dict[str, Tensor] = {}
@@ -196,7 +193,7 @@ def test_reports_equal_transformers(gemma2: tuple[torch.nn.Module, Path]) -> Non
 def test_a_lora_adapter_is_refused_as_it_is_read(gemma2: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
     model, folder = gemma2
     make_lora(model, tmp_path / "lora", seed=1, r=4, target_modules=["q_proj"])
-    runner = make_runner(folder)
+    runner = make_runner(folder, implementation="transformers")
     with pytest.raises(UnsupportedError, match="LoRA is not computed for a model that runs by transformers' code"):
         runner.adapters.load(str(tmp_path / "lora")).result()
     assert runner.adapters.device_bytes == 0
@@ -217,7 +214,7 @@ def test_what_cannot_be_right_is_refused(family: str, settings: dict[str, Any], 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512} | config))
     with pytest.raises(UnsupportedError, match=reason):
-        make_runner(tmp_path)
+        make_runner(tmp_path, implementation="transformers")
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:
@@ -228,14 +225,15 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
         make_runner(tmp_path)
 
 
-def test_ranks_cannot_divide_it(gemma2: tuple[torch.nn.Module, Path]) -> None:
-    """Said as the group starts; transformers' own plan divides attention and cache in ways that ours do not know."""
+def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless it is to be our own code; and no ranks divide it."""
+    make_tiny_model(tmp_path, "Phi")
+    with caplog.at_level(logging.INFO):
+        make_runner(tmp_path)
+    assert "runs by transformers' code with paged attention: model: architecture 'phi'" in caplog.text
+    with pytest.raises(UnsupportedError, match="'phi'"):
+        make_runner(tmp_path, implementation="native")
     config = WorkerConfig(device="cpu", num_threads=1, tensor_parallel=2)
     with pytest.raises(UnsupportedError, match="runs by transformers' code cannot be divided among ranks") as raised:
-        load_model(config, open_model_folder(str(gemma2[1])), cast("RankLinks", SimpleNamespace(ranks=ALONE)))
+        load_model(config, open_model_folder(str(tmp_path)), cast("RankLinks", SimpleNamespace(ranks=ALONE)))
     assert raised.value.field == "model"
-
-
-def test_our_own_code_alone_if_that_is_wanted(gemma2: tuple[torch.nn.Module, Path]) -> None:
-    with pytest.raises(UnsupportedError, match="'gemma2'"):
-        make_runner(gemma2[1], implementation="native")

@@ -16,6 +16,8 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     out = torch.zeros(q.shape, dtype=torch.float64)
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -30,7 +32,14 @@ def attention(
             scores = softcap * torch.tanh(scores / softcap)
         distance = torch.arange(length - (end - begin), length)[:, None] - torch.arange(length)
         hidden = (distance < 0) | (distance >= (window or length))
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        if chunk:
+            hidden = hidden | (
+                torch.arange(length) < torch.arange(length - (end - begin), length)[:, None] // chunk * chunk
+            )
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, end - begin, 1)), -1)
+        weights = scores.softmax(-1)[..., :length]
         out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values)
     return out
 
@@ -40,15 +49,37 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.double().chunk(2, -1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:
+    out, half = x.double().clone(), cos.shape[1]
     cos, sin = cos.double()[:, None], sin.double()[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if is_interleaved else (i, i + half)
+        first, second = x[..., a].double(), x[..., b].double()
+        out[..., a] = first * cos[..., i] - second * sin[..., i]
+        out[..., b] = second * cos[..., i] + first * sin[..., i]
+    return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.double().chunk(2, -1)
-    return gate / (1 + torch.exp(-gate)) * up
+def activate(x: Tensor, activation: str) -> Tensor:
+    gate, up = x.double().chunk(2, -1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+        return gate / (1 + torch.exp(-1.702 * gate)) * up
+    if activation == "relu":
+        return gate.clamp(min=0) * up
+    if activation == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    if activation == "gelu":
+        return gate * (1 + torch.erf(gate / 2**0.5)) / 2 * up
+    return gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2 * up
+
+
+def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None, num_repeats: int) -> Tensor:
+    rows = [
+        linear(x[i // num_repeats, None], weight[e], None if bias is None else bias[e])
+        for i, e in enumerate(experts.tolist())
+    ]
+    return torch.cat(rows)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import apply_rotary, linear, paged_attention, rms_norm, silu_mul, store_kv
+from kernels import activate, apply_rotary, linear, paged_attention, rms_norm, store_kv
 from kernels.cpu import DecoderDims, DecoderLayer, NativeDecoder, PackedLinear, WeightFormat, stored_head_dim
 from tests.kernels.libraries import library, threads
 from tests.kernels.paged import PagedBatch
@@ -127,4 +127,4 @@ def _reference_layer(
     )
     hidden = hidden + linear(attended.flatten(1), layer.linears["o"])
     gate_up = linear(rms_norm(hidden, norms["ffn_norm"], dims.eps), layer.linears["gate_up"])
-    return hidden + linear(silu_mul(gate_up), layer.linears["down"])
+    return hidden + linear(activate(gate_up, "silu"), layer.linears["down"])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels import add_rms_norm, apply_rotary, linear, paged_attention, rms_norm, silu_mul, store_kv
+from kernels import activate, add_rms_norm, apply_rotary, linear, paged_attention, rms_norm, store_kv
 from tests.kernels import exact
 from tests.kernels.paged import paged_batch
 
@@ -26,9 +26,9 @@ def test_rotary_turns_a_quarter() -> None:
     assert out.tolist() == [[[-3.0, -4.0, 1.0, 2.0]]]
 
 
-def test_silu_mul() -> None:
+def test_gated_activation() -> None:
     gate, up = torch.randn(3, 5), torch.randn(3, 5)
-    torch.testing.assert_close(silu_mul(torch.cat((gate, up), dim=-1)), functional.silu(gate) * up)
+    torch.testing.assert_close(activate(torch.cat((gate, up), dim=-1), "silu"), functional.silu(gate) * up)
 
 
 def test_store_kv_writes_the_named_slots_only() -> None:
@@ -52,10 +52,10 @@ def test_linear_rows_do_not_depend_on_the_batch(inner: int, outer: int, dtype: t
 def test_elementwise_rows_do_not_depend_on_the_batch() -> None:
     x, residual, weight = torch.randn(70, 1536) * 3, torch.randn(70, 1536), torch.randn(1536)
     normed, _ = add_rms_norm(x, residual, weight, 1e-5)
-    gated = silu_mul(x)
+    gated = activate(x, "silu")
     for begin, end in [(0, 1), (69, 70), (3, 24), (1, 70)]:
         assert torch.equal(add_rms_norm(x[begin:end], residual[begin:end], weight, 1e-5)[0], normed[begin:end])
-        assert torch.equal(silu_mul(x[begin:end]), gated[begin:end])
+        assert torch.equal(activate(x[begin:end], "silu"), gated[begin:end])
 
 
 def test_a_soft_cap_bends_scores() -> None:

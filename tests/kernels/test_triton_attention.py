@@ -41,13 +41,17 @@ def attend(
     window: int | None = None,
     softcap: float = 0.0,
     *,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    tables = (batch.block_tables, batch.query_starts, batch.context_lens)
-    return operations.paged_attention(q, k, v, *tables, q.shape[-1] ** -0.5, window, softcap, num_splits=splits)
+    tables, scale = (batch.block_tables, batch.query_starts, batch.context_lens), q.shape[-1] ** -0.5
+    return operations.paged_attention(
+        q, k, v, *tables, scale, window, softcap, sinks=sinks, chunk=chunk, num_splits=splits
+    )
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=3),
     group=st.sampled_from([1, 2, 3, 7]),
@@ -55,6 +59,8 @@ def attend(
     dim=st.sampled_from([8, 16, 24, 80]),
     block_size=st.sampled_from([4, 16, 12]),
     window=st.sampled_from([None, 1, 20]),
+    chunk=st.sampled_from([None, 1, 20]),
+    has_sinks=st.booleans(),
     softcap=st.sampled_from([0.0, 2.0]),
     splits=st.sampled_from([None, 1, 2, 4]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
@@ -66,6 +72,8 @@ def test_attention_equals_float64(
     dim: int,
     block_size: int,
     window: int | None,
+    chunk: int | None,
+    has_sinks: bool,
     softcap: float,
     splits: int | None,
     dtype: torch.dtype,
@@ -74,8 +82,11 @@ def test_attention_equals_float64(
     batch = paged_batch([c for c, _ in lengths], [min(c, q) for c, q in lengths], block_size)
     k, v = random_cache(batch, block_size, num_kv_heads, dim, dtype)
     q = torch.randn(int(batch.query_starts[-1]), num_kv_heads * group, dim).to(dtype)
-    out = attend(q, k, v, batch, window, softcap, splits=splits)
-    assert exact.error(out, exact.attention(q, k, v, batch, dim**-0.5, window, softcap)) < EPSILON[dtype]
+    sinks = torch.randn(q.shape[1]) if has_sinks else None
+    window = None if chunk else window
+    out = attend(q, k, v, batch, window, softcap, sinks=sinks, chunk=chunk, splits=splits)
+    wanted = exact.attention(q, k, v, batch, dim**-0.5, window, softcap, sinks, chunk)
+    assert exact.error(out, wanted) < EPSILON[dtype]
 
 
 def test_heads_of_256_and_queries_inside_a_wider_row() -> None:

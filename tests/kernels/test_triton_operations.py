@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import KvScales
+from kernels import Activation, KvScales
 from kernels import triton as operations
 from tests.kernels import exact
 
@@ -33,24 +35,61 @@ def test_norm_of_heads_inside_a_wider_row() -> None:
 
 
 @property_test
-@given(tokens=st.integers(1, 5), heads=st.integers(1, 5), half=st.integers(1, 40), dtype=dtypes)
-def test_rotary(tokens: int, heads: int, half: int, dtype: torch.dtype) -> None:
+@given(
+    tokens=st.integers(1, 5),
+    heads=st.integers(1, 5),
+    half=st.integers(1, 40),
+    rest=st.sampled_from([0, 3, 16]),
+    is_interleaved=st.booleans(),
+    dtype=dtypes,
+)
+def test_rotary(tokens: int, heads: int, half: int, rest: int, is_interleaved: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    rows = torch.randn(tokens, (heads + 2) * 2 * half).to(dtype)
-    q = rows[:, : heads * 2 * half].view(tokens, heads, 2 * half)
-    k = rows[:, heads * 2 * half :].view(tokens, 2, 2 * half)
+    size = 2 * half + rest
+    rows = torch.randn(tokens, (heads + 2) * size).to(dtype)
+    q = rows[:, : heads * size].view(tokens, heads, size)
+    k = rows[:, heads * size :].view(tokens, 2, size)
     angles = torch.randn(tokens, half)
-    turned = operations.apply_rotary(q, k, angles.cos(), angles.sin())
+    turned = operations.apply_rotary(q, k, angles.cos(), angles.sin(), is_interleaved=is_interleaved)
     for out, x in zip(turned, (q, k), strict=True):
-        assert exact.error(out, exact.rotate(x, angles.cos(), angles.sin())) < EPSILON[dtype]
+        wanted = exact.rotate(x, angles.cos(), angles.sin(), is_interleaved=is_interleaved)
+        assert exact.error(out, wanted) < EPSILON[dtype]
 
 
 @property_test
-@given(rows=st.integers(1, 4), size=st.integers(1, 1500), dtype=dtypes)
-def test_gated_activation(rows: int, size: int, dtype: torch.dtype) -> None:
+@given(rows=st.integers(1, 4), size=st.integers(1, 1500), dtype=dtypes, kind=st.sampled_from(get_args(Activation)))
+def test_gated_activation(rows: int, size: int, dtype: torch.dtype, kind: Activation) -> None:
     torch.manual_seed(0)
-    gate_up = torch.randn(rows, 2 * size).to(dtype)
-    assert exact.error(operations.silu_mul(gate_up), exact.silu_mul(gate_up)) < EPSILON[dtype]
+    gate_up = 4 * torch.randn(rows, 2 * size).to(dtype)
+    assert exact.error(operations.activate(gate_up, kind), exact.activate(gate_up, kind)) < EPSILON[dtype]
+
+
+@property_test
+@given(
+    tokens=st.integers(1, 40),
+    num_repeats=st.integers(1, 3),
+    num_experts=st.integers(1, 5),
+    sizes=st.tuples(st.integers(1, 80), st.integers(1, 140)),
+    is_biased=st.booleans(),
+    is_batch_invariant=st.booleans(),
+)
+def test_each_row_has_its_own_matrix(
+    tokens: int,
+    num_repeats: int,
+    num_experts: int,
+    sizes: tuple[int, int],
+    is_biased: bool,
+    is_batch_invariant: bool,
+) -> None:
+    torch.manual_seed(0)
+    (outer, inner), num_rows = sizes, tokens * num_repeats
+    x, weight = torch.randn(tokens, inner), torch.randn(num_experts, outer, inner)
+    experts = torch.randint(0, num_experts, (num_rows,), dtype=torch.int32)
+    bias = torch.randn(num_experts, outer) if is_biased else None
+    out = operations.grouped_linear(
+        x, weight, experts, bias, num_repeats=num_repeats, is_batch_invariant=is_batch_invariant
+    )
+    assert exact.error(out, exact.grouped_linear(x, weight, experts, bias, num_repeats)) < 1e-6
 
 
 def test_kv_goes_to_its_slots_and_padding_nowhere() -> None:

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from midstream.errors import UnsupportedError
 
-_SUPPORTED = ("default", "linear", "llama3", "yarn")
+_SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def rotary_table(
-    rope: Mapping[str, Any], head_dim: int, num_positions: int, factors: Tensor | None = None
+    rope: Mapping[str, Any], dim: int, num_positions: int, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines by position, each float32 [num_positions, head_dim / 2].
+    """Cosines and sines by position, each float32 [num_positions, dim / 2].
 
     Args:
         rope: `rope_theta`, and `rope_type` with its settings as in config.json.
-        head_dim: Size of a head.
+        dim: Numbers of a head that are rotated.
         num_positions: Rows of the table.
-        factors: Divides the frequencies, [head_dim / 2], in place of `rope`'s own scaling (GGUF files carry it so).
+        factors: Divides the frequencies, [dim / 2], in place of `rope`'s own scaling (GGUF files carry it so).
 
     Raises:
         UnsupportedError: Another `rope_type`.
@@ -31,7 +31,7 @@ def rotary_table(
     kind = rope.get("rope_type", "default")
     if kind not in _SUPPORTED:
         raise UnsupportedError(f"rope type {kind!r} is not one of {', '.join(_SUPPORTED)}", field="model")
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
     magnitude = 1.0
     if factors is not None:
@@ -41,7 +41,9 @@ def rotary_table(
     elif kind == "llama3":
         frequencies = _llama3(frequencies, rope)
     elif kind == "yarn":
-        frequencies, magnitude = _yarn(frequencies, rope, head_dim, num_positions)
+        frequencies, magnitude = _yarn(frequencies, rope, dim, num_positions)
+    elif kind == "longrope":
+        frequencies, magnitude = _longrope(frequencies, rope)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return angles.cos() * magnitude, angles.sin() * magnitude
 
@@ -75,11 +77,21 @@ def _yarn(frequencies: Tensor, rope: Mapping[str, Any], head_dim: int, num_posit
     magnitude = rope.get("attention_factor")
     if magnitude is None:
         all_dims, scale = rope.get("mscale_all_dim"), rope.get("mscale")
-        magnitude = _yarn_magnitude(factor, scale) / _yarn_magnitude(factor, all_dims) if scale and all_dims else None
+        magnitude = yarn_magnitude(factor, scale) / yarn_magnitude(factor, all_dims) if scale and all_dims else None
     if magnitude is None:
-        magnitude = _yarn_magnitude(factor, 1.0)
+        magnitude = yarn_magnitude(factor, 1.0)
     return frequencies / factor * ramp + frequencies * (1 - ramp), float(magnitude)
 
 
-def _yarn_magnitude(factor: float, scale: float) -> float:
+def _longrope(frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Divides each frequency by the factor that holds up to the original length: beyond it the model is not run."""
+    factor, magnitude = float(rope["factor"]), rope.get("attention_factor")
+    if magnitude is None:
+        original = float(rope["original_max_position_embeddings"])
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return frequencies / torch.tensor(rope["short_factor"], dtype=torch.float32), float(magnitude)
+
+
+def yarn_magnitude(factor: float, scale: float) -> float:
+    """Return what YaRN multiplies cosines and sines with."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -1,40 +1,25 @@
-"""The weights of a decoder, joined as it computes with them: q, k and v in one matrix, gate and up in another."""
+"""Reads the weights of a decoder from a model folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.description import DecoderDescription, Mixture
+from gpu_worker.models.families import family_of
 from gpu_worker.models.weights.files import GgufFile, SafetensorsFiles, WeightFile
+from gpu_worker.models.weights.layer_weights import (
+    FeedForwardWeights,
+    LatentWeights,
+    LayerWeights,
+    LinearWeights,
+    MixtureWeights,
+)
 from gpu_worker.models.weights.weight import Weight, WeightFormat, stack
 from midstream.errors import ConfigError
 from midstream.model.folder import ModelFolder
-
-
-@dataclass(frozen=True, slots=True)
-class LinearWeights:
-    """A linear layer: weight [N, K], bias [N] or None."""
-
-    weight: Weight
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. Rows of qkv: all of q, then k, then v; rows of gate_up: gate, then up."""
-
-    input_norm: Tensor
-    qkv: LinearWeights
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    attention_output: LinearWeights
-    post_attention_norm: Tensor
-    gate_up: LinearWeights
-    down: LinearWeights
 
 
 class DecoderWeights:
@@ -55,20 +40,27 @@ class DecoderWeights:
         self._description = description
         self._target: dict[str, WeightFormat] = {"f32": "f32", "bf16": "bf16", "int8": "int8", "q4": "q4"}
         self._weights = weights
+        self._names = family_of(description.architecture).names
+        first, embedding = self._names.prefixes[0], self._names.embedding + ".weight"
+        candidates = (p for p in self._names.prefixes if self._file.has(p + embedding.removeprefix(first)))
+        self._prefix = next(candidates, first)
+        # Where the language model is a part, its head is beside its layers.
+        is_part = self._file.has("language_model." + self._names.head + ".weight")
+        self._head_prefix = "language_model." if is_part else ""
 
     def embedding(self) -> Weight:
         """[vocab_size, hidden_size]."""
         d = self._description
-        return self._matrix("model.embed_tokens", d.vocab_size, d.hidden_size)
+        return self._matrix(self._names.embedding, d.vocab_size, d.hidden_size)
 
     def head(self) -> Weight | None:
         """[vocab_size, hidden_size]; None: the embedding is used."""
         d = self._description
-        return None if d.ties_embeddings else self._matrix("lm_head", d.vocab_size, d.hidden_size)
+        return None if d.ties_embeddings else self._matrix(self._names.head, d.vocab_size, d.hidden_size)
 
     def final_norm(self) -> Tensor:
         """[hidden_size]."""
-        return self._vector("model.norm.weight", self._description.hidden_size)
+        return self._norm(self._names.final_norm, self._description.hidden_size)
 
     def rope_factors(self) -> Tensor | None:
         """[head_dim / 2], where the file carries the scaling of rotary frequencies."""
@@ -83,46 +75,163 @@ class DecoderWeights:
             ConfigError: A tensor is missing or of another shape than the configuration says; names it.
         """
         for i in numbers or range(self._description.num_layers):
-            yield self._layer(f"model.layers.{i}.")
+            yield self._layer(i, self._names.layer.format(i))
 
-    def _layer(self, prefix: str) -> LayerWeights:
-        d = self._description
+    def _layer(self, i: int, prefix: str) -> LayerWeights:
+        d, names, mixture = self._description, self._names, self._description.mixtures[i]
+        has_before, has_after = d.norm_place != "after", d.norm_place != "before"
         q_size, kv_size = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        norm_sizes = (q_size, kv_size) if d.qk_norm == "row" else (d.head_dim, d.head_dim)
+        norms = [
+            self._norm(prefix + name, size) if d.qk_norm else None
+            for name, size in zip((names.q_norm, names.k_norm), norm_sizes, strict=True)
+        ]
+        attended = d.num_heads * d.value_dim
         return LayerWeights(
-            input_norm=self._vector(prefix + "input_layernorm.weight", d.hidden_size),
-            qkv=self._linear(
-                [(attention + "q_proj", q_size), (attention + "k_proj", kv_size), (attention + "v_proj", kv_size)],
-                d.hidden_size,
-            ),
-            q_norm=self._vector(attention + "q_norm.weight", d.head_dim) if d.normalizes_qk else None,
-            k_norm=self._vector(attention + "k_norm.weight", d.head_dim) if d.normalizes_qk else None,
-            attention_output=self._linear([(attention + "o_proj", d.hidden_size)], q_size),
-            post_attention_norm=self._vector(prefix + "post_attention_layernorm.weight", d.hidden_size),
-            gate_up=self._linear(
-                [(mlp + "gate_proj", d.intermediate_size), (mlp + "up_proj", d.intermediate_size)], d.hidden_size
-            ),
-            down=self._linear([(mlp + "down_proj", d.hidden_size)], d.intermediate_size),
+            input_norm=self._norm(prefix + names.input_norm, d.hidden_size) if has_before else None,
+            qkv=None if d.latent else self._linear(prefix, names.qkv, [q_size, kv_size, kv_size], d.hidden_size),
+            q_norm=norms[0],
+            k_norm=norms[1],
+            attention_output=self._linear(prefix, [names.attention_output], [d.hidden_size], attended),
+            ffn_norm=self._norm(prefix + names.ffn_norm, d.hidden_size) if has_before and not d.is_parallel else None,
+            feed_forward=None
+            if mixture
+            else self._feed_forward(prefix, names.gate_up, names.down, d.intermediate_size),
+            attention_output_norm=self._norm(prefix + names.attention_output_norm, d.hidden_size)
+            if has_after
+            else None,
+            ffn_output_norm=self._norm(prefix + names.ffn_output_norm, d.hidden_size) if has_after else None,
+            sinks=self._vector(prefix + names.sinks, d.num_heads) if d.has_sinks else None,
+            latent=self._latent(prefix) if d.latent else None,
+            mixture=self._mixture(prefix, mixture) if mixture else None,
         )
 
-    def _linear(self, parts: list[tuple[str, int]], num_columns: int) -> LinearWeights:
+    def _feed_forward(self, prefix: str, gate_up: Sequence[str], down: str, size: int) -> FeedForwardWeights:
+        hidden_size = self._description.hidden_size
+        return FeedForwardWeights(
+            self._linear(prefix, gate_up, [size, size], hidden_size),
+            self._linear(prefix, [down], [hidden_size], size),
+        )
+
+    def _mixture(self, prefix: str, mixture: Mixture) -> MixtureWeights:
+        d, names = self._description, self._names
+        shared = None
+        if mixture.shared_size:
+            own = names.shared_prefix
+            shared = self._feed_forward(
+                prefix, (own + "gate_proj", own + "up_proj"), own + "down_proj", mixture.shared_size
+            )
+        router = prefix + names.router
+        bias = self._vector(router + ".bias", mixture.num_experts) if self._has(router + ".bias") else None
+        correction = None
+        if mixture.has_correction:
+            correction = self._vector(prefix + names.correction, mixture.num_experts)
+        return MixtureWeights(
+            # As it is in the file, whatever becomes of other matrices: it is small, and its choice is all or nothing.
+            router=LinearWeights(self._stored(router, mixture.num_experts, d.hidden_size), bias),
+            correction=correction,
+            experts=self._experts(prefix, mixture),
+            shared=shared,
+            shared_gate=self._linear(prefix, [names.shared_gate], [1], d.hidden_size)
+            if mixture.has_shared_gate
+            else None,
+        )
+
+    def _experts(self, prefix: str, mixture: Mixture) -> list[FeedForwardWeights]:
+        names, size = self._names, mixture.expert_size
+        if names.experts == "separate":
+            return [
+                self._feed_forward(
+                    prefix, [name.format(i) for name in names.expert_gate_up], names.expert_down.format(i), size
+                )
+                for i in range(mixture.num_experts)
+            ]
+        hidden_size = self._description.hidden_size
+        gate_up = self._stacked(prefix + names.expert_gate_up[0], (mixture.num_experts, hidden_size, 2 * size))
+        down = self._stacked(prefix + names.expert_down, (mixture.num_experts, size, hidden_size))
+        order = torch.arange(2 * size)
+        if names.experts == "stacked_in_turn":
+            order = torch.cat((order[::2], order[1::2]))
+        return [
+            FeedForwardWeights(
+                LinearWeights(self._kept(up.t()[order]), None if up_bias is None else up_bias[order]),
+                LinearWeights(self._kept(low.t().contiguous()), low_bias),
+            )
+            for up, up_bias, low, low_bias in zip(*gate_up, *down, strict=True)
+        ]
+
+    def _stacked(self, name: str, shape: tuple[int, int, int]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Matrices [inputs, outputs] of all experts, and their biases."""
+        values = self._vector_of(name, shape)
+        if not self._has(name + "_bias"):
+            return list(values), [None] * shape[0]
+        return list(values), list(self._vector_of(name + "_bias", (shape[0], shape[2])))
+
+    def _latent(self, prefix: str) -> LatentWeights:
+        d, names, latent = self._description, self._names, self._description.latent
+        assert latent is not None
+        q_size, q_rank = d.num_heads * d.query_dim, latent.q_rank
+        kv_up = self._stored(
+            prefix + names.latent_kv_up, d.num_heads * (latent.nope_dim + latent.value_dim), latent.kv_rank
+        )
+        q_up = names.latent_q if q_rank is None else names.latent_q_up
+        return LatentWeights(
+            q_down=self._linear(prefix, [names.latent_q_down], [q_rank], d.hidden_size) if q_rank else None,
+            q_norm=self._norm(prefix + names.latent_q_norm, q_rank) if q_rank else None,
+            q_up=self._linear(prefix, [q_up], [q_size], q_rank or d.hidden_size),
+            kv_down=self._linear(prefix, [names.latent_kv_down], [latent.kv_rank + latent.rope_dim], d.hidden_size),
+            kv_norm=self._norm(prefix + names.latent_kv_norm, latent.kv_rank),
+            kv_up=kv_up.dense(),
+        )
+
+    def _linear(self, prefix: str, names: Sequence[str], sizes: Sequence[int], num_columns: int) -> LinearWeights:
+        """One linear layer of the rows of several, which one tensor each holds, or one tensor together."""
+        if len(names) == 1:
+            sizes = [sum(sizes)]
+        parts = [(prefix + name, size) for name, size in zip(names, sizes, strict=True)]
         weight = stack([self._matrix(name, num_rows, num_columns) for name, num_rows in parts])
-        if not any(self._file.has(name + ".bias") for name, _ in parts):
+        if not any(self._has(name + ".bias") for name, _ in parts):
             return LinearWeights(weight)
         return LinearWeights(weight, torch.cat([self._vector(name + ".bias", rows) for name, rows in parts]))
 
     def _matrix(self, name: str, num_rows: int, num_columns: int) -> Weight:
-        weight = self._file.matrix(name + ".weight")
+        return self._kept(self._stored(name, num_rows, num_columns))
+
+    def _stored(self, name: str, num_rows: int, num_columns: int) -> Weight:
+        """A matrix in the form in which the file holds it."""
+        weight = self._file.matrix(self._in_file(name + ".weight"))
         if weight.shape != (num_rows, num_columns):
             raise ConfigError(f"{name}.weight is {weight.shape}, not {(num_rows, num_columns)}", field="model")
+        return weight
+
+    def _kept(self, weight: Weight | Tensor) -> Weight:
+        """A matrix in the form in which it is to be kept."""
+        if isinstance(weight, Tensor):
+            weight = Weight("bf16" if weight.dtype == torch.bfloat16 else "f32", weight, weight.shape[-1])
         target = self._target.get(self._weights)
         return weight if target is None else weight.converted(target)
 
+    def _norm(self, name: str, size: int) -> Tensor:
+        return self._vector(name + ".weight", size) + self._description.norm_offset
+
     def _vector(self, name: str, size: int) -> Tensor:
-        values = self._file.vector(name)
-        if values.shape != (size,):
-            raise ConfigError(f"{name} is {tuple(values.shape)}, not {(size,)}", field="model")
+        return self._vector_of(name, (size,))
+
+    def _vector_of(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        values = self._file.vector(self._in_file(name))
+        if values.shape != shape:
+            raise ConfigError(f"{name} is {tuple(values.shape)}, not {shape}", field="model")
         return values
+
+    def _has(self, name: str) -> bool:
+        return self._file.has(self._in_file(name))
+
+    def _in_file(self, name: str) -> str:
+        """What the file calls a tensor."""
+        first = self._names.prefixes[0]
+        if name.startswith(first):
+            return self._prefix + name.removeprefix(first)
+        return self._head_prefix + name
 
 
 def _open(folder: ModelFolder, description: DecoderDescription) -> WeightFile:

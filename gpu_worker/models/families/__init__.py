@@ -1,0 +1,40 @@
+"""The families of models that our own code computes: a file each says what they are made of."""
+
+from __future__ import annotations
+
+from gpu_worker.models.families.cohere2 import COHERE2
+from gpu_worker.models.families.deepseek import DEEPSEEK
+from gpu_worker.models.families.family import Family
+from gpu_worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from gpu_worker.models.families.glm import GLM, GLM4, GLM_MIXTURE
+from gpu_worker.models.families.gpt_oss import GPT_OSS
+from gpu_worker.models.families.granite import GRANITE
+from gpu_worker.models.families.llama import LLAMA
+from gpu_worker.models.families.llama4 import LLAMA4
+from gpu_worker.models.families.mistral import MISTRAL, MIXTRAL
+from gpu_worker.models.families.olmo import OLMO2, OLMOE
+from gpu_worker.models.families.phi3 import PHI3
+from gpu_worker.models.families.qwen import QWEN, QWEN_MIXTURE
+from gpu_worker.models.families.smollm3 import SMOLLM3
+from midstream.errors import UnsupportedError
+
+FAMILIES = (
+    LLAMA, LLAMA4, QWEN, QWEN_MIXTURE, MISTRAL, MIXTRAL, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE, GLM, GLM4,
+    GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2,
+)  # fmt: skip
+_BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
+
+
+def family_of(model_type: str) -> Family:
+    """Return the family of a `model_type` of config.json.
+
+    Raises:
+        UnsupportedError: It is none of them; names them.
+    """
+    if model_type not in _BY_TYPE:
+        known = ", ".join(_BY_TYPE)
+        raise UnsupportedError(f"architecture {model_type!r} is not supported; supported are {known}", field="model")
+    return _BY_TYPE[model_type]
+
+
+__all__ = ["FAMILIES", "Family", "family_of"]

@@ -1,0 +1,56 @@
+"""DeepSeek-V3 and Kimi K2: latent attention, and experts chosen within groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_worker.models.description import DecoderDescription, Latent, Mixture
+from gpu_worker.models.families.family import Family, Settings, plain, rotary_of
+from gpu_worker.models.layers.rotary import yarn_magnitude
+
+
+def chosen_in_groups(s: Settings) -> Mixture:
+    """Return the mixture that DeepSeek-V3's settings describe."""
+    size = s.size("moe_intermediate_size")
+    return Mixture(
+        num_experts=s.size("n_routed_experts", "num_local_experts", "num_experts"),
+        num_active=s.size("num_experts_per_tok"),
+        expert_size=size,
+        scoring="sigmoid",
+        is_normalized=bool(s.get("norm_topk_prob", True)),
+        scale=s.number("routed_scaling_factor", 1.0),
+        num_groups=s.size("n_group", default=1),
+        num_active_groups=s.size("topk_group", default=1),
+        has_correction=True,
+        shared_size=size * s.size("n_shared_experts", default=1),
+    )
+
+
+def _read(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config)
+    s.refuse(attention_bias=False)
+    latent = Latent(
+        q_rank=s.get("q_lora_rank"),
+        kv_rank=s.size("kv_lora_rank"),
+        nope_dim=s.size("qk_nope_head_dim"),
+        rope_dim=s.size("qk_rope_head_dim"),
+        value_dim=s.size("v_head_dim"),
+    )
+    rotary = rotary_of(s, latent.rope_dim, is_interleaved=bool(s.get("rope_interleave", True)))
+    scale, rope = (latent.nope_dim + latent.rope_dim) ** -0.5, rotary.settings
+    if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
+        scale *= yarn_magnitude(float(rope["factor"]), float(rope["mscale_all_dim"])) ** 2
+    num_layers, experts = s.size("num_hidden_layers"), chosen_in_groups(s)
+    return plain(
+        s,
+        num_kv_heads=1,
+        head_dim=latent.kv_rank + latent.rope_dim,
+        latent=latent,
+        rotary=(rotary,) * num_layers,
+        scale=scale,
+        mixtures=tuple(None if i < int(s.get("first_k_dense_replace", 3)) else experts for i in range(num_layers)),
+    )
+
+
+DEEPSEEK = Family(title="DeepSeek-V3, Kimi K2", types=("deepseek_v3", "kimi_k2"), read=_read)

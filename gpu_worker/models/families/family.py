@@ -1,0 +1,232 @@
+"""What a family's file is made of: names of tensors, and how config.json is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gpu_worker.models.description import DecoderDescription, Rotary
+from kernels import Activation
+from midstream.errors import ConfigError, UnsupportedError
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """What the weight files call the tensors. Names of a layer follow `layer`, where {} is its number.
+
+    Attributes:
+        prefixes: What may stand in place of the leading `model.`, where a model of text and images holds this one.
+        qkv: One matrix each, or one for all three.
+        gate_up: The gate's and the other half's matrix, or one for both.
+        ffn_norm: Before the feed-forward network.
+        attention_output_norm, ffn_output_norm: After attention and the feed-forward network.
+        expert_gate_up, expert_down: {} is the number of the expert, unless all experts are stacked.
+        experts: Whether each expert has its own tensors [outputs, inputs]; or all of them are stacked in one
+            [experts, inputs, outputs], gate before up, or gate and up in turn.
+        shared_prefix: Before gate_proj, up_proj and down_proj of the shared expert.
+    """
+
+    prefixes: tuple[str, ...] = ("model.",)
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{}."
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    attention_output: str = "self_attn.o_proj"
+    attention_output_norm: str = "post_attention_layernorm"
+    ffn_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    ffn_output_norm: str = "post_feedforward_layernorm"
+    router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    experts: Literal["separate", "stacked", "stacked_in_turn"] = "separate"
+    expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    expert_down: str = "mlp.experts.{}.down_proj"
+    shared_prefix: str = "mlp.shared_experts."
+    shared_gate: str = "mlp.shared_expert_gate"
+    latent_q: str = "self_attn.q_proj"
+    latent_q_down: str = "self_attn.q_a_proj"
+    latent_q_norm: str = "self_attn.q_a_layernorm"
+    latent_q_up: str = "self_attn.q_b_proj"
+    latent_kv_down: str = "self_attn.kv_a_proj_with_mqa"
+    latent_kv_norm: str = "self_attn.kv_a_layernorm"
+    latent_kv_up: str = "self_attn.kv_b_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Models that are described alike.
+
+    Attributes:
+        title: What people call them.
+        types: Their `model_type` in config.json.
+        read: Makes the description of config.json.
+        reads_gguf: Whether GGUF files of them are read.
+    """
+
+    title: str
+    types: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], DecoderDescription]
+    names: Names = Names()
+    reads_gguf: bool = False
+
+
+class Settings:
+    """config.json, with what transformers takes where it is silent."""
+
+    def __init__(self, config: Mapping[str, Any], **defaults: Any) -> None:
+        # A model of text and images has the language model's settings in a part of their own.
+        text = config.get("text_config")
+        self._values = {**defaults, **(text if isinstance(text, Mapping) else config)}
+        self._values["model_type"] = config.get("model_type")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a setting, or the default where it is missing or null."""
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def size(self, name: str, *others: str, default: int | None = None) -> int:
+        """Return a positive whole number by the first of the names that is there.
+
+        Raises:
+            ConfigError: It is missing, or none.
+        """
+        found = next((key for key in (name, *others) if self._values.get(key) is not None), name)
+        value = self.get(found, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ConfigError(f"config.json: {found} is {value!r}", field="model")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """Return a number.
+
+        Raises:
+            ConfigError: It is none.
+        """
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"config.json: {name} is {value!r}", field="model")
+        return float(value)
+
+    def layers(self, name: str) -> list[Any] | None:
+        """Return a list with an entry for each layer; None: there is none.
+
+        Raises:
+            ConfigError: It has another length.
+        """
+        values = self.get(name)
+        if values is None:
+            return None
+        num_layers = self.size("num_hidden_layers")
+        if not isinstance(values, list) or len(values) != num_layers:
+            raise ConfigError(f"config.json: {name} does not have {num_layers} entries", field="model")
+        return values
+
+    def refuse(self, **wanted: Any) -> None:
+        """Raise where a setting is neither missing, null, nor what is computed here.
+
+        Raises:
+            UnsupportedError: Names it.
+        """
+        for name, value in wanted.items():
+            if self.get(name, value) != value:
+                raise UnsupportedError(f"{name} {self.get(name)!r} of config.json is not supported", field="model")
+
+
+def plain(s: Settings, **changes: Any) -> DecoderDescription:
+    """Return a decoder as Llama's, with changes.
+
+    Raises:
+        UnsupportedError: An activation or rope type that is not known.
+        ConfigError: A setting is missing or makes no sense.
+    """
+    num_heads, hidden_size = s.size("num_attention_heads"), s.size("hidden_size")
+    num_layers = s.size("num_hidden_layers")
+    head_dim = s.size("head_dim", default=hidden_size // num_heads)
+    fields: dict[str, Any] = {
+        "architecture": str(s.get("model_type")),
+        "vocab_size": s.size("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": changes.get("intermediate_size") or s.size("intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": s.size("num_key_value_heads", default=num_heads),
+        "head_dim": head_dim,
+        "norm_eps": s.number("rms_norm_eps", 1e-6),
+        "windows": (None,) * num_layers,
+        "ties_embeddings": bool(s.get("tie_word_embeddings", False)),
+        "has_mlp_bias": bool(s.get("mlp_bias", False)),
+        "max_sequence_length": s.size("max_position_embeddings"),
+        "scale": head_dim**-0.5,
+        "activation": activation_of(s.get("hidden_act", "silu")),
+    }
+    if "rotary" not in changes:
+        fields["rotary"] = (rotary_of(s, head_dim),) * num_layers
+    return DecoderDescription(**{**fields, **changes})
+
+
+def activation_of(name: object) -> Activation:
+    """Return an activation by transformers' name.
+
+    Raises:
+        UnsupportedError: It is not known.
+    """
+    if name not in _ACTIVATIONS:
+        raise UnsupportedError(f"activation {name!r} is not supported", field="model")
+    return _ACTIVATIONS[str(name)]
+
+
+def rotary_of(s: Settings, head_dim: int, *, part: float = 1.0, is_interleaved: bool = False) -> Rotary:
+    """Return the rotary embedding of `rope_parameters`, or in older files of `rope_theta` and `rope_scaling`."""
+    rope = rope_of(s, s.get("rope_parameters") or s.get("rope_scaling") or {})
+    share = rope.get("partial_rotary_factor") or s.get("partial_rotary_factor", part)
+    return Rotary(rope, int(head_dim * share), is_interleaved)
+
+
+def rope_of(s: Settings, settings: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    """Return one set of rotary settings, complete."""
+    rope = dict(settings)
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = s.number("rope_theta", theta)
+    if rope["rope_type"] in ("yarn", "longrope") and rope.get("original_max_position_embeddings") is None:
+        original = s.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = original or s.size("max_position_embeddings")
+    if rope["rope_type"] == "longrope" and rope.get("factor") is None:
+        rope["factor"] = s.size("max_position_embeddings") / rope["original_max_position_embeddings"]
+    return rope
+
+
+def windows_of(s: Settings, window: object, kinds: list[Any] | None) -> tuple[int | None, ...]:
+    """Return the window of each layer by its kind in `layer_types`; without kinds every layer has it.
+
+    Raises:
+        ConfigError: The window is not a positive number.
+        UnsupportedError: A layer is of another kind.
+    """
+    num_layers = s.size("num_hidden_layers")
+    kinds = ["sliding_attention"] * num_layers if kinds is None else kinds
+    unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
+    if window is None or "sliding_attention" not in kinds:
+        return (None,) * num_layers
+    if not isinstance(window, int) or window <= 0:
+        raise ConfigError(f"config.json: sliding_window is {window!r}", field="model")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,94 @@
+"""Gemma 1 to 3. Norms have weights about 0, to which 1 is added; embeddings are scaled by their width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_worker.models.description import DecoderDescription, Rotary
+from gpu_worker.models.families.family import (
+    Family,
+    Names,
+    Settings,
+    activation_of,
+    plain,
+    rope_of,
+    windows_of,
+)
+
+
+def _common(s: Settings) -> dict[str, Any]:
+    return {
+        "norm_offset": 1.0,
+        "embedding_scale": s.size("hidden_size") ** 0.5,
+        "activation": activation_of(s.get("hidden_activation") or s.get("hidden_act", "gelu_pytorch_tanh")),
+    }
+
+
+def _read_gemma(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, head_dim=256, tie_word_embeddings=True)
+    # Early files say gelu, and mean its approximation.
+    return plain(s, **{**_common(s), "activation": "gelu_tanh"})
+
+
+def _read_gemma2(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, head_dim=256, tie_word_embeddings=True, sliding_window=4096)
+    kinds = s.layers("layer_types") or _every(s, 2)
+    return plain(
+        s,
+        **_common(s),
+        norm_place="around",
+        windows=windows_of(s, s.get("sliding_window"), kinds),
+        scale=s.number("query_pre_attn_scalar", 256) ** -0.5,
+        softcap=float(s.get("attn_logit_softcapping", 0.0)),
+        logits_softcap=float(s.get("final_logit_softcapping", 0.0)),
+    )
+
+
+def _read_gemma3(config: Mapping[str, Any]) -> DecoderDescription:
+    # The language model in a checkpoint with images names only what differs from these.
+    s = Settings(
+        config,
+        vocab_size=262208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=131072,
+        sliding_window=4096,
+        tie_word_embeddings=True,
+    )
+    s.refuse(use_bidirectional_attention=False)
+    kinds = s.layers("layer_types") or _every(s, s.size("sliding_window_pattern", default=6))
+    ropes, head_dim = s.get("rope_parameters", {}), s.size("head_dim")
+    local = {"rope_theta": s.number("rope_local_base_freq", 10000.0)}
+    far = rope_of(s, ropes.get("full_attention") or s.get("rope_scaling") or {}, theta=1e6)
+    near = rope_of(s, ropes.get("sliding_attention") or local)
+    rotary = {"full_attention": Rotary(far, head_dim), "sliding_attention": Rotary(near, head_dim)}
+    return plain(
+        s,
+        **_common(s),
+        norm_place="around",
+        qk_norm="head",
+        rotary=tuple(rotary.get(kind) for kind in kinds),
+        windows=windows_of(s, s.get("sliding_window"), kinds),
+        scale=s.number("query_pre_attn_scalar", 256) ** -0.5,
+        softcap=float(s.get("attn_logit_softcapping", 0.0)),
+        logits_softcap=float(s.get("final_logit_softcapping", 0.0)),
+    )
+
+
+def _every(s: Settings, pattern: int) -> list[str]:
+    """Every so-manieth layer sees all tokens, the others a window."""
+    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(s.size("num_hidden_layers"))]
+
+
+_AROUND = Names(
+    prefixes=("model.", "model.language_model.", "language_model.model."),
+    ffn_norm="pre_feedforward_layernorm",
+)
+GEMMA = Family(title="Gemma", types=("gemma",), read=_read_gemma)
+GEMMA2 = Family(title="Gemma 2", types=("gemma2",), read=_read_gemma2, names=_AROUND)
+GEMMA3 = Family(title="Gemma 3", types=("gemma3_text", "gemma3"), read=_read_gemma3, names=_AROUND)

@@ -1,0 +1,16 @@
+"""Llama 1 to 3, and models of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.families.family import Family, Settings, plain
+
+
+def _read(config: Mapping[str, Any]) -> DecoderDescription:
+    return plain(Settings(config))
+
+
+LLAMA = Family(title="Llama", types=("llama",), read=_read, reads_gguf=True)

@@ -1,0 +1,189 @@
+"""Attention over the paged cache: with heads of keys and values, or with one latent vector for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import kernels
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.layers.feed_forward import AddLora
+from gpu_worker.models.layers.linear import Linear
+from gpu_worker.parallel.tensor_ranks import TensorRanks
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTokens:
+    """Where the tokens of a step lie in one layer's cache.
+
+    Attributes:
+        keys, values: [num_blocks, tokens_per_block, num_kv_heads, head_dim].
+        slot_mapping, block_tables, query_starts, context_lens: As in `ForwardInputs`.
+        window, chunk: What a query sees, as `kernels.paged_attention` takes it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    window: int | None
+    chunk: int | None
+
+    def attend(self, d: DecoderDescription, q: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attend over these tokens' sequences: q [M, Hq, D] -> [M, Hq, Dv]."""
+        return kernels.paged_attention(
+            q,
+            self.keys,
+            values,
+            self.block_tables,
+            self.query_starts,
+            self.context_lens,
+            d.scale,
+            self.window,
+            d.softcap,
+            sinks=sinks,
+            chunk=self.chunk,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Cosines and sines of the tokens of a step, each [M, dim / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+    is_interleaved: bool
+
+    def turn(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q [M, Hq, D] and k [M, Hk, D]."""
+        return kernels.apply_rotary(q, k, self.cos, self.sin, is_interleaved=self.is_interleaved)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention with heads of keys and values.
+
+    Attributes:
+        unit: Ones [head_dim], where rotated queries and keys are brought to unit root mean square.
+    """
+
+    description: DecoderDescription
+    qkv: Linear
+    output: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    sinks: Tensor | None
+    unit: Tensor | None
+
+    def __call__(
+        self,
+        x: Tensor,
+        tokens: PagedTokens,
+        angles: Angles | None,
+        query_scale: Tensor | None,
+        ranks: TensorRanks,
+        add_lora: AddLora | None,
+    ) -> Tensor:
+        """x [M, hidden_size] -> [M, hidden_size]; query_scale float32 [M] multiplies the queries."""
+        d, num_tokens = self.description, x.shape[0]
+        sizes = [heads * d.head_dim for heads in (d.num_heads, d.num_kv_heads, d.num_kv_heads)]
+        q, k, v = torch.split(self.qkv(x), sizes, dim=-1)
+        if add_lora is not None:
+            for module, part in zip(("q", "k", "v"), (q, k, v), strict=True):
+                add_lora(module, x, part)
+        if d.qk_norm == "row" and self.q_norm is not None and self.k_norm is not None:
+            q = _row_norm(q, self.q_norm, d.norm_eps, d.qk_norm_sizes[0], ranks)
+            k = _row_norm(k, self.k_norm, d.norm_eps, d.qk_norm_sizes[1], ranks)
+        q = q.reshape(num_tokens, d.num_heads, d.head_dim)
+        k = k.reshape(num_tokens, d.num_kv_heads, d.head_dim)
+        v = v.reshape(num_tokens, d.num_kv_heads, d.head_dim)
+        if d.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
+            q = kernels.rms_norm(q, self.q_norm, d.norm_eps)
+            k = kernels.rms_norm(k, self.k_norm, d.norm_eps)
+        if angles is not None:
+            q, k = angles.turn(q, k)
+            if self.unit is not None:
+                q, k = kernels.rms_norm(q, self.unit, d.norm_eps), kernels.rms_norm(k, self.unit, d.norm_eps)
+        elif query_scale is not None:
+            q = (q * query_scale[:, None, None]).to(q.dtype)
+        kernels.store_kv(k, v, tokens.keys, tokens.values, tokens.slot_mapping)
+        attended = tokens.attend(d, q, tokens.values, self.sinks).flatten(1)
+        out = self.output(attended)
+        if add_lora is not None:
+            add_lora("o", attended, out)
+        return out
+
+
+def _row_norm(x: Tensor, weight: Tensor, eps: float, whole_size: int, ranks: TensorRanks) -> Tensor:
+    """Norm rows of which x [M, K] is this rank's part; weight [K]."""
+    if x.shape[1] == whole_size:
+        return kernels.rms_norm(x, weight, eps)
+    squares = ranks.sum(x.float().square().sum(dim=-1, keepdim=True))
+    return (x.float() * torch.rsqrt(squares / whole_size + eps)).to(x.dtype) * weight
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Attention over latent vectors: queries are brought into their space, and its output out of it.
+
+    Attributes:
+        q_down, q_norm: Of queries in two factors; None: `q_up` makes them of x.
+        q_up: [num_heads * query_dim, its inputs].
+        kv_down: [kv_rank + rope_dim, hidden_size].
+        kv_norm: [kv_rank].
+        to_latent: [num_heads, kv_rank, nope_dim].
+        from_latent: [num_heads, value_dim, kv_rank].
+    """
+
+    description: DecoderDescription
+    q_down: Linear | None
+    q_norm: Tensor | None
+    q_up: Linear
+    kv_down: Linear
+    kv_norm: Tensor
+    to_latent: Tensor
+    from_latent: Tensor
+    output: Linear
+
+    def __call__(
+        self,
+        x: Tensor,
+        tokens: PagedTokens,
+        angles: Angles | None,
+        query_scale: Tensor | None,
+        ranks: TensorRanks,
+        add_lora: AddLora | None,
+    ) -> Tensor:
+        """x [M, hidden_size] -> [M, hidden_size]."""
+        d, latent, num_tokens = self.description, self.description.latent, x.shape[0]
+        assert latent is not None
+        inner = x
+        if self.q_down is not None and self.q_norm is not None:
+            inner = _with_lora(self.q_down, x, "q_a", add_lora)
+            inner = kernels.rms_norm(inner, self.q_norm, d.norm_eps)
+        q = _with_lora(self.q_up, inner, "q", add_lora).view(num_tokens, d.num_heads, d.query_dim)
+        plain, turned = torch.split(q, [latent.nope_dim, latent.rope_dim], dim=-1)
+        joined = _with_lora(self.kv_down, x, "kv_a", add_lora)
+        compressed, key = torch.split(joined, [latent.kv_rank, latent.rope_dim], dim=-1)
+        compressed = kernels.rms_norm(compressed, self.kv_norm, d.norm_eps)
+        key = key[:, None]
+        if angles is not None:
+            turned, key = angles.turn(turned, key)
+        cached = torch.cat((compressed[:, None], key), dim=-1)
+        # The values are the leading numbers of the keys, so there is nothing else to store.
+        kernels.store_kv(cached, cached, tokens.keys, tokens.keys, tokens.slot_mapping)
+        q = torch.cat((kernels.head_linear(plain, self.to_latent), turned), dim=-1)
+        attended = tokens.attend(d, q, tokens.keys[..., : latent.kv_rank], None)
+        attended = kernels.head_linear(attended, self.from_latent).flatten(1)
+        return _with_lora(self.output, attended, "o", add_lora)
+
+
+def _with_lora(linear: Linear, x: Tensor, module: str, add_lora: AddLora | None) -> Tensor:
+    out = linear(x)
+    if add_lora is not None:
+        add_lora(module, x, out)
+    return out

@@ -1,0 +1,165 @@
+"""Feed-forward networks: plain ones, and mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import kernels
+from gpu_worker.models.description import Mixture
+from gpu_worker.models.layers.linear import Linear
+from kernels import Activation
+
+# Adds to an output what LoRA adapters give for a module's input: (module, input, output).
+AddLora = Callable[[str, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """Two products with an activation between them."""
+
+    gate_up: Linear
+    down: Linear
+    activation: Activation
+
+    def __call__(self, x: Tensor, add_lora: AddLora | None = None) -> Tensor:
+        """x [M, hidden_size] -> [M, hidden_size]."""
+        inner = self.gate_up(x)
+        if add_lora is not None:
+            for module, part in zip(("gate", "up"), inner.chunk(2, dim=-1), strict=True):
+                add_lora(module, x, part)
+        inner = kernels.activate(inner, self.activation)
+        out = self.down(inner)
+        if add_lora is not None:
+            add_lora("down", inner, out)
+        return out
+
+
+class Experts:
+    """The experts of one layer. Each row goes through those that are chosen for it.
+
+    Floats on a GPU are stacked, so that one launch computes all experts and nothing is read back from the device.
+    """
+
+    def __init__(self, experts: list[FeedForward]) -> None:
+        self._experts = experts
+        self._stacks: tuple[_Stack, _Stack] | None = None
+        first = experts[0].gate_up
+        if first.weight.is_cuda and first.scale is None:
+            self._stacks = _stack([e.gate_up for e in experts]), _stack([e.down for e in experts])
+            for i, expert in enumerate(experts):
+                # Views, so that nothing is held twice.
+                views = (
+                    Linear(stack.weight[i], None if stack.bias is None else stack.bias[i]) for stack in self._stacks
+                )
+                experts[i] = FeedForward(next(views), next(views), expert.activation)
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, *, weighs_input: bool) -> Tensor:
+        """Return the weighted sum [M, hidden_size] of the chosen experts' outputs.
+
+        Args:
+            x: [M, hidden_size].
+            chosen: int64 [M, num_active].
+            weights: Float32 [M, num_active].
+            weighs_input: Whether a weight multiplies its expert's input, not the output.
+        """
+        num_active = chosen.shape[1]
+        if weighs_input:
+            x = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
+        num_repeats = 1 if weighs_input else num_active
+        if self._stacks is not None:
+            gate_up, down = self._stacks
+            experts = chosen.flatten().int()
+            inner = kernels.grouped_linear(x, gate_up.weight, experts, gate_up.bias, num_repeats=num_repeats)
+            inner = kernels.activate(inner, self._experts[0].activation)
+            out = kernels.grouped_linear(inner, down.weight, experts, down.bias)
+        else:
+            out = torch.empty(chosen.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+            flat = chosen.flatten()
+            for number, expert in enumerate(self._experts):
+                rows = torch.nonzero(flat == number).flatten()
+                if len(rows):
+                    out[rows] = expert(x[rows // num_repeats])
+        # Added one after another, so that the order does not depend on how many rows there are.
+        parts = out.view(*chosen.shape, -1).float()
+        total = torch.zeros_like(parts[:, 0])
+        for place in range(num_active):
+            total += parts[:, place] if weighs_input else parts[:, place] * weights[:, place, None]
+        return total.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _stack(layers: list[Linear]) -> _Stack:
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return _Stack(torch.stack([layer.weight for layer in layers]), torch.stack(biases) if biases else None)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureLayer:
+    """A mixture of experts.
+
+    Attributes:
+        router: Float32, its products too.
+        correction: Float32 [num_experts], added to the scores for the choice alone.
+        shared: What every row goes through as well.
+        shared_gate: [1, hidden_size], weighs the shared expert by its sigmoid.
+    """
+
+    description: Mixture
+    router: Linear
+    correction: Tensor | None
+    experts: Experts
+    shared: FeedForward | None
+    shared_gate: Linear | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, hidden_size] -> [M, hidden_size]."""
+        d = self.description
+        chosen, weights = choose_experts(self.router(x.float()), d, self.correction)
+        out = self.experts(x, chosen, weights, weighs_input=d.weighs_input)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = (torch.sigmoid(self.shared_gate(x).double()) * shared).to(x.dtype)
+            out = out + shared
+        return out
+
+
+def choose_experts(logits: Tensor, d: Mixture, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the experts that the router chooses, int64 [M, num_active], and their float32 weights.
+
+    Scores are computed in float64, where vector and scalar functions give the same float32.
+
+    Args:
+        logits: Float32 [M, num_experts].
+        d: How it chooses.
+        correction: Float32 [num_experts], added to the scores for the choice alone.
+    """
+    wide = logits.double()
+    if d.scoring == "softmax":
+        scores = torch.softmax(wide, dim=-1)
+    elif d.scoring == "sigmoid":
+        scores = 1.0 / (1.0 + torch.exp(-wide))
+    else:
+        scores = wide
+    rated = scores if correction is None else scores + correction.double()
+    if d.num_active_groups < d.num_groups:
+        groups = rated.view(len(rated), d.num_groups, -1)
+        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(d.num_active_groups, dim=-1).indices
+        is_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=rated.device).scatter_(1, best, value=False)
+        rated = groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
+    chosen = rated.topk(d.num_active, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if d.scoring == "softmax_of_chosen":
+        weights = torch.softmax(weights, dim=-1)
+    if d.is_normalized:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if d.scoring == "sigmoid" else 0.0))
+    return chosen, (weights * d.scale).float()

@@ -1,0 +1,35 @@
+"""The activations of feed-forward networks in plain PyTorch."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
+# Of gpt-oss.
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Return activation(gate) * up for x [M, 2F], gate first -> [M, F].
+
+    clamped_swiglu is gate * sigmoid(1.702 gate) * (up + 1), with gate up to 7 and up between -7 and 7.
+
+    Computed in float64 on a CPU: PyTorch's vector and scalar float32 functions differ in the last bit, and which of
+    them an element meets depends on its place in the tensor. In float32 elsewhere.
+    """
+    wide = x.double() if x.device.type == "cpu" else x.float()
+    gate, up = wide.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    return (_of(gate, activation) * up).to(x.dtype)
+
+
+def _of(x: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return x / (1.0 + torch.exp(-x))
+    if activation == "clamped_swiglu":
+        return x / (1.0 + torch.exp(-SWIGLU_SLOPE * x))
+    if activation == "relu":
+        return torch.relu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

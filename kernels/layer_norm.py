@@ -1,0 +1,12 @@
+"""Layer norm without bias in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Subtract the mean of each row of x [..., H], scale it to unit variance, then by weight [H]; in float32."""
+    wide = x.float()
+    centered = wide - wide.mean(dim=-1, keepdim=True)
+    inverse = torch.rsqrt(centered.square().mean(dim=-1, keepdim=True) + eps)
+    return (centered * inverse * weight.float()).to(x.dtype)

@@ -1,0 +1,273 @@
+"""Every family that our own code computes, as tiny random models: against transformers, and itself in other batches."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from gpu_worker.kv.cache import KvCache
+from gpu_worker.lora.adapter import module_paths
+from gpu_worker.model_runner import ModelRunner
+from gpu_worker.models.decoder import ForwardInputs, PartDecoder, TorchDecoder
+from gpu_worker.models.description import describe
+from gpu_worker.models.families import FAMILIES, family_of
+from gpu_worker.models.weights.decoder_weights import DecoderWeights
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.shard import Shard, shard_of
+from gpu_worker.parallel.shard_weights import ShardWeights
+from gpu_worker.parallel.tensor_ranks import TensorRanks
+from midstream.model.folder import open_model_folder
+from tests.gpu_worker.adapters import adapted, make_lora, ref_of
+from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
+from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
+
+# Per unit of the largest logit.
+TOLERANCE = 1e-4
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GROUPED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 4, "topk_group": 2,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 24}
+LLAMA4 = {
+    "head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2,
+    "num_hidden_layers": 4, "attention_chunk_size": 32, "floor_scale": 16, "no_rope_layer_interval": 2,
+}  # fmt: skip
+# By name: transformers' class, and settings of the tiny model.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 24}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "gemma3_text": ("Gemma3Text", {**GEMMA, "sliding_window_pattern": 3}),
+    # Its config.json has the language model's settings in text_config.
+    "gemma3": (
+        "Gemma3",
+        {
+            "text_config": {**GEMMA, "sliding_window_pattern": 3, "tie_word_embeddings": True},
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 1,
+        },
+    ),
+    "phi3": ("Phi3", {"partial_rotary_factor": 0.75, "sliding_window": 24, "pad_token_id": 0}),
+    "phi3_long": (
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0 + i / 8 for i in range(8)],
+                "long_factor": [2.0 + i for i in range(8)],
+            },
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0},
+    ),
+    "glm": ("Glm", {"head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
+    "glm4_moe": ("Glm4Moe", {**GROUPED, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "gpt_oss": ("GptOss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}),
+    "deepseek_v3": ("DeepseekV3", {**GROUPED, **LATENT, "q_lora_rank": 24}),
+    "deepseek_v3_yarn": (
+        "DeepseekV3",
+        {
+            **GROUPED,
+            **LATENT,
+            "q_lora_rank": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "llama4_text": ("Llama4Text", LLAMA4),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "cohere2": ("Cohere2", {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.5}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    name, settings = MODELS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_tiny_model(folder, name, **settings), folder
+
+
+@pytest.fixture(scope="module")
+def runner(made: tuple[torch.nn.Module, Path]) -> ModelRunner:
+    return make_runner(
+        made[1], implementation="native", kv="f32", max_batch_size=33, max_kv_tokens=4096, max_sequence_length=160
+    )
+
+
+def logits_of(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, tokens: list[int], chunk: int, beside: int = 0
+) -> tuple[list[Tensor], list[int]]:
+    """Prefill in chunks and decode twice, beside other sequences; return the logits of the three tokens, and those."""
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    rows = range(1, 1 + beside)
+    if beside:
+        others = [driver.sequence(row, prompt(3 + row % 5, seed=row)) for row in rows]
+        driver.step(others, [(row, 0, len(driver.tokens[row])) for row in rows])
+    new = [driver.sequence(0, tokens)]
+    for start in range(0, len(tokens), chunk):
+        driver.step(new, [(0, start, min(chunk, len(tokens) - start))], generation=rows)
+        new = []
+    last = [recorder.logits[-1][:1]]
+    for _ in range(2):
+        driver.step(generation=[0, *rows])
+        last.append(recorder.logits[-1][:1])
+    monkeypatch.undo()
+    return last, driver.output(0)
+
+
+def test_logits_are_those_of_transformers_and_their_bits_depend_on_the_tokens_alone(
+    made: tuple[torch.nn.Module, Path], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(70, seed=1)
+    whole, chosen = logits_of(runner, monkeypatch, tokens, 70)
+    wanted = expected_logits(made[0], tokens + chosen[:2])[69:72]
+    limit = TOLERANCE * max(1.0, float(wanted.abs().max()))
+    assert float((torch.cat(whole) - wanted).abs().max()) <= limit
+    best = wanted.topk(2, dim=-1).values
+    for row in range(3):
+        if float(best[row, 0] - best[row, 1]) > 2 * limit:
+            assert chosen[row] == int(wanted[row].argmax())
+    for chunk, beside in ((1, 0), (7, 0), (64, 0), (70, 31)):
+        others, same = logits_of(runner, monkeypatch, tokens, chunk, beside)
+        assert same == chosen
+        assert all(torch.equal(a, b) for a, b in zip(whole, others, strict=True)), (chunk, beside)
+
+
+def test_a_cached_prefix_gives_the_same_bits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prompt(48, seed=2)
+    tokens = first + prompt(9, seed=3)
+    whole, chosen = logits_of(runner, monkeypatch, tokens, len(tokens))
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    driver.step([driver.sequence(1, first)], [(1, 0, 48)])
+    driver.step([driver.sequence(0, tokens, shared_blocks=driver.blocks[1][:3])], [(0, 48, 9)])
+    assert torch.equal(recorder.logits[-1], whole[0])
+    assert driver.output(0) == chosen[:1]
+
+
+def forward(decoder: PartDecoder, shard: Shard, tokens: list[int]) -> Tensor:
+    """Logits of a prompt's last token, by a decoder with a cache of its own."""
+    decoder.use_cache(KvCache(shard.part, 8, 16, torch.float32, torch.device("cpu")))
+    length = len(tokens)
+    inputs = ForwardInputs(
+        token_ids=torch.tensor(tokens, dtype=torch.int32),
+        positions=torch.arange(length, dtype=torch.int32),
+        slot_mapping=torch.arange(length, dtype=torch.int32),
+        query_starts=torch.tensor([0, length], dtype=torch.int32),
+        context_lens=torch.tensor([length], dtype=torch.int32),
+        block_tables=torch.arange(8, dtype=torch.int32)[None],
+        sampled=torch.tensor([length - 1], dtype=torch.int32),
+    )
+    return decoder.forward(inputs)
+
+
+class ThreadRanks:
+    """Tensor ranks that are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._parts: list[Tensor] = [torch.empty(0)] * size
+
+    def rank(self, number: int) -> TensorRanks:
+        """What the decoder of a rank asks."""
+        return ThreadRank(self, number)
+
+    def gather(self, number: int, x: Tensor) -> list[Tensor]:
+        """All ranks' x."""
+        self._parts[number] = x
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        return parts
+
+
+class ThreadRank:
+    def __init__(self, ranks: ThreadRanks, number: int) -> None:
+        self._ranks, self._number = ranks, number
+
+    def sum(self, x: Tensor) -> Tensor:
+        return torch.stack(self._ranks.gather(self._number, x)).sum(0)
+
+    def join(self, x: Tensor) -> Tensor:
+        return torch.cat(self._ranks.gather(self._number, x), dim=-1)
+
+
+def test_two_tensor_ranks_give_the_logits_of_transformers(
+    made: tuple[torch.nn.Module, Path],
+) -> None:
+    folder, tokens, ranks = open_model_folder(str(made[1])), prompt(40, seed=5), ThreadRanks(2)
+
+    def run(number: int) -> Tensor:
+        whole = describe(folder.config)
+        shard = shard_of(whole, Ranks(rank=number, world_size=2, tensor_size=2))
+        weights = ShardWeights(DecoderWeights(folder, whole, "auto"), shard)
+        decoder = TorchDecoder(whole, weights, torch.float32, torch.device("cpu"), shard, ranks.rank(number))
+        with torch.inference_mode():
+            return forward(decoder, shard, tokens)
+
+    with ThreadPoolExecutor(2) as pool:
+        found, _ = pool.map(run, range(2))
+    wanted = expected_logits(made[0], tokens)[-1:]
+    assert float((found - wanted).abs().max()) <= TOLERANCE * max(1.0, float(wanted.abs().max()))
+
+
+def test_lora_gives_the_logits_of_peft(
+    made: tuple[torch.nn.Module, Path], runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every linear layer that is not an expert's."""
+    d = runner.model.description
+    of_ffn = {"gate", "up", "down"} if any(d.mixtures) else set()
+    targets = [path.rpartition(".")[2] for path, modules in module_paths(d).items() if of_ffn.isdisjoint(modules)]
+    settings: dict[str, Any] = {"target_modules": targets, "exclude_modules": ".*vision_tower.*"}
+    make_lora(made[0], tmp_path / "lora", seed=1, r=4, lora_alpha=8, **settings)
+    tokens = prompt(30, seed=6)
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    driver.step([replace(driver.sequence(0, tokens), lora=ref_of(runner, tmp_path / "lora"))], [(0, 0, 30)])
+    with adapted(made[0], tmp_path / "lora") as model:
+        wanted = expected_logits(model, tokens)[-1:]
+    plain = expected_logits(made[0], tokens)[-1:]
+    limit = TOLERANCE * max(1.0, float(wanted.abs().max()))
+    assert float((recorder.logits[-1] - wanted).abs().max()) <= limit
+    assert float((plain - wanted).abs().max()) > 100 * limit
+
+
+def test_every_family_is_tested() -> None:
+    types = {getattr(transformers, f"{name}Config").model_type for name, _ in MODELS.values()}
+    assert {family_of(model_type) for model_type in types} == set(FAMILIES)
