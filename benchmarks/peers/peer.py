@@ -2,8 +2,8 @@
 
 Needs the standard library alone, for peers' own processes read it too.
 
-One measurement's journey: `rounds` writes the workloads as JSON and starts `peers.child NAME` with the interpreter of
-the peer's environment; that opens the peer once, runs each workload, and prints one line of JSON for each.
+`rounds` starts `peers.child NAME` with the interpreter of the peer's environment. That opens the peer once, and for
+each workload that comes as a line of JSON it prints a line of figures.
 """
 
 from __future__ import annotations
@@ -152,22 +152,16 @@ def export_step(paths: Paths) -> Step:
     return Step("Write the model as bf16", ((sys.executable, script, str(paths.model_folder), str(paths.bf16)),))
 
 
-def write_workloads(workloads: Sequence[Workload], path: Path) -> None:
-    """Writes workloads as JSON."""
-    path.write_text(json.dumps([asdict(workload) for workload in workloads]), encoding="utf-8")
+def workload_line(workload: Workload) -> str:
+    """Return a workload as a line of JSON."""
+    return json.dumps(asdict(workload)) + "\n"
 
 
-def read_workloads(path: Path) -> list[Workload]:
-    """Reads what `write_workloads` wrote."""
-    return [
-        Workload(
-            name=item["name"],
-            requests=tuple(Request(tuple(it["token_ids"]), it["max_tokens"]) for it in item["requests"]),
-            concurrency=item["concurrency"],
-            counts_input=item["counts_input"],
-        )
-        for item in json.loads(path.read_text(encoding="utf-8"))
-    ]
+def parse_workload(line: str) -> Workload:
+    """Read what `workload_line` made."""
+    item = json.loads(line)
+    requests = tuple(Request(tuple(it["token_ids"]), it["max_tokens"]) for it in item["requests"])
+    return Workload(item["name"], requests, item["concurrency"], item["counts_input"])
 
 
 def parse_figures(line: str) -> Figures:

@@ -1,4 +1,4 @@
-"""All that is measured, in the order in which the processes take turns. Ours come first."""
+"""All that is measured, in the order in which the processes take turns in the first round."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from .peer import Peer
 from .reference import Transformers
 from .vllm_engine import VllmEngine
 from .vllm_server import VllmServer
-
-# A workload of this name is run and not counted.
-WARM_UP = "warm-up"
 
 # Where the processor multiplies no bf16 by itself, vLLM may be faster without: both are tried, and the better counts.
 _VLLM_DTYPES = ("bfloat16",) if "avx512_bf16" in cpu_flags() else ("bfloat16", "float32")
@@ -31,3 +28,8 @@ _ALL: tuple[Peer, ...] = (
     Transformers("bfloat16"),
 )
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
+# One of each engine, and what ours is compared with by itself.
+QUICK_PEERS = (
+    *("midstream", "midstream-bf16", "midstream-engine", "llamacpp", "openvino-fp16", "openvino-int8"),
+    *(VllmServer(dtype).name for dtype in _VLLM_DTYPES),
+)

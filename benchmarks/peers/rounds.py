@@ -1,31 +1,38 @@
-"""Runs peers one after another, round after round, each in a process of its own.
+"""Runs short workloads by turns on peers that stay loaded, round after round.
 
 A round gives all of them the same token ids, and the next round others: what somebody kept from the round before, in a
-prefix cache say, is of no use. Taking turns, they share whatever else the machine does at that time of the day.
+prefix cache say, is of no use. A workload runs on all peers before the next begins, so that those that are compared ran
+within seconds of each other, and each round begins with another peer.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import psutil
 
 from midstream.cli.bench import workloads
 
-from .peer import Figures, Paths, Peer, Request, Workload, parse_figures, write_workloads
-from .registry import WARM_UP
+from .peer import Figures, Paths, Peer, Request, Workload, parse_figures, workload_line
 
-TIMEOUT_S = 1500.0
+# For loading, and for one workload.
+TIMEOUT_S = 900.0
+_CLOSE_TIMEOUT_S = 90.0
 _REASON_LENGTH = 300
-_BUSY_INTERVAL_S = 1.0
+_BUSY_INTERVAL_S = 0.3
+# A quick run divides lengths of output, and numbers of requests that have none, by this.
+_SHORTER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ class Measurement:
     """One peer's figures for one workload in one round.
 
     Attributes:
-        load: Cores that other programs kept busy just before the peer started.
+        load: Cores that other programs kept busy just before it began.
     """
 
     round: int
@@ -42,9 +49,15 @@ class Measurement:
     figures: Figures
 
 
-def round_workloads(names: Sequence[str], round_number: int) -> list[Workload]:
-    """The workloads of a round; the same for whoever asks."""
-    return [_converted(workloads.WORKLOADS[name](random.Random(round_number))) for name in names]
+def round_workload(name: str, round_number: int, *, is_quick: bool = False) -> Workload:
+    """Return the workload of a round; the same for whoever asks."""
+    workload = _converted(workloads.WORKLOADS[name](random.Random(round_number)))
+    if not is_quick or name == "single":
+        return workload
+    if workload.counts_input:
+        return replace(workload, requests=workload.requests[: len(workload.requests) // _SHORTER])
+    requests = tuple(replace(it, max_tokens=-(-it.max_tokens // _SHORTER)) for it in workload.requests)
+    return replace(workload, requests=requests)
 
 
 def warm_up() -> Workload:
@@ -52,12 +65,86 @@ def warm_up() -> Workload:
     generator = random.Random("warm-up")
     mixed = [workloads.BenchRequest(it.token_ids, 8) for it in workloads.mixed(generator).requests[:16]]
     long = workloads.uniform(generator, 1, 1024, 8, 1).requests
-    return _converted(workloads.Workload(WARM_UP, (*mixed, *long), len(mixed) + 1))
+    return _converted(workloads.Workload("warm-up", (*mixed, *long), len(mixed) + 1))
 
 
 def _converted(workload: workloads.Workload) -> Workload:
     requests = tuple(Request(it.token_ids, it.max_tokens) for it in workload.requests)
     return Workload(workload.name, requests, workload.concurrency, workload.counts_input)
+
+
+class PeerFailedError(Exception):
+    """A peer's process ended, or took too long; says what it said last."""
+
+
+class PeerProcess:
+    """A peer that is loaded, in a process of its own."""
+
+    def __init__(self, peer: Peer, paths: Paths) -> None:
+        """Begin to load it; `run` waits until it is ready."""
+        self.peer = peer
+        folder = paths.home / "runs"
+        folder.mkdir(exist_ok=True)
+        self._log = folder / f"{peer.name}.log"
+        words = (peer.name, str(paths.home), str(paths.model_folder))
+        with self._log.open("w", encoding="utf-8") as errors:
+            self._process = subprocess.Popen(
+                [str(peer.python(paths)), "-P", "-m", "peers.child", *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=folder,
+                # Not the checkout itself: a library that looks for a package named `kernels` would find ours.
+                env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,
+            )
+
+    def run(self, workload: Workload) -> Figures:
+        """Run a workload.
+
+        Raises:
+            PeerFailedError: It failed, and cannot be used any more.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        timer = threading.Timer(TIMEOUT_S, self._terminate)
+        timer.start()
+        try:
+            self._process.stdin.write(workload_line(workload))
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if not line:
+            raise PeerFailedError(f"{_status(self._process.wait())}: {_last_words(self._log)}")
+        return parse_figures(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it, which closes what it opened."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if error is not None:
+            self._terminate()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._terminate()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _terminate(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
 
 
 def run_rounds(
@@ -66,72 +153,64 @@ def run_rounds(
     numbers: Sequence[int],
     paths: Paths,
     on_done: Callable[[Measurement], None],
-    on_start: Callable[[int, Peer], None],
+    on_load: Callable[[Peer], None],
+    *,
+    is_quick: bool = False,
+    limit_s: float = float("inf"),
 ) -> tuple[list[Measurement], dict[str, str]]:
-    """Measures `peers` in the rounds of these numbers; one that fails is not tried again.
+    """Measure `peers` in the rounds of these numbers; one that fails is not tried again.
+
+    Args:
+        peers: All are loaded at the same time.
+        names: Of workloads.
+        numbers: Of rounds.
+        paths: Where things are.
+        on_done: Called with each measurement.
+        on_load: Called before a peer is loaded.
+        is_quick: Shorten the workloads.
+        limit_s: No round but the first begins that would end later, going by the longest so far.
 
     Returns:
         What was measured, and why a peer failed.
     """
+    begin = time.monotonic()
     measurements: list[Measurement] = []
     failed: dict[str, str] = {}
-    for number in numbers:
+    with ExitStack() as stack:
+        loaded: list[PeerProcess] = []
         for peer in peers:
-            wanted = [name for name in names if name in peer.workloads]
-            if peer.name in failed or not wanted:
-                continue
-            on_start(number, peer)
-            load = _busy_cores()
-
-            def add(figures: Figures, peer: Peer = peer, number: int = number, load: float = load) -> None:
-                measurements.append(Measurement(number, peer.name, load, figures))
-                on_done(measurements[-1])
-
-            reason = run_peer(peer, [warm_up(), *round_workloads(wanted, number)], paths, add)
-            if reason:
-                failed[peer.name] = reason
+            on_load(peer)
+            process = stack.enter_context(PeerProcess(peer, paths))
+            try:
+                process.run(warm_up())
+                loaded.append(process)
+            except PeerFailedError as error:
+                failed[peer.name] = str(error)
+        longest_s = 0.0
+        for number in numbers:
+            start = time.monotonic()
+            if longest_s and start - begin + longest_s > limit_s:
+                break
+            shift = number % max(len(loaded), 1)
+            for name in names:
+                workload = round_workload(name, number, is_quick=is_quick)
+                for process in [*loaded[shift:], *loaded[:shift]]:
+                    peer = process.peer
+                    if peer.name in failed or name not in peer.workloads:
+                        continue
+                    load = _busy_cores()
+                    try:
+                        measurements.append(Measurement(number, peer.name, load, process.run(workload)))
+                        on_done(measurements[-1])
+                    except PeerFailedError as error:
+                        failed[peer.name] = str(error)
+            longest_s = max(longest_s, time.monotonic() - start)
     return measurements, failed
 
 
 def _busy_cores() -> float:
     """Cores that all programs together keep busy while this one waits; a load average would hold the peer before."""
     return sum(psutil.cpu_percent(_BUSY_INTERVAL_S, percpu=True)) / 100
-
-
-def run_peer(peer: Peer, wanted: Sequence[Workload], paths: Paths, on_figures: Callable[[Figures], None]) -> str:
-    """Runs a peer's process; gives why it failed, or nothing."""
-    folder = paths.home / "runs"
-    folder.mkdir(exist_ok=True)
-    workloads_file, log = folder / f"{peer.name}.json", folder / f"{peer.name}.log"
-    write_workloads(wanted, workloads_file)
-    words = (peer.name, str(paths.home), str(paths.model_folder), str(workloads_file))
-    with (
-        log.open("w", encoding="utf-8") as errors,
-        subprocess.Popen(
-            [str(peer.python(paths)), "-P", "-m", "peers.child", *words],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            cwd=folder,
-            # Not the checkout itself: a library that looks for a package named `kernels` would find ours.
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,
-        ) as process,
-    ):
-        assert process.stdout is not None
-        end = functools.partial(os.killpg, process.pid, signal.SIGTERM)
-        timer = threading.Timer(TIMEOUT_S, end)
-        timer.start()
-        try:
-            for line in process.stdout:
-                on_figures(parse_figures(line))
-        except BaseException:
-            end()
-            raise
-        finally:
-            timer.cancel()
-    return "" if process.returncode == 0 else f"{_status(process.returncode)}: {_last_words(log)}"
 
 
 def _status(code: int) -> str:

@@ -1,4 +1,4 @@
-"""Ratios are taken within a round; their median counts, against the best of the peers."""
+"""Ratios are taken of the best rounds and within each round, against the best of the peers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ def test_the_median_of_the_rounds_own_ratios() -> None:
     assert (ratio.median, ratio.lowest, ratio.highest, ratio.num_rounds) == (2.0, 1.5, 3.0, 3)
 
 
-def test_the_best_peer_is_the_one_with_the_best_median() -> None:
-    some = measured("a", 10, 10, 10) + measured("b", 1, 99, 1) + measured("c", 5, 5, 5)
+def test_the_ratio_of_the_best_rounds() -> None:
+    ratio = ratio_of(Comparison("mixed", "a", ("b",), 1.0, 2.0), measured("a", 100, 150) + measured("b", 60, 40))
+    assert ratio is not None
+    assert ratio.best == 2.5
+
+
+def test_the_best_peer_is_the_one_with_the_best_round() -> None:
+    some = measured("a", 10, 10, 10) + measured("b", 1, 20, 1) + measured("c", 5, 5, 5)
     ratio = ratio_of(Comparison("mixed", "a", ("b", "c", "absent"), 1.0, 2.0), some)
     assert ratio is not None
-    assert (ratio.peer, ratio.median) == ("c", 2.0)
+    assert (ratio.peer, ratio.best, ratio.median) == ("b", 0.5, 10.0)
 
 
 def test_rounds_that_only_one_finished_do_not_count() -> None:

@@ -17,13 +17,13 @@ MEASURED = [
     Measurement(2, "midstream", 0.05, Figures("mixed", 1400.0, 5.0, (11.0, 90.0), (1.2, 2.2))),
     Measurement(0, "vllm", 0.05, Figures("mixed", 1000.0, 8.0)),
 ]
-RATIO = Ratio(Comparison("mixed", "midstream", ("vllm",), 1.3, 1.6), "vllm", 1.5, 1.4, 1.6, 3, 1.25)
+RATIO = Ratio(Comparison("mixed", "midstream", ("vllm",), 1.3, 1.6), "vllm", 1.45, 1.5, 1.4, 1.6, 3, 1.25)
 
 
-def test_figures_are_medians_and_what_was_not_measured_stays_empty() -> None:
+def test_figures_are_best_and_median_and_what_was_not_measured_stays_empty() -> None:
     _, ours, peers = report.figures_table(LABELS, MEASURED)
-    assert ours == ["Midstream", "", "1,500", "", "", ""]
-    assert peers == ["vLLM", "", "1,000", "", "", ""]
+    assert ours == ["Midstream", "", "1,600 / 1,500", "", "", ""]
+    assert peers == ["vLLM", "", "1,000 / 1,000", "", "", ""]
 
 
 def test_latencies_are_medians_of_each_percentile() -> None:
@@ -31,7 +31,7 @@ def test_latencies_are_medians_of_each_percentile() -> None:
 
 
 def test_a_ratio_shows_its_spread_and_whether_it_is_enough() -> None:
-    row = ["mixed", "Midstream", "vLLM", "1.50 (1.40 to 1.60)", "1.25", "1.3", "1.6", "yes"]
+    row = ["mixed", "Midstream", "vLLM", "1.45", "1.50 (1.40 to 1.60)", "1.25", "1.3", "1.6", "yes"]
     assert report.ratios_table(LABELS, [RATIO])[1] == row
 
 
@@ -56,7 +56,7 @@ def test_the_page_names_who_did_not_run_and_shows_a_plot(tmp_path: Path) -> None
     report.write(tmp_path, LABELS, MEASURED, [RATIO], {"vllm": "ended by SIGILL"})
     page = (tmp_path / report.PAGE).read_text(encoding="utf-8")
     assert "- vLLM: ended by SIGILL" in page
-    assert "Medians of 3 rounds" in page
+    assert "3 rounds; in each" in page
     assert "Provisional" not in page
     assert (tmp_path / report.PLOT).read_text(encoding="utf-8").startswith("<?xml")
 

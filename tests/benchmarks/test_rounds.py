@@ -20,8 +20,8 @@ from benchmarks.peers.peer import (
     Step,
     Workload,
     parse_figures,
-    read_workloads,
-    write_workloads,
+    parse_workload,
+    workload_line,
 )
 from midstream.cli.bench import workloads
 
@@ -56,26 +56,31 @@ LINE = '{"workload": "single", "tokens_per_s": 64.0, "duration_s": 2.0, "ttft_ms
 
 
 def test_a_round_has_the_tokens_of_midstream_bench() -> None:
-    (single,) = rounds.round_workloads(["single"], 3)
     expected = workloads.single(random.Random(3))
-    assert single.requests == (Request(expected.requests[0].token_ids, 128),)
+    assert rounds.round_workload("single", 3).requests == (Request(expected.requests[0].token_ids, 128),)
 
 
 def test_a_round_is_the_same_each_time_and_differs_from_the_next() -> None:
-    first = rounds.round_workloads(ALL_WORKLOADS, 0)
-    assert first == rounds.round_workloads(ALL_WORKLOADS, 0)
-    prompts = [
-        {it.token_ids for workload in rounds.round_workloads(ALL_WORKLOADS, n) for it in workload.requests}
-        for n in (0, 1)
-    ]
-    assert prompts[0].isdisjoint(prompts[1])
-    assert prompts[0].isdisjoint(it.token_ids for it in rounds.warm_up().requests)
+    def prompts(number: int) -> set[tuple[int, ...]]:
+        return {it.token_ids for name in ALL_WORKLOADS for it in rounds.round_workload(name, number).requests}
+
+    assert prompts(0) == prompts(0)
+    assert prompts(0).isdisjoint(prompts(1))
+    assert prompts(0).isdisjoint(it.token_ids for it in rounds.warm_up().requests)
 
 
-def test_workloads_survive_json(tmp_path: Path) -> None:
-    written = rounds.round_workloads(ALL_WORKLOADS, 1)
-    write_workloads(written, tmp_path / "workloads.json")
-    assert read_workloads(tmp_path / "workloads.json") == written
+def test_a_quick_round_is_a_quarter() -> None:
+    whole, quick = (rounds.round_workload("mixed", 0, is_quick=is_quick) for is_quick in (False, True))
+    assert [it.token_ids for it in quick.requests] == [it.token_ids for it in whole.requests]
+    assert {it.max_tokens for it in quick.requests} == {32}
+    assert len(rounds.round_workload("prefill", 0, is_quick=True).requests) == 4
+    assert rounds.round_workload("single", 0, is_quick=True) == rounds.round_workload("single", 0)
+
+
+@pytest.mark.parametrize("name", ALL_WORKLOADS)
+def test_workloads_survive_json(name: str) -> None:
+    workload = rounds.round_workload(name, 1)
+    assert parse_workload(workload_line(workload)) == workload
 
 
 def test_throughput_counts_output_or_input() -> None:
@@ -94,42 +99,59 @@ def test_another_line_is_refused(line: str) -> None:
         parse_figures(line)
 
 
-def test_a_peer_that_ends_well_gives_its_figures(tmp_path: Path) -> None:
-    got: list[Figures] = []
-    peer = fake_peer(tmp_path, f"echo '{LINE}'")
-    assert rounds.run_peer(peer, [], Paths(tmp_path, tmp_path), got.append) == ""
-    assert got == [parse_figures(LINE)]
+def answering(folder: Path, name: str, times: int = 100) -> FakePeer:
+    """A peer that notes each workload it gets in `order`, and ends after `times` of them."""
+    note = f"echo {name} >> {folder / 'order'}"
+    (folder / name).mkdir()
+    lines = f"for i in $(seq {times}); do read -r line || exit 0; {note}; echo '{LINE}'; done"
+    return FakePeer(fake_peer(folder / name, f"{lines}; echo 'no AVX-512 here' >&2; exit 3").script, name)
+
+
+def test_a_peer_stays_loaded_and_gives_its_figures(tmp_path: Path) -> None:
+    with rounds.PeerProcess(answering(tmp_path, "fake"), Paths(tmp_path, tmp_path)) as process:
+        assert process.run(rounds.warm_up()) == parse_figures(LINE)
+        assert process.run(rounds.warm_up()) == parse_figures(LINE)
 
 
 def test_a_peer_that_fails_says_why_and_is_not_tried_again(tmp_path: Path) -> None:
-    peer = fake_peer(tmp_path, f"echo '{LINE}'; echo 'no AVX-512 here' >&2; exit 3")
-    started: list[int] = []
+    peers = [answering(tmp_path, "one", times=2), answering(tmp_path, "other")]
+    loaded: list[str] = []
     measured, failed = rounds.run_rounds(
-        [peer],
-        ["single"],
-        range(3),
-        Paths(tmp_path, tmp_path),
-        lambda _: None,
-        lambda number, _: started.append(number),
+        peers, ["single"], range(3), Paths(tmp_path, tmp_path), lambda _: None, lambda peer: loaded.append(peer.name)
     )
-    assert failed == {"fake": "exit status 3: no AVX-512 here"}
-    assert started == [0]
-    assert [it.round for it in measured] == [0]
+    assert failed == {"one": "exit status 3: no AVX-512 here"}
+    assert loaded == ["one", "other"]
+    assert [(it.round, it.peer) for it in measured] == [(0, "one"), (0, "other"), (1, "other"), (2, "other")]
 
 
 def test_a_peer_killed_by_a_signal_is_named_so(tmp_path: Path) -> None:
-    peer = fake_peer(tmp_path, "kill -ILL $$")
-    assert rounds.run_peer(peer, [], Paths(tmp_path, tmp_path), lambda _: None) == "ended by SIGILL: it said nothing"
+    with (
+        rounds.PeerProcess(fake_peer(tmp_path, "kill -ILL $$"), Paths(tmp_path, tmp_path)) as process,
+        pytest.raises(rounds.PeerFailedError, match=r"^ended by SIGILL: it said nothing$"),
+    ):
+        process.run(rounds.warm_up())
 
 
-def test_peers_take_turns(tmp_path: Path) -> None:
-    names = []
-    peers = []
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        peers.append(FakePeer(fake_peer(tmp_path / name, f"echo '{LINE}'").script, name))
-    measured, _ = rounds.run_rounds(
-        peers, ["single"], range(2), Paths(tmp_path, tmp_path), lambda it: names.append(it.peer), lambda *_: None
+def test_peers_take_turns_and_each_begins_a_round(tmp_path: Path) -> None:
+    peers = [answering(tmp_path, name) for name in ("first", "second")]
+    measured, failed = rounds.run_rounds(
+        peers, ["single"], range(2), Paths(tmp_path, tmp_path), lambda _: None, lambda _: None
     )
-    assert names == ["first", "second", "first", "second"]
+    assert not failed
+    names = ["first", "second", "second", "first"]
+    assert [it.peer for it in measured] == names
     assert [it.round for it in measured] == [0, 0, 1, 1]
+    assert (tmp_path / "order").read_text(encoding="utf-8").split() == ["first", "second", *names]
+
+
+def test_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
+    measured, _ = rounds.run_rounds(
+        [answering(tmp_path, "fake")],
+        ["single"],
+        range(9),
+        Paths(tmp_path, tmp_path),
+        lambda _: None,
+        lambda _: None,
+        limit_s=0.0,
+    )
+    assert [it.round for it in measured] == [0]
