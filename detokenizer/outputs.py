@@ -6,9 +6,10 @@ tokens; tensors say themselves where they lie.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from midstream.extras import Extras, LogProbs, TensorCursor
+from midstream.extras import CONTEXT, Extras, LogProbs, Tensor, TensorCursor
 
 
 class OutputCursor:
@@ -33,7 +34,7 @@ class OutputCursor:
         """What is new of `extras` and is to be shown; None where that is nothing.
 
         Args:
-            extras: Of the tokens from `token_offset` on.
+            extras: Of the tokens from `token_offset` on, all of which have come.
             token_offset: Index in the output.
             from_token: Log probabilities of tokens before it are not shown.
             end: Length of the output, where that is known.
@@ -42,7 +43,8 @@ class OutputCursor:
         prompt = self._prompt_rows(extras.prompt_log_probs) if extras.prompt_log_probs else None
         if from_token > 0:
             prompt = None  # the reader has it: it came with the first token
-        found = self._tensors.new(replace(extras, log_probs=log_probs, prompt_log_probs=prompt))
+        tensors = extras.tensors if end is None else tuple(_before(extras.tensors, end))
+        found = self._tensors.new(replace(extras, log_probs=log_probs, prompt_log_probs=prompt, tensors=tensors))
         return None if found == Extras() else found
 
     def _rows(self, rows: LogProbs, token_offset: int, from_token: int, end: int | None) -> LogProbs | None:
@@ -63,3 +65,11 @@ class OutputCursor:
         self._num_prompt_rows += len(rows.token_log_probs) - num_known
         new = rows.without(num_known)
         return new if new.token_log_probs else None
+
+
+def _before(tensors: Iterable[Tensor], end: int) -> Iterator[Tensor]:
+    """Yield the tensors without the rows of output tokens from `end` on."""
+    for tensor in tensors:
+        kept = tensor if tensor.name.startswith(CONTEXT) else tensor.before(end)
+        if kept is not None:
+            yield kept

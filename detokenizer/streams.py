@@ -48,6 +48,7 @@ class _Sequence:
     has_ended: bool = False
     num_dropped: int = 0  # tokens that the scheduler counts and that lie behind the stop word
     outputs: OutputCursor = field(default_factory=OutputCursor)
+    early: list[tuple[int, Extras]] = field(default_factory=list)  # outputs of tokens that have not come
     all_ids: list[int] = field(default_factory=list)
     all_text: str = ""
 
@@ -113,6 +114,7 @@ class OutputStream:
         if self._opened is not None:
             for sequence in self._sequences:
                 sequence.outputs.reopen()
+                sequence.early.clear()
             return
         self._opened = opened
         self._num_prompt = len(opened.rules.prompt_ids)
@@ -153,6 +155,7 @@ class OutputStream:
             token_ids = token_ids[: text.stop_at - first]
             upstream.send_stop(self, sequence_index, text.stop_at, text.stop_word or "")
         self._add(sequence_index, sequence, offset, token_ids, head + tail, head)
+        self._add_early(sequence_index, sequence)
         if self._opened.is_streaming and sequence.pending is not None:
             self._show(sequence.pending)
 
@@ -161,6 +164,10 @@ class OutputStream:
         if self._opened is None or sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[sequence_index]
+        if token_offset >= sequence.text.num_tokens and sequence.text.stop_at is None and not sequence.has_ended:
+            # Its token, which comes with the next batch, may lie behind a stop word.
+            sequence.early.append((token_offset, extras))
+            return
         from_token = max(sequence.from_token - self._num_prompt, 0)
         new = sequence.outputs.new(extras, token_offset, from_token, sequence.text.stop_at)
         if new is None:
@@ -169,6 +176,11 @@ class OutputStream:
         if chunk is None:
             chunk = sequence.pending = Chunk(sequence_index, self._end_offset(sequence))
         chunk.extras = chunk.extras + new if chunk.extras is not None else new
+
+    def _add_early(self, sequence_index: int, sequence: _Sequence) -> None:
+        early, sequence.early = sequence.early, []
+        for token_offset, extras in early:
+            self.add_outputs(sequence_index, token_offset, extras)
 
     def end_sequence(self, end: SequenceEnd) -> None:
         """A sequence has ended; its last text comes out."""

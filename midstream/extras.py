@@ -76,6 +76,10 @@ class LogProbs:
         )
 
 
+# Names of tensors with a row for each prompt token begin with it; all others have a row for each output token.
+CONTEXT = "context_"
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A piece of a dense row-major little-endian tensor: some of its rows.
@@ -100,6 +104,16 @@ class Tensor:
         dtype = pb.Tensor.Dtype.Name(message.dtype).removeprefix("DTYPE_").lower()
         shape = tuple(message.shape)
         return Tensor(message.name, dtype, shape, message.data, message.data_offset, message.is_last)
+
+    def before(self, num_rows: int) -> Tensor | None:
+        """Return what of the piece lies in the tensor's first `num_rows` rows; None where nothing does."""
+        row_bytes = len(self.data) // self.shape[0]
+        count = num_rows - self.data_offset // row_bytes
+        if count >= self.shape[0]:
+            return self
+        if count <= 0:
+            return None
+        return replace(self, shape=(count, *self.shape[1:]), data=self.data[: count * row_bytes])
 
     def to_proto(self) -> pb.Tensor:
         """The message."""

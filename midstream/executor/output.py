@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from midstream.chunk import Chunk
-from midstream.extras import LogProbs, Tensor, join_tensors
-
-CONTEXT = "context_"
+from midstream.extras import CONTEXT, LogProbs, Tensor, join_tensors
 
 
 @dataclass(frozen=True, slots=True)

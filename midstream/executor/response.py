@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from midstream.chunk import Chunk, PerfMetrics
 from midstream.errors import MidstreamError
-from midstream.executor.output import CONTEXT, CompletionOutput, stack_tensors
-from midstream.extras import Tensor, join_tensors
+from midstream.executor.output import CompletionOutput, stack_tensors
+from midstream.extras import CONTEXT, Tensor, join_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from dataclasses import replace
 from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import MidstreamError
 from midstream.executor.lifecycle import RequestState
-from midstream.executor.output import CONTEXT, CompletionOutput, Logprob, logprobs_by_token
+from midstream.executor.output import CompletionOutput, Logprob, logprobs_by_token
 from midstream.executor.request import GenerationRequest
 from midstream.executor.response import Response, response_of_beams, response_of_chunk
-from midstream.extras import Tensor
+from midstream.extras import CONTEXT, Tensor
 
 
 class ResultQueue:

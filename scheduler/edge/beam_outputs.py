@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from midstream.extras import CONTEXT
 from protos import generation_pb2, worker_pb2
 from scheduler.core.beams import Beam, BeamStep
 from scheduler.core.request import ExtraOutput, Request
-
-_OF_PROMPT = "context_"
 
 
 def report_beams(request: Request) -> None:
@@ -68,4 +67,4 @@ def _of_prompt(rows: list[_Rows]) -> Iterator[worker_pb2.RowOutputs]:
 
 
 def _is_of_prompt(row: worker_pb2.RowOutputs) -> bool:
-    return row.HasField("prompt_log_probs") or any(tensor.name.startswith(_OF_PROMPT) for tensor in row.tensors)
+    return row.HasField("prompt_log_probs") or any(tensor.name.startswith(CONTEXT) for tensor in row.tensors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from detokenizer.outputs import OutputCursor
 from midstream.chunk import Chunk
 from midstream.extras import Extras, LogProbs, Tensor, TensorCursor, join_tensors
@@ -48,6 +50,15 @@ def test_rows_behind_a_stop_word_do_not_count() -> None:
     assert shown == Extras(rows(-1.0, -2.0).first(1))
     assert cursor.new(Extras(rows(-3.0)), 2, 0, 1) is None
     assert cursor.cumulative_log_prob == -1.0
+
+
+def test_tensors_end_where_the_sequence_does() -> None:
+    """Tokens behind a stop word are computed or not, as it happens; nothing of them is shown."""
+    prompt = replace(piece(0, 5), name="context_logits")
+    assert OutputCursor().new(Extras(tensors=(prompt, piece(0, 4))), 0, 0, 3) == Extras(tensors=(prompt, piece(0, 3)))
+    cursor = OutputCursor()
+    assert cursor.new(Extras(tensors=(piece(2, 3),)), 2, 0, 2) is None
+    assert OutputCursor().new(Extras(tensors=(piece(0, 2),)), 0, 0, 2) == Extras(tensors=(piece(0, 2),))
 
 
 def test_the_prompts_rows_come_once_however_they_are_split() -> None:

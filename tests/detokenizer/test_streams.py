@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 from detokenizer.feed_messages import Opened
 from detokenizer.incremental import DecoderFactory
 from detokenizer.sequence import TextRules
 from detokenizer.streams import OutputStream
-from midstream.extras import Extras, LogProbs
+from midstream.extras import Extras, LogProbs, Tensor
 
 
 class Router:
@@ -18,7 +19,7 @@ class Router:
         """Nothing is sent here."""
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
-        raise AssertionError("there are no stop words")
+        """Nobody is told."""
 
 
 OPENED = Opened(num_sequences=2, rules=TextRules(detokenize=False), is_streaming=True, return_all=False)
@@ -63,3 +64,39 @@ def test_a_stream_from_an_offset_has_the_log_probabilities_from_there_on() -> No
     feed(stream, upstream, 4)
     feed(stream, upstream, 5)
     assert taken(stream) == {0: ([2, 3, 4], [2, 3, 4]), 1: ([102, 103, 104], [102, 103, 104])}
+
+
+class Letters:
+    """Decodes token 0 as a, 1 as b and so on."""
+
+    def open(self, *, skip_special_tokens: bool) -> Letters:
+        return self
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+def test_outputs_of_tokens_behind_a_stop_word_are_dropped_whenever_they_come() -> None:
+    """Those of a token may come a batch before it, when its stop word is not known yet."""
+    opened = Opened(1, TextRules(stop_words=TextRules.words(["c"])), is_streaming=True, return_all=False)
+    for num_early in range(5):
+        upstream, stream = Router(), OutputStream(1, "r", 1, 0, (), Router(), Letters(), 1 << 20)
+        stream.open(opened)
+        for token in range(num_early):
+            stream.add_outputs(0, token, report(token))
+        stream.push(upstream, 0, 0, [0, 1])
+        for token in range(num_early, 5):
+            stream.add_outputs(0, token, report(token))
+        stream.push(upstream, 0, 2, [2, 3, 4])
+        (chunk,) = stream.take()
+        assert (list(chunk.token_ids), chunk.text) == ([0, 1, 2], "ab")
+        assert chunk.extras == report(0) + report(1) + report(2)
+
+
+def report(token: int) -> Extras:
+    """The log probability and the logits of a token."""
+    logits = Tensor("generation_logits", "float32", (1, 1), bytes(4), 4 * token, is_last=False)
+    return Extras(LogProbs((float(token),), 0, (), (), (1,)), tensors=(logits,))
