@@ -328,3 +328,133 @@ class JournalFinish(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["arrival_ns", b"arrival_ns", "error", b"error", "finished_ns", b"finished_ns", "first_scheduled_ns", b"first_scheduled_ns", "first_token_ns", b"first_token_ns", "last_token_ns", b"last_token_ns", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_steps", b"num_steps", "queued_ns", b"queued_ns", "request", b"request"]) -> None: ...
 
 global___JournalFinish = JournalFinish
+
+@typing.final
+class JournalSegment(google.protobuf.message.Message):
+    """The journal of kind `log` is a folder of segments: files that are only appended to. A segment is a run of frames; the first frame
+    holds a JournalSegment, every other one a JournalTransaction, or nothing: an empty frame only proves that what is before it was synced.
+
+    A frame is, in little-endian order: the four bytes "MSJL"; the payload's length (uint32); the frame's sequence number (uint64), one more
+    than that of the frame before it, also across segments; the CRC-32 of length, sequence number and payload (uint32); the payload.
+    Behind the last frame a segment has nothing but zeros.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    SCHEDULER_EPOCH_FIELD_NUMBER: builtins.int
+    PREVIOUS_BYTES_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """Of the format of segments; 1."""
+    number: builtins.int
+    """Position in the log; also the file's name. Segments are deleted from the oldest on, once no later frame builds on them."""
+    scheduler_epoch: builtins.int
+    """Of the scheduler that writes it."""
+    previous_bytes: builtins.int
+    """Length of the segment before. What that one has behind it was never committed."""
+    num_bytes: builtins.int
+    """Size of the file as it was made: a shorter one was truncated."""
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalAdapterRow]:
+        """All adapters, as of its beginning."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        number: builtins.int = ...,
+        scheduler_epoch: builtins.int = ...,
+        previous_bytes: builtins.int = ...,
+        adapters: collections.abc.Iterable[global___JournalAdapterRow] | None = ...,
+        num_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "num_bytes", b"num_bytes", "number", b"number", "previous_bytes", b"previous_bytes", "scheduler_epoch", b"scheduler_epoch", "version", b"version"]) -> None: ...
+
+global___JournalSegment = JournalSegment
+
+@typing.final
+class JournalTransaction(google.protobuf.message.Message):
+    """What is committed at once. It is applied in the order of the fields."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: builtins.int
+    COMMIT_FIELD_NUMBER: builtins.int
+    REWRITTEN_FIELD_NUMBER: builtins.int
+    FORGOTTEN_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
+    commit: builtins.bytes
+    """A sealed JournalCommit; sealed is: behind its CRC-32 (four bytes, little-endian)."""
+    @property
+    def accepted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalRow]:
+        """Requests that were accepted; `output` is unset."""
+
+    @property
+    def rewritten(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalRow]:
+        """Requests as they stand now, in place of all that the log says of them so far."""
+
+    @property
+    def forgotten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Numbers of requests that are kept no more."""
+
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalAdapterRow]:
+        """Adapters that were loaded, or, without a record, unloaded."""
+
+    def __init__(
+        self,
+        *,
+        accepted: collections.abc.Iterable[global___JournalRow] | None = ...,
+        commit: builtins.bytes = ...,
+        rewritten: collections.abc.Iterable[global___JournalRow] | None = ...,
+        forgotten: collections.abc.Iterable[builtins.int] | None = ...,
+        adapters: collections.abc.Iterable[global___JournalAdapterRow] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "adapters", b"adapters", "commit", b"commit", "forgotten", b"forgotten", "rewritten", b"rewritten"]) -> None: ...
+
+global___JournalTransaction = JournalTransaction
+
+@typing.final
+class JournalRow(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
+    OUTPUT_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    request: builtins.bytes
+    """A sealed JournalRequest."""
+    output: builtins.bytes
+    """A sealed JournalCommit of that request alone."""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        request: builtins.bytes = ...,
+        output: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "output", b"output", "request", b"request"]) -> None: ...
+
+global___JournalRow = JournalRow
+
+@typing.final
+class JournalAdapterRow(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    RECORD_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    record: builtins.bytes
+    """A sealed JournalAdapter."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        record: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "record", b"record"]) -> None: ...
+
+global___JournalAdapterRow = JournalAdapterRow

@@ -33,6 +33,8 @@ from scheduler.edge.traces import RequestTraces
 from scheduler.edge.worker_keys import WorkerKeys
 from scheduler.journal import Journal, JournalError
 from scheduler.journal.documents import DocumentStore
+from scheduler.journal.log import LogStore
+from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.off import NoJournal
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.sqlite_documents import SqliteDocuments
@@ -291,10 +293,12 @@ def make_journal(
         raise ConfigError("only a journal in PostgreSQL has a lease to wait for", field="standby")
     if config.journal == "off":
         return NoJournal(clock)
-    if config.journal == "sqlite":
-        path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.sqlite"
+    if config.journal in ("log", "sqlite"):
+        suffix = "journal" if config.journal == "log" else "sqlite"
+        path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.{suffix}"
+        file_store = LogStore(LogFolder(path)) if config.journal == "log" else SqliteStore(path)
         documents = SqliteDocuments(path.with_name(path.name + ".documents"))
-        return ThreadedJournal(SqliteStore(path), limits, model.fingerprint, clock, documents)
+        return ThreadedJournal(file_store, limits, model.fingerprint, clock, documents)
     store, postgres_documents = _postgres_stores(config)
     return ThreadedJournal(store, limits, model.fingerprint, clock, postgres_documents)
 

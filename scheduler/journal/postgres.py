@@ -158,6 +158,12 @@ class PostgresStore(Store):
                 cursor.execute("DELETE FROM midstream_commits")
             elif transaction.commit:
                 cursor.execute("INSERT INTO midstream_commits (record) VALUES (%s)", (transaction.commit,))
+            if transaction.rewritten:
+                cursor.executemany(
+                    "INSERT INTO midstream_requests VALUES (%s, %s, %s) "
+                    "ON CONFLICT (number) DO UPDATE SET request = excluded.request, output = excluded.output",
+                    transaction.rewritten,
+                )
             for name, record in transaction.adapters:
                 cursor.execute("DELETE FROM midstream_adapters WHERE name = %s", (name,))
                 if record:

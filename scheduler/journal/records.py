@@ -21,7 +21,12 @@ from scheduler.wire.requests import ModelLimits, spec_from_proto
 
 @dataclass(slots=True)
 class StoredRequest:
-    """A request as the journal's rows tell it. `is_changed`: by commits since the last compaction."""
+    """A request as the journal's rows tell it.
+
+    Attributes:
+        is_changed: By commits since the last compaction.
+        first_commit: Commits before this one are in its row.
+    """
 
     number: int
     recovered: Recovered
@@ -31,6 +36,7 @@ class StoredRequest:
     finish: Finish | None = None
     is_changed: bool = False
     beam_steps: list[BeamStep] = field(default_factory=list)
+    first_commit: int = 0
 
     def output_record(self, clock: SteadyClock) -> bytes:
         """Its output as one commit; `clock` is what its times are by."""
@@ -158,10 +164,10 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: Ste
 
 
 def replay(stored: StoredJournal, limits: ModelLimits, model_fingerprint: str, clock: SteadyClock) -> Replayed:
-    """Reads rows up to the first commit that is damaged; a damaged request is left out by itself.
+    """Read rows.
 
-    Times become those of `clock`. What follows a damaged commit is computed again: the same tokens, since they depend
-    on the request alone.
+    A request is read up to the first damaged commit behind its row: what follows is computed again, and comes out the
+    same, since it depends on the request alone. A damaged request is left out by itself. Times become those of `clock`.
     """
     result = Replayed(num_damaged=stored.num_damaged)
     for number, sealed, output in stored.requests:
@@ -174,11 +180,23 @@ def replay(stored: StoredJournal, limits: ModelLimits, model_fingerprint: str, c
             result.requests[number] = request[0]
             if output and not _apply(output, result.requests, clock):
                 result.num_damaged += 1
-    for position, (_, sealed) in enumerate(stored.commits):
-        if not _apply(sealed, result.requests, clock, marks=True):
-            result.num_damaged += len(stored.commits) - position
-            break
+            request[0].first_commit = stored.first_commits.get(number, 0)
+    _replay_commits(stored.commits, result, clock)
     return result
+
+
+def _replay_commits(commits: list[tuple[int, bytes]], result: Replayed, clock: SteadyClock) -> None:
+    later = sorted(result.requests.values(), key=lambda request: request.first_commit, reverse=True)
+    current: dict[int, StoredRequest] = {}
+    is_damaged = False
+    for number, sealed in commits:
+        while later and later[-1].first_commit <= number:
+            request = later.pop()
+            current[request.number] = request
+        if not _apply(sealed, current, clock, marks=True):
+            is_damaged = True
+            current.clear()
+        result.num_damaged += is_damaged
 
 
 def _read_request(

@@ -235,6 +235,8 @@ def _write_rows(connection: sqlite3.Connection, transaction: Transaction) -> Non
         connection.execute("DELETE FROM commits")
     elif transaction.commit:
         connection.execute("INSERT INTO commits (record) VALUES (?)", (transaction.commit,))
+    if transaction.rewritten:
+        _many(connection, "INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", transaction.rewritten)
     for name, record in transaction.adapters:
         if record:
             connection.execute("INSERT OR REPLACE INTO adapters VALUES (?, ?)", (name, record))

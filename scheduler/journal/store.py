@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SCHEMA_VERSION = 1
@@ -26,6 +27,8 @@ class Transaction:
         compacted: (number, sealed JournalCommit of that request alone) of requests that changed; commits go. None: they
             stay.
         adapters: (name, sealed JournalAdapter) of adapters that were loaded; nothing sealed: it was unloaded.
+        rewritten: (number, sealed JournalRequest, sealed JournalCommit of that request alone) of requests as they are
+            behind `commit`, in place of all that is stored of them.
     """
 
     accepted: list[tuple[int, bytes]] = field(default_factory=list)
@@ -33,6 +36,7 @@ class Transaction:
     forgotten: list[int] = field(default_factory=list)
     compacted: list[tuple[int, bytes]] | None = None
     adapters: list[tuple[str, bytes]] = field(default_factory=list)
+    rewritten: list[tuple[int, bytes, bytes]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -41,7 +45,8 @@ class StoredJournal:
 
     Attributes:
         requests: (number, sealed JournalRequest, sealed output as of the last compaction or nothing), by number.
-        commits: (number, sealed JournalCommit), oldest first.
+        commits: (number, sealed JournalCommit), oldest first. Nothing sealed: what was there is lost.
+        first_commits: By a request's number: that of the first commit which its row does not contain yet; default 0.
         adapters: (name, sealed JournalAdapter).
         num_damaged: Rows that the store itself could not read.
     """
@@ -49,11 +54,19 @@ class StoredJournal:
     requests: list[tuple[int, bytes, bytes]] = field(default_factory=list)
     commits: list[tuple[int, bytes]] = field(default_factory=list)
     adapters: list[tuple[str, bytes]] = field(default_factory=list)
+    first_commits: dict[int, int] = field(default_factory=dict)
     num_damaged: int = 0
 
 
 class Store(ABC):
-    """One journal, as its writer sees it. All methods run in one thread."""
+    """One journal, as its writer sees it. All methods run in one thread.
+
+    Attributes:
+        folds_commits: The writer decides when commits are folded into rows (`Transaction.compacted`). Else the store
+            says which rows it wants again (`stale`).
+    """
+
+    folds_commits = True
 
     @abstractmethod
     def take_over(self, least_epoch: int) -> int:
@@ -82,6 +95,10 @@ class Store(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raises what `write` would; called now and then while nothing is written."""
+
+    def stale(self, live_bytes: int) -> Sequence[int]:
+        """Return the requests that the next transaction is to rewrite; `live_bytes`: about the size of all rows."""
+        return ()
 
     def begin_anew(self) -> None:
         """After a LostError: becomes the writer of an empty journal in its place.

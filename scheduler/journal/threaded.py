@@ -25,9 +25,9 @@ from scheduler.core.request import Request
 from scheduler.journal import Journal, JournalContents, JournalEntry, JournalError, LostError
 from scheduler.journal.adapters import encode_adapter, read_adapters
 from scheduler.journal.documents import Documents, DocumentStore
-from scheduler.journal.records import Replayed, replay
+from scheduler.journal.records import Replayed, StoredRequest, replay
 from scheduler.journal.sqlite_documents import SqliteDocuments
-from scheduler.journal.store import Store, Transaction, seal
+from scheduler.journal.store import Store, StoredJournal, Transaction, seal
 from scheduler.journal.writer import RowWriter, kept_of
 from scheduler.wire.requests import ModelLimits
 
@@ -130,10 +130,10 @@ class ThreadedJournal(Journal):
         replayed = replay(stored, self._limits, self._model_fingerprint, self._clock)
         self._report(replayed)
         known = replayed.requests
-        changed = [(item.number, seal(item.output_record(self._clock))) for item in known.values() if item.is_changed]
         gone = [number for number, _, _ in stored.requests if number not in known]
-        if changed or gone or stored.commits:
-            self._store.write(Transaction(forgotten=gone, compacted=changed))
+        tidying = self._tidying(stored, known, gone)
+        if tidying is not None:
+            self._store.write(tidying)
         now_ns = self._clock.now_ns()
         requests = [item.event(now_ns) for item in known.values()]
         # Those that ended first are forgotten first; the others go on in the order in which they came.
@@ -150,8 +150,23 @@ class ThreadedJournal(Journal):
         kept = {item.recovered.spec.request_id: kept_of(item) for item in known.values()}
         adapters = read_adapters(stored, self._model_fingerprint)
         held = [(adapter.name, seal(encode_adapter(adapter, self._model_fingerprint))) for adapter in adapters]
-        writer = RowWriter(kept, self._model_fingerprint, self._clock, held)
+        folds = self._store.folds_commits
+        writer = RowWriter(kept, self._model_fingerprint, self._clock, held, folds_commits=folds)
         return JournalContents(epoch, requests, adapters), writer
+
+    def _tidying(self, stored: StoredJournal, known: dict[int, StoredRequest], gone: list[int]) -> Transaction | None:
+        """Return what makes the journal say what was read of it, where it says more than that."""
+        if self._store.folds_commits:
+            if not (gone or stored.commits):
+                return None
+            changed = [item for item in known.values() if item.is_changed]
+            folded = [(item.number, seal(item.output_record(self._clock))) for item in changed]
+            return Transaction(forgotten=gone, compacted=folded)
+        if self.num_damaged:
+            sealed = {number: request for number, request, _ in stored.requests}
+            rows = [(number, sealed[number], seal(item.output_record(self._clock))) for number, item in known.items()]
+            return Transaction(forgotten=gone, rewritten=rows)
+        return Transaction(forgotten=gone) if gone else None
 
     def _report(self, replayed: Replayed) -> None:
         self.num_damaged = replayed.num_damaged
@@ -178,6 +193,7 @@ class ThreadedJournal(Journal):
             group = [commit for commit in commits if isinstance(commit, _Commit)]
             if group:
                 transaction = writer.transaction(entry for commit in group for entry in commit.entries)
+                transaction.rewritten = writer.rows(self._store.stale(writer.live_bytes))
                 self._or_anew(lambda: self._store.write(transaction), writer)  # noqa: B023 (called at once)
                 self.num_commits += 1
                 _call(loop, _call_all, [commit.then for commit in group])

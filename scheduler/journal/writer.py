@@ -30,6 +30,7 @@ class Kept:
         lengths: Output tokens of each sequence.
         num_outputs: Extra outputs of each sequence.
         num_bytes: About the size of its output.
+        request_bytes: About the size of what was accepted.
         num_beam_steps: Of its beam search.
         has_ended: Of each sequence. is_over: Of the request.
     """
@@ -41,6 +42,7 @@ class Kept:
     is_over: bool = False
     num_bytes: int = 0
     num_beam_steps: int = 0
+    request_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class RowWriter:
 
     Attributes:
         num_compactions: How often all commits were folded into the requests' rows.
+        live_bytes: About the size of all requests' rows.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class RowWriter:
         model_fingerprint: str,
         clock: SteadyClock,
         adapters: Iterable[tuple[str, bytes]] = (),
+        *,
+        folds_commits: bool = True,
     ) -> None:
         """Goes on behind what is stored.
 
@@ -82,7 +87,9 @@ class RowWriter:
             model_fingerprint: Of the served model.
             clock: What the requests' times are by.
             adapters: What the journal holds of these, sealed, by name.
+            folds_commits: See Store.
         """
+        self._folds_commits = folds_commits
         self._adapters = dict(adapters)
         self._requests: dict[str, Request] = {}
         self._clock = clock
@@ -93,6 +100,8 @@ class RowWriter:
         self._changed: dict[str, Request] = {}
         self._commit_bytes = 0
         self._changed_bytes = 0
+        self._ids = {item.number: request_id for request_id, item in kept.items()}
+        self.live_bytes = sum(item.num_bytes + item.request_bytes for item in kept.values())
 
     def transaction(self, entries: Iterable[JournalEntry]) -> Transaction:
         """The rows for some entries, all of which follow those before."""
@@ -108,7 +117,7 @@ class RowWriter:
         if data:
             result.commit = seal(data)
             self._commit_bytes += len(result.commit)
-        if self._commit_bytes > max(MIN_COMPACTION_BYTES, self._changed_bytes):
+        if self._folds_commits and self._commit_bytes > max(MIN_COMPACTION_BYTES, self._changed_bytes):
             result.compacted = self._compact()
         return result
 
@@ -135,8 +144,11 @@ class RowWriter:
         kept = Kept(self._next_number, [0] * count, [0] * count, [False] * count)
         self._next_number += 1
         self._kept[request.request_id] = kept
+        self._ids[kept.number] = request.request_id
         self._requests[request.request_id] = request
         data = encode_request(request, self._model_fingerprint, self._clock)
+        kept.request_bytes = len(data)
+        self.live_bytes += len(data)
         result.accepted.append((kept.number, seal(data)))
 
     def _add_tokens(self, sequence: Sequence, length: int, runs: _Runs, record: pb.JournalCommit) -> None:
@@ -176,12 +188,16 @@ class RowWriter:
         for extra in extras:
             kept.num_outputs[index] += 1
             kept.num_bytes += len(extra.data)
+            self.live_bytes += len(extra.data)
             record.outputs.add(
                 request=kept.number, sequence_index=index, token_offset=extra.token_offset, data=extra.data
             )
 
     def _note_changed(self, request_id: str, request: Request, kept: Kept, num_bytes: int) -> None:
         kept.num_bytes += num_bytes
+        self.live_bytes += num_bytes
+        if not self._folds_commits:
+            return
         if request_id not in self._changed:
             self._changed[request_id] = request
             self._changed_bytes += kept.num_bytes
@@ -213,6 +229,8 @@ class RowWriter:
         kept = self._kept.pop(request.request_id, None)
         if kept is not None:
             result.forgotten.append(kept.number)
+            del self._ids[kept.number]
+            self.live_bytes -= kept.num_bytes + kept.request_bytes
             if self._changed.pop(request.request_id, None) is not None:
                 self._changed_bytes -= kept.num_bytes
 
@@ -221,20 +239,23 @@ class RowWriter:
         self._requests.update((request.request_id, request) for request in requests if request.request_id in self._kept)
 
     def everything(self) -> Transaction:
-        """All rows anew, as of the last transaction, for a journal that is empty."""
-        known = [(self._requests[request_id], kept) for request_id, kept in self._kept.items()]
+        """Return all rows anew, as of the last transaction, for a journal that is empty."""
         self._changed.clear()
         self._changed_bytes = self._commit_bytes = 0
-        return Transaction(
-            accepted=[
-                (kept.number, seal(encode_request(request, self._model_fingerprint, self._clock)))
-                for request, kept in known
-            ],
-            compacted=[
-                (kept.number, seal(_stored(request, kept).output_record(self._clock))) for request, kept in known
-            ],
-            adapters=list(self._adapters.items()),
-        )
+        return Transaction(rewritten=self.rows(self._ids), adapters=list(self._adapters.items()))
+
+    def rows(self, numbers: Iterable[int]) -> list[tuple[int, bytes, bytes]]:
+        """Return requests' rows as of the last transaction; those that were forgotten have none."""
+        rows = []
+        for number in numbers:
+            if number not in self._ids:
+                continue
+            request_id = self._ids[number]
+            request = self._requests[request_id]
+            data = encode_request(request, self._model_fingerprint, self._clock)
+            output = _stored(request, self._kept[request_id]).output_record(self._clock)
+            rows.append((number, seal(data), seal(output)))
+        return rows
 
     def _compact(self) -> list[tuple[int, bytes]]:
         rows = []
@@ -278,4 +299,5 @@ def kept_of(stored: StoredRequest) -> Kept:
         stored.finish is not None,
         4 * sum(map(len, stored.outputs)) + sum(len(extra.data) for items in stored.extras for extra in items),
         len(stored.beam_steps),
+        len(stored.recovered.spec.payload),
     )

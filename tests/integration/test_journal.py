@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pytest
 
 from tests.integration.named_processes import ROOT
 from tests.integration.parts import Parts, free_ports, running
@@ -36,8 +39,13 @@ async def read(stub: Stub, first: int, half_way: asyncio.Event) -> tuple[list[in
     return received, longest
 
 
-async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path) -> None:
-    with running(Parts(tmp_path)) as parts:
+@pytest.fixture(params=["log", "sqlite"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path, kind: str) -> None:
+    with running(Parts(tmp_path, "--journal", kind)) as parts:
         async with parts.stub() as stub:
             half_way = asyncio.Event()
             streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000, 3000)]
@@ -53,14 +61,14 @@ async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path) -> Non
     assert '"num_unfinished": 3' in parts.log("scheduler")
 
 
-async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_on(tmp_path: Path) -> None:
-    with running(Parts(tmp_path)) as parts:
+async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_on(tmp_path: Path, kind: str) -> None:
+    with running(Parts(tmp_path, "--journal", kind)) as parts:
         async with parts.stub() as stub:
             half_way = asyncio.Event()
             stream = asyncio.create_task(read(stub, 1000, half_way))
             await half_way.wait()
             process = parts.processes["scheduler"]
-            size = (tmp_path / "journal.sqlite-wal").stat().st_size
+            size = 4096 if kind == "log" else (tmp_path / "journal.sqlite-wal").stat().st_size
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
             assert await asyncio.to_thread(process.wait, 20) == 1
             parts.start("scheduler")
@@ -70,12 +78,17 @@ async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_o
 
 
 def _remove_journal(folder: Path) -> None:
-    for file in folder.glob("journal.sqlite*"):
-        file.unlink()
+    for path in folder.glob("journal.sqlite*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
-async def test_a_journal_that_is_deleted_in_use_is_begun_anew_and_a_successor_goes_on(tmp_path: Path) -> None:
-    with running(Parts(tmp_path)) as parts:
+async def test_a_journal_that_is_deleted_in_use_is_begun_anew_and_a_successor_goes_on(
+    tmp_path: Path, kind: str
+) -> None:
+    with running(Parts(tmp_path, "--journal", kind)) as parts:
         async with parts.stub() as stub:
             half_way = asyncio.Event()
             streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000)]
@@ -91,13 +104,13 @@ async def test_a_journal_that_is_deleted_in_use_is_begun_anew_and_a_successor_go
     assert '"num_unfinished": 2' in parts.log("scheduler")
 
 
-async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_path: Path) -> None:
+async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_path: Path, kind: str) -> None:
     path = str(tmp_path / "journal.sqlite")
-    with running(Parts(tmp_path)) as parts:
+    with running(Parts(tmp_path, "--journal", kind)) as parts:
         async with parts.stub() as stub:
             await read(stub, 1000, asyncio.Event())
             port, worker_port = free_ports(2)
-            flags = ["--port", str(port), "--worker-port", str(worker_port), "--journal", "sqlite"]
+            flags = ["--port", str(port), "--worker-port", str(worker_port), "--journal", kind]
             command = [sys.executable, "-m", "scheduler", *flags, "--journal-path", path]
             successor = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT, stderr=subprocess.DEVNULL)
             try:
@@ -109,9 +122,10 @@ async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_pa
     assert "is over" in parts.log("scheduler")
 
 
-def test_a_journal_that_cannot_be_opened_is_named() -> None:
+def test_a_journal_that_cannot_be_opened_is_named(kind: str) -> None:
     path = "/proc/nowhere/journal"
-    command = [sys.executable, "-m", "scheduler", "--port", "0", "--worker-port", "0", "--journal-path", path]
+    command = [sys.executable, "-m", "scheduler", "--port", "0", "--worker-port", "0"]
+    command += ["--journal", kind, "--journal-path", path]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
     assert path in result.stderr

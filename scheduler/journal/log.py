@@ -1,0 +1,357 @@
+"""The journal as a log: a folder of segments that are only appended to, for a scheduler on one machine.
+
+A commit is one write and one fdatasync. What that costs is in docs/decisions/journal.md.
+
+- **Power cuts.** A record counts once it is synced. One write at a time is under way, so that a cut can tear only the
+  last record; nothing of it was shown, and it is dropped. A segment gets its name once its first record is safe.
+- **A process that is killed** may leave a last record that is whole but not synced. The next one syncs it first of all.
+- **Damage.** A record that is not whole but has whole ones behind it was synced, and has been damaged since. Its
+  contents are lost. The next scheduler goes on behind it (see `replay`), logs where it is, and keeps the file. After
+  half a second without a commit an empty record is written, so that damage to the last one is told from a torn write.
+- **Size.** A segment is deleted when no request's latest row is in it. While the log is larger than twice what is live,
+  the rows of its oldest segment are written again, a few with each commit.
+- **One writer.** See LogFolder. A successor raises the epoch and begins a segment of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from midstream.errors import ConfigError
+from protos import journal_pb2 as pb
+from scheduler.journal import DeposedError, JournalError
+from scheduler.journal.frames import Frame, frame, frames
+from scheduler.journal.log_folder import LogFolder
+from scheduler.journal.store import Store, StoredJournal, Transaction
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+SEGMENT_BYTES = 4 << 20
+# Beside twice what is live.
+SLACK_BYTES = 16 << 20
+_MAX_REWRITTEN = 32
+_SUFFIX = ".log"
+_NEW = "new"
+_DAMAGED = ".damaged"
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A file of the log. `num_bytes`: its size on disk. `numbers`: requests whose latest whole rows are in it."""
+
+    number: int
+    num_bytes: int
+    numbers: set[int] = field(default_factory=set)
+    is_damaged: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:08d}{_SUFFIX}"
+
+
+class LogStore(Store):
+    """A log in a folder."""
+
+    folds_commits = False
+
+    def __init__(
+        self, folder: LogFolder, *, segment_bytes: int = SEGMENT_BYTES, slack_bytes: int = SLACK_BYTES
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            folder: Where it lies.
+            segment_bytes: Size of a segment; one record may exceed it.
+            slack_bytes: What the log may hold beside twice what is live.
+        """
+        self._folder = folder
+        self._segment_bytes, self._slack_bytes = segment_bytes, slack_bytes
+        self._epoch = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._sequence = 0
+        self._offset = 0
+        self._is_marked = True
+        self._segments: list[_Segment] = []
+        self._homes: dict[int, _Segment] = {}
+        self._adapters: dict[str, bytes] = {}
+        self._stored = StoredJournal()
+        self._rows: dict[int, tuple[bytes, bytes, int]] = {}
+        self._is_behind_damage = False
+
+    @property
+    def _current(self) -> _Segment:
+        return self._segments[-1]
+
+    def take_over(self, least_epoch: int) -> int:
+        """Reads the log, lets nobody else write to it, and begins a segment."""
+        try:
+            self._folder.close()
+            self._folder.open()
+            with self._folder.locked():
+                self._begin()
+                self._read_all()
+                self._epoch = max(self._epoch, self._folder.epoch(), least_epoch - 1) + 1
+                self._folder.set_epoch(self._epoch)
+                self._begin_segment()
+        except OSError as error:
+            raise JournalError(f"{self._folder.path} cannot be opened: {error}") from None
+        return self._epoch
+
+    def read(self) -> StoredJournal:
+        """What `take_over` has read."""
+        stored, rows = self._stored, sorted(self._rows.items())
+        stored.requests = [(number, request, output) for number, (request, output, _) in rows]
+        stored.first_commits = {number: first for number, (_, _, first) in rows}
+        stored.adapters = sorted(self._adapters.items())
+        self._stored, self._rows = StoredJournal(), {}
+        return stored
+
+    def write(self, transaction: Transaction) -> None:
+        """One record, synced."""
+        data = _encode(transaction)
+        with self._writing():
+            if self._offset + len(data) > self._segment_bytes:
+                self._begin_segment()
+            self._append(data)
+            self._folder.sync(self._current.name)
+            self._is_marked = False
+            self._note(transaction)
+            self._drop_dead_segments()
+
+    def check(self) -> None:
+        """Looks at the files and at the epoch; tells that the last record was synced."""
+        with self._writing():
+            for segment in self._segments[:-1]:
+                self._folder.check(segment.name, 0)
+            if not self._is_marked:
+                self._append(b"")
+                self._is_marked = True
+
+    def stale(self, live_bytes: int) -> Sequence[int]:
+        """Some requests of the oldest segment, while the log is more than twice `live_bytes`."""
+        if sum(segment.num_bytes for segment in self._segments) <= 2 * live_bytes + self._slack_bytes:
+            return ()
+        oldest = self._segments[0]
+        return () if oldest is self._current else sorted(oldest.numbers)[:_MAX_REWRITTEN]
+
+    def begin_anew(self) -> None:
+        """Sets aside what is there, unless another scheduler has begun a journal there, and begins an empty log."""
+        epoch = self._epoch
+        try:
+            self._folder.close()
+            self._folder.open()
+            with self._folder.locked():
+                if (other := self._folder.epoch()) > epoch:
+                    raise DeposedError(f"scheduler epoch {epoch} is over: {other} writes to {self._folder.path}")
+                for name in self._folder.names():
+                    if name.endswith(_SUFFIX):
+                        self._folder.rename(name, name + _DAMAGED)
+                self._folder.set_epoch(epoch)
+                self._begin()
+                self._begin_segment()
+        except OSError as error:
+            raise JournalError(f"{self._folder.path} cannot be begun anew: {error}") from None
+
+    def close(self) -> None:
+        """Lets go of the files."""
+        if self._segments and not self._is_marked:
+            with contextlib.suppress(JournalError):
+                self.check()
+        self._folder.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with self._folder.locked():
+                self._folder.check(self._current.name, self._offset)
+                if (epoch := self._folder.epoch()) != self._epoch:
+                    raise DeposedError(f"scheduler epoch {self._epoch} is over: {epoch} writes to {self._folder.path}")
+                yield
+        except OSError as error:
+            raise JournalError(f"{self._folder.path} cannot be written: {error}") from None
+
+    def _append(self, payload: bytes) -> None:
+        data = frame(self._sequence + 1, payload)
+        self._folder.write(self._current.name, data, self._offset)
+        self._sequence += 1
+        self._offset += len(data)
+        self._current.num_bytes = max(self._current.num_bytes, self._offset)
+
+    def _begin_segment(self) -> None:
+        """Makes a segment whose first record is safe before it has its name."""
+        previous = self._segments[-1] if self._segments else None
+        if previous is not None:
+            # Its last record may be in the kernel's memory only: an empty one, or one whose writer was killed.
+            self._folder.sync(previous.name)
+        number = 1 if previous is None else previous.number + 1
+        num_bytes = self._folder.create(_NEW, self._segment_bytes)
+        record = pb.JournalSegment(
+            num_bytes=num_bytes,
+            version=VERSION,
+            number=number,
+            scheduler_epoch=self._epoch,
+            previous_bytes=self._offset,
+            adapters=[pb.JournalAdapterRow(name=name, record=data) for name, data in self._adapters.items()],
+        )
+        data = frame(self._sequence + 1, record.SerializeToString())
+        segment = _Segment(number, max(num_bytes, len(data)))
+        self._folder.write(_NEW, data, 0)
+        self._folder.sync(_NEW)
+        self._folder.rename(_NEW, segment.name)
+        self._folder.sync_names()
+        if previous is not None:
+            self._folder.release(previous.name)
+        self._segments.append(segment)
+        self._sequence += 1
+        self._offset = len(data)
+        self._is_marked = True
+
+    def _note(self, transaction: Transaction) -> None:
+        for number, _ in transaction.accepted:
+            self._set_home(number, self._current)
+        for number, _, _ in transaction.rewritten:
+            self._set_home(number, self._current)
+        for number in transaction.forgotten:
+            self._set_home(number, None)
+        for name, record in transaction.adapters:
+            if record:
+                self._adapters[name] = record
+            else:
+                self._adapters.pop(name, None)
+
+    def _set_home(self, number: int, segment: _Segment | None) -> None:
+        before = self._homes.pop(number, None)
+        if before is not None:
+            before.numbers.discard(number)
+        if segment is not None:
+            segment.numbers.add(number)
+            self._homes[number] = segment
+
+    def _drop_dead_segments(self) -> None:
+        """Deletes the oldest segments on which nothing builds; each is gone for good before the next one goes."""
+        while not self._segments[0].numbers and len(self._segments) > 1:
+            segment = self._segments.pop(0)
+            if segment.is_damaged:
+                self._folder.rename(segment.name, segment.name + _DAMAGED)
+            else:
+                self._folder.unlink(segment.name)
+            self._folder.sync_names()
+
+    def _read_all(self) -> None:
+        names = [name for name in self._folder.names() if name.endswith(_SUFFIX)]
+        if not names and self._folder.epoch():
+            logger.error("the journal %s was emptied: what it held is gone", self._folder.path)
+            self._stored.num_damaged += 1
+        files = [(name, self._folder.read(name)) for name in names]
+        headers = [_read_header(name, data, self._folder.path) for name, data in files]
+        for position, (name, data) in enumerate(files):
+            is_last = position + 1 == len(files)
+            following = None if is_last else headers[position + 1]
+            end = following.previous_bytes if following is not None else len(data)
+            self._read_segment(name, data, end, is_last)
+            header = headers[position]
+            if not self._is_behind_damage and (header is None or len(data) < header.num_bytes):
+                self._note_damage(self._current, len(data))
+
+    def _read_segment(self, name: str, data: bytes, end: int, is_last: bool) -> None:
+        segment = _Segment(int(name.removesuffix(_SUFFIX)), len(data))
+        self._segments.append(segment)
+        self._offset = 0
+        for item in frames(data, min(end, len(data))):
+            if isinstance(item, Frame):
+                self._read_frame(item, segment)
+                self._offset = item.end
+            elif item.is_tail and is_last:
+                logger.warning("the journal's last transaction was cut off", extra={"file": name, "offset": item.start})
+                self._stored.num_damaged += 1
+            else:
+                self._note_damage(segment, item.start)
+        if not is_last and self._offset < end and not segment.is_damaged:
+            self._note_damage(segment, self._offset)
+
+    def _read_frame(self, item: Frame, segment: _Segment) -> None:
+        if self._sequence and item.sequence != self._sequence + 1 and not self._is_behind_damage:
+            self._note_damage(segment, self._offset)
+        self._sequence = item.sequence
+        self._is_behind_damage = False
+        try:
+            if item.start == 0:
+                header = pb.JournalSegment.FromString(item.payload)
+                self._epoch = max(self._epoch, header.scheduler_epoch)
+                self._adapters = {row.name: row.record for row in header.adapters}
+            elif item.payload:
+                self._apply(_decode(item.payload), item.sequence)
+        except DecodeError:
+            self._note_damage(segment, item.start)
+
+    def _note_damage(self, segment: _Segment, offset: int) -> None:
+        """Records are missing behind the last one that was read: what they changed is not known."""
+        logger.error(
+            "the journal's file %s is damaged at byte %d: going on behind it; "
+            "the file is kept as *%s, check the disk that it is on",
+            self._folder.path / segment.name,
+            offset,
+            _DAMAGED,
+        )
+        segment.is_damaged = self._is_behind_damage = True
+        self._stored.commits.append((self._sequence + 1, b""))
+
+    def _apply(self, transaction: Transaction, sequence: int) -> None:
+        for number, request in transaction.accepted:
+            self._rows[number] = (request, b"", sequence)
+        if transaction.commit:
+            self._stored.commits.append((sequence, transaction.commit))
+        for number, request, output in transaction.rewritten:
+            self._rows[number] = (request, output, sequence + 1)
+        for number in transaction.forgotten:
+            self._rows.pop(number, None)
+        self._note(transaction)
+
+
+def _read_header(name: str, data: bytes, folder: Path) -> pb.JournalSegment | None:
+    first = next(frames(data, len(data)), None)
+    if not isinstance(first, Frame) or first.start != 0:
+        return None
+    with contextlib.suppress(DecodeError):
+        header = pb.JournalSegment.FromString(first.payload)
+        if header.version > VERSION:
+            raise ConfigError(
+                f"{folder / name} was written by a newer version (format {header.version}, this one knows {VERSION}); "
+                "use that version, or another folder",
+                field="journal_path",
+            )
+        return header
+    return None
+
+
+def _encode(transaction: Transaction) -> bytes:
+    """Return the record of a transaction, which is not compacted."""
+    assert transaction.compacted is None
+    record = pb.JournalTransaction(commit=transaction.commit, forgotten=transaction.forgotten)
+    for number, request in transaction.accepted:
+        record.accepted.add(number=number, request=request)
+    for number, request, output in transaction.rewritten:
+        record.rewritten.add(number=number, request=request, output=output)
+    for name, data in transaction.adapters:
+        record.adapters.add(name=name, record=data)
+    return record.SerializeToString()
+
+
+def _decode(payload: bytes) -> Transaction:
+    record = pb.JournalTransaction.FromString(payload)
+    return Transaction(
+        accepted=[(row.number, row.request) for row in record.accepted],
+        commit=record.commit,
+        forgotten=list(record.forgotten),
+        rewritten=[(row.number, row.request, row.output) for row in record.rewritten],
+        adapters=[(row.name, row.record) for row in record.adapters],
+    )

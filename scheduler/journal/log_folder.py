@@ -1,0 +1,189 @@
+"""The operations on files that a log consists of; what a power cut spares follows from their order.
+
+`sync` makes a file's contents safe, `sync_names` which files there are. Nothing else is safe before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from scheduler.journal import JournalError, LostError
+
+_LOCK_NAME = "lock"
+_LOCK_TIMEOUT_S = 5.0
+_LOCK_POLL_S = 0.01
+_EPOCH_BYTES = 8
+
+
+class LogFolder:
+    """A folder of files that are written by one process at a time, its owner's alone.
+
+    The file `lock` holds the epoch of the one that may write. It is held locked during each write, and while another
+    process raises the epoch. The lock ends with its process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open nothing yet."""
+        self.path = path
+        self._lock = -1
+        self._files: dict[str, int] = {}
+        self._inodes: dict[str, tuple[int, int]] = {}
+
+    def open(self) -> None:
+        """Open the folder, or make it."""
+        if not self.path.is_dir():
+            self.path.mkdir(mode=0o700, parents=True)
+            _sync_folder(self.path.parent)
+        with contextlib.suppress(PermissionError):
+            self.path.chmod(0o700)
+        self._lock = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._inodes[_LOCK_NAME] = _inode(os.fstat(self._lock))
+
+    def names(self) -> list[str]:
+        """Return the names of the files, the lock's left out."""
+        return sorted(path.name for path in self.path.iterdir() if path.name != _LOCK_NAME)
+
+    def read(self, name: str) -> bytes:
+        """Return what a file holds."""
+        with contextlib.suppress(PermissionError):
+            (self.path / name).chmod(0o600)
+        return (self.path / name).read_bytes()
+
+    def create(self, name: str, num_bytes: int) -> int:
+        """Make a file of `num_bytes` zeros, in place of any of this name, and return its size.
+
+        A write into it need not make a change of its size safe as well. Where there is no room for that, its size is 0.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._files[name] = file = os.open(self.path / name, flags, 0o600)
+        self._inodes[name] = _inode(os.fstat(file))
+        try:
+            os.posix_fallocate(file, 0, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(file, 0)
+        return os.fstat(file).st_size
+
+    def write(self, name: str, data: bytes, offset: int) -> None:
+        """Write to a file that was created or renamed here."""
+        file, view = self._files[name], memoryview(data)
+        while view:
+            count = os.pwrite(file, view, offset)
+            view, offset = view[count:], offset + count
+
+    def sync(self, name: str) -> None:
+        """Return when all that was written to a file is safe."""
+        file = self._files.get(name)
+        if file is not None:
+            os.fdatasync(file)
+            return
+        file = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(file)
+        finally:
+            os.close(file)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Rename a file."""
+        (self.path / name).rename(self.path / new_name)
+        if name in self._files:
+            self._files[new_name] = self._files.pop(name)
+            self._inodes[new_name] = self._inodes.pop(name)
+
+    def unlink(self, name: str) -> None:
+        """Delete a file."""
+        self.release(name)
+        (self.path / name).unlink()
+
+    def release(self, name: str) -> None:
+        """Close a file that will not be written to again."""
+        file = self._files.pop(name, None)
+        if file is not None:
+            del self._inodes[name]
+            os.close(file)
+
+    def sync_names(self) -> None:
+        """Return when it is safe which files there are."""
+        _sync_folder(self.path)
+
+    def check(self, name: str, num_bytes: int) -> None:
+        """Raise LostError where the lock or this file was deleted or replaced, or has less than `num_bytes`."""
+        self._check_is(_LOCK_NAME, 0)
+        self._check_is(name, num_bytes)
+
+    def _check_is(self, name: str, num_bytes: int) -> None:
+        path = self.path / name
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise LostError(f"{path} was deleted while it was in use") from None
+        if _inode(status) != self._inodes.get(name, _inode(status)):
+            raise LostError(f"{path} was replaced while it was in use")
+        if status.st_size < num_bytes:
+            raise LostError(f"{path} was truncated while it was in use")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock.
+
+        Raises:
+            JournalError: Another process holds it for too long.
+        """
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._wait_for_lock()
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _wait_for_lock(self) -> None:
+        give_up_at = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            time.sleep(_LOCK_POLL_S)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > give_up_at:
+                    raise JournalError(
+                        f"{self.path} has been locked by another process for {_LOCK_TIMEOUT_S:g} s; "
+                        f"see `fuser {self.path / _LOCK_NAME}`"
+                    ) from None
+            else:
+                return
+
+    def epoch(self) -> int:
+        """Return the epoch of the one that may write; call it with the lock held."""
+        return int.from_bytes(os.pread(self._lock, _EPOCH_BYTES, 0), "little")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let nobody but this epoch write; call it with the lock held. Lasts as long as the machine runs."""
+        os.pwrite(self._lock, epoch.to_bytes(_EPOCH_BYTES, "little"), 0)
+
+    def close(self) -> None:
+        """Close all files."""
+        for name in list(self._files):
+            self.release(name)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

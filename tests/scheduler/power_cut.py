@@ -1,0 +1,159 @@
+"""A disk that loses at a power cut what was not synced, or any part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scheduler.journal import LostError
+from scheduler.journal.log_folder import LogFolder
+
+
+class PowerCut(BaseException):
+    """The process ends in the middle of an operation."""
+
+
+@dataclass(slots=True)
+class File:
+    """What a file holds on the disk and in the kernel's memory, and the writes between the two."""
+
+    on_disk: bytearray = field(default_factory=bytearray)
+    cached: bytearray = field(default_factory=bytearray)
+    unsynced: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+class Disk:
+    """One folder of files.
+
+    Attributes:
+        operations_left: Until a PowerCut is raised; negative: never.
+        epoch: What the lock says; in the kernel's memory only.
+    """
+
+    def __init__(self) -> None:
+        self.operations_left = -1
+        self.epoch = 0
+        self.names: dict[str, File] = {}
+        self._names_on_disk: dict[str, File] = {}
+        self._unsynced_names: list[dict[str, File | None]] = []
+
+    def operate(self) -> None:
+        """Count an operation that is under way."""
+        if self.operations_left == 0:
+            self.operations_left = -1
+            raise PowerCut
+        self.operations_left -= self.operations_left > 0
+
+    def change_names(self, changes: dict[str, File | None]) -> None:
+        """Create, rename or delete, as one operation."""
+        self._unsynced_names.append(changes)
+        _apply_names(self.names, changes)
+        self.operate()
+
+    def sync_names(self) -> None:
+        self.operate()
+        self._names_on_disk = dict(self.names)
+        self._unsynced_names.clear()
+
+    def cut(self, dice: random.Random) -> None:
+        """Lose what was not synced, but for some of the changes of names, and some bytes in a row of each write."""
+        names = self._names_on_disk
+        for changes in self._unsynced_names:
+            if dice.random() < 0.5:
+                _apply_names(names, changes)
+        self._unsynced_names.clear()
+        self.names = dict(names)
+        self.epoch = 0
+        for file in {id(file): file for file in names.values()}.values():
+            _lose(file, dice)
+
+
+def _apply_names(names: dict[str, File], changes: dict[str, File | None]) -> None:
+    for name, file in changes.items():
+        if file is None:
+            names.pop(name, None)
+        else:
+            names[name] = file
+
+
+def _lose(file: File, dice: random.Random) -> None:
+    for offset, data in file.unsynced:
+        first = dice.choice((0, dice.randint(0, len(data))))
+        last = dice.choice((first, len(data), dice.randint(first, len(data))))
+        kept = data[first:last]
+        if kept:
+            _write(file.on_disk, offset + first, kept)
+    file.unsynced.clear()
+    file.cached = bytearray(file.on_disk)
+
+
+def _write(content: bytearray, offset: int, data: bytes) -> None:
+    content.extend(bytes(max(0, offset + len(data) - len(content))))
+    content[offset : offset + len(data)] = data
+
+
+class FolderOnDisk(LogFolder):
+    """What a process sees of the disk. A process that was killed leaves all that it has written to the next one."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__(Path("/disk"))
+        self._disk = disk
+
+    def open(self) -> None:
+        pass
+
+    def names(self) -> list[str]:
+        return sorted(self._disk.names)
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._disk.names[name].cached)
+
+    def create(self, name: str, num_bytes: int) -> int:
+        file = File()
+        self._disk.change_names({name: file})
+        self.write(name, bytes(num_bytes), 0)
+        return num_bytes
+
+    def write(self, name: str, data: bytes, offset: int) -> None:
+        file = self._disk.names[name]
+        file.unsynced.append((offset, data))
+        _write(file.cached, offset, data)
+        self._disk.operate()
+
+    def sync(self, name: str) -> None:
+        self._disk.operate()
+        file = self._disk.names[name]
+        file.on_disk = bytearray(file.cached)
+        file.unsynced.clear()
+
+    def rename(self, name: str, new_name: str) -> None:
+        self._disk.change_names({name: None, new_name: self._disk.names[name]})
+
+    def unlink(self, name: str) -> None:
+        self._disk.change_names({name: None})
+
+    def release(self, name: str) -> None:
+        pass
+
+    def sync_names(self) -> None:
+        self._disk.sync_names()
+
+    def check(self, name: str, num_bytes: int) -> None:
+        if name not in self._disk.names:
+            raise LostError(name)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        yield
+
+    def epoch(self) -> int:
+        return self._disk.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self._disk.epoch = epoch
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,360 @@
+"""The journal as a log: power cuts at any operation, damage at any byte, its size, and who may write."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import random
+import resource
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from midstream.clock import SteadyClock
+from midstream.errors import ConfigError
+from protos import generation_pb2
+from protos import journal_pb2 as pb
+from scheduler.journal import DeposedError, JournalError, LoadedAdapter, LostError
+from scheduler.journal.adapters import encode_adapter
+from scheduler.journal.frames import Frame, frame, frames
+from scheduler.journal.log import VERSION, LogStore
+from scheduler.journal.log_folder import LogFolder
+from scheduler.journal.store import Transaction, seal
+from scheduler.journal.threaded import ThreadedJournal
+from tests.scheduler.harness import LIMITS
+from tests.scheduler.power_cut import Disk, FolderOnDisk, PowerCut
+from tests.scheduler.test_journal import begin
+
+CLOCK = SteadyClock()
+PRINT = "print"
+SEGMENT_BYTES, SLACK_BYTES = 400, 1000
+
+
+@dataclass
+class State:
+    """What a journal is to hold: output tokens by request, and the bytes of loaded adapters by name."""
+
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    adapters: dict[str, int] = field(default_factory=dict)
+
+
+def request_row(number: int) -> bytes:
+    payload = generation_pb2.GenerateRequest(
+        request_id=str(number), token_ids=generation_pb2.TokenIds(values=[1]), max_tokens=100
+    )
+    record = pb.JournalRequest(payload=payload.SerializeToString(), model_fingerprint=PRINT, accepted_unix_ns=1)
+    return seal(record.SerializeToString())
+
+
+def commit(tokens: list[tuple[int, int]]) -> bytes:
+    record = pb.JournalCommit(requests=[number for number, _ in tokens], token_ids=[token for _, token in tokens])
+    return seal(record.SerializeToString())
+
+
+def output_row(number: int, tokens: list[int]) -> bytes:
+    record = pb.JournalCommit(requests=[number], num_tokens=[len(tokens)], token_ids=tokens)
+    return seal(record.SerializeToString())
+
+
+class Scheduler:
+    """Writes transactions, and knows what must be in the log."""
+
+    def __init__(self, folder: LogFolder, **sizes: int) -> None:
+        self.store = LogStore(folder, **({"segment_bytes": SEGMENT_BYTES, "slack_bytes": SLACK_BYTES} | sizes))
+        self._journal = ThreadedJournal(self.store, LIMITS, PRINT, CLOCK)
+        contents, _ = self._journal._open()
+        self.epoch, self.num_damaged = contents.scheduler_epoch, self._journal.num_damaged
+        self.found = State(
+            {int(item.spec.request_id): list(item.outputs[0]) for item in contents.requests},
+            {item.name: item.num_bytes for item in contents.adapters},
+        )
+
+    def transaction(self, state: State, action: int, which: int, token: int) -> tuple[Transaction, State]:
+        """Something that may be committed, and what holds after it."""
+        after, result = copy.deepcopy(state), Transaction()
+        numbers = sorted(after.outputs)
+        if action == 0 or not numbers:
+            result.accepted = [(token, request_row(token))]
+            after.outputs[token] = []
+        elif action == 1:
+            number = numbers[which % len(numbers)]
+            result.forgotten = [number]
+            del after.outputs[number]
+        elif action == 2:
+            adapter = LoadedAdapter(name=f"a{which % 2}", path="", fingerprint="", num_bytes=token)
+            result.adapters = [(adapter.name, seal(encode_adapter(adapter, PRINT)))]
+            after.adapters[adapter.name] = token
+        elif action == 3 and after.adapters:
+            name = sorted(after.adapters)[which % len(after.adapters)]
+            result.adapters = [(name, b"")]
+            del after.adapters[name]
+        else:
+            chosen = [number for position, number in enumerate(numbers) if which >> position & 1] or numbers
+            result.commit = commit([(number, token) for number in chosen])
+            for number in chosen:
+                after.outputs[number].append(token)
+        live_bytes = sum(70 + 4 * len(tokens) for tokens in after.outputs.values())
+        for number in self.store.stale(live_bytes):
+            if number in after.outputs:
+                result.rewritten.append((number, request_row(number), output_row(number, after.outputs[number])))
+        return result, after
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lives=st.lists(
+        st.tuples(
+            st.integers(0, 80),
+            st.lists(st.tuples(st.integers(0, 9), st.integers(0, 15)), max_size=25),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_is_cut(
+    lives: list[tuple[int, list[tuple[int, int]], bool]], seed: int
+) -> None:
+    """Each life of a scheduler ends after so many operations on files, by a kill or by a power cut."""
+    disk, dice = Disk(), random.Random(seed)
+    committed = pending = State()
+    token, epoch = itertools.count(1), 0
+    for num_operations, actions, is_cut in lives:
+        disk.operations_left = num_operations
+        try:
+            scheduler = Scheduler(FolderOnDisk(disk))
+            assert scheduler.found in (committed, pending)
+            assert scheduler.epoch > epoch
+            # It shows what it has found.
+            committed, epoch = scheduler.found, scheduler.epoch
+            for action, which in actions:
+                if action == 9:
+                    scheduler.store.check()
+                    continue
+                transaction, pending = scheduler.transaction(committed, action, which, next(token))
+                scheduler.store.write(transaction)
+                committed = pending
+        except PowerCut:
+            pass
+        if is_cut:
+            disk.cut(dice)
+    disk.operations_left = -1
+    found = Scheduler(FolderOnDisk(disk)).found
+    assert found in (committed, pending)
+
+
+def filled(folder: LogFolder, num_commits: int, **sizes: int) -> State:
+    """Write a log of four requests that grow."""
+    scheduler = Scheduler(folder, **sizes)
+    state = scheduler.found
+    for token in range(1, num_commits + 1):
+        action = 0 if token <= 4 else 4
+        transaction, state = scheduler.transaction(state, action, token % 16, token)
+        scheduler.store.write(transaction)
+    scheduler.store.close()
+    return state
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    which=st.integers(0, 100),
+    share=st.floats(0, 1, exclude_max=True),
+    flip=st.integers(0, 255).map(lambda bits: bits or None),
+)
+def test_damage_at_any_byte_is_noticed_and_makes_up_nothing(which: int, share: float, flip: int | None) -> None:
+    """A byte of some segment changes, or the segment ends there."""
+    disk = Disk()
+    true = filled(FolderOnDisk(disk), 30)
+    names = [name for name in disk.names if name.endswith(".log")]
+    content = disk.names[names[which % len(names)]].cached
+    place = int(share * len(content))
+    if flip is None:
+        del content[place:]
+    else:
+        content[place] ^= flip
+    after = Scheduler(FolderOnDisk(disk))
+    for number, tokens in after.found.outputs.items():
+        assert tokens == true.outputs[number][: len(tokens)]
+    assert after.num_damaged > 0
+    # What was found is now whole, and stays so.
+    again = Scheduler(FolderOnDisk(disk))
+    assert (again.found, again.num_damaged) == (after.found, 0)
+
+
+def test_damage_names_file_and_offset_and_keeps_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal"
+    true = filled(LogFolder(path), 30, segment_bytes=1 << 16)
+    file = path / "00000001.log"
+    content = bytearray(file.read_bytes())
+    found = [item for item in frames(bytes(content), len(content)) if isinstance(item, Frame)]
+    place = found[17].start  # behind the header and 16 tokens
+    content[place + 30] ^= 1
+    file.write_bytes(content)
+    scheduler = Scheduler(LogFolder(path), segment_bytes=1 << 16)
+    assert f"{file} is damaged at byte {place}" in caplog.text
+    assert file.with_name("00000001.log.damaged").read_bytes() == content
+    # Those that had no part in the damaged commit cannot be told from those that had: all go on from before it.
+    expected = {number: [token for token in tokens if token < 17] for number, tokens in true.outputs.items()}
+    assert scheduler.found.outputs == expected
+    scheduler.store.close()
+
+
+def test_a_torn_tail_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal"
+    true = filled(LogFolder(path), 10, segment_bytes=1 << 16)
+    file = path / "00000001.log"
+    content = bytearray(file.read_bytes())
+    end = len(content.rstrip(b"\0"))
+    torn = frame(99, b"torn")[:-1]
+    content[end : end + len(torn)] = torn
+    file.write_bytes(content)
+    scheduler = Scheduler(LogFolder(path), segment_bytes=1 << 16)
+    assert scheduler.found == true
+    assert "the journal's last transaction was cut off" in caplog.text
+    assert "is damaged at" not in caplog.text
+    scheduler.store.close()
+
+
+def test_its_size_follows_what_is_live() -> None:
+    """One request stays beside many that come and go."""
+    disk, segment_bytes, slack_bytes = Disk(), 4000, 8000
+    scheduler = Scheduler(FolderOnDisk(disk), segment_bytes=segment_bytes, slack_bytes=slack_bytes)
+    state = scheduler.found
+    largest = num_written = 0
+    for token in range(1, 2000):
+        action = 0 if token % 10 == 1 else 1 if token % 10 == 9 and len(state.outputs) > 3 else 4
+        transaction, state = scheduler.transaction(state, action, 1, token)
+        scheduler.store.write(transaction)
+        live_bytes = sum(70 + 4 * len(tokens) for tokens in state.outputs.values())
+        size = sum(len(file.cached) for file in disk.names.values())
+        largest = max(largest, size - 2 * live_bytes)
+        num_written += len(transaction.rewritten)
+    assert largest <= slack_bytes + 2 * segment_bytes
+    assert 0 < num_written < 250
+    assert Scheduler(FolderOnDisk(disk)).found == state
+
+
+def test_a_newer_log_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.mkdir()
+    file = path / "00000001.log"
+    file.write_bytes(frame(1, pb.JournalSegment(version=VERSION + 1).SerializeToString()))
+    with pytest.raises(ConfigError, match="newer version"):
+        LogStore(LogFolder(path)).take_over(1)
+    assert [item.name for item in path.glob("*.log")] == [file.name]
+
+
+def test_an_emptied_log_does_not_open_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal"
+    filled(LogFolder(path), 5)
+    for file in path.glob("*.log"):
+        file.unlink()
+    with caplog.at_level(logging.ERROR):
+        scheduler = Scheduler(LogFolder(path))
+    assert scheduler.num_damaged == 1
+    assert "was emptied" in caplog.text
+    scheduler.store.close()
+
+
+def test_it_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new"
+    filled(LogFolder(path), 2)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
+
+
+def truncate(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(10)
+
+
+def replace(file: Path) -> None:
+    shutil.copy(file, file.with_name("copy"))
+    file.with_name("copy").replace(file)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        shutil.rmtree,
+        lambda path: path.rename(path.with_name("elsewhere")),
+        lambda path: (path / "lock").unlink(),
+        lambda path: (path / "00000001.log").unlink(),
+        lambda path: truncate(path / "00000001.log"),
+        lambda path: replace(path / "00000001.log"),
+    ],
+    ids=["folder deleted", "folder renamed", "lock deleted", "file deleted", "file truncated", "file replaced"],
+)
+def test_a_log_that_is_gone_in_use_is_noticed_and_begun_anew(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    path = tmp_path / "journal"
+    cell = begin(path)
+    cell.submit("a", [1, 2], 20)
+    cell.step()
+    harm(path)
+    with pytest.raises(LostError, match=str(path)):
+        cell.store.check()
+    with pytest.raises(LostError):
+        cell.submit("b", [1, 2], 2)
+    # What is in memory goes into a new one, under the same epoch.
+    cell.store.begin_anew()
+    cell.store.write(cell.writer.everything())
+    cell.run()
+    cell.store.close()
+    later = begin(path)
+    assert later.epoch > cell.epoch
+    assert (later.output("a"), later.output("b")) == (list(range(3, 23)), [3, 4])
+    assert later.num_damaged == 0
+    later.store.close()
+
+
+def test_a_log_that_another_has_begun_in_its_place_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    store = LogStore(LogFolder(path))
+    store.take_over(least_epoch=5)
+    shutil.rmtree(path)
+    successor = LogStore(LogFolder(path))
+    assert successor.take_over(least_epoch=9) == 9
+    with pytest.raises(LostError):
+        store.check()
+    with pytest.raises(DeposedError):
+        store.begin_anew()
+    successor.check()
+    successor.close()
+
+
+def test_a_full_disk_fails_the_transaction_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    scheduler = Scheduler(LogFolder(path), segment_bytes=1 << 16)
+    transaction, state = scheduler.transaction(scheduler.found, 0, 0, 1)
+    scheduler.store.write(transaction)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    end = len((path / "00000001.log").read_bytes().rstrip(b"\0"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (end + 10, limits[1]))
+    try:
+        with pytest.raises(JournalError, match="File too large"):
+            scheduler.store.write(Transaction(accepted=[(2, request_row(2))]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    scheduler.store.close()
+    after = Scheduler(LogFolder(path))
+    assert after.found == state
+    after.store.close()
+
+
+def test_a_lock_that_is_not_given_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.journal.log_folder._LOCK_TIMEOUT_S", 0.05)
+    first, second = LogFolder(tmp_path / "journal"), LogFolder(tmp_path / "journal")
+    first.open()
+    with first.locked(), pytest.raises(JournalError, match="locked by another process"):
+        LogStore(second).take_over(1)
+    second.close()
+    LogStore(second).take_over(1)
+    second.close()
+    first.close()
