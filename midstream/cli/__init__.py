@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": ("midstream.cli.chat", "hold a conversation"),
     "keys": ("midstream.cli.keys", "make a key pair for the link between scheduler and workers"),
     "certificates": ("midstream.cli.certificates", "make certificates for parts and clients"),
+    "models": ("midstream.cli.models", "list the families of models that are served, and how"),
     "prepare": ("midstream.cli.prepare", "lay down a model folder"),
     "demo": ("midstream.cli.demo", "start everything, stream a few answers at once, stop"),
     "bench": ("midstream.cli.bench.command", "measure a running service"),

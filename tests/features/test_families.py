@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.features import models_page
 from tests.features.families import CHECKS, MODELS, POST_PROCESSORS, Family, outcome
 from tests.features.table import NOT_APPLICABLE, PAGE, page, read
 
@@ -34,8 +35,9 @@ def test_every_cell_is_run() -> None:
     assert applicable == set(CHECKS)
 
 
-def test_the_page_is_the_generated_one() -> None:
+def test_the_pages_are_the_generated_ones() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.features`"
+    assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page(), "run `python -m tests.features`"
 
 
 def test_the_page_is_linked() -> None:

@@ -19,11 +19,13 @@ from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, PartDecoder, TorchDecoder
 from gpu_worker.models.description import describe
 from gpu_worker.models.families import FAMILIES, family_of
+from gpu_worker.models.native import CpuDecoder
 from gpu_worker.models.weights.decoder_weights import DecoderWeights
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shard import Shard, shard_of
 from gpu_worker.parallel.shard_weights import ShardWeights
 from gpu_worker.parallel.tensor_ranks import TensorRanks
+from midstream.model.families import SERVED_FAMILIES
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.adapters import adapted, make_lora, ref_of
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
@@ -45,7 +47,7 @@ LLAMA4 = {
 # By name: transformers' class, and settings of the tiny model.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "llama_biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_biased": ("Llama", {"attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 24}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
@@ -268,6 +270,16 @@ def test_lora_gives_the_logits_of_peft(
     assert float((plain - wanted).abs().max()) > 100 * limit
 
 
-def test_every_family_is_tested() -> None:
+def test_the_table_of_models_says_how_it_is_served(runner: ModelRunner) -> None:
+    model = runner.model
+    served = next(item for item in SERVED_FAMILIES if model.description.architecture in item.types)
+    assert served.is_own
+    assert isinstance(model.decoder, CpuDecoder) or served.on_cpu == "PyTorch operations"
+    assert served.has_graphs == model.can_record
+
+
+def test_every_family_of_the_table_is_tested() -> None:
     types = {getattr(transformers, f"{name}Config").model_type for name, _ in MODELS.values()}
     assert {family_of(model_type) for model_type in types} == set(FAMILIES)
+    described = {(family.title, family.types, family.reads_gguf) for family in FAMILIES}
+    assert {(item.title, item.types, item.reads_gguf) for item in SERVED_FAMILIES if item.is_own} == described

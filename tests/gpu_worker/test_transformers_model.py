@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from gpu_worker.batch.step import OutputParams, SamplingParams
@@ -20,6 +21,7 @@ from gpu_worker.models.transformers_model import TransformersDecoder
 from gpu_worker.parallel.ranks import ALONE
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
+from midstream.model.families import SERVED_FAMILIES
 from midstream.model.folder import open_model_folder, prepare_model_folder
 from protos import generation_pb2 as pb
 from tests.gpu_worker.adapters import make_lora
@@ -237,3 +239,9 @@ def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog
     with pytest.raises(UnsupportedError, match="runs by transformers' code cannot be divided among ranks") as raised:
         load_model(config, open_model_folder(str(tmp_path)), cast("RankLinks", SimpleNamespace(ranks=ALONE)))
     assert raised.value.field == "model"
+
+
+def test_every_such_family_of_the_table_is_tested() -> None:
+    tested = {getattr(transformers, f"{name}Config").model_type for name, _ in FAMILIES.values()}
+    listed = {model_type for item in SERVED_FAMILIES if not item.is_own for model_type in item.types}
+    assert listed <= tested

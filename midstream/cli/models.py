@@ -1,0 +1,36 @@
+"""`midstream models`: the families of models that are served, and how."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from midstream.model.families import HEADINGS, SERVED_FAMILIES, rows
+
+_WIDTH = 180  # where nobody's terminal says
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument("--json", action="store_true", help="Print JSON, one object per line.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    if arguments.json:
+        for family in SERVED_FAMILIES:
+            print(json.dumps(asdict(family)))
+        return 0
+    table = Table(*HEADINGS, box=None)
+    for row in rows():
+        table.add_row(*row)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    console.print(table)
+    console.print("\nOther causal language models run by transformers' code where it hands its attention out.")
+    return 0

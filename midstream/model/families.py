@@ -1,0 +1,97 @@
+"""The families of models that are served, and how. Tests run every entry; `docs/models.md` is generated from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Way = Literal["CPU kernels", "PyTorch operations", "transformers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedFamily:
+    """A family and how it is served.
+
+    Attributes:
+        types: `model_type` of config.json.
+        on_cpu: What computes it on a CPU: our kernels, our decoder in PyTorch operations, or transformers' code.
+        notes: What sets it apart.
+        reads_gguf: Whether GGUF files are read as well as safetensors.
+        has_graphs: Whether decoding on a GPU is replayed from CUDA graphs.
+    """
+
+    title: str
+    types: tuple[str, ...]
+    on_cpu: Way
+    notes: str = ""
+    reads_gguf: bool = False
+    has_graphs: bool = True
+
+    @property
+    def is_own(self) -> bool:
+        """Whether our own code computes it: with LoRA adapters and tensor ranks."""
+        return self.on_cpu != "transformers"
+
+    @property
+    def formats(self) -> str:
+        """Weight files that are read."""
+        return "safetensors, GGUF" if self.reads_gguf else "safetensors"
+
+
+def _torch(title: str, *types: str, notes: str = "", has_graphs: bool = True) -> ServedFamily:
+    return ServedFamily(title=title, types=types, on_cpu="PyTorch operations", notes=notes, has_graphs=has_graphs)
+
+
+def _native(title: str, *types: str, notes: str = "", reads_gguf: bool = False) -> ServedFamily:
+    return ServedFamily(title=title, types=types, on_cpu="CPU kernels", notes=notes, reads_gguf=reads_gguf)
+
+
+def _other(title: str, *types: str) -> ServedFamily:
+    return ServedFamily(title=title, types=types, on_cpu="transformers", has_graphs=False)
+
+
+SERVED_FAMILIES = (
+    _native("Llama", "llama", reads_gguf=True),
+    _torch("Llama 4 (text)", "llama4_text", "llama4", notes="experts, layers without rotary embedding, chunks"),
+    _native("Qwen 2, Qwen 3", "qwen2", "qwen3", reads_gguf=True),
+    _torch("Qwen 2 MoE, Qwen 3 MoE", "qwen2_moe", "qwen3_moe", notes="experts"),
+    _native("Mistral", "mistral", notes="windows", reads_gguf=True),
+    _torch("Mixtral", "mixtral", notes="experts"),
+    _torch("Gemma", "gemma"),
+    _torch("Gemma 2", "gemma2", notes="windows, soft caps"),
+    _torch("Gemma 3", "gemma3_text", "gemma3", notes="windows, two rotary bases"),
+    _torch("Phi-3, Phi-4", "phi3", notes="partial rotary embedding; LongRoPE up to the original length"),
+    _torch("OLMo 2", "olmo2", notes="norms after layers"),
+    _torch("OLMoE", "olmoe", notes="experts"),
+    _torch("Granite", "granite", notes="scaled embeddings, residuals and logits"),
+    _torch("GLM-4 (9B)", "glm", notes="partial rotary embedding"),
+    _torch("GLM-4 0414", "glm4", notes="partial rotary embedding"),
+    _torch("GLM-4.5", "glm4_moe", notes="experts, partial rotary embedding"),
+    _torch("gpt-oss", "gpt_oss", notes="experts, attention sinks, windows"),
+    _torch("DeepSeek-V3, Kimi K2", "deepseek_v3", "kimi_k2", notes="experts, latent cache", has_graphs=False),
+    _torch("SmolLM3", "smollm3", notes="layers without rotary embedding"),
+    _torch("Command R7B, A (Cohere 2)", "cohere2", notes="windows, parallel layers"),
+    _other("Phi-1, Phi-2", "phi"),
+    _other("GPT-NeoX, Pythia", "gpt_neox"),
+    _other("GPT-2", "gpt2"),
+    _other("OPT", "opt"),
+)
+HEADINGS = ("family", "model_type", "on a CPU", "weights", "LoRA", "tensor ranks", "CUDA graphs", "notes")
+
+
+def rows() -> list[tuple[str, ...]]:
+    """Return a row of text under `HEADINGS` for each family."""
+    yes_or_no = ("no", "yes")
+    return [
+        (
+            family.title,
+            ", ".join(family.types),
+            "transformers' code" if family.on_cpu == "transformers" else family.on_cpu,
+            family.formats,
+            yes_or_no[family.is_own],
+            yes_or_no[family.is_own],
+            yes_or_no[family.has_graphs],
+            family.notes,
+        )
+        for family in SERVED_FAMILIES
+    ]
