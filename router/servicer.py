@@ -17,6 +17,7 @@ from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_p
 from router.authentication import current_caller
 from router.permissions import Role
 from router.pipeline.cells import Cells
+from router.pipeline.idempotency import key_of, make_repeatable, naming_key, request_id_of
 from router.pipeline.output import FrontDoor, Output
 from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
@@ -42,7 +43,12 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         """Runs a request and streams its output."""
         if request.attachment:
             raise InvalidArgumentError("is not for clients", field="attachment")
-        await _relay(await self._front.start(request, context.time_remaining()), context)
+        key = key_of(context.invocation_metadata() or ())
+        if key:
+            make_repeatable(request, request_id_of(key, "Generate"))
+        with naming_key(key):
+            output = await self._front.start(request, context.time_remaining())
+        await _relay(output, context)
 
     async def Resume(  # type: ignore[override]  # noqa: N802 (it writes to the context)
         self,

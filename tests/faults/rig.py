@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
 
@@ -216,10 +216,15 @@ class Rig:
 
     async def run(self, request: pb.GenerateRequest, kills: dict[int, str]) -> Result:
         """Runs a request; what `kills` names dies when that many tokens are there, and its client has them."""
-        self.gate.reset()
         stream = AsyncStream(request.request_id, request, self._next_stub, timeout_s=None, unavailable_timeout_s=WAIT_S)
         result = Result(request.request_id)
-        reading = asyncio.create_task(self._read(stream, result))
+        await self.disturb(self._read(stream, result), kills)
+        return result
+
+    async def disturb(self, work: Coroutine[Any, Any, None], kills: dict[int, str]) -> None:
+        """Runs `work`, which runs one request, to its end; `kills` is as for `run`."""
+        self.gate.reset()
+        reading = asyncio.create_task(work)
         for num_tokens, kind in sorted(kills.items()):
             self.gate.open_to(num_tokens)
             await asyncio.to_thread(self.gate.wait_until, num_tokens, reading.done)
@@ -230,7 +235,13 @@ class Rig:
         self.gate.open_to(1 << 30)
         async with asyncio.timeout(WAIT_S):
             await reading
-        return result
+
+    def next_url(self) -> str:
+        """Where the next router answers HTTP; the part to be killed as the router is that one from now on."""
+        self._current = 1 - self._current
+        http = self._routers[self._current].http
+        assert http is not None
+        return f"http://127.0.0.1:{http.port}"
 
     async def _read(self, stream: AsyncStream, result: Result) -> None:
         async for chunk in stream:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from midstream.chunk import Chunk, FinishReason, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError, UnavailableError
 from protos import generation_pb2 as pb
+from router.pipeline.idempotency import HEADER, check_key, make_repeatable, naming_key, request_id_of
 from router.pipeline.output import FrontDoor, Output
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model, check_name
@@ -56,6 +57,9 @@ class MessagesApi:
             raise UnavailableError("this router is draining")
         job = await self._job(request, needs_limit=True)
         native = job.conversation.request
+        key = check_key(request.headers.get(HEADER))
+        if key:
+            make_repeatable(native, request_id_of(key, _PATH))
         check_name(native.request_id, "request_id")
         native.request_id = native.request_id or request_id
         await self._models.resolve([native])
@@ -64,7 +68,7 @@ class MessagesApi:
         prefixes = {duration_s: job.prefix_of(point) for duration_s, point in points.items()}
         await job.conversation.prepare(self._prompts, self._folder, renders=True)
         num_kept = await self._keep(native, prefixes)
-        return _Reply(self._front, job, num_kept)
+        return _Reply(self._front, job, num_kept, key)
 
     async def _count(self, request: Request, request_id: str) -> Response:
         job = await self._job(request, needs_limit=False)
@@ -101,8 +105,9 @@ class MessagesApi:
 class _Reply(Response):
     """A response that runs while its client is there."""
 
-    def __init__(self, front: FrontDoor, job: MessagesJob, num_kept: int) -> None:
+    def __init__(self, front: FrontDoor, job: MessagesJob, num_kept: int, key: str) -> None:
         super().__init__()
+        self._key = key
         self._front = front
         self._job = job
         self._num_kept = num_kept
@@ -119,7 +124,9 @@ class _Reply(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
         try:
-            async with await self._front.start(self._native, None) as output:
+            with naming_key(self._key):
+                opened = await self._front.start(self._native, None)
+            async with opened as output:
                 if not self._job.is_stream:
                     message = await self._whole(output)
                     id_header = {"request-id": quote(self._id, safe="")}

@@ -25,6 +25,7 @@ from midstream.client.result import Result
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from protos import kserve_pb2 as pb
 from protos import kserve_pb2_grpc
+from router.pipeline.idempotency import key_of, make_repeatable, naming_key, request_id_of
 from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.protocols.kserve.ensemble import INPUTS, OUTPUTS, check_outputs, native_request, num_rows
@@ -124,7 +125,9 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             if "stream" in inputs and any(inputs["stream"].values):
                 raise InvalidArgumentError("streams come from ModelStreamInfer", field="stream")
             rows = num_rows(inputs)
-            work = [self._collect(request, inputs, index, rows, context.time_remaining()) for index in range(rows)]
+            key = key_of(context.invocation_metadata() or ())
+            left_s = context.time_remaining()
+            work = [self._collect(request, inputs, index, rows, left_s, key) for index in range(rows)]
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(item) for item in work]
         except BaseExceptionGroup as errors:
@@ -226,11 +229,17 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         index: int,
         rows: int,
         timeout_s: float | None,
+        key: str,
     ) -> Result:
         native = await native_request(inputs, index, rows, self._prompts)
-        native.request_id = _request_id(request, index, rows)
+        if key:
+            make_repeatable(native, f"kserve-{request_id_of(key, 'ModelInfer')}-{index}")
+        else:
+            native.request_id = _request_id(request, index, rows)
         result = Result(native.request_id)
-        async with await self._front.start(native, timeout_s) as output:
+        with naming_key(key):
+            opened = await self._front.start(native, timeout_s)
+        async with opened as output:
             while not output.is_final:
                 for chunk in await output.take():
                     result.add(chunk)

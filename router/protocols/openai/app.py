@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Awaitable, Callable
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -13,9 +14,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
+from router.pipeline.idempotency import HEADER, check_key, check_no_id
+from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model
@@ -43,6 +46,7 @@ class OpenAiApi:
         problems: Callable[[], list[str]],
         bodies: BodyReader,
         chat: ChatModel,
+        kept: KeptRequests,
         stalled: Callable[[], list[str]] = list,
     ) -> None:
         self._front = front
@@ -52,6 +56,7 @@ class OpenAiApi:
         self._problems = problems
         self._stalled = stalled
         self._bodies = bodies
+        self._kept = kept
         self._models = Models(self._model, front.runner.cells)
         self._vocabulary = Vocabulary(self._spell, chat)
 
@@ -79,8 +84,13 @@ class OpenAiApi:
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
 
+        key = check_key(request.headers.get(HEADER))
+
         def make_job(body: Body) -> Job:
             job = make(body, self._vocabulary)
+            if key:
+                check_no_id(body.text("request_id") or "")
+                job.make_repeatable(key, request.url.path)
             job.ignored = ignored_fields(body)
             return job
 
@@ -88,7 +98,18 @@ class OpenAiApi:
         await self._models.resolve(job.requests)
         if job.conversation is not None:
             await job.conversation.prepare(self._prompts, self._model)
+        if key:
+            job.created = await self._first_arrival(job)
         return Reply(self._front, job, request.headers.get("last-event-id"))
+
+    async def _first_arrival(self, job: Job) -> int:
+        """Return the Unix seconds at which a job came first; for one that is new, it comes now."""
+        try:
+            first = (await self._kept.get(job.requests[0].request_id)).request
+        except NotFoundError:
+            first = job.requests[0]
+            first.arrival_time_unix_ns = time.time_ns()
+        return first.arrival_time_unix_ns // 1_000_000_000
 
     async def _list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": await self._models.cards()})

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
+from router.pipeline.idempotency import make_repeatable, request_id_of
 from router.pipeline.request_checks import check_name
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, keep_prefix
 from router.protocols.openai.body import Body, token_ids
@@ -52,6 +53,7 @@ class Job:
         includes_usage: The last event of a stream has the usage.
         ignored: Fields of the body that have no effect.
         conversation: Of a chat; None for completions.
+        key: Idempotency key; empty for none.
     """
 
     request_id: str
@@ -64,6 +66,14 @@ class Job:
     ignored: list[str] = field(default_factory=list)
     conversation: Conversation | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    key: str = ""
+
+    def make_repeatable(self, key: str, call: str) -> None:
+        """Take the ids of the requests from an idempotency key; `call` tells apart one key at several endpoints."""
+        self.key, self.request_id = key, request_id_of(key, call)
+        for request, name in zip(self.requests, request_ids(self.request_id, len(self.requests)), strict=True):
+            request.request_id = ""
+            make_repeatable(request, name)
 
     @property
     def reads_text(self) -> bool:

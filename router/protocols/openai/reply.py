@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
+from router.pipeline.idempotency import naming_key
 from router.pipeline.output import FrontDoor, Output
 from router.protocols.openai.errors import error_body, headers, http_status
 from router.protocols.openai.ignored import ignored_header
@@ -92,11 +93,12 @@ class Reply(Response):
                     offsets = [] if self._job.reads_text else position.next_offsets
                     output = self._front.resume(name, 0, offsets, None)
                 else:
-                    output = await self._front.start(request, None)
+                    with naming_key(self._job.key):
+                        output = await self._front.start(request, None)
                 outputs.append(await stack.enter_async_context(output))
         except MidstreamError:
-            # Those that were taken are of no use without the one that was not.
-            for output in outputs:
+            # Those that were taken are of no use without the one that was not, unless they are asked for again.
+            for output in [] if self._job.key else outputs:
                 self._front.abort_soon(output.request_id)
             raise
         return outputs

@@ -29,6 +29,7 @@ from midstream.errors import (
 )
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
+from router.pipeline.idempotency import HEADER, check_key, keep, naming_key, request_id_of
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.output import FrontDoor, Output
 from router.pipeline.prompt import PromptBuilder
@@ -61,6 +62,7 @@ class StoredResponse:
         job: What was asked for.
         context: Input and output items of the responses that it continues.
         created_at: Unix seconds.
+        key: Idempotency key that it is created with; empty for none.
     """
 
     response_id: str
@@ -68,6 +70,7 @@ class StoredResponse:
     context: list[Item]
     created_at: int
     model: str
+    key: str = ""
     has_started: bool = True
     has_finished: bool = False
 
@@ -126,12 +129,15 @@ class ResponsesApi:
         context = await self._context(previous_id(body))
         job = read_response(body, self._chat, context)
         native = job.conversation.request
-        native.request_id = _PREFIX + uuid.uuid4().hex
+        key = check_key(request.headers.get(HEADER))
+        native.request_id = _PREFIX + (request_id_of(key, _PATH) if key else uuid.uuid4().hex)
         await self._prepare(job)
         if job.is_stored:
             native.keep_s = self._ttl_s
             native.attachment = json.dumps({"body": body.fields, "context": context}).encode()
-        stored = StoredResponse(native.request_id, job, context, 0, native.model or self._folder.name)
+        if key:
+            keep(native)
+        stored = StoredResponse(native.request_id, job, context, 0, native.model or self._folder.name, key)
         return _Reply(self, stored, native)
 
     async def _count(self, request: Request) -> Response:
@@ -238,7 +244,7 @@ class ResponsesApi:
         created_at = native.arrival_time_unix_ns // _NS_PER_S
         model = job.conversation.request.model or self._folder.name
         started, finished = found.has_started, found.has_finished
-        return StoredResponse(response_id, job, attachment["context"], created_at, model, started, finished)
+        return StoredResponse(response_id, job, attachment["context"], created_at, model, "", started, finished)
 
     async def _now(self, stored: StoredResponse) -> Fields:
         """Return a response as it is now: with its output once it has ended."""
@@ -289,8 +295,10 @@ class ResponsesApi:
         """Start a response, or read one that is stored."""
         if native is None:
             return self.resume(stored)
-        output = await self._front.start(native, None)
-        stored.created_at = native.arrival_time_unix_ns // _NS_PER_S
+        with naming_key(stored.key):
+            output = await self._front.start(native, None)
+        first = (await self._kept.get(stored.response_id)).request if stored.key else native
+        stored.created_at = first.arrival_time_unix_ns // _NS_PER_S
         return output
 
 

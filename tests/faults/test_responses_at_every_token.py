@@ -1,0 +1,102 @@
+"""A stored response, as OpenAI's client streams it, while a part dies at each of its tokens.
+
+As in test_kill_at_every_step.py, the part that dies at a token is the next one in turn; with MIDSTREAM_ALL_KILLS=1 each
+of them dies at each token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from midstream.model.folder import open_model_folder
+from tests.faults.rig import KINDS, Rig
+from tests.faults.small_model import make_small_model
+
+NUM_TOKENS = 24
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else (2,)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    folder = make_small_model(tmp_path)
+    (folder.path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    rig = Rig(open_model_folder(str(folder.path)), tmp_path / "journal.sqlite")
+    await rig.start()
+    yield rig
+    await rig.close()
+
+
+class Reader:
+    """Reads one response, at another router where one dies.
+
+    Attributes:
+        events: As they came.
+        num_breaks: How often the stream broke.
+    """
+
+    def __init__(self, rig: Rig, *, is_background: bool) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.num_breaks = 0
+        self._rig = rig
+        self._is_background = is_background
+
+    async def read(self) -> None:
+        """Reads to the end."""
+        while not (self.events and self.events[-1]["type"] in ("response.incomplete", "response.completed")):
+            async with self.client() as client:
+                try:
+                    async for event in await self._stream(client):
+                        self.events.append(event.to_dict())
+                except openai.APIStatusError:
+                    raise
+                except openai.APIError:
+                    self.num_breaks += 1
+
+    async def _stream(self, client: openai.AsyncOpenAI) -> Any:
+        if self.events:
+            after = self.events[-1]["sequence_number"]
+            return await client.responses.retrieve(self.response_id, stream=True, starting_after=after)
+        return await client.responses.create(
+            model="", input="Go on.", stream=True, background=self._is_background, max_output_tokens=NUM_TOKENS,
+            temperature=0,
+        )  # fmt: skip
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self._rig.next_url() + "/v1", api_key="none", max_retries=0, timeout=30)
+
+    @property
+    def response_id(self) -> str:
+        response_id: str = self.events[0]["response"]["id"]
+        return response_id
+
+    async def read_again(self) -> list[dict[str, Any]]:
+        """All events, from what is stored."""
+        async with self.client() as client:
+            stream = await client.responses.retrieve(self.response_id, stream=True)
+            return [event.to_dict() async for event in stream]
+
+
+def deltas(events: list[dict[str, Any]]) -> list[str]:
+    return [event["delta"] for event in events if "delta" in event]
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+async def test_whatever_dies_at_any_token_the_events_are_the_same(rig: Rig, is_background: bool) -> None:
+    undisturbed = Reader(rig, is_background=is_background)
+    await rig.disturb(undisturbed.read(), {})
+    for rotation in ROTATIONS:
+        reader = Reader(rig, is_background=is_background)
+        await rig.disturb(reader.read(), {n: KINDS[(n + rotation) % 4] for n in range(1, NUM_TOKENS)})
+        assert [event["sequence_number"] for event in reader.events] == list(range(len(reader.events)))
+        assert deltas(reader.events) == deltas(undisturbed.events)
+        assert reader.events == await reader.read_again()
+        assert reader.num_breaks
+    assert sum(rig.num_kills.values()) >= (NUM_TOKENS - 1) * len(ROTATIONS)
+    print(rig.num_kills, len(undisturbed.events), "".join(deltas(undisturbed.events)))
