@@ -9,10 +9,8 @@ sequence were to compute them; those that were not found are the sequence's own 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from scheduler.core.request import Request, Sequence
+from scheduler.core.request import Request, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from scheduler.core.fairness import leaves_room
 from scheduler.core.request import Request
-from scheduler.core.worker_group import WorkerGroup
+from scheduler.core.worker_group import StartCost, WorkerGroup
+
+# One part in so many of a group's rows and blocks is kept for who holds less than an equal share.
+_RESERVED_PART = 16
 
 
 class CapacityScheduler(ABC):
@@ -129,7 +131,7 @@ def has_room_to_the_end(
     num_left = group.tables.num_blocks_to_reserve - cost.num_blocks_to_end
     if cost.num_rows > group.num_free_rows or num_left < 0:
         return False
-    return not leave_room or leaves_room(request, group, cost, cost.num_blocks_to_end, num_left)
+    return not leave_room or _leaves_room(request, group, cost, cost.num_blocks_to_end, num_left)
 
 
 def _has_room_to_grow(request: Request, group: WorkerGroup, num_sequences: int | None = None) -> bool:
@@ -138,7 +140,7 @@ def _has_room_to_grow(request: Request, group: WorkerGroup, num_sequences: int |
     num_left = group.blocks.num_available - cost.num_blocks_at_once - headroom
     if cost.num_rows > group.num_free_rows or num_left < 0:
         return False
-    return leaves_room(request, group, cost, cost.num_blocks_at_once, num_left)
+    return _leaves_room(request, group, cost, cost.num_blocks_at_once, num_left)
 
 
 def _largest_part(request: Request, fits: Callable[[int], bool]) -> int:
@@ -170,6 +172,45 @@ def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
         num_blocks += sum(1 for block in sequence.table[sequence.num_freed :] if group.blocks.num_owners(block) == 1)
         num_blocks += sequence.num_computed == sequence.checkpoint < request.spec.max_num_tokens
     return num_blocks
+
+
+def _leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_blocks: int, num_blocks_left: int) -> bool:
+    """Whether the request leaves a part of the group's rows and blocks to others, or may use that part itself.
+
+    What can start in parts always has to, because one such request may take all there is for a long time. Others only
+    while several clients are here.
+
+    Args:
+        request: A queued request.
+        group: That has room for it.
+        cost: Of starting it.
+        num_blocks: Blocks that the policy counts for it.
+        num_blocks_left: That the policy would have left.
+    """
+    are_several, has_parts = group.clients.are_several, len(request.sequences) > 1 and request.beams is None
+    is_smallest = cost.num_rows == 1 or not has_parts
+    if is_smallest and not group.active:
+        return True
+    if not (are_several or has_parts):
+        return True
+    rows, blocks = group.max_batch_size // _RESERVED_PART, group.blocks.num_blocks // _RESERVED_PART
+    if are_several:
+        rows = max(1, rows)
+    is_too_large = cost.num_rows > group.max_batch_size - rows or num_blocks > group.blocks.num_blocks - blocks
+    if is_smallest and is_too_large:
+        return True  # it could never leave anything
+    if group.num_free_rows - cost.num_rows >= rows and num_blocks_left >= blocks:
+        return True
+    return _is_within_equal_share(request.spec.client_id, group, cost.num_rows, num_blocks)
+
+
+def _is_within_equal_share(client_id: str, group: WorkerGroup, num_rows: int, num_blocks: int) -> bool:
+    """Whether a client would hold no more than an equal part with so many rows and blocks more."""
+    num_clients = max(2, len({client_id, *group.holdings}))  # one may have nothing here yet
+    held_rows, held_blocks = group.holdings.of(client_id)
+    if (held_rows + num_rows) * num_clients > group.max_batch_size:
+        return False
+    return (held_blocks + num_blocks) * num_clients <= group.blocks.num_blocks
 
 
 CAPACITY_SCHEDULERS: dict[str, type[CapacityScheduler]] = {

@@ -6,7 +6,6 @@ from array import array
 from functools import partial
 
 from scheduler.core.admission import impossible
-from scheduler.core.beam_lanes import BeamLanes
 from scheduler.core.config import CoreConfig
 from scheduler.core.effects import (
     Accepted,
@@ -148,8 +147,6 @@ class Lifecycle:
         self._num_seen += 1
         request = Request(spec, self._num_seen)
         self._num_tensor_bytes += spec.tensor_bytes
-        if spec.beam_width > 1:
-            request.beams = BeamLanes(request)
         request.times.arrival_ns = spec.arrival_ns or now
         request.times.queued_ns = request.orphaned_ns = request.waiting_since_ns = now
         self.requests[spec.request_id] = request

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from scheduler.core.admission import too_large
 from scheduler.core.config import CoreConfig
-from scheduler.core.fairness import holds_its_share
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
 from scheduler.core.queue import RequestQueue
@@ -111,7 +112,7 @@ class Placement:
         """
         if request.spec.client_id == other.spec.client_id:
             return False
-        if holds_its_share(other.spec.client_id, self._membership.groups.values()):
+        if _holds_its_share(other.spec.client_id, self._membership.groups.values()):
             return True
         are_newcomers = self._queue.is_newcomer(request) and self._queue.is_newcomer(other)
         return are_newcomers and self._queue.allowance(other, request) > 0
@@ -122,21 +123,21 @@ class Placement:
         Of the groups that take the most sequences, it is the one that has the least to do until they are computed. One
         that runs already stays where it is.
         """
-        candidates = [request.group] if request.group is not None else self._membership.groups.values()
-        nums = {group: num for group in candidates if (num := self._num_to_start(request, group))}
+        groups = self._membership.groups.values()
+        nums = {group: num for group in groups if (num := self._num_to_start(request, group))}
         if not nums:
             return None, 0
         most = max(nums.values())
-        groups = [group for group, num in nums.items() if num == most]
-        if len(groups) == 1:
-            return groups[0], most
+        best = [group for group, num in nums.items() if num == most]
+        if len(best) == 1:
+            return best[0], most
 
         def work(group: WorkerGroup) -> int:
             cost = group.start_cost(request)
             others = group.num_context_tokens + _TOKENS_PER_ACTIVE_SEQUENCE * len(group.active)
             return cost.num_tokens - cost.num_cached_tokens + others
 
-        return min(groups, key=work), most
+        return min(best, key=work), most
 
     def _num_to_start(self, request: Request, group: WorkerGroup) -> int:
         """Return how many of a queued request's waiting sequences can start on the group now."""
@@ -173,3 +174,13 @@ class Placement:
         failure = too_large(request, list(groups), self._config.tokens_per_block)
         self._lifecycle.end(request, FinishReason.ERROR, failure)
         return True
+
+
+def _holds_its_share(client_id: str, groups: Collection[WorkerGroup]) -> bool:
+    """Whether a client that waits for room has an equal part of all rows or blocks already, or more."""
+    clients = {client_id, *(name for group in groups for name in group.holdings)}
+    num_clients = max(2, len(clients))  # one waits behind it
+    held = [group.holdings.of(client_id) for group in groups]
+    num_rows, num_blocks = sum(rows for rows, _ in held), sum(blocks for _, blocks in held)
+    all_rows, all_blocks = (sum(group.max_batch_size for group in groups), sum(g.blocks.num_blocks for g in groups))
+    return num_rows * num_clients >= all_rows or num_blocks * num_clients >= all_blocks

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from scheduler.core.effects import Effect, Emitted, IterationDone
+from scheduler.core.effects import BeamsAdvanced, Effect, Emitted, IterationDone
 from scheduler.core.events import StepDone
 from scheduler.core.failure import UNAVAILABLE, Failure
 from scheduler.core.in_flight import InFlightStep
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.queue import RequestQueue
 from scheduler.core.request import ExtraOutput, FinishReason, Request, Sequence, SequenceEnd
-from scheduler.core.runs import End, Taken, runs_problem, take_runs
 from scheduler.core.stats import IterationStats, KvStats, RequestCounts, StepStats, Totals
 from scheduler.core.timers import Clock
 from scheduler.core.worker_group import WorkerGroup
 
 _SHARES_NOTHING = Failure(UNAVAILABLE, "blocks that it shares were not computed")
+
+
+End = tuple[Sequence, SequenceEnd]
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a step gave.
+
+    Attributes:
+        emitted: Sequences with new tokens.
+        num_rows: Rows that were of use. num_tokens: Tokens that they gave.
+    """
+
+    emitted: list[Sequence] = field(default_factory=list)
+    num_rows: int = 0
+    num_tokens: int = 0
 
 
 class Results:
@@ -61,7 +79,7 @@ class Results:
         if max(event.num_draft_tokens, event.num_accepted_tokens) > sum(step.draft_limits.values()):
             return f"{event.num_draft_tokens} drafts, {sum(step.draft_limits.values())} were allowed"
         if group.num_waiting or event.num_tokens or event.num_drafts or event.candidate_log_probs:
-            return runs_problem(step, event)
+            return _runs_problem(step, event)
         return ""
 
     def _rows_problem(self, step: InFlightStep, event: StepDone) -> str:
@@ -79,7 +97,7 @@ class Results:
         failed = self._failed_rows(group, step, event)
         ends: list[End] = []
         if group.num_waiting or event.num_tokens or failed:
-            taken = take_runs(group, step, event, failed, self, ends, self._effects)
+            taken = self._take_runs(group, step, event, failed, ends)
             emitted = taken.emitted
         else:
             num_first = len(first_sampled)
@@ -97,8 +115,72 @@ class Results:
         for sequence, end in ends:
             if sequence.end is None:
                 self._lifecycle.end_sequence(sequence, end)
-        self._fail_rows(failed)
+        self._fail_rows(group, failed)
         self._report(group, step, event, taken.num_tokens)
+
+    def _take_runs(
+        self, group: WorkerGroup, step: InFlightStep, event: StepDone, failed: dict[Sequence, Failure], ends: list[End]
+    ) -> Taken:
+        """Take in a result row by row, where rows may give something else than one token.
+
+        A speculative sequence's result is a run: the drafts that were accepted and one token more. It counts up to its
+        end, should that lie within. A beam's result are candidates; once all beams of its request have theirs, the
+        search takes a step. Both kinds have waited for this, and go on from here.
+        """
+        taken = Taken()
+        start = first_log_prob = 0
+        counts = event.num_tokens or [1] * step.num_sampled
+        drafts = event.num_drafts or [0] * step.num_sampled
+        for sequence, count, num_drafts in zip(step.sampled(), counts, drafts, strict=True):
+            tokens, start = event.token_ids[start : start + count], start + count
+            request = sequence.request
+            log_probs: list[float] = []
+            if request.beams is not None:
+                log_probs = event.candidate_log_probs[first_log_prob : first_log_prob + count]
+                first_log_prob += count
+            if sequence.first_ordinal > step.ordinal or sequence in failed:
+                continue
+            taken.num_rows += 1
+            _note_step(sequence, step.ordinal)
+            self._note_first_token(sequence)
+            if request.beams is None:
+                request.num_draft_tokens += num_drafts
+                request.num_accepted_tokens += count - 1
+                self._take_run(group, sequence, tokens, ends, taken)
+            elif request.beams.take(sequence, list(zip(tokens, log_probs, strict=True))):
+                taken.num_tokens += len(request.beams.running)
+                self._advance_beams(group, request, ends, taken)
+        return taken
+
+    def _take_run(
+        self, group: WorkerGroup, sequence: Sequence, tokens: list[int], ends: list[End], taken: Taken
+    ) -> None:
+        taken.emitted.append(sequence)
+        self._note_latency(sequence, len(tokens))
+        num_ends = len(ends)
+        for token in tokens:
+            if len(ends) == num_ends:
+                self._append(group, sequence, token, ends)
+                taken.num_tokens += 1
+        if sequence.waits_for_result and len(ends) == num_ends:
+            sequence.num_computed += len(tokens) - 1
+            group.resume_generation(sequence)
+
+    def _advance_beams(self, group: WorkerGroup, request: Request, ends: list[End], taken: Taken) -> None:
+        beams = request.beams
+        assert beams is not None
+        beams.advance()
+        num_outputs = len(request.sequences[0].outputs)
+        self._effects.append(BeamsAdvanced(request, len(beams.search.steps), num_outputs))
+        if not beams.search.is_over:
+            for lane in beams.running:
+                group.resume_generation(lane)
+            return
+        for sequence, (tokens, end) in zip(request.sequences, beams.ends(len(request.sequences)), strict=True):
+            sequence.output = tokens
+            if tokens:
+                taken.emitted.append(sequence)
+            ends.append((sequence, end))
 
     def _append_first(
         self, group: WorkerGroup, sequences: list[Sequence], step: InFlightStep, tokens: list[int], ends: list[End]
@@ -107,9 +189,9 @@ class Results:
         emitted: list[Sequence] = []
         for sequence, token in zip(sequences, tokens, strict=False):
             if sequence.first_ordinal <= step.ordinal:
-                self.note_first_token(sequence)
+                self._note_first_token(sequence)
                 emitted.append(sequence)
-                self.append(group, sequence, token, ends)
+                self._append(group, sequence, token, ends)
         return emitted
 
     def _append_next(
@@ -136,7 +218,7 @@ class Results:
         self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
         return emitted
 
-    def append(self, group: WorkerGroup, sequence: Sequence, token: int, ends: list[End]) -> None:
+    def _append(self, group: WorkerGroup, sequence: Sequence, token: int, ends: list[End]) -> None:
         """Appends a token to a sequence, and notes its end where it is one."""
         sequence.output.append(token)
         sequence.last_token_ns = self._clock.now_ns
@@ -152,13 +234,13 @@ class Results:
         elif num_output == spec.max_tokens:
             ends.append((sequence, SequenceEnd(FinishReason.LENGTH, num_output)))
 
-    def note_latency(self, sequence: Sequence, num_tokens: int) -> None:
+    def _note_latency(self, sequence: Sequence, num_tokens: int) -> None:
         """Notes the time since the sequence's last token, in equal parts for each of the new ones."""
         if sequence.last_token_ns:
             since_ns = self._clock.now_ns - sequence.last_token_ns
             self._totals.inter_token_latency.observe(since_ns // num_tokens, num_tokens)
 
-    def note_first_token(self, sequence: Sequence) -> None:
+    def _note_first_token(self, sequence: Sequence) -> None:
         """Notes that a sequence made progress."""
         request, now_ns = sequence.request, self._clock.now_ns
         if request.died_on:
@@ -209,15 +291,16 @@ class Results:
                     failed.setdefault(sharer, _SHARES_NOTHING)
         return failed
 
-    def _fail_rows(self, failed: dict[Sequence, Failure]) -> None:
+    def _fail_rows(self, group: WorkerGroup, failed: dict[Sequence, Failure]) -> None:
         for sequence, failure in failed.items():
             request = sequence.request
-            if request.group is not None and (failure.code != UNAVAILABLE or failure is _SHARES_NOTHING):
+            is_here = request.group is group
+            if is_here and (failure.code != UNAVAILABLE or failure is _SHARES_NOTHING):
                 # It may have failed before anything of it was computed.
                 for block in sequence.table[sequence.num_freed :]:
-                    request.group.prefix_cache.withdraw(block)
-            if failure.code == UNAVAILABLE and request.group is not None and sequence.end is None:
-                self._try_again(request.group, request)
+                    group.prefix_cache.withdraw(block)
+            if failure.code == UNAVAILABLE and is_here and sequence.end is None:
+                self._try_again(group, request)
             elif failure.code != UNAVAILABLE and sequence.end is None:
                 self._lifecycle.end(request, FinishReason.ERROR, failure)
 
@@ -293,3 +376,36 @@ def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
         sum(group.memory[1] for group in groups),
         sum(group.memory[2] for group in groups),
     )
+
+
+def _runs_problem(step: InFlightStep, event: StepDone) -> str:
+    """What is wrong with runs and candidates, whose total is right; empty when nothing is."""
+    if len(event.num_drafts) not in (0, step.num_sampled):
+        return f"{len(event.num_drafts)} numbers of drafts for {step.num_sampled} rows"
+    num_candidates = start = 0
+    counts, drafts = event.num_tokens or [1] * step.num_sampled, event.num_drafts or [0] * step.num_sampled
+    for sequence, count, num_drafts in zip(step.sampled(), counts, drafts, strict=True):
+        beams = sequence.request.beams
+        tokens, start = event.token_ids[start : start + count], start + count
+        if num_drafts > step.draft_limits.get(sequence, 0):
+            return f"{num_drafts} drafts of a row that may verify {step.draft_limits.get(sequence, 0)}"
+        if beams is None:
+            if not 1 <= count <= 1 + num_drafts:
+                return f"{count} tokens of a row that verified {num_drafts} drafts"
+            continue
+        num_candidates += count
+        if count > beams.search.num_candidates or len(set(tokens)) != count:
+            return f"{count} candidates for a beam, which takes {beams.search.num_candidates} different ones"
+    if num_candidates != len(event.candidate_log_probs):
+        return f"{len(event.candidate_log_probs)} log probabilities for {num_candidates} candidates"
+    if not all(map(math.isfinite, event.candidate_log_probs)):
+        return "a log probability is not finite"
+    return ""
+
+
+def _note_step(sequence: Sequence, ordinal: int) -> None:
+    """Steps of sequences that are not planned ahead are counted here; those of others by their tokens."""
+    request = sequence.request
+    if sequence.waits_for_result and request.last_ordinal != ordinal:
+        request.last_ordinal = ordinal
+        request.num_steps += 1

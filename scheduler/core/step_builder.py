@@ -7,9 +7,7 @@ by which some tables grew. Nothing here looks at a sequence that does not run.
 from __future__ import annotations
 
 from scheduler.core.adoption import Adoption
-from scheduler.core.drafts import plan_drafts
-from scheduler.core.effects import AddedSequence, StepPlan
-from scheduler.core.fork_beams import fork_beams
+from scheduler.core.effects import AddedSequence, Fork, StepPlan
 from scheduler.core.in_flight import InFlightStep
 from scheduler.core.request import Request, Sequence
 from scheduler.core.worker_group import WorkerGroup
@@ -178,7 +176,7 @@ class StepBuilder:
         self._generation = list(chosen)
         self.num_tokens_left -= len(chosen)
         if group.num_waiting:
-            self.num_tokens_left -= plan_drafts(group, chosen, self.num_tokens_left, self._plan, self._draft_limits)
+            self._plan_drafts(chosen)
         for sequence in chosen:
             sequence.num_computed += 1
         return len(chosen)
@@ -188,10 +186,76 @@ class StepBuilder:
         stalled = {
             request
             for request in dict.fromkeys(sequence.request for sequence in chosen)
-            if request.beams is not None and request.beams.has_news and not fork_beams(self.group, request, self._plan)
+            if request.beams is not None and request.beams.has_news and not self._fork_beams(request)
         }
         self.num_stalled += len(stalled)
         return [sequence for sequence in chosen if sequence.request not in stalled] if stalled else chosen
+
+    def _fork_beams(self, request: Request) -> bool:
+        """Write what a beam search decided after its last step: which rows fork, and the token that each takes.
+
+        Returns:
+            False, and nothing is changed, when there are not enough blocks.
+        """
+        group, plan, beams = self.group, self._plan, request.beams
+        assert beams is not None
+        if group.tables.num_missing_for_forks(beams.forks) > group.blocks.num_available:
+            return False
+        for source_block, target_block in group.tables.fork(beams.forks):
+            plan.copy_source_blocks.append(source_block)
+            plan.copy_target_blocks.append(target_block)
+        for source, target in beams.forks:
+            assert source.row is not None
+            assert target.row is not None
+            plan.forks.append(Fork(source.row, target.row, tuple(target.table)))
+            if not target.is_on_worker:
+                target.is_on_worker = True
+                group.num_on_worker += 1
+            group.set_checkpoint(target)
+        for lane in beams.spare:
+            if lane.table:
+                group.tables.empty(lane)
+        for lane in beams.running:
+            assert lane.row is not None
+            plan.beam_rows.append(lane.row)
+            plan.beam_token_ids.append(lane.output[-1])
+        beams.forks.clear()
+        beams.has_news = False
+        return True
+
+    def _plan_drafts(self, chosen: list[Sequence]) -> None:
+        """Let speculative sequences verify drafts, as far as tokens and blocks go.
+
+        The worker makes the drafts and verifies them in the step's one forward pass; the result holds those that were
+        accepted and one token more. So a sequence's table must reach as far as all its drafts. Blocks that were taken
+        for drafts which were not accepted stay in the table, for the tokens that come instead.
+
+        Args:
+            chosen: Sequences of the step, whose own token is not counted as computed yet.
+        """
+        for sequence in chosen:
+            spec, num_own = sequence.request.spec, sequence.num_computed + 1
+            limit = min(spec.num_draft_tokens, self.num_tokens_left, spec.max_num_tokens - num_own)
+            if limit <= 0:
+                continue
+            limit = min(limit, self._grow_for_drafts(sequence, num_own + limit) - num_own)
+            if limit <= 0:
+                continue
+            assert sequence.row is not None
+            self._plan.draft_rows.append(sequence.row)
+            self._plan.draft_limits.append(limit)
+            self._draft_limits[sequence] = limit
+            self.num_tokens_left -= limit
+
+    def _grow_for_drafts(self, sequence: Sequence, num_tokens: int) -> int:
+        """Grow a table to hold `num_tokens`, unless others may need the blocks; return how many it holds then."""
+        group, block_size = self.group, self.group.tokens_per_block
+        assert sequence.row is not None
+        while len(sequence.table) * block_size < num_tokens and group.blocks.num_available > len(group.active):
+            self._plan.block_rows.append(sequence.row)
+            self._plan.block_ids.append(group.tables.grow(sequence))
+            group.set_checkpoint(sequence)
+        return len(sequence.table) * block_size
 
     def _settle_checkpoint(self, sequence: Sequence) -> bool:
         """Grows a table that is full; False when the sequence is planned out, or no block is available."""

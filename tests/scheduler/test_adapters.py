@@ -22,9 +22,9 @@ from midstream.errors import (
 )
 from protos import generation_pb2 as pb
 from protos import worker_pb2
-from scheduler.core.adapter_room import AdapterRoom
 from scheduler.core.prefix_cache import chain_seed
 from scheduler.core.request_spec import RequestSpec
+from scheduler.core.worker_group import AdapterRoom
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.metrics import lora_requests
 from scheduler.journal import LoadedAdapter
