@@ -11,18 +11,20 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+import midstream
 from gpu_worker.batch.input_batch import InputBatch, PreparedStep
 from gpu_worker.batch.rows import PendingTokens, Rows
 from gpu_worker.batch.staging import Copy, Readback
 from gpu_worker.batch.step import EMPTY, IntArray, RowLogProbs, Step, StepOutput
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.features import Feature
-from gpu_worker.kv.cache import KvCache, shared_store
+from gpu_worker.kv.cache import KvCache
 from gpu_worker.kv.shared_store import KvStore
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
 from gpu_worker.lora.cache import adapter_cache
@@ -137,7 +139,7 @@ class ModelRunner:
             self.model = replace(self.model, decoder=leader.lead(self.model.decoder, self.model.shard))
         self._warm_up()
         is_whole = leader is None and self._draft is None
-        self._take_blocks(self._choose_num_blocks(), shared_store(config, folder, self.model) if is_whole else None)
+        self._take_blocks(self._choose_num_blocks(), _shared_store(config, folder, self.model) if is_whole else None)
         description, element_bytes = self.model.description, self.model.dtype.itemsize
         if self.model.takes_lora:
             self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
@@ -249,7 +251,16 @@ class ModelRunner:
         # What shares their blocks must know at once that these were not computed.
         errors += [(chunk.row, self._rows.failed[chunk.row]) for chunk in prepared.failed_contexts if not chunk.samples]
         if prepared.drafts.tokens or (self._rows.features[rows] & Feature.BEAMS).any():
-            answer = settle(self._rows, prepared, token_ids, candidates, errors, log_probs)
+            answer = settle(
+                self._rows,
+                prepared.sampled_rows,
+                prepared.is_run,
+                prepared.drafts,
+                token_ids,
+                candidates,
+                errors,
+                log_probs,
+            )
         else:
             answer = Answer(token_ids, log_probs, tuple(errors))
             if len(rows):
@@ -349,3 +360,18 @@ class ModelRunner:
         self._sampler = Sampler(self._rows, self.post_processors)
         self._reporter = Reporter(self._rows, model.decoder, self.output_probes)
         self._guides = Guides(self._rows, lambda: GrammarProcess(self._folder))
+
+
+def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> KvStore | None:
+    """Where the KV pool is to lie so that others can take it over: on a CPU, and where a folder is given for it."""
+    if not config.shared_kv_folder or model.device.type != "cpu":
+        return None
+    if model.description.latent is not None:
+        logger.warning("the KV pool is not shared: a pool of latent vectors has no values")
+        return None
+    # Blocks are equal only if the same code made them from the same numbers.
+    windows = model.description.windows
+    numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, windows)
+    code = (midstream.__version__, config.weights, config.activations, config.kernels, config.implementation)
+    kind = (numbers, code, type(model.decoder).__name__)
+    return KvStore(Path(config.shared_kv_folder), repr(kind), model.description.num_layers)

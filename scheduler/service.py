@@ -12,8 +12,9 @@ from midstream.clock import SteadyClock
 from midstream.config import SchedulerConfig
 from midstream.errors import ConfigError, ExecutionError
 from midstream.model.folder import ModelFolder, midstream_home, open_model_folder
+from midstream.rpc.errors import Admit
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import Admit, Server
+from midstream.rpc.serving import Server
 from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.tls import Tls
 from midstream.telemetry import HttpServer, Metrics

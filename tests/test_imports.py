@@ -100,3 +100,38 @@ def requirements_of(extra: str) -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     requirements = project["dependencies"] + project["optional-dependencies"][extra]
     return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_circles() -> list[list[str]]:
+    """Modules of ours that import each other, wherever the import stands: at the top, in a function, for types only."""
+    files = {module_name(file): file for package in PACKAGES - {"protos"} for file in source_files(package)}
+    imports: dict[str, set[str]] = {}
+    for name, file in files.items():
+        imports[name] = found = set[str]()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {item.name for item in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                inner = {f"{node.module}.{item.name}" for item in node.names}
+                found |= inner & files.keys() if inner <= files.keys() else inner & files.keys() | {node.module}
+        found &= files.keys() - {name}
+
+    def reaches(start: str) -> set[str]:
+        seen, waiting = set[str](), [start]
+        while waiting:
+            new = imports[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reached = {name: reaches(name) for name in files}
+    circles = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in files}
+    return [list(circle) for circle in sorted(circles) if circle]
+
+
+def test_no_modules_import_each_other() -> None:
+    assert import_circles() == []

@@ -28,7 +28,7 @@ from gpu_worker.batch.step import NewSequence, Step
 from gpu_worker.cuda_graphs import GraphDecoder, GraphRecorder
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import TorchDecoder
-from gpu_worker.models.description import describe
+from gpu_worker.models.families import describe
 
 CUDA = torch.device("cuda")
 CONTEXT, BATCH = 1024, 64

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gpu_worker.models.decoder import ForwardInputs, TorchDecoder
-from gpu_worker.models.description import DecoderDescription, describe
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.families import describe
 from gpu_worker.models.weights.layer_weights import FeedForwardWeights, LayerWeights, LinearWeights
 
 if TYPE_CHECKING:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import midstream
 from gpu_worker.batch.step import IntArray
 from gpu_worker.kv.shared_store import KvStore
 from gpu_worker.models.description import DecoderDescription
 from kernels.cpu import stored_head_dim
-from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
-from midstream.model.folder import ModelFolder
-
-if TYPE_CHECKING:
-    from gpu_worker.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -93,21 +85,6 @@ class KvCache:
         source, target = torch.from_numpy(sources).long(), torch.from_numpy(targets).long()
         for cache in (self.keys, self.values):
             cache[:, target.to(cache.device)] = cache[:, source.to(cache.device)]
-
-
-def shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> KvStore | None:
-    """Where the KV pool is to lie so that others can take it over: on a CPU, and where a folder is given for it."""
-    if not config.shared_kv_folder or model.device.type != "cpu":
-        return None
-    if model.description.latent is not None:
-        logger.warning("the KV pool is not shared: a pool of latent vectors has no values")
-        return None
-    # Blocks are equal only if the same code made them from the same numbers.
-    windows = model.description.windows
-    numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, windows)
-    code = (midstream.__version__, config.weights, config.activations, config.kernels, config.implementation)
-    kind = (numbers, code, type(model.decoder).__name__)
-    return KvStore(Path(config.shared_kv_folder), repr(kind), model.description.num_layers)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

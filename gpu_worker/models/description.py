@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kernels import Activation
-from midstream.errors import ConfigError
 
 Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
@@ -181,29 +180,6 @@ class DecoderDescription:
             chunks=self.chunks[some],
             mixtures=self.mixtures[some],
         )
-
-
-def describe(config: Mapping[str, Any], max_attention_window: int = 0) -> DecoderDescription:
-    """Return the decoder that `config` (config.json) describes.
-
-    Args:
-        config: Contents of config.json.
-        max_attention_window: Most tokens that a layer attends to; 0: as many as the model does.
-
-    Raises:
-        UnsupportedError: An architecture, activation or rope type that is not native here; names it.
-        ConfigError: A setting is missing or contradicts another.
-    """
-    # Only here, because families' files build the classes above.
-    from gpu_worker.models.families import family_of
-
-    description = family_of(str(config.get("model_type"))).read(config)
-    d = description
-    if d.num_heads % d.num_kv_heads or any(r is not None and r.dim % 2 for r in d.rotary) or d.head_dim < 1:
-        raise ConfigError(
-            f"{d.num_heads} heads, {d.num_kv_heads} KV heads of size {d.head_dim} do not fit", field="model"
-        )
-    return replace(description, windows=narrowed(description.windows, max_attention_window))
 
 
 def narrowed(windows: Sequence[int | None], max_attention_window: int) -> tuple[int | None, ...]:

@@ -11,8 +11,8 @@ import torch
 
 import kernels
 from gpu_worker.models.decoder import Decoder, PartDecoder, TorchDecoder
-from gpu_worker.models.description import DecoderDescription, describe
-from gpu_worker.models.families import family_of
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.families import describe, family_of
 from gpu_worker.parallel.pipeline import as_stage
 from gpu_worker.parallel.ranks import ALONE, Ranks
 from gpu_worker.parallel.shard import Shard, shard_of, whole_shard

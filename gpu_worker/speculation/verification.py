@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from gpu_worker.batch.step import EMPTY, IntArray, RowLogProbs
 from gpu_worker.features import Feature
 from gpu_worker.sampling.beams import Candidates
 from midstream.errors import MidstreamError
-
-if TYPE_CHECKING:
-    from gpu_worker.batch.input_batch import PreparedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,9 @@ def with_shadows(state: Rows, generation: IntArray, drafts: Drafts) -> IntArray:
 
 def settle(
     state: Rows,
-    prepared: PreparedStep,
+    sampled_rows: IntArray,
+    is_run: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    drafts: Drafts,
     choices: IntArray,
     candidates: Mapping[int, Candidates],
     errors: Sequence[tuple[int, MidstreamError]],
@@ -82,20 +80,22 @@ def settle(
 
     Args:
         state: The rows.
-        prepared: The step, whose sampled rows are as `with_shadows` made them, after the rows of contexts.
+        sampled_rows: Those of contexts, then as `with_shadows` made them.
+        is_run: Whether each of them ran; else it has failed.
+        drafts: Those that were verified.
         choices: A token of each sampled row.
         candidates: Of the places among the rows that ran that are beams.
         errors: (row, error) of those that failed.
         log_probs: Of rows and shadows.
     """
-    drafts, failed = prepared.drafts, dict(errors)
-    places_run = np.flatnonzero(prepared.is_run).tolist()
+    failed = dict(errors)
+    places_run = np.flatnonzero(is_run).tolist()
     found = {places_run[place]: item for place, item in candidates.items()}
     token_ids: list[int] = []
     num_tokens, num_drafts = list[int](), list[int]()
     candidate_log_probs: list[float] = []
     lengths: dict[int, int] = {}
-    rows = prepared.sampled_rows.tolist()
+    rows = sampled_rows.tolist()
     for place, row in enumerate(rows):
         if row in drafts.shadows:
             continue

@@ -1,8 +1,10 @@
 """The CPU kernels in C++ (csrc/) as typed Python: packed weights and a decoder that runs all layers in one call."""
 
-from kernels.cpu.decoder import DecoderDims, DecoderLayer, Embedding, NativeDecoder, stored_head_dim, supports
-from kernels.cpu.library import Library, load_library
+from kernels.cpu.decoder import DecoderLayer, Embedding, NativeDecoder, stored_head_dim, supports
+from kernels.cpu.dims import DecoderDims
+from kernels.cpu.library import Library
 from kernels.cpu.linear import InputFormat, PackedLinear, WeightFormat
+from kernels.cpu.loading import load_library
 from kernels.cpu.lora import PackedLora
 from kernels.cpu.threads import ThreadPool
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.cpu.dims import DecoderDims
 from kernels.cpu.library import BatchStruct, DimsStruct, EmbeddingStruct, LayerStruct
 from kernels.cpu.linear import GGUF_BLOCK_BYTES, PackedLinear, WeightFormat
 from kernels.cpu.lora import PackedLora, adapter_pointers
@@ -20,19 +21,6 @@ _CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2, torch.int
 def stored_head_dim(head_dim: int, cache_dtype: torch.dtype) -> int:
     """Numbers that a head of a token takes in a cache of this type: integers have a float32 scale with them."""
     return head_dim + (0 if cache_dtype.is_floating_point else 4 // cache_dtype.itemsize)
-
-
-@dataclass(frozen=True)
-class DecoderDims:
-    """Sizes of a decoder; scale multiplies the attention scores."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    eps: float
-    scale: float
 
 
 @dataclass(frozen=True)

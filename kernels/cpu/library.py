@@ -1,19 +1,9 @@
-"""The compiled kernels as a ctypes library: structures, signatures, and the choice of the build that runs here."""
+"""The compiled kernels as a ctypes library: structures and signatures."""
 
-import contextlib
 import ctypes
-import functools
-import hashlib
-import os
-import signal
-import subprocess
-import sys
-import warnings
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import ClassVar
-
-from kernels.build import BUILD_OF, ISA_NEEDS, BuildError, build, processor_flags
 
 
 class LinearStruct(ctypes.Structure):
@@ -130,67 +120,3 @@ class Library:
         function.restype = result
         function.argtypes = arguments
         return function  # type: ignore[no-any-return]
-
-
-def load_library() -> Library | None:
-    """Return the best build of the kernels for this processor, or None after a warning that says why there is none.
-
-    A missing build is compiled first (some seconds). The variable MIDSTREAM_CPU_ISA names an instruction set
-    (amx, avx512, avxvnni, avx2) or `reference` for none.
-    """
-    return _load(os.environ.get("MIDSTREAM_CPU_ISA", ""))
-
-
-@functools.cache
-def _load(wanted: str) -> Library | None:
-    if wanted == "reference":
-        return None
-    if wanted and wanted not in ISA_NEEDS:
-        raise ValueError(f"MIDSTREAM_CPU_ISA={wanted}: expected reference or one of {', '.join(ISA_NEEDS)}")
-    flags, reasons, is_fault = processor_flags(), [], False
-    for isa in [wanted] if wanted else ISA_NEEDS:
-        if not flags >= ISA_NEEDS[isa]:
-            reasons.append(f"{isa}: this processor lacks {', '.join(sorted(ISA_NEEDS[isa] - flags))}")
-            continue
-        library, reason = _try(isa)
-        if library is not None:
-            if is_fault:
-                warnings.warn(f"running the {isa} kernels ({'; '.join(reasons)})", stacklevel=3)
-            return library
-        is_fault = True
-        reasons.append(f"{isa}: {reason}")
-    warnings.warn(f"running the PyTorch reference instead of the CPU kernels ({'; '.join(reasons)})", stacklevel=3)
-    return None
-
-
-def _try(isa: str) -> tuple[Library | None, str | None]:
-    """Return the build for this instruction set, or why it cannot be trusted."""
-    # The check runs the kernels, so it imports what imports this module.
-    from kernels.cpu.self_check import find_difference
-
-    try:
-        path = build(BUILD_OF.get(isa, isa))
-        reason = None if isa == "avx2" else find_crash(path, isa)
-        library = None if reason else Library(path, isa)
-    except (BuildError, OSError) as error:
-        return None, str(error)
-    reason = reason if library is None else find_difference(library)
-    return (library, None) if reason is None else (None, reason)
-
-
-def find_crash(path: Path, isa: str) -> str | None:
-    """Return how the check of a library failed in a process of its own, or None where it passed, now or before."""
-    digest = hashlib.sha256(" ".join(sorted(processor_flags())).encode()).hexdigest()[:16]
-    passed = path.with_suffix(f".{isa}.{digest}.passed")
-    if passed.exists():
-        return None
-    command = [sys.executable, "-P", "-m", "kernels.cpu.self_check", str(path), isa]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode < 0:
-        return f"its check ended with {signal.Signals(-result.returncode).name}"
-    if result.returncode > 0:
-        return result.stdout.strip() or result.stderr.strip()[-500:]
-    with contextlib.suppress(OSError):
-        passed.touch()
-    return None

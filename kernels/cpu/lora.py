@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kernels.cpu.dims import DecoderDims
 from kernels.cpu.library import LoraLayerStruct, LoraPairStruct
-
-if TYPE_CHECKING:
-    from kernels.cpu.decoder import DecoderDims
 
 
 class PackedLora:

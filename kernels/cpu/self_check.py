@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kernels.activation import activate
 from kernels.attention import paged_attention
-from kernels.cpu.decoder import DecoderDims, DecoderLayer, NativeDecoder, stored_head_dim
+from kernels.cpu.decoder import DecoderLayer, NativeDecoder, stored_head_dim
+from kernels.cpu.dims import DecoderDims
 from kernels.cpu.library import Library
 from kernels.cpu.linear import InputFormat, PackedLinear, WeightFormat
 from kernels.cpu.threads import ThreadPool

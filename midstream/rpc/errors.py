@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,10 +15,10 @@ import grpc.aio
 from midstream.errors import MidstreamError, OverloadedError, from_status
 from midstream.rpc.target import plain_problem
 
-if TYPE_CHECKING:
-    from midstream.rpc.serving import Admit
-
 logger = logging.getLogger(__name__)
+
+# Raises where the caller may not; what comes back, if anything, is called when the call has ended.
+Admit = Callable[[str, grpc.aio.ServicerContext[Any, Any]], Callable[[], None] | None]
 
 RETRY_AFTER_KEY = "retry-after-ms"
 FIELD_KEY = "midstream-field"

@@ -22,7 +22,7 @@ import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
 from midstream.errors import ExecutionError, MidstreamError
-from midstream.rpc.errors import ErrorMapper
+from midstream.rpc.errors import Admit, ErrorMapper
 from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, bind
 from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.secure_channel import SecureChannel
@@ -46,8 +46,6 @@ _KEEPALIVE = [
 _EVENT_LOOP_BEAT_S = 0.5
 _HANDSHAKE_MS = 10_000
 _Context = grpc.aio.ServicerContext[Any, Any]
-# Raises where the caller may not; what comes back, if anything, is called when the call has ended.
-Admit = Callable[[str, _Context], Callable[[], None] | None]
 _COLLECT_INTERVAL_S = 0.1
 _next_collection = 0.0
 

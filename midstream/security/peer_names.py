@@ -14,7 +14,7 @@ import grpc.aio
 
 from midstream.config.service import GrpcServiceConfig
 from midstream.errors import ConfigError, PermissionDeniedError
-from midstream.rpc.serving import Admit
+from midstream.rpc.errors import Admit
 
 
 class PeerNames:

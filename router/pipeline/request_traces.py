@@ -16,7 +16,7 @@ import grpc.aio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from midstream.chunk import Chunk
-from midstream.rpc.serving import Admit
+from midstream.rpc.errors import Admit
 from midstream.telemetry.tracing import TRACE_PARENT_KEY, TraceParent, Tracer, new_trace
 
 _client_parent: ContextVar[str] = ContextVar("client_parent", default="")

@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 
 from midstream.errors import OverloadedError
-from midstream.rpc.serving import Admit
+from midstream.rpc.errors import Admit
 from router.authentication import Authenticator, current_caller
 
 _RETRY_AFTER_MS = 1000

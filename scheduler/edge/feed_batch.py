@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from midstream.clock import SteadyClock
 from midstream.errors import MidstreamError
 from protos import generation_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.request import Request, Sequence, SequenceEnd
 
-if TYPE_CHECKING:
-    from scheduler.edge.feed import Attachment
-
-
 MAX_OUTPUT_BYTES = 8 << 20
+
+
+class Log(Protocol):
+    """What may be shown of a request."""
+
+    request: Request
+    num_committed: list[int]
+    has_ended: list[bool]
+    is_over: bool
+
+
+class Reader(Protocol):
+    """How much of a request was sent to whom; see scheduler.edge.feed.Attachment."""
+
+    stream: int
+    is_opened: bool
+    cursors: list[int]
+    num_outputs: list[int]
+    ends_sent: list[bool]
+
+    @property
+    def log(self) -> Log:
+        """Of its request."""
 
 
 class FeedBatchBuilder:
@@ -46,7 +65,7 @@ class FeedBatchBuilder:
         """No more extra outputs fit."""
         return self._num_output_bytes >= MAX_OUTPUT_BYTES
 
-    def add(self, reader: Attachment) -> bool:
+    def add(self, reader: Reader) -> bool:
         """Adds what is new for a reader, and moves its cursors; False when not all of it fits."""
         log = reader.log
         if not reader.is_opened:
@@ -99,7 +118,7 @@ class FeedBatchBuilder:
             self._is_several = True
             self._tokens.extend(sequence.output[start:end])
 
-    def _add_outputs(self, reader: Attachment, index: int) -> int:
+    def _add_outputs(self, reader: Reader, index: int) -> int:
         """Adds extra outputs of a sequence; returns how many of its tokens may be shown, all of whose outputs are."""
         sequence, num_committed = reader.log.request.sequences[index], reader.log.num_committed[index]
         for extra in sequence.outputs[reader.num_outputs[index] :]:

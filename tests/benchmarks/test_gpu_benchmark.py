@@ -22,7 +22,7 @@ from benchmarks.gpu.model import (
 )
 from benchmarks.gpu.report import Report
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.models.description import describe
+from gpu_worker.models.families import describe
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

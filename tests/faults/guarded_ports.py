@@ -14,8 +14,9 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
+from midstream.rpc.errors import Admit
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import Admit, Server
+from midstream.rpc.serving import Server
 from midstream.security.tls import Tls
 from router.authentication import AuthenticatedApp, Authenticator, current_caller
 from router.protocols.http_server import HttpPort

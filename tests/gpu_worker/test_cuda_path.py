@@ -12,7 +12,7 @@ from benchmarks.gpu.model import CONFIG_8B, random_decoder
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import ForwardInputs
-from gpu_worker.models.description import describe
+from gpu_worker.models.families import describe
 from kernels import dispatch
 from kernels import triton as operations
 

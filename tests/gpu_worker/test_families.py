@@ -17,8 +17,7 @@ from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import module_paths
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, PartDecoder, TorchDecoder
-from gpu_worker.models.description import describe
-from gpu_worker.models.families import FAMILIES, family_of
+from gpu_worker.models.families import FAMILIES, describe, family_of
 from gpu_worker.models.native import CpuDecoder
 from gpu_worker.models.weights.decoder_weights import DecoderWeights
 from gpu_worker.parallel.ranks import Ranks

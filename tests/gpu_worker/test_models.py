@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, Probe, TorchDecoder
-from gpu_worker.models.description import describe
+from gpu_worker.models.families import describe
 from gpu_worker.models.native import CpuDecoder
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder

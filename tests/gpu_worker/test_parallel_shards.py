@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker.models.description import DecoderDescription, describe
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.families import describe
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shard import shard_of, whole_shard
 from midstream.config import WorkerConfig

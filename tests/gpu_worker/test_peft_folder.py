@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.peft_folder import read_adapter
-from gpu_worker.models.description import DecoderDescription, describe
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.families import describe
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from tests.gpu_worker.tiny_models import SHAPE
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
-from gpu_worker.models.description import describe, narrowed
+from gpu_worker.models.description import narrowed
+from gpu_worker.models.families import describe
 from midstream.errors import ConfigError, UnsupportedError
 from protos import generation_pb2 as pb
 from tests.gpu_worker.greedy import wrong_tokens

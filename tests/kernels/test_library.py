@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 
 from kernels.build import ISA_NEEDS, build, builds_for
-from kernels.cpu import Library, library, load_library
+from kernels.cpu import Library, load_library, loading
 from kernels.cpu.self_check import find_difference
 
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    library._load.cache_clear()
+    loading._load.cache_clear()
     yield
-    library._load.cache_clear()
+    loading._load.cache_clear()
 
 
 @pytest.fixture
 def avx512_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where a processor that has AVX-512 looks for its build; the one for AVX2 is real."""
     path = tmp_path / "midstream-avx512-0.so"
-    monkeypatch.setattr(library, "processor_flags", lambda: frozenset(ISA_NEEDS["avx512"] | ISA_NEEDS["avx2"]))
-    monkeypatch.setattr(library, "build", lambda isa: path if isa == "avx512" else build(isa))
+    monkeypatch.setattr(loading, "processor_flags", lambda: frozenset(ISA_NEEDS["avx512"] | ISA_NEEDS["avx2"]))
+    monkeypatch.setattr(loading, "build", lambda isa: path if isa == "avx512" else build(isa))
     return path
 
 
@@ -40,7 +40,7 @@ def test_a_build_that_crashes_is_passed_over_with_a_warning(avx512_path: Path) -
 def test_a_build_that_computes_something_else_is_passed_over(
     avx512_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "find_crash", lambda path, isa: "its Q4_1 linear layer differs from the reference")
+    monkeypatch.setattr(loading, "find_crash", lambda path, isa: "its Q4_1 linear layer differs from the reference")
     with pytest.warns(UserWarning, match="running the avx2 kernels .*avx512: its Q4_1 linear layer differs"):
         chosen = load_library()
     assert chosen is not None
@@ -63,8 +63,8 @@ def test_a_check_that_passed_is_not_run_again(avx512_path: Path, monkeypatch: py
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert library.find_crash(avx512_path, "avx512") is None
-    assert library.find_crash(avx512_path, "avx512") is None
+    assert loading.find_crash(avx512_path, "avx512") is None
+    assert loading.find_crash(avx512_path, "avx512") is None
     assert [command[1:] for command in commands] == [["-P", "-m", "kernels.cpu.self_check", str(avx512_path), "avx512"]]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from gpu_worker.cuda_graphs import graph_sizes
 from gpu_worker.kv.cache import block_bytes
-from gpu_worker.models.description import describe
+from gpu_worker.models.families import describe
 from tests.seeds.listings import run
 
 BLOCK_BYTES = """

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gpu_worker.models.description import DecoderDescription, narrowed
 from gpu_worker.models.families.cohere2 import COHERE2
 from gpu_worker.models.families.deepseek import DEEPSEEK
 from gpu_worker.models.families.family import Family
@@ -16,7 +21,7 @@ from gpu_worker.models.families.olmo import OLMO2, OLMOE
 from gpu_worker.models.families.phi3 import PHI3
 from gpu_worker.models.families.qwen import QWEN, QWEN_MIXTURE
 from gpu_worker.models.families.smollm3 import SMOLLM3
-from midstream.errors import UnsupportedError
+from midstream.errors import ConfigError, UnsupportedError
 
 FAMILIES = (
     LLAMA, LLAMA4, QWEN, QWEN_MIXTURE, MISTRAL, MIXTRAL, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE, GLM, GLM4,
@@ -37,4 +42,24 @@ def family_of(model_type: str) -> Family:
     return _BY_TYPE[model_type]
 
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+def describe(config: Mapping[str, Any], max_attention_window: int = 0) -> DecoderDescription:
+    """Return the decoder that `config` (config.json) describes.
+
+    Args:
+        config: Contents of config.json.
+        max_attention_window: Most tokens that a layer attends to; 0: as many as the model does.
+
+    Raises:
+        UnsupportedError: An architecture, activation or rope type that is not native here; names it.
+        ConfigError: A setting is missing or contradicts another.
+    """
+    description = family_of(str(config.get("model_type"))).read(config)
+    d = description
+    if d.num_heads % d.num_kv_heads or any(r is not None and r.dim % 2 for r in d.rotary) or d.head_dim < 1:
+        raise ConfigError(
+            f"{d.num_heads} heads, {d.num_kv_heads} KV heads of size {d.head_dim} do not fit", field="model"
+        )
+    return replace(description, windows=narrowed(description.windows, max_attention_window))
+
+
+__all__ = ["FAMILIES", "Family", "describe", "family_of"]
