@@ -6,22 +6,17 @@ The shortest of many runs of some tenths of a millisecond counts, so that other 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from kernels.cpu import InputFormat, PackedLinear, ThreadPool, WeightFormat, load_library
+from kernels.cpu import InputFormat, Library, PackedLinear, ThreadPool, WeightFormat, load_library
+from kernels.cpu.blocks import random_blocks
 
 NUM_ROWS = (1, 2, 4, 8, 16, 64, 256)
-
-
-def random_blocks(num_outputs: int, num_inputs: int) -> torch.Tensor:
-    """Rows of Q4_1 blocks with scales and minimums that are finite."""
-    shape = (num_outputs, num_inputs // 32)
-    scales = torch.rand(*shape, 2).half().view(torch.uint8)
-    return torch.cat((scales, torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)), dim=-1).flatten(1)
 
 
 def rate(linear: PackedLinear, threads: ThreadPool, num_rows: int, seconds: float) -> float:
@@ -35,6 +30,32 @@ def rate(linear: PackedLinear, threads: ThreadPool, num_rows: int, seconds: floa
     return 2e-9 * num_rows * linear.num_inputs * linear.num_outputs / shortest
 
 
+def compare(library: Library, arguments: argparse.Namespace) -> Table:
+    """Return the rate of each format of blocks in relation to Q4_1's: rounds of all in turn, best and median."""
+    threads, shape = ThreadPool(library, 1), (arguments.num_outputs, arguments.num_inputs)
+    input_format = InputFormat[arguments.compare.upper()]
+    formats = [item for item in WeightFormat if item.has_blocks]
+    layers = {
+        item: PackedLinear(library, [random_blocks(item, *shape)], item, input_format=input_format) for item in formats
+    }
+    table = Table(title=f"Rates against Q4_1's, {library.isa}, input as {arguments.compare}, [{shape[0]}, {shape[1]}]")
+    for column in ("format", *(f"{count} row{'s' * (count > 1)}" for count in arguments.num_rows)):
+        table.add_column(column, justify="right")
+    cells: dict[WeightFormat, list[str]] = {item: [] for item in formats}
+    for count in arguments.num_rows:
+        rounds = [
+            {item: rate(layer, threads, count, arguments.seconds / 10) for item, layer in layers.items()}
+            for _ in range(10)
+        ]
+        best = {item: max(figures[item] for figures in rounds) for item in formats}
+        for item in formats:
+            ratio = statistics.median(figures[item] / figures[WeightFormat.Q4_1] for figures in rounds)
+            cells[item].append(f"{best[item] / best[WeightFormat.Q4_1]:.2f} ({ratio:.2f})")
+    for item in formats:
+        table.add_row(item.name, *cells[item])
+    return table
+
+
 def main() -> None:
     """Prints one row for each rounding of the input."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -42,12 +63,18 @@ def main() -> None:
     parser.add_argument("--num-inputs", type=int, default=576)
     parser.add_argument("--num-rows", type=int, nargs="+", default=NUM_ROWS)
     parser.add_argument("--seconds", type=float, default=0.5, help="For each figure. [0.5]")
+    parser.add_argument(
+        "--compare", choices=("f32", "int8", "int16"), help="All formats, the input rounded to this, against Q4_1."
+    )
     arguments = parser.parse_args()
     library = load_library()
     if library is None:
         raise SystemExit("the CPU kernels do not run here")
+    if arguments.compare:
+        Console(width=140).print(compare(library, arguments))
+        return
     threads = ThreadPool(library, 1)
-    blocks = random_blocks(arguments.num_outputs, arguments.num_inputs)
+    blocks = random_blocks(WeightFormat.Q4_1, arguments.num_outputs, arguments.num_inputs)
     table = Table(title=f"GFLOP/s of one thread, Q4_1 weights [{arguments.num_outputs}, {arguments.num_inputs}]")
     for column in (f"{library.isa}, input as", *(f"{count} row{'s' * (count > 1)}" for count in arguments.num_rows)):
         table.add_column(column, justify="right")

@@ -81,7 +81,6 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     from gpu_worker.models.weights.quantized import refuse_quantized
     from gpu_worker.parallel.shard_weights import ShardWeights
 
-    refuse_quantized(folder)
     ranks = ALONE if links is None else links.ranks
     device = choose_device(config, ranks)
     dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
@@ -94,6 +93,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
             raise UnsupportedError(
                 "a model that runs by transformers' code cannot be divided among ranks", field="model"
             )
+        refuse_quantized(folder)
         return _load_from_transformers(config, folder, device, dtype)
     weights = DecoderWeights(folder, description, config.weights)
     shard = shard_of(description, ranks)

@@ -17,7 +17,7 @@ from gpu_worker.models.layers.rotary import rotary_table
 from gpu_worker.models.weights.decoder_weights import DecoderWeights
 from gpu_worker.models.weights.layer_weights import LayerWeights, LinearWeights
 from gpu_worker.models.weights.progress import with_progress
-from gpu_worker.models.weights.weight import BLOCK_TYPES, Weight
+from gpu_worker.models.weights.weight import BLOCK_FORMATS, Weight
 from gpu_worker.models.weights.weight import WeightFormat as WeightKind
 from gpu_worker.parallel.shard import Shard, whole_shard
 from gpu_worker.parallel.shard_weights import ShardWeights
@@ -39,8 +39,7 @@ _FORMATS: dict[WeightKind, WeightFormat] = {
     "f32": WeightFormat.F32,
     "bf16": WeightFormat.BF16,
     "int8": WeightFormat.INT8,
-    "q4": WeightFormat.Q4_1,
-    "q8": WeightFormat.Q8_0,
+    **BLOCK_FORMATS,
 }
 _INPUT_FORMATS = {
     "auto": InputFormat.INT16,
@@ -211,7 +210,7 @@ class CpuDecoder:
         return _PackedLayer(
             qkv=self._pack(weights.qkv),
             attention_output=self._pack(weights.attention_output),
-            gate_up=self._packed(gate_up.source.chunk(2), gate_up.format, is_gated=True),
+            gate_up=self._packed(gate_up.gate_and_up(), is_gated=True),
             down=self._pack(weights.feed_forward.down),
             attention_norm=weights.input_norm,
             ffn_norm=weights.ffn_norm,
@@ -220,18 +219,32 @@ class CpuDecoder:
         )
 
     def _pack(self, linear: LinearWeights) -> PackedLinear:
-        return self._packed([linear.weight.source], linear.weight.format, linear.bias)
+        parts = linear.weight.parts or (linear.weight,)
+        sizes = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if linear.bias is None else torch.split(linear.bias, sizes)
+        packed = [self._packed([part], bias) for part, bias in zip(parts, biases, strict=True)]
+        for i in range(len(packed) - 1, 0, -1):
+            packed[i - 1].followed_by(packed[i])
+        return packed[0]
 
-    def _packed(
-        self, parts: Sequence[Tensor], weight_format: WeightKind, bias: Tensor | None = None, *, is_gated: bool = False
-    ) -> PackedLinear:
-        return PackedLinear(self._library, parts, _FORMATS[weight_format], bias, is_gated, self._input_format)
+    def _packed(self, parts: Sequence[Weight], bias: Tensor | None = None, *, is_gated: bool = False) -> PackedLinear:
+        first = parts[0]
+        return PackedLinear(
+            self._library,
+            [part.source for part in parts],
+            _FORMATS[first.format],
+            bias,
+            is_gated,
+            self._input_format,
+            first.num_columns,
+            first.input_order,
+        )
 
 
 def _table(weight: Weight, width: int) -> Embedding | None:
     """The embeddings as the kernels read them; None where they do not know the form they are kept in."""
     source = weight.source.contiguous()
-    is_known = weight.format in BLOCK_TYPES or (weight.format, source.dtype) in (
+    is_known = weight.format in ("q4", "q8") or (weight.format, source.dtype) in (
         ("f32", torch.float32),
         ("bf16", torch.bfloat16),
     )

@@ -1,5 +1,6 @@
 """The CPU kernels in C++ (csrc/) as typed Python: packed weights and a decoder that runs all layers in one call."""
 
+from kernels.cpu.blocks import dequantize_blocks, levels_of_blocks
 from kernels.cpu.decoder import DecoderLayer, Embedding, NativeDecoder, stored_head_dim, supports
 from kernels.cpu.dims import DecoderDims
 from kernels.cpu.library import Library
@@ -19,6 +20,8 @@ __all__ = [
     "PackedLora",
     "ThreadPool",
     "WeightFormat",
+    "dequantize_blocks",
+    "levels_of_blocks",
     "load_library",
     "stored_head_dim",
     "supports",

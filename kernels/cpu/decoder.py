@@ -55,9 +55,9 @@ class Embedding:
         Raises ValueError where format and table do not fit each other.
         """
         dtypes = {WeightFormat.F32: torch.float32, WeightFormat.BF16: torch.bfloat16}
-        row_width = width // 32 * GGUF_BLOCK_BYTES[weight_format] if weight_format.is_gguf else width
-        if weight_format == WeightFormat.INT8:
-            raise ValueError("an embedding of int8 rows is not known")
+        row_width = width // 32 * GGUF_BLOCK_BYTES[weight_format] if weight_format in GGUF_BLOCK_BYTES else width
+        if weight_format not in dtypes.keys() | GGUF_BLOCK_BYTES.keys():
+            raise ValueError(f"an embedding of {weight_format.name} rows is not known")
         _check("table", table, dtypes.get(weight_format, torch.uint8), (table.shape[0], row_width))
         self._table = table
         self.struct = EmbeddingStruct(

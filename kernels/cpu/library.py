@@ -12,6 +12,8 @@ class LinearStruct(ctypes.Structure):
     _fields_: ClassVar = [
         ("packed", c_void_p),
         ("bias", c_void_p),
+        ("input_order", c_void_p),
+        ("next", c_void_p),
         ("n", c_int32),
         ("k", c_int32),
         ("format", c_int32),
@@ -79,7 +81,8 @@ class Library:
         self.panel = bind("midstream_panel", c_int32)
         self.packed_bytes = bind("midstream_packed_bytes", c_int64, c_int, c_int, c_int)
         self.has_integer_products = bind("midstream_has_integer_products", ctypes.c_bool, c_int, c_int)
-        self.pack = bind("midstream_pack", None, c_int, c_void_p, c_int, c_int, c_void_p, c_void_p)
+        self.row_bytes = bind("midstream_row_bytes", c_int64, c_int, c_int)
+        self.pack = bind("midstream_pack", None, c_int, ctypes.c_bool, c_void_p, c_int, c_int, c_void_p, c_void_p)
         self.pool_create = bind("midstream_pool_create", c_void_p, c_int, c_void_p)
         self.pool_use_tiles = bind("midstream_pool_use_tiles", ctypes.c_bool, c_void_p)
         self.pool_destroy = bind("midstream_pool_destroy", None, c_void_p)

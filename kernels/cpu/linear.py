@@ -1,5 +1,7 @@
 """Linear layers over packed, perhaps quantized weights."""
 
+from __future__ import annotations
+
 import ctypes
 from collections.abc import Sequence
 from enum import IntEnum
@@ -12,18 +14,29 @@ from kernels.cpu.threads import ThreadPool
 
 
 class WeightFormat(IntEnum):
-    """How weights are held in memory; the numbers are those of csrc/formats.h."""
+    """How weights are held in memory; the numbers are those of csrc/formats.h.
+
+    Those from Q4_1 on come as rows of blocks of 32 weights, uint8 [N, K / 32 * block bytes] with K rounded up: what is
+    named here in this order, numbers little-endian, and then the weights. Weights of four bits take 16 bytes, the low
+    nibble of byte i being weight i and the high one weight 16 + i; the others a byte each.
+    """
 
     F32 = 0
     BF16 = 1
-    INT8 = 2  # one scale for each output channel
-    Q4_1 = 3  # GGUF blocks of 32 weights with a float16 scale and minimum
-    Q8_0 = 4  # GGUF blocks of 32 weights with a float16 scale
+    INT8 = 2  # one scale for each output channel; from floats, or from rows of bytes with a float32 scale at the end
+    Q4_1 = 3  # GGUF: float16 scale, float16 minimum; four bits
+    Q8_0 = 4  # GGUF: float16 scale; int8
+    INT4 = 5  # float32 scale, the last nine bits of which are the zero point in its place; four bits
+    Q4_K = 6  # float16 d, float16 m, uint8 a, uint8 b; w = (d a) q - (m b), four bits; d and m the same in eight blocks
+    MXFP4 = 7  # uint8 e; w = 2^(e - 127) times four bits of float (E2M1)
+    AFFINE8 = 8  # float32 scale, float32 minimum; uint8
+    Q6_K = 9  # float16 d, int8 a, int8 b; w = (d a) q in the first half of the block, (d b) q in the second; int8
+    FP8 = 10  # float32 scale; float8 (E4M3)
 
     @property
-    def is_gguf(self) -> bool:
-        """Whether weights come as GGUF blocks."""
-        return self in (WeightFormat.Q4_1, WeightFormat.Q8_0)
+    def has_blocks(self) -> bool:
+        """Whether weights come as rows of blocks, and only so."""
+        return self >= WeightFormat.Q4_1
 
 
 class InputFormat(IntEnum):
@@ -49,18 +62,26 @@ class PackedLinear:
         bias: Tensor | None = None,
         is_gated: bool = False,
         input_format: InputFormat = InputFormat.F32,
+        num_inputs: int | None = None,
+        input_order: Tensor | None = None,
     ) -> None:
         """Stack the parts along N and pack them; they are not needed afterwards.
 
-        A part is a float tensor [N, K], or for Q4_1 and Q8_0 the uint8 rows of GGUF blocks [N, K / 32 * block bytes].
-        bias is [sum of N]. With is_gated the parts are the gate and up weights of a feed-forward layer, which the
-        decoder multiplies into N outputs. Each row of the input is rounded to input_format where the processor has
-        integer products for the weights: INT16 for all quantized ones, INT8 for Q4_1 and with VNNI all;
-        rounds_input says whether it is.
+        A part is a float tensor [N, K], or uint8 rows of blocks. bias is [sum of N]. With is_gated the parts are the
+        gate and up weights of a feed-forward layer, which the decoder multiplies into N outputs. Each row of the input
+        is rounded to input_format where the processor has integer products for the weights: INT16 for all integers,
+        INT8 for most with VNNI, for those of four bits without; rounds_input says whether it is. num_inputs is K where
+        that is not a multiple of 32 and weights come in blocks. Column i of the weights meets number input_order[i]
+        of the input, where that is given.
         """
-        stacked = torch.cat([_rows(part, weight_format) for part in parts])
+        has_blocks = parts[0].dtype == torch.uint8
+        stacked = torch.cat([_rows(part, weight_format, has_blocks) for part in parts])
         self.num_outputs = stacked.shape[0]
-        self.num_inputs = _num_inputs(stacked, weight_format)
+        self.num_inputs = num_inputs or _num_inputs(library, stacked, weight_format, has_blocks)
+        if has_blocks and stacked.shape[1] != library.row_bytes(int(weight_format), self.num_inputs):
+            raise ValueError(f"a row of {stacked.shape[1]} bytes is not made of {weight_format.name} blocks")
+        if weight_format == WeightFormat.Q4_K and self.num_inputs % 256:
+            raise ValueError(f"{self.num_inputs} inputs of Q4_K weights: expected a multiple of 256")
         self.format = weight_format
         self.is_gated = is_gated
         self.rounds_input = library.has_integer_products(int(weight_format), int(input_format))
@@ -73,9 +94,22 @@ class PackedLinear:
         self.bias = None if bias is None else bias.float().contiguous()
         if self.bias is not None and self.bias.shape != (self.num_outputs,):
             raise ValueError(f"bias is {list(self.bias.shape)}: expected [{self.num_outputs}]")
-        library.pack(sizes[0], stacked.data_ptr(), *sizes[1:], order.data_ptr(), self.packed.data_ptr())
-        bias_pointer = None if self.bias is None else self.bias.data_ptr()
-        self.struct = LinearStruct(self.packed.data_ptr(), bias_pointer, *sizes[1:], sizes[0], int(input_format))
+        self.input_order = None if input_order is None else _checked_order(input_order, self.num_inputs)
+        library.pack(sizes[0], has_blocks, stacked.data_ptr(), *sizes[1:], order.data_ptr(), self.packed.data_ptr())
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in (self.bias, self.input_order))
+        self.struct = LinearStruct(
+            self.packed.data_ptr(), *pointers, None, *sizes[1:], int(weight_format), int(input_format)
+        )
+        self._next: PackedLinear | None = None
+
+    def followed_by(self, other: PackedLinear) -> PackedLinear:
+        """Add the outputs of another layer of the same input after this one's; return this one."""
+        if self.is_gated or other.is_gated or other.num_inputs != self.num_inputs or self._next is not None:
+            raise ValueError("only a single layer that is not gated is followed by one of as many inputs")
+        self._next = other  # the kernels point to it
+        self.struct.next = ctypes.addressof(other.struct)
+        self.num_outputs += other.num_outputs
+        return self
 
     def __call__(self, x: Tensor, threads: ThreadPool) -> Tensor:
         """Return x [M, K] times the weights, plus bias -> [M, N], float32."""
@@ -88,19 +122,27 @@ class PackedLinear:
         return out
 
 
-def _rows(part: Tensor, weight_format: WeightFormat) -> Tensor:
-    if weight_format.is_gguf and part.dtype != torch.uint8:
-        raise ValueError(f"{weight_format.name} weights are {part.dtype}: expected uint8 rows of GGUF blocks")
-    return part.contiguous() if weight_format.is_gguf else part.float().contiguous()
+def _rows(part: Tensor, weight_format: WeightFormat, has_blocks: bool) -> Tensor:
+    if (part.dtype == torch.uint8) != has_blocks or (weight_format.has_blocks and not has_blocks):
+        raise ValueError(f"{weight_format.name} weights are {part.dtype}: expected uint8 rows of blocks")
+    if has_blocks and not weight_format.has_blocks and weight_format != WeightFormat.INT8:
+        raise ValueError(f"{weight_format.name} weights are {part.dtype}: expected floats")
+    return part.contiguous() if has_blocks else part.float().contiguous()
 
 
-def _num_inputs(stacked: Tensor, weight_format: WeightFormat) -> int:
-    if not weight_format.is_gguf:
+def _num_inputs(library: Library, stacked: Tensor, weight_format: WeightFormat, has_blocks: bool) -> int:
+    if not has_blocks:
         return stacked.shape[1]
-    blocks, rest = divmod(stacked.shape[1], GGUF_BLOCK_BYTES[weight_format])
-    if rest:
-        raise ValueError(f"a row of {stacked.shape[1]} bytes is not made of {weight_format.name} blocks")
-    return blocks * BLOCK
+    tail: int = library.row_bytes(int(weight_format), 0)
+    block_bytes: int = library.row_bytes(int(weight_format), BLOCK) - tail
+    return (stacked.shape[1] - tail) // block_bytes * BLOCK
+
+
+def _checked_order(order: Tensor, num_inputs: int) -> Tensor:
+    order = order.int().contiguous()
+    if not torch.equal(order.sort().values, torch.arange(num_inputs, dtype=torch.int32)):
+        raise ValueError(f"input_order is not a permutation of {num_inputs} numbers")
+    return order
 
 
 def _gated_order(num_rows: int, panel: int) -> Tensor:

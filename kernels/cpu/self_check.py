@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.activation import activate
 from kernels.attention import paged_attention
+from kernels.cpu.blocks import dequantize_blocks, random_blocks
 from kernels.cpu.decoder import DecoderLayer, NativeDecoder, stored_head_dim
 from kernels.cpu.dims import DecoderDims
 from kernels.cpu.library import Library
@@ -22,7 +23,7 @@ from kernels.linear import linear
 from kernels.rms_norm import rms_norm
 from kernels.rotary import apply_rotary
 
-NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS = 96, 70, (19, 9, 5, 1)
+NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS = 256, 70, (19, 9, 5, 1)
 DIMS = DecoderDims(hidden_size=40, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=72, eps=1e-5, scale=0.25)
 # By the type of the cache: a value next to the middle of two bfloat16 or integers may be rounded to either.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.int16: 1e-3, torch.int8: 1e-1}
@@ -61,7 +62,7 @@ def _is_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool
 
 def _weights(weight_format: WeightFormat, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return weights as PackedLinear takes them, and the floats that they stand for."""
-    if not weight_format.is_gguf:
+    if not weight_format.has_blocks:
         weight = torch.randn(NUM_OUTPUTS, NUM_INPUTS, generator=generator)
         if weight_format == WeightFormat.BF16:
             return weight, weight.bfloat16().float()
@@ -69,15 +70,8 @@ def _weights(weight_format: WeightFormat, generator: torch.Generator) -> tuple[T
             scales = weight.abs().amax(dim=1, keepdim=True) / 127
             return weight, (weight / scales).round() * scales
         return weight, weight
-    num_scales, num_bytes = (2, 16) if weight_format == WeightFormat.Q4_1 else (1, 32)
-    shape = (NUM_OUTPUTS, NUM_INPUTS // 32)
-    scales = torch.randn(*shape, num_scales, generator=generator).half()
-    levels = torch.randint(0, 256, (*shape, num_bytes), generator=generator, dtype=torch.uint8)
-    blocks = torch.cat((scales.view(torch.uint8), levels), dim=-1).flatten(1)
-    if weight_format == WeightFormat.Q8_0:
-        return blocks, (levels.view(torch.int8).float() * scales.float()).flatten(1)
-    nibbles = torch.cat((levels & 15, levels >> 4), dim=-1).float()
-    return blocks, (nibbles * scales[..., :1].float() + scales[..., 1:].float()).flatten(1)
+    rows = random_blocks(weight_format, NUM_OUTPUTS, NUM_INPUTS, generator)
+    return rows, dequantize_blocks(rows, weight_format, NUM_INPUTS)
 
 
 def _is_decoder_right(

@@ -23,10 +23,12 @@ void midstream_linear(MidstreamPool* pool, const MidstreamLinear* weight, int m,
   pool->rows.assign(static_cast<size_t>(m) * padded, 0.0f);
   for (int r = 0; r < m; ++r)
     std::memcpy(&pool->rows[static_cast<size_t>(r) * padded], x + static_cast<int64_t>(r) * weight->k, weight->k * 4);
+  pool->use(*weight);
   pool->reserve(m, weight->k);
+  int num_outputs = num_outputs_of(*weight);
   pool->threads.run([&](int thread) {
     linear(pool->threads, pool->linear_scratch[thread], pool->quantized, *weight, m, pool->rows.data(), padded, Output::kStore,
-           weight->n, out, weight->n);
+           num_outputs, out, num_outputs);
   });
 }
 

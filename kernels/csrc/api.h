@@ -5,8 +5,10 @@
 extern "C" {
 
 struct MidstreamLinear {
-  const void* packed;  // midstream_pack's output
-  const float* bias;   // [n] or null
+  const void* packed;          // midstream_pack's output
+  const float* bias;           // [n] or null
+  const int32_t* input_order;  // [k]: column i of the weight meets number input_order[i] of the input; null: number i
+  const MidstreamLinear* next;  // further outputs of the same input, in order; null for none, and in gated layers
   int32_t n, k, format;
   int32_t input;  // what it is rounded to (quantized_rows.h), where the format has integer products
 };
@@ -16,9 +18,10 @@ struct MidstreamPool;
 int32_t midstream_panel();  // output channels of a panel: gate and up weights alternate in rows of this many
 bool midstream_has_integer_products(int format, int input);  // whether the input is rounded
 int64_t midstream_packed_bytes(int format, int n, int k);
-// Row i of the packed weight is row row_order[i] of source, or zeros where that is negative. source is float32 [*, k], or
-// for the formats q4 and q8 rows of GGUF blocks.
-void midstream_pack(int format, const void* source, int n, int k, const int* row_order, void* packed);
+int64_t midstream_row_bytes(int format, int k);  // of a row of blocks
+// Row i of the packed weight is row row_order[i] of source, or zeros where that is negative. source is float32 [*, k], or rows
+// of blocks as kernels/cpu/linear.py describes them.
+void midstream_pack(int format, bool has_blocks, const void* source, int n, int k, const int* row_order, void* packed);
 
 MidstreamPool* midstream_pool_create(int num_threads, const int* cpus);
 // From now on large products are made with tiles (AMX); false, and nothing changes, where there are none.

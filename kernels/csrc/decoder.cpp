@@ -58,6 +58,7 @@ MidstreamDecoder::MidstreamDecoder(MidstreamPool* pool, const MidstreamDims& dim
     return head_elements<decltype(x)>(dims_.head_dim, dims_.block_size) * sizeof(x);
   });
   for (const MidstreamLayer& layer : layers_) {
+    for (const MidstreamLinear* weight : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) pool_.use(*weight);
     ask_for_huge_pages(layer.k_cache, cache_bytes);
     ask_for_huge_pages(layer.v_cache, cache_bytes);
   }
@@ -83,6 +84,7 @@ const char* MidstreamDecoder::choose(const MidstreamBatch& batch, const Midstrea
   for (int i = 0; i < num_sampled; ++i)
     if (sampled[i] < 0 || sampled[i] >= batch.num_tokens) return "a sampled token is out of range";
   prepare(batch);
+  pool_.use(head);
   reserve(num_sampled);
   hidden_.resize(static_cast<size_t>(batch.num_tokens) * dims_.hidden);
   logits_.resize(static_cast<size_t>(num_sampled) * head.n);
@@ -104,6 +106,7 @@ const char* MidstreamDecoder::choose(const MidstreamBatch& batch, const Midstrea
 }
 
 void MidstreamDecoder::logits(const MidstreamLinear& head, const float* norm, int m, const float* hidden, float* out) {
+  pool_.use(head);
   reserve(m);
   threads_.run([&](int thread) {
     norm_rows(m, hidden, norm);
@@ -180,7 +183,7 @@ void MidstreamDecoder::run_layer(int thread, int index, const MidstreamBatch& ba
   int q_width = dims_.num_heads * dims_.head_dim, kv_width = dims_.num_kv_heads * dims_.head_dim;
   norm_rows(m, hidden, layer.attention_norm);
   const LoraRows* lora = adapt(index, layer.qkv, normed_, {{&Lora::q, q_width}, {&Lora::k, kv_width}, {&Lora::v, kv_width}});
-  run_linear(thread, layer.qkv, m, normed_, Output::kStore, layer.qkv.n, qkv_.data.data(), qkv_.stride, lora);
+  run_linear(thread, layer.qkv, m, normed_, Output::kStore, num_outputs_of(layer.qkv), qkv_.data.data(), qkv_.stride, lora);
   threads_.for_each(m, threads_.grain(m), [&](int token) { rotate_and_store(layer, batch, token); });
   threads_.for_each(num_tasks, threads_.grain(num_tasks), [&](int i) { run_attention(thread, layer, batch, tasks_[i]); });
   lora = adapt(index, layer.o, attended_, {{&Lora::o, dims_.hidden}});

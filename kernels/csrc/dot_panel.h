@@ -4,17 +4,20 @@
 
 namespace midstream {
 
-// A block of weights as integers q with w = scale * q + minimum, in num_groups words for each channel.
-template <int num_groups> struct DotTile {
+// A block of weights as integers q with w = scale * q + minimum, in num_groups words for each channel; each of num_scales parts
+// of the block has its own scale.
+template <int num_groups, int num_scales> struct DotTile {
   uint32_t words[num_groups][kPanel];
-  float scale[kPanel], minimum[kPanel];
+  float scale[num_scales][kPanel], minimum[kPanel];
 };
 
 constexpr int kDotTileBytes = 21 * 1024;  // stays in the first-level cache while all rows pass over it
 
 inline bool has_dots(Format format, Input input) {
-  bool is_quantized = format == Format::kQ4 || format == Format::kQ8 || format == Format::kInt8;
-  return is_quantized && (input == Input::kHalves || (input == Input::kBytes && (kHasByteDots || format == Format::kQ4)));
+  bool is_float = format == Format::kF32 || format == Format::kBF16 || format == Format::kFp8;
+  // The processor's dots of bytes take unsigned weights, and make it up with the sum of the inputs: of a block, not of halves.
+  bool has_byte_dots = format != Format::kQ6K && (kHasByteDots || (has_nibbles(format) && format != Format::kMx4));
+  return !is_float && (input == Input::kHalves || (input == Input::kBytes && has_byte_dots));
 }
 
 // sums [m, kPanel] = rows times panel; for int8 the scales of the channels are yet to be applied. tile has kDotTileBytes.

@@ -16,7 +16,9 @@ inline float half_to_float(uint16_t half) {
 }
 
 // Whether embed_row knows the format.
-inline bool can_embed(Format format) { return format != Format::kInt8; }
+inline bool can_embed(Format format) {
+  return format == Format::kF32 || format == Format::kBF16 || format == Format::kQ4 || format == Format::kQ8;
+}
 
 // out[width] = row `id` of the table; for the formats q4 and q8 width is a multiple of kBlock.
 inline void embed_row(const MidstreamEmbedding& table, int id, int width, float* out) {
@@ -46,7 +48,7 @@ inline void embed_row(const MidstreamEmbedding& table, int id, int width, float*
         for (int i = 0; i < kBlock; ++i) out[b + i] = scale * static_cast<float>(static_cast<int8_t>(row[2 + i]));
       }
       return;
-    case Format::kInt8: return;
+    default: return;
   }
 }
 

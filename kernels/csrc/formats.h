@@ -10,17 +10,33 @@ namespace midstream {
 
 constexpr int kPanelVectors = 4;
 constexpr int kPanel = kPanelVectors * kLanes;
-constexpr int kBlock = 32;  // weights that share a scale in Q4_1 and Q8_0; every K is padded to a multiple of it
+constexpr int kBlock = 32;  // weights of a channel that share a scale; every K is padded to a multiple of it
 
-enum class Format : int { kF32 = 0, kBF16 = 1, kInt8 = 2, kQ4 = 3, kQ8 = 4 };
+// kernels/cpu/linear.py has the same numbers, and says what each format is.
+enum class Format : int { kF32, kBF16, kInt8, kQ4, kQ8, kInt4, kQ4K, kMx4, kAffine8, kQ6K, kFp8 };
 
-// Each format has: bytes of one block of a panel (kBlock k's of kPanel channels), and unpack, which calls
-// sink(k, vector, weights) for the k's of one block in order; k is counted from the start of the block.
+// Whether weights have four bits: nibble j of word i is the weight of k = 4 j + i.
+constexpr bool has_nibbles(Format format) {
+  return format == Format::kQ4 || format == Format::kInt4 || format == Format::kQ4K || format == Format::kMx4;
+}
 
-struct F32Block {
-  static constexpr int kBytes = kBlock * kPanel * 4;
-  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* block, Sink&& sink) {
-    const float* w = reinterpret_cast<const float*>(block);
+// Where the blocks of a panel lie (kBlock k's of kPanel channels). A block begins with its fields, arrays of one element for
+// each channel; its words follow. Some formats have further fields that a group of blocks shares, before the first of them.
+template <int field_bytes, int words_of_channel, int shared_bytes = 0, int num_sharing = 1> struct Layout {
+  static constexpr int kFieldBytes = field_bytes * kPanel, kBytes = kFieldBytes + words_of_channel * kPanel * 4;
+  static constexpr int kSharedBytes = shared_bytes * kPanel, kSharing = num_sharing;
+  static constexpr int kGroupBytes = kSharedBytes + kBytes * num_sharing;
+  static const uint8_t* shared(const uint8_t* panel, int b) { return panel + static_cast<int64_t>(b / kSharing) * kGroupBytes; }
+  static const uint8_t* fields(const uint8_t* panel, int b) { return shared(panel, b) + kSharedBytes + b % kSharing * kBytes; }
+  static const uint8_t* words(const uint8_t* panel, int b) { return fields(panel, b) + kFieldBytes; }
+};
+
+// unpack of a format calls sink(k, vector, weights) for the k's of block b of a panel in order, k counted from the start of the
+// block. Weights of integers q are scale(v) * q + minimum(v) of a vector of channels v.
+
+struct F32Block : Layout<0, kBlock> {
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    const float* w = reinterpret_cast<const float*>(words(panel, b));
     for (int k = 0; k < kBlock; ++k)
 #pragma GCC unroll 4
       for (int v = 0; v < kPanelVectors; ++v) sink(k, v, load(w + k * kPanel + v * kLanes));
@@ -28,111 +44,239 @@ struct F32Block {
 };
 
 // A 32-bit word holds the weights of k (low half) and k + 1.
-struct BF16Block {
-  static constexpr int kBytes = kBlock * kPanel * 2;
-  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* block, Sink&& sink) {
+struct BF16Block : Layout<0, kBlock / 2> {
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
     const I high = set1_int(0xffff0000u);
     for (int k = 0; k < kBlock; k += 2) {
-      const uint8_t* words = block + k * kPanel * 2;
+      const uint8_t* pairs = words(panel, b) + k * kPanel * 2;
 #pragma GCC unroll 4
-      for (int v = 0; v < kPanelVectors; ++v) sink(k, v, as_float(shift_left<16>(load_int(words + v * kLanes * 4))));
+      for (int v = 0; v < kPanelVectors; ++v) sink(k, v, as_float(shift_left<16>(load_int(pairs + v * kLanes * 4))));
 #pragma GCC unroll 4
-      for (int v = 0; v < kPanelVectors; ++v) sink(k + 1, v, as_float(bit_and(load_int(words + v * kLanes * 4), high)));
+      for (int v = 0; v < kPanelVectors; ++v) sink(k + 1, v, as_float(bit_and(load_int(pairs + v * kLanes * 4), high)));
     }
   }
 };
 
-// Byte j of a word holds the weight of k + j.
-template <int j> [[gnu::always_inline]] inline F byte_to_float(I word) {
-  return to_float(shift_right_signed<24>(shift_left<24 - 8 * j>(word)));
+template <int j> [[gnu::always_inline]] inline I byte_of_word(I word) { return bit_and(shift_right<8 * j>(word), set1_int(255)); }
+template <int j> [[gnu::always_inline]] inline I signed_byte_of_word(I word) {
+  return shift_right_signed<24>(shift_left<24 - 8 * j>(word));
 }
 
-template <int j, class Sink>
-[[gnu::always_inline]] inline void unpack_bytes(const uint8_t* words, int k, Sink&& sink) {
-#pragma GCC unroll 4
-  for (int v = 0; v < kPanelVectors; ++v) sink(k + j, v, byte_to_float<j>(load_int(words + v * kLanes * 4)));
-}
-
-template <class Sink> [[gnu::always_inline]] inline void unpack_words(const uint8_t* words, Sink&& sink) {
+// Byte j of a word holds the weight of k + j: calls sink with convert<j>(word, k + j, vector).
+template <class Convert, class Sink>
+[[gnu::always_inline]] inline void unpack_words(const uint8_t* words, Convert&& convert, Sink&& sink) {
   for (int k = 0; k < kBlock; k += 4, words += kPanel * 4) {
-    unpack_bytes<0>(words, k, sink);
-    unpack_bytes<1>(words, k, sink);
-    unpack_bytes<2>(words, k, sink);
-    unpack_bytes<3>(words, k, sink);
+    auto unpack = [&]<int j>() __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; ++v)
+        sink(k + j, v, convert.template operator()<j>(load_int(words + v * kLanes * 4), k + j, v));
+    };
+    unpack.template operator()<0>();
+    unpack.template operator()<1>();
+    unpack.template operator()<2>();
+    unpack.template operator()<3>();
   }
 }
+
+[[gnu::always_inline]] inline F load_half_field(const uint8_t* fields, int v) {
+  return load_half(reinterpret_cast<const uint16_t*>(fields) + v * kLanes);
+}
+[[gnu::always_inline]] inline F load_float_field(const uint8_t* fields, int v) {
+  return load(reinterpret_cast<const float*>(fields) + v * kLanes);
+}
+[[gnu::always_inline]] inline F load_byte_field(const uint8_t* fields, int v) { return to_float(load_bytes(fields + v * kLanes)); }
 
 // The scale of an output channel is applied to its sum.
-struct Int8Block {
-  static constexpr int kBytes = kBlock * kPanel;
-  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* block, Sink&& sink) {
-    unpack_words(block, sink);
+struct Int8Block : Layout<0, kBlock / 4> {
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    auto convert = []<int j>(I word, int, int) __attribute__((always_inline)) { return to_float(signed_byte_of_word<j>(word)); };
+    unpack_words(words(panel, b), convert, sink);
   }
 };
 
-// Q8_0: a float16 scale for each channel, then the words.
-struct Q8Block {
-  static constexpr int kBytes = kPanel * 2 + kBlock * kPanel;
-  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* block, Sink&& sink) {
-    F scale[kPanelVectors];
+// Q8_0: a float16 scale; signed bytes.
+struct Q8Block : Layout<2, kBlock / 4> {
+  [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) { return load_half_field(fields(panel, b), v); }
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    F scales[kPanelVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kPanelVectors; ++v) scale[v] = load_half(reinterpret_cast<const uint16_t*>(block) + v * kLanes);
-    unpack_words(block + kPanel * 2, [&](int k, int v, F w) __attribute__((always_inline)) { sink(k, v, mul(w, scale[v])); });
+    for (int v = 0; v < kPanelVectors; ++v) scales[v] = scale(panel, b, v);
+    auto convert = [&]<int j>(I word, int, int v) __attribute__((always_inline)) {
+      return mul(to_float(signed_byte_of_word<j>(word)), scales[v]);
+    };
+    unpack_words(words(panel, b), convert, sink);
   }
 };
 
-// Q4_1: float16 scales, float16 minimums, then words; nibble j of word i holds the weight of k = 4 j + i.
-struct Q4Block {
-  static constexpr int kBytes = kPanel * 4 + kBlock * kPanel / 2;
-  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* block, Sink&& sink) {
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
-    const uint8_t* words = block + kPanel * 4;
-    F scale[kPanelVectors], minimum[kPanelVectors], shifted[kPanelVectors];
+// Q6_K: a float16 and two signed bytes, whose products with it are the scales of each half of the block; signed bytes.
+struct Q6KBlock : Layout<4, kBlock / 4> {
+  [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v, int half) {
+    const uint8_t* at = fields(panel, b);
+    return mul(load_half_field(at, v), load_int8(reinterpret_cast<const int8_t*>(at + (2 + half) * kPanel + v * kLanes)));
+  }
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    auto convert = [&]<int j>(I word, int k, int v) __attribute__((always_inline)) {
+      return mul(to_float(signed_byte_of_word<j>(word)), scale(panel, b, v, k / 16));
+    };
+    unpack_words(words(panel, b), convert, sink);
+  }
+};
+
+// A float32 scale and minimum; unsigned bytes.
+struct Affine8Block : Layout<8, kBlock / 4> {
+  [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) { return load_float_field(fields(panel, b), v); }
+  [[gnu::always_inline]] static F minimum(const uint8_t* panel, int b, int v) {
+    return load_float_field(fields(panel, b) + kPanel * 4, v);
+  }
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    auto convert = [&]<int j>(I word, int, int v) __attribute__((always_inline)) {
+      return fma(to_float(byte_of_word<j>(word)), scale(panel, b, v), minimum(panel, b, v));
+    };
+    unpack_words(words(panel, b), convert, sink);
+  }
+};
+
+// A float32 scale; bytes are float8 (E4M3): sign, four bits of exponent, three of mantissa.
+struct Fp8Block : Layout<4, kBlock / 4> {
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    auto convert = [&]<int j>(I word, int, int v) __attribute__((always_inline)) {
+      I bits = shift_right<8 * j>(word);
+      I sign = bit_and(shift_left<24>(bits), set1_int(0x80000000u)), rest = bit_and(shift_left<20>(bits), set1_int(0x07f00000u));
+      // A float's exponent counts 120 more. Subnormal ones become 2^-7 + value / 2, and are the only ones that the minimum
+      // changes.
+      F value = as_float(add_int(rest, set1_int(120u << 23)));
+      value = min(value, fma(value, set1(2.0f), set1(-0x1p-6f)));
+      return mul(as_float(bit_or(sign, as_int(value))), load_float_field(fields(panel, b), v));
+    };
+    unpack_words(words(panel, b), convert, sink);
+  }
+};
+
+template <class Block, class Sink> [[gnu::always_inline]] inline void unpack_nibbles(const uint8_t* panel, int b, Sink&& sink) {
+  const uint8_t* words = Block::words(panel, b);
+  F scale[kPanelVectors], minimum[kPanelVectors], shifted[kPanelVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kPanelVectors; ++v) {
-      scale[v] = shifted[v] = load_half(halves + v * kLanes);
-      minimum[v] = load_half(halves + kPanel + v * kLanes);
-    }
-    // A nibble is masked where it stands, and the scale divided by 16 instead: exact, and cheaper than to shift it down.
-    I mask = set1_int(15);
-    for (int j = 0; j < 7; ++j) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i)
-#pragma GCC unroll 4
-        for (int v = 0; v < kPanelVectors; ++v) {
-          F q = to_float(bit_and(load_int(words + (i * kPanel + v * kLanes) * 4), mask));
-          sink(4 * j + i, v, fma(q, shifted[v], minimum[v]));
-        }
-      mask = shift_left<4>(mask);
-#pragma GCC unroll 4
-      for (int v = 0; v < kPanelVectors; ++v) shifted[v] = mul(shifted[v], set1(1.0f / 16));
-    }
-    // The mask of the last nibble would cover the sign.
+  for (int v = 0; v < kPanelVectors; ++v) {
+    scale[v] = shifted[v] = Block::scale(panel, b, v);
+    minimum[v] = Block::minimum(panel, b, v);
+  }
+  // A nibble is masked where it stands, and the scale divided by 16 instead: exact, and cheaper than to shift it down.
+  I mask = set1_int(15);
+  for (int j = 0; j < 7; ++j) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 4
       for (int v = 0; v < kPanelVectors; ++v) {
-        F q = to_float(shift_right<28>(load_int(words + (i * kPanel + v * kLanes) * 4)));
-        sink(28 + i, v, fma(q, scale[v], minimum[v]));
+        F q = to_float(bit_and(load_int(words + (i * kPanel + v * kLanes) * 4), mask));
+        sink(4 * j + i, v, fma(q, shifted[v], minimum[v]));
       }
+    mask = shift_left<4>(mask);
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; ++v) shifted[v] = mul(shifted[v], set1(1.0f / 16));
+  }
+  // The mask of the last nibble would cover the sign.
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; ++v) {
+      F q = to_float(shift_right<28>(load_int(words + (i * kPanel + v * kLanes) * 4)));
+      sink(28 + i, v, fma(q, scale[v], minimum[v]));
+    }
+}
+
+// Q4_1: a float16 scale and minimum; nibbles.
+struct Q4Block : Layout<4, kBlock / 8> {
+  [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) { return load_half_field(fields(panel, b), v); }
+  [[gnu::always_inline]] static F minimum(const uint8_t* panel, int b, int v) {
+    return load_half_field(fields(panel, b) + kPanel * 2, v);
+  }
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    unpack_nibbles<Q4Block>(panel, b, sink);
   }
 };
 
-inline int block_bytes(Format format) {
-  switch (format) {
-    case Format::kF32: return F32Block::kBytes;
-    case Format::kBF16: return BF16Block::kBytes;
-    case Format::kInt8: return Int8Block::kBytes;
-    case Format::kQ4: return Q4Block::kBytes;
-    case Format::kQ8: return Q8Block::kBytes;
+// A scale with a zero point in its last nine bits, which weights are counted from: the minimum is -zero * scale; nibbles.
+struct Int4Block : Layout<4, kBlock / 8> {
+  static constexpr uint32_t kZeroMask = 0x1ff;
+  [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) {
+    return as_float(bit_and(load_int(fields(panel, b) + v * kLanes * 4), set1_int(~kZeroMask)));
   }
-  return 0;
+  [[gnu::always_inline]] static F minimum(const uint8_t* panel, int b, int v) {
+    F zero_point = to_float(bit_and(load_int(fields(panel, b) + v * kLanes * 4), set1_int(kZeroMask)));
+    return mul(scale(panel, b, v), sub(zero(), zero_point));
+  }
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    unpack_nibbles<Int4Block>(panel, b, sink);
+  }
+};
+
+// Q4_K: eight blocks share a float16 unit of scales and one of minimums, which is negative; each has a byte of units of both;
+// nibbles.
+struct Q4KBlock : Layout<2, kBlock / 8, 4, 8> {
+  [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) {
+    return mul(load_half_field(shared(panel, b), v), load_byte_field(fields(panel, b), v));
+  }
+  [[gnu::always_inline]] static F minimum(const uint8_t* panel, int b, int v) {
+    F unit = load_half_field(shared(panel, b) + kPanel * 2, v);
+    return mul(unit, load_byte_field(fields(panel, b) + kPanel, v));
+  }
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    unpack_nibbles<Q4KBlock>(panel, b, sink);
+  }
+};
+
+// MXFP4: a byte e for the scale 2^(e - 127); nibbles are float4 (E2M1), computed with as integers of twice their value.
+struct Mx4Block : Layout<1, kBlock / 8> {
+  [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) {
+    return mul(as_float(shift_left<23>(load_bytes(fields(panel, b) + v * kLanes))), set1(0.5f));
+  }
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    auto unpack_nibble = [&]<int j>() __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 4
+        for (int v = 0; v < kPanelVectors; ++v) {
+          I halves = mx4_halves(shift_right<4 * (j % 4)>(load_int(words(panel, b) + (i * kPanel + v * kLanes) * 4)));
+          I number = shift_right_signed<16>(j < 4 ? shift_left<16>(halves) : halves);
+          sink(4 * j + i, v, mul(to_float(number), scale(panel, b, v)));
+        }
+    };
+    unpack_nibble.template operator()<0>();
+    unpack_nibble.template operator()<1>();
+    unpack_nibble.template operator()<2>();
+    unpack_nibble.template operator()<3>();
+    unpack_nibble.template operator()<4>();
+    unpack_nibble.template operator()<5>();
+    unpack_nibble.template operator()<6>();
+    unpack_nibble.template operator()<7>();
+  }
+};
+
+// Calls f with a Block of the format.
+template <class F> auto with_block(Format format, F&& f) {
+  switch (format) {
+    case Format::kF32: return f(F32Block{});
+    case Format::kBF16: return f(BF16Block{});
+    case Format::kInt8: return f(Int8Block{});
+    case Format::kQ4: return f(Q4Block{});
+    case Format::kQ8: return f(Q8Block{});
+    case Format::kInt4: return f(Int4Block{});
+    case Format::kQ4K: return f(Q4KBlock{});
+    case Format::kMx4: return f(Mx4Block{});
+    case Format::kAffine8: return f(Affine8Block{});
+    case Format::kQ6K: return f(Q6KBlock{});
+    case Format::kFp8: return f(Fp8Block{});
+  }
+  __builtin_unreachable();
 }
 
 // After a panel's blocks, int8 has one float scale for each channel.
 inline int64_t panel_bytes(Format format, int k) {
-  int64_t blocks = round_up(k, kBlock) / kBlock;
-  return blocks * block_bytes(format) + (format == Format::kInt8 ? kPanel * 4 : 0);
+  int num_blocks = round_up(k, kBlock) / kBlock;
+  int64_t bytes = with_block(format, [&](auto block) {
+    return static_cast<int64_t>(num_blocks / block.kSharing) * block.kGroupBytes;
+  });
+  return bytes + (format == Format::kInt8 ? kPanel * 4 : 0);
 }
 
 inline int64_t packed_bytes(Format format, int n, int k) { return round_up(n, kPanel) / kPanel * panel_bytes(format, k); }

@@ -25,7 +25,7 @@ void sum_direct(const uint8_t* panel, int num_blocks, const float* x, int64_t ld
     for (int v = 0; v < kPanelVectors; ++v) sum[r][v] = zero();
   for (int b = 0; b < num_blocks; ++b) {
     const float* part = x + b * kBlock;
-    Block::unpack(panel + static_cast<int64_t>(b) * Block::kBytes, [&](int k, int v, F w) __attribute__((always_inline)) {
+    Block::unpack(panel, b, [&](int k, int v, F w) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sum[r][v] = fma(set1(part[r * ldx + k]), w, sum[r][v]);
     });
@@ -43,8 +43,7 @@ void sum_tiled(const uint8_t* panel, int num_blocks, int m, const float* x, int6
     int count = std::min(kTileBlocks, num_blocks - first);
     for (int b = 0; b < count; ++b) {
       float* part = tile + b * kBlock * kPanel;
-      Block::unpack(panel + static_cast<int64_t>(first + b) * Block::kBytes,
-                    [&](int k, int v, F w) __attribute__((always_inline)) { store(part + k * kPanel + v * kLanes, w); });
+      Block::unpack(panel, first + b, [&](int k, int v, F w) __attribute__((always_inline)) { store(part + k * kPanel + v * kLanes, w); });
     }
     multiply<kMicroVectors>(m, kPanel, count * kBlock, x + first * kBlock, ldx, Matrix{tile, kPanel}, sums, kPanel, first > 0);
   }
@@ -67,13 +66,7 @@ void sum_floats(const uint8_t* panel, int k, int m, const float* x, int64_t ldx,
 }
 
 void sum_floats(Format format, const uint8_t* panel, int k, int m, const float* x, int64_t ldx, float* sums, float* tile) {
-  switch (format) {
-    case Format::kF32: return sum_floats<F32Block>(panel, k, m, x, ldx, sums, tile);
-    case Format::kBF16: return sum_floats<BF16Block>(panel, k, m, x, ldx, sums, tile);
-    case Format::kInt8: return sum_floats<Int8Block>(panel, k, m, x, ldx, sums, tile);
-    case Format::kQ4: return sum_floats<Q4Block>(panel, k, m, x, ldx, sums, tile);
-    case Format::kQ8: return sum_floats<Q8Block>(panel, k, m, x, ldx, sums, tile);
-  }
+  with_block(format, [&](auto block) { sum_floats<decltype(block)>(panel, k, m, x, ldx, sums, tile); });
 }
 
 // sums [m, kPanel] = x [m, k] panel [k, kPanel]; x as prepared for it where quantized is given.
@@ -138,14 +131,34 @@ void LinearScratch::reserve(int max_rows, bool can_use_tiles) {
   tiles.resize(can_use_tiles);
 }
 
-void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m,
-            const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout, const LoraRows* lora) {
+namespace {
+
+// Rows of the input in the order of the weight's columns.
+const float* reorder(ThreadPool& pool, QuantizedScratch& quantized, const MidstreamLinear& weight, int m, const float* x,
+                     int64_t ldx) {
+  float* rows = quantized.ordered.data();
+  int64_t stride = round_up(weight.k, kBlock);
+  pool.for_each(m, pool.grain(m), [&](int r) {
+    for (int i = 0; i < weight.k; ++i) rows[r * stride + i] = x[r * ldx + weight.input_order[i]];
+    std::fill(rows + r * stride + weight.k, rows + (r + 1) * stride, 0.0f);
+  });
+  return rows;
+}
+
+// One of the weights of a layer, whose outputs begin with first_output of all.
+void run_part(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m,
+              const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout, const LoraRows* lora,
+              int first_output) {
+  if (weight.input_order) {
+    x = reorder(pool, quantized, weight, m, x, ldx);
+    ldx = round_up(weight.k, kBlock);
+  }
   Format format = static_cast<Format>(weight.format);
   Input input = static_cast<Input>(weight.input);
   bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
   QuantizedRows rows = quantized.rows(m, weight.k, format, is_quantized ? input : Input::kFloats);
   bool is_prepared = is_quantized || rows.has_tiles;
-  if (is_prepared) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, format == Format::kQ4); });
+  if (is_prepared) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, has_nibbles(format)); });
   if (rows.has_tiles) configure_tiles(std::min(m, kTileRows), num_weight_tiles(format));
   float* sums = scratch.sums.data();
   float* up = sums + static_cast<int64_t>(round_up(std::min(m, kRowGroup), kTileRows)) * kPanel;
@@ -160,13 +173,30 @@ void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantize
     sum(is_gated ? 2 * i : i, sums);
     if (is_gated) sum(2 * i + 1, up);
     int first = i * kPanel, width = std::min(kPanel, num_outputs - first);
-    if (lora) add_deltas(*lora, row, num_rows, first, width, sums);
+    if (lora) add_deltas(*lora, row, num_rows, first_output + first, width, sums);
     if (lora && is_gated) add_deltas(*lora, row, num_rows, num_outputs + first, width, up);
     const float* bias = weight.bias ? weight.bias + first : nullptr;
     for (int r = 0; r < num_rows; ++r)
       write_row(output, sums + r * kPanel, is_gated ? up + r * kPanel : bias, width, out + (row + r) * ldout + first);
   });
   if (rows.has_tiles) release_tiles();
+}
+
+}  // namespace
+
+int num_outputs_of(const MidstreamLinear& weight) {
+  int count = 0;
+  for (const MidstreamLinear* part = &weight; part; part = part->next) count += part->n;
+  return count;
+}
+
+void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear& weight, int m,
+            const float* x, int64_t ldx, Output output, int num_outputs, float* out, int64_t ldout, const LoraRows* lora) {
+  int first = 0;
+  for (const MidstreamLinear* part = &weight; part; first += part->n, part = part->next) {
+    int count = weight.next ? part->n : num_outputs;
+    run_part(pool, scratch, quantized, *part, m, x, ldx, output, count, out + first, ldout, lora, first);
+  }
 }
 
 }  // namespace midstream

@@ -23,6 +23,9 @@ struct LinearScratch {
   void reserve(int max_rows, bool can_use_tiles);
 };
 
+// Of all parts of a layer that is not gated.
+int num_outputs_of(const MidstreamLinear& weight);
+
 // Called by every thread of a running team; quantized is the team's. x [m, ldx] has zeros from weight.k up to a multiple of
 // kBlock; out [m, ldout] is written in columns 0..num_outputs-1 only. Where lora is given, its deltas are added to the sums;
 // those for gate and up lie one after the other. Bits of a row do not depend on m.

@@ -1,5 +1,6 @@
 // Packing of row-major weights into panels (see formats.h). Done once, when a model is loaded.
 #include <cstring>
+#include <vector>
 
 #include "api.h"
 #include "formats.h"
@@ -30,51 +31,80 @@ void pack_int8(const float* row, int count, int lane, float scale, uint8_t* bloc
     block[((k / 4) * kPanel + lane) * 4 + k % 4] = static_cast<uint8_t>(scale > 0 ? std::lrint(row[k] / scale) : 0);
 }
 
-// GGUF Q8_0: float16 scale, 32 signed bytes.
-void pack_q8(const uint8_t* source, int lane, uint8_t* block) {
-  std::memcpy(block + lane * 2, source, 2);
-  uint8_t* words = block + kPanel * 2;
-  for (int k = 0; k < kBlock; ++k) words[((k / 4) * kPanel + lane) * 4 + k % 4] = source[2 + k];
+void pack_float_row(Format format, const float* row, int k, int lane, uint8_t* panel) {
+  int blocks = round_up(k, kBlock) / kBlock;
+  float scale = largest(row, k) / 127;
+  for (int b = 0; b < blocks; ++b) {
+    int count = k - b * kBlock < kBlock ? k - b * kBlock : kBlock;
+    auto block = [&](auto type) { return const_cast<uint8_t*>(type.words(panel, b)); };
+    const float* part = row + b * kBlock;
+    if (format == Format::kF32) pack_f32(part, count, lane, block(F32Block{}));
+    if (format == Format::kBF16) pack_bf16(part, count, lane, block(BF16Block{}));
+    if (format == Format::kInt8) pack_int8(part, count, lane, scale, block(Int8Block{}));
+  }
+  if (format == Format::kInt8) std::memcpy(panel + panel_bytes(format, k) - (kPanel - lane) * 4, &scale, 4);
 }
 
-// GGUF Q4_1: float16 scale, float16 minimum, 16 bytes; the low nibble of byte i is weight i, the high one 16 + i.
-void pack_q4(const uint8_t* source, int lane, uint8_t* block) {
-  std::memcpy(block + lane * 2, source, 2);
-  std::memcpy(block + (kPanel + lane) * 2, source + 2, 2);
-  uint8_t* words = block + kPanel * 4;
+// 16 bytes; the low nibble of byte i is weight i, the high one 16 + i.
+void pack_nibbles(const uint8_t* source, int lane, uint8_t* words) {
   for (int i = 0; i < 4; ++i) {
     uint32_t word = 0;
     for (int j = 0; j < 8; ++j) {
       int k = 4 * j + i;
-      uint32_t nibble = k < 16 ? source[4 + k] & 15 : source[4 + k - 16] >> 4;
+      uint32_t nibble = k < 16 ? source[k] & 15 : source[k - 16] >> 4;
       word |= nibble << (4 * j);
     }
     std::memcpy(words + (i * kPanel + lane) * 4, &word, 4);
   }
 }
 
-void pack_float_row(Format format, const float* row, int k, int lane, uint8_t* panel) {
-  int bytes = block_bytes(format), blocks = round_up(k, kBlock) / kBlock;
-  float scale = largest(row, k) / 127;
-  for (int b = 0; b < blocks; ++b) {
-    int count = k - b * kBlock < kBlock ? k - b * kBlock : kBlock;
-    uint8_t* block = panel + static_cast<int64_t>(b) * bytes;
-    const float* part = row + b * kBlock;
-    if (format == Format::kF32) pack_f32(part, count, lane, block);
-    if (format == Format::kBF16) pack_bf16(part, count, lane, block);
-    if (format == Format::kInt8) pack_int8(part, count, lane, scale, block);
-  }
-  if (format == Format::kInt8) std::memcpy(panel + static_cast<int64_t>(blocks) * bytes + lane * 4, &scale, 4);
+void pack_bytes(const uint8_t* source, int lane, uint8_t* words) {
+  for (int k = 0; k < kBlock; ++k) words[((k / 4) * kPanel + lane) * 4 + k % 4] = source[k];
 }
 
-void pack_gguf_row(Format format, const uint8_t* row, int k, int lane, uint8_t* panel) {
-  int bytes = block_bytes(format), source_bytes = format == Format::kQ4 ? 20 : 34;
-  for (int b = 0; b < k / kBlock; ++b) {
-    uint8_t* block = panel + static_cast<int64_t>(b) * bytes;
-    const uint8_t* source = row + static_cast<int64_t>(b) * source_bytes;
-    if (format == Format::kQ4) pack_q4(source, lane, block);
-    if (format == Format::kQ8) pack_q8(source, lane, block);
+// The bytes of a block's fields in order, of those first that blocks share.
+std::vector<int> field_sizes(Format format) {
+  switch (format) {
+    case Format::kQ4: return {2, 2};
+    case Format::kQ8: return {2};
+    case Format::kInt4: return {4};
+    case Format::kQ4K: return {2, 2, 1, 1};
+    case Format::kMx4: return {1};
+    case Format::kAffine8: return {4, 4};
+    case Format::kQ6K: return {2, 1, 1};
+    case Format::kFp8: return {4};
+    default: return {};
   }
+}
+
+int block_bytes(Format format) {
+  int bytes = has_nibbles(format) ? kBlock / 2 : kBlock;
+  for (int size : field_sizes(format)) bytes += size;
+  return bytes;
+}
+
+// A row of blocks, fields and then weights; int8 has its scale at the end of the row.
+void pack_block_row(Format format, const uint8_t* row, int k, int lane, uint8_t* panel) {
+  std::vector<int> sizes = field_sizes(format);
+  int num_blocks = round_up(k, kBlock) / kBlock;
+  for (int b = 0; b < num_blocks; ++b) {
+    with_block(format, [&](auto block) {
+      auto* shared = const_cast<uint8_t*>(block.shared(panel, b));
+      auto* field = block.kSharedBytes ? shared : const_cast<uint8_t*>(block.fields(panel, b));
+      for (int size : sizes) {
+        if (field == shared + block.kSharedBytes) field = const_cast<uint8_t*>(block.fields(panel, b));
+        std::memcpy(field + lane * size, row, size);
+        field += kPanel * size;
+        row += size;
+      }
+      // The kernels add minimums, which Q4_K subtracts.
+      if (format == Format::kQ4K) shared[(kPanel + lane) * 2 + 1] ^= 0x80;
+      auto* words = const_cast<uint8_t*>(block.words(panel, b));
+      has_nibbles(format) ? pack_nibbles(row, lane, words) : pack_bytes(row, lane, words);
+      row += has_nibbles(format) ? kBlock / 2 : kBlock;
+    });
+  }
+  if (format == Format::kInt8) std::memcpy(panel + panel_bytes(format, k) - (kPanel - lane) * 4, row, 4);
 }
 
 }  // namespace
@@ -84,18 +114,21 @@ using namespace midstream;
 
 int64_t midstream_packed_bytes(int format, int n, int k) { return packed_bytes(static_cast<Format>(format), n, k); }
 
-void midstream_pack(int format_number, const void* source, int n, int k, const int* row_order, void* packed) {
+int64_t midstream_row_bytes(int format_number, int k) {
   Format format = static_cast<Format>(format_number);
-  bool is_gguf = format == Format::kQ4 || format == Format::kQ8;
-  int64_t gguf_bytes = format == Format::kQ4 ? 20 : 34;
-  int64_t row_bytes = is_gguf ? k / kBlock * gguf_bytes : static_cast<int64_t>(k) * 4;
+  return static_cast<int64_t>(round_up(k, kBlock) / kBlock) * block_bytes(format) + (format == Format::kInt8 ? 4 : 0);
+}
+
+void midstream_pack(int format_number, bool has_blocks, const void* source, int n, int k, const int* row_order, void* packed) {
+  Format format = static_cast<Format>(format_number);
+  int64_t row_bytes = has_blocks ? midstream_row_bytes(format_number, k) : static_cast<int64_t>(k) * 4;
   std::memset(packed, 0, packed_bytes(format, n, k));
   for (int i = 0; i < n; ++i) {
     if (row_order[i] < 0) continue;  // a row of zeros
     const uint8_t* row = static_cast<const uint8_t*>(source) + row_order[i] * row_bytes;
     uint8_t* panel = static_cast<uint8_t*>(packed) + i / kPanel * panel_bytes(format, k);
-    if (is_gguf) {
-      pack_gguf_row(format, row, k, i % kPanel, panel);
+    if (has_blocks) {
+      pack_block_row(format, row, k, i % kPanel, panel);
     } else {
       pack_float_row(format, reinterpret_cast<const float*>(row), k, i % kPanel, panel);
     }

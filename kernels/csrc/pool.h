@@ -9,6 +9,10 @@ struct MidstreamPool {
   midstream::QuantizedScratch quantized;
   std::vector<float> rows;  // padded copy of an input
 
+  // Before reserve(), for every layer that is to run.
+  void use(const MidstreamLinear& weight) {
+    for (const MidstreamLinear* part = &weight; part; part = part->next) quantized.has_orders |= part->input_order != nullptr;
+  }
   void reserve(int m, int max_k) {
     for (midstream::LinearScratch& scratch : linear_scratch) scratch.reserve(m, quantized.can_use_tiles);
     quantized.reserve(m, max_k);

@@ -29,43 +29,43 @@ __m256i pair_alternate(__m256i q) { return pair(q, _mm256_shuffle_epi32(q, 0x0e)
 
 void store_words(uint32_t* words, __m256i value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), value); }
 
-void store_bytes(const __m256i* q, bool is_q4, uint32_t* words) { store_words(words, is_q4 ? interleave(q) : in_order(q)); }
+void store_bytes(const __m256i* q, bool has_nibbles, uint32_t* words) { store_words(words, has_nibbles ? interleave(q) : in_order(q)); }
 
-void store_halves(const __m256i* q, bool is_q4, uint32_t* words) {
+void store_halves(const __m256i* q, bool has_nibbles, uint32_t* words) {
   for (int i = 0; i < 2; ++i) {
     __m256i near = _mm256_unpacklo_epi64(pair_alternate(q[2 * i]), pair_alternate(q[2 * i + 1]));
-    store_words(words + i * 8, is_q4 ? pair(q[i], q[i + 2]) : _mm256_permute4x64_epi64(near, 0xd8));
+    store_words(words + i * 8, has_nibbles ? pair(q[i], q[i + 2]) : _mm256_permute4x64_epi64(near, 0xd8));
   }
 }
 
 // The upper halves of floats.
-void store_pairs(const __m256* x, bool is_q4, uint32_t* words) {
+void store_pairs(const __m256* x, bool has_nibbles, uint32_t* words) {
   for (int i = 0; i < 2; ++i) {
-    __m256 low = is_q4 ? x[i] : _mm256_shuffle_ps(x[2 * i], x[2 * i + 1], 0x88);
-    __m256 high = is_q4 ? x[i + 2] : _mm256_shuffle_ps(x[2 * i], x[2 * i + 1], 0xdd);
+    __m256 low = has_nibbles ? x[i] : _mm256_shuffle_ps(x[2 * i], x[2 * i + 1], 0x88);
+    __m256 high = has_nibbles ? x[i + 2] : _mm256_shuffle_ps(x[2 * i], x[2 * i + 1], 0xdd);
     __m256i words_of_low = _mm256_srli_epi32(_mm256_castps_si256(low), 16);
     __m256i pairs = _mm256_or_si256(words_of_low, _mm256_and_si256(_mm256_castps_si256(high), _mm256_set1_epi32(0xffff0000)));
-    store_words(words + i * 8, is_q4 ? pairs : _mm256_permute4x64_epi64(pairs, 0xd8));
+    store_words(words + i * 8, has_nibbles ? pairs : _mm256_permute4x64_epi64(pairs, 0xd8));
   }
 }
 
 // Integers of at most eight significant bits.
-void store_bf16(const __m256i* q, bool is_q4, uint32_t* words) {
+void store_bf16(const __m256i* q, bool has_nibbles, uint32_t* words) {
   __m256 x[4];
   for (int i = 0; i < 4; ++i) x[i] = _mm256_cvtepi32_ps(q[i]);
-  store_pairs(x, is_q4, words);
+  store_pairs(x, has_nibbles, words);
 }
 
 // One row of a block of a tile, and of halves the same row of the next tile.
-void store_tile_row(const __m256i* q, Input input, bool is_q4, uint32_t* words) {
-  if (input == Input::kBytes) return store_bf16(q, is_q4, words);
+void store_tile_row(const __m256i* q, Input input, bool has_nibbles, uint32_t* words) {
+  if (input == Input::kBytes) return store_bf16(q, has_nibbles, words);
   __m256i high[4], low[4], byte = _mm256_set1_epi32(255);
   for (int i = 0; i < 4; ++i) {
     high[i] = _mm256_andnot_si256(byte, q[i]);
     low[i] = _mm256_and_si256(byte, q[i]);
   }
-  store_bf16(high, is_q4, words);
-  store_bf16(low, is_q4, words + kTileRows * kBlock / 2);
+  store_bf16(high, has_nibbles, words);
+  store_bf16(low, has_nibbles, words + kTileRows * kBlock / 2);
 }
 
 // A block of floats as sums of three bfloat16s each, which hold all their 24 bits.
@@ -84,7 +84,7 @@ void split_floats(const float* row, uint32_t* words) {
 
 }  // namespace
 
-void QuantizedRows::quantize(int index, const float* row, bool is_q4) const {
+void QuantizedRows::quantize(int index, const float* row, bool has_nibbles) const {
   if (input == Input::kFloats) {
     uint32_t* tile = words + static_cast<int64_t>(index / kTileRows) * num_blocks * num_parts(input) * kTileRows * kBlock / 2;
     for (int b = 0; b < num_blocks; ++b)
@@ -113,10 +113,10 @@ void QuantizedRows::quantize(int index, const float* row, bool is_q4) const {
     }
     if (has_tiles) {
       int64_t tile_words = num_parts(input) * kTileRows * kBlock / 2;
-      store_tile_row(q, input, is_q4, words + (first + b) * tile_words + place * kBlock / 2);
+      store_tile_row(q, input, has_nibbles, words + (first + b) * tile_words + place * kBlock / 2);
     } else {
       uint32_t block[kBlock / 2];
-      has_halves ? store_halves(q, is_q4, block) : store_bytes(q, is_q4, block);
+      has_halves ? store_halves(q, has_nibbles, block) : store_bytes(q, has_nibbles, block);
       uint32_t* out = words + (first + b) * num_words * kRowTile + place;
       for (int i = 0; i < num_words; ++i) out[i * kRowTile] = block[i];
     }

@@ -21,10 +21,10 @@ constexpr int num_parts(Input input) { return input == Input::kFloats ? 3 : inpu
 constexpr int kRowTile = kLanes == 16 ? 6 : 4;
 
 // Each block of kBlock numbers of a row has its own scale: the largest magnitude becomes 127, or 32,767 as halves (16 bits).
-// A word holds what meets a word of weights. Bytes: four in order, or for Q4 those of k = 8 j + i in byte j of word i.
-// Halves: word 2 i + j has k = 4 i + j and the one after next, or for Q4 word k has k and k + 16.
+// A word holds what meets a word of weights. Bytes: four in order, or for weights of four bits those of k = 8 j + i in byte j of word i.
+// Halves: word 2 i + j has k = 4 i + j and the one after next, or for four bits word k has k and k + 16.
 //
-// For products of tiles, numbers are sums of one to three bfloat16s, in order or for Q4 k beside k + 16: a byte itself, what a
+// For products of tiles, numbers are sums of one to three bfloat16s, in order or for four bits k beside k + 16: a byte itself, what a
 // half is without its low byte and the low byte, and the three parts of a float that is not rounded.
 struct QuantizedRows {
   uint32_t* words;  // [m / kRowTile, num_blocks, words_of_block, kRowTile]; tiles: [m / 16, num_blocks, num_parts, 16, kBlock / 2]
@@ -42,7 +42,7 @@ struct QuantizedRows {
   }
 
   // Sets one row from num_blocks * kBlock numbers.
-  void quantize(int index, const float* row, bool is_q4) const;
+  void quantize(int index, const float* row, bool has_nibbles) const;
 };
 
 // Vectors and rows of tiles that cross cache lines are read half as fast.
@@ -60,17 +60,19 @@ template <class T> using AlignedVector = std::vector<T, AlignedAllocator<T>>;
 struct QuantizedScratch {
   AlignedVector<uint32_t> words;
   std::vector<float> scales, sums;
-  bool can_use_tiles = false;
+  std::vector<float> ordered;  // rows of an input in the order of a weight's columns
+  bool can_use_tiles = false, has_orders = false;
 
   void reserve(int m, int k) {
     size_t blocks = static_cast<size_t>(m + kMostTileRows) * (round_up(k, kBlock) / kBlock);
+    if (has_orders && ordered.size() < blocks * kBlock) ordered.resize(blocks * kBlock);
     if (scales.size() < blocks) words.resize(blocks * (can_use_tiles ? 3 : 1) * kBlock / 2), scales.resize(blocks), sums.resize(blocks);
   }
   // Rows for a layer that has integer products with this input, or of floats for one that has not.
   QuantizedRows rows(int m, int k, Format format, Input input) {
     // Few rows of integers are faster with vectors, and have the same bits.
     int least = format == Format::kBF16 ? 1 : input == Input::kHalves ? 7 : 16;
-    bool is_apt = format == Format::kBF16 || (format == Format::kQ4 && input != Input::kFloats);
+    bool is_apt = format == Format::kBF16 || (has_nibbles(format) && input != Input::kFloats);
     bool has_tiles = can_use_tiles && is_apt && m >= least;
     return {words.data(), scales.data(), sums.data(), round_up(k, kBlock) / kBlock, input, has_tiles};
   }

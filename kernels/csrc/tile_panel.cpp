@@ -20,23 +20,43 @@ bool request_tiles() { return kHasTiles; }
 
 namespace {
 
-// The integers q of a block as bfloat16, and what makes weights of them.
-void unpack(const uint8_t* block, int b, TileScratch& scratch) {
-  const uint8_t* words = block + kPanel * 4;
-  const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
+// What a panel's blocks are as tiles: pairs of nibbles as bfloat16 integers q, and what makes weights of them.
+
+template <class Block> struct NibbleTiles {
+  [[gnu::always_inline]] static I to_bf16(I word) { return nibbles_to_bf16(word); }
+  static F scale(const uint8_t* panel, int b, int v) { return Block::scale(panel, b, v); }
+  static F minimum(const uint8_t* panel, int b, int v) { return Block::minimum(panel, b, v); }
+};
+
+template <Input input> struct Mx4Tiles {
+  static constexpr bool kIsSigned = input == Input::kHalves;  // as in dot_panel.cpp; sums of 32 products stay below 2^24
+  [[gnu::always_inline]] static I to_bf16(I word) { return kIsSigned ? mx4_to_bf16(word) : mx4_plus_12_to_bf16(word); }
+  static F scale(const uint8_t* panel, int b, int v) { return Mx4Block::scale(panel, b, v); }
+  static F minimum(const uint8_t* panel, int b, int v) { return kIsSigned ? zero() : mul(scale(panel, b, v), set1(-12.0f)); }
+};
+
+template <class Block, class Tiles> void unpack(const uint8_t* panel, int b, int place, TileScratch& scratch) {
+  const uint8_t* words = Block::words(panel, b);
   for (int v = 0; v < kPanelVectors; ++v) {
-    auto& pairs = scratch.weights[b][v];
+    auto& pairs = scratch.weights[place][v];
     for (int i = 0; i < 4; ++i) {
       I word = load_int(words + (i * kPanel + v * kLanes) * 4);
       // Pair i has weights i and i + 16.
-      store_int(pairs[i], nibbles_to_bf16(word));
-      store_int(pairs[4 + i], nibbles_to_bf16(shift_right<4>(word)));
-      store_int(pairs[8 + i], nibbles_to_bf16(shift_right<8>(word)));
-      store_int(pairs[12 + i], nibbles_to_bf16(shift_right<12>(word)));
+      store_int(pairs[i], Tiles::to_bf16(word));
+      store_int(pairs[4 + i], Tiles::to_bf16(shift_right<4>(word)));
+      store_int(pairs[8 + i], Tiles::to_bf16(shift_right<8>(word)));
+      store_int(pairs[12 + i], Tiles::to_bf16(shift_right<12>(word)));
     }
-    store(scratch.scales[b] + v * kLanes, load_half(halves + v * kLanes));
-    store(scratch.minimums[b] + v * kLanes, load_half(halves + kPanel + v * kLanes));
+    store(scratch.scales[place] + v * kLanes, Tiles::scale(panel, b, v));
+    store(scratch.minimums[place] + v * kLanes, Tiles::minimum(panel, b, v));
   }
+}
+
+template <Input input> void unpack(Format format, const uint8_t* panel, int b, int place, TileScratch& scratch) {
+  if (format == Format::kQ4) unpack<Q4Block, NibbleTiles<Q4Block>>(panel, b, place, scratch);
+  if (format == Format::kInt4) unpack<Int4Block, NibbleTiles<Int4Block>>(panel, b, place, scratch);
+  if (format == Format::kQ4K) unpack<Q4KBlock, NibbleTiles<Q4KBlock>>(panel, b, place, scratch);
+  if (format == Format::kMx4) unpack<Mx4Block, Mx4Tiles<input>>(panel, b, place, scratch);
 }
 
 // products = inputs [kTileRows, kBlock] times a block of weights.
@@ -100,11 +120,11 @@ template <int R>
 }
 
 template <Input input>
-void sum_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch) {
+void sum_tiles(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch) {
   constexpr int kWords = kTileBytes / 4 * num_parts(input);
   for (int first = 0; first < rows.num_blocks; first += kTileChunk) {
     int count = std::min(kTileChunk, rows.num_blocks - first);
-    for (int b = 0; b < count; ++b) unpack(panel + static_cast<int64_t>(first + b) * Q4Block::kBytes, b, scratch);
+    for (int b = 0; b < count; ++b) unpack<input>(format, panel, first + b, b, scratch);
     for (int row = 0; row < m; row += kTileRows) {
       int64_t index = static_cast<int64_t>(row / kTileRows) * rows.num_blocks + first;
       for (int b = 0; b < count; ++b) multiply_block<input>(rows.words + (index + b) * kWords, b, scratch);
@@ -151,7 +171,7 @@ void sum_bf16_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, floa
       }
       int64_t index = static_cast<int64_t>(row / kTileRows) * rows.num_blocks;
       for (int b = first; b < std::min(first + kChunk, rows.num_blocks); ++b)
-        add_bf16_block(rows.words + (index + b) * kWords, panel + static_cast<int64_t>(b) * BF16Block::kBytes);
+        add_bf16_block(rows.words + (index + b) * kWords, BF16Block::words(panel, b));
       store_tile<0>(out, kPanel * 4);
       store_tile<1>(out + 16, kPanel * 4);
       store_tile<2>(out + 32, kPanel * 4);
@@ -164,7 +184,7 @@ void sum_bf16_tiles(const uint8_t* panel, int m, const QuantizedRows& rows, floa
 void sum_tiles(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch) {
   if constexpr (kHasTiles) {
     if (format == Format::kBF16) return sum_bf16_tiles(panel, m, rows, sums);
-    (rows.input == Input::kHalves ? sum_tiles<Input::kHalves> : sum_tiles<Input::kBytes>)(panel, m, rows, sums, scratch);
+    (rows.input == Input::kHalves ? sum_tiles<Input::kHalves> : sum_tiles<Input::kBytes>)(format, panel, m, rows, sums, scratch);
   }
 }
 

@@ -1,4 +1,4 @@
-// Sums of a panel by products of tiles. Those of Q4 are for many rows: the same integers, and so the same bits, as dot_panel.h.
+// Sums of a panel by products of tiles. Those of four bits are for many rows: the same integers, and so the same bits, as dot_panel.h.
 #pragma once
 #include "quantized_rows.h"
 #include "tiles.h"
@@ -17,7 +17,7 @@ struct alignas(4096) TileScratch {
 
 inline int num_weight_tiles(Format format) { return format == Format::kBF16 ? 1 : 2; }
 
-// sums [m rounded up to kTileRows, kPanel] = rows times a panel of Q4 or BF16; rows have the layout of tiles, and tiles are configured for
+// sums [m rounded up to kTileRows, kPanel] = rows times a panel of BF16 or four bits; rows have the layout of tiles, and tiles are configured for
 // m and the format.
 void sum_tiles(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, TileScratch& scratch);
 

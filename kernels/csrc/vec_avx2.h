@@ -40,6 +40,8 @@ inline F load_int8(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 
+// Unsigned bytes.
+inline I load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 inline I set1_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store_int(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
@@ -98,8 +100,21 @@ inline I dot_bytes(I sum, I, I) { return sum; }
 inline I even_bytes(I a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
 inline I odd_bytes(I a) { return _mm256_srai_epi16(a, 8); }
 
-// Only builds with tiles need it.
+// Bytes of no more than four bits, each a float4 (E2M1), as integers of twice its value plus 12; 0 for those of 128 and more.
+inline I mx4_bytes(I a) {
+  const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), a);
+}
+// The low four bits of each half, a float4, as a signed integer of twice its value.
+inline I mx4_halves(I a) {
+  I codes = bit_or(bit_and(a, set1_int(0x000f000fu)), set1_int(0x80008000u));
+  return _mm256_sub_epi16(mx4_bytes(codes), _mm256_set1_epi16(12));
+}
+
+// Only builds with tiles need them.
 inline I nibbles_to_bf16(I a) { return a; }
+inline I mx4_to_bf16(I a) { return a; }
+inline I mx4_plus_12_to_bf16(I a) { return a; }
 
 // Lane i is added to lane i + 4, then i + 2, then i + 1.
 inline float sum_lanes(F x) {

@@ -41,6 +41,8 @@ inline F load_int8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
+// Unsigned bytes.
+inline I load_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline I set1_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm512_loadu_si512(p); }
 inline void store_int(void* p, I x) { _mm512_storeu_si512(p, x); }
@@ -73,6 +75,29 @@ inline I nibbles_to_bf16(I a) {
   // Five bits of an index count: the table is there twice.
   const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
+  return _mm512_permutexvar_epi16(a, table);
+}
+
+// The low four bits of each half, a float4 (E2M1), as a signed integer of twice its value.
+inline I mx4_halves(I a) {
+  const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+  return _mm512_permutexvar_epi16(a, table);
+}
+// The same of bytes of no more than four bits, plus 12.
+inline I mx4_bytes(I a) {
+  const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  return _mm512_shuffle_epi8(table, a);
+}
+// As mx4_halves, and plus 12, as bfloat16.
+inline I mx4_to_bf16(I a) {
+  const __m512i table = _mm512_broadcast_i64x4(
+      _mm256_setr_epi16(0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140, 0x0000, static_cast<short>(0xbf80), static_cast<short>(0xc000), static_cast<short>(0xc040),
+                        static_cast<short>(0xc080), static_cast<short>(0xc0c0), static_cast<short>(0xc100), static_cast<short>(0xc140)));
+  return _mm512_permutexvar_epi16(a, table);
+}
+inline I mx4_plus_12_to_bf16(I a) {
+  const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(0x4140, 0x4150, 0x4160, 0x4170, 0x4180, 0x4190, 0x41a0, 0x41c0, 0x4140, 0x4130,
+                                                                 0x4120, 0x4110, 0x4100, 0x40c0, 0x4080, 0x0000));
   return _mm512_permutexvar_epi16(a, table);
 }
 

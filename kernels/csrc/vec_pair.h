@@ -30,6 +30,7 @@ inline F load_bf16(const uint16_t* p) { return {avx2::load_bf16(p), avx2::load_b
 inline F load_int16(const int16_t* p) { return {avx2::load_int16(p), avx2::load_int16(p + 8)}; }
 inline F load_int8(const int8_t* p) { return {avx2::load_int8(p), avx2::load_int8(p + 8)}; }
 
+inline I load_bytes(const uint8_t* p) { return {avx2::load_bytes(p), avx2::load_bytes(p + 8)}; }
 inline I set1_int(uint32_t x) { return {avx2::set1_int(x), avx2::set1_int(x)}; }
 inline I load_int(const void* p) { return {avx2::load_int(p), avx2::load_int(static_cast<const char*>(p) + 32)}; }
 inline void store_int(void* p, I x) {
@@ -70,6 +71,16 @@ inline __m256i nibbles_to_bf16(__m256i x) {
   return _mm256_or_si256(_mm256_srli_epi32(half(x), 16), half(_mm256_srli_epi32(x, 16)));
 }
 inline I nibbles_to_bf16(I x) { return {nibbles_to_bf16(x.a), nibbles_to_bf16(x.b)}; }
+
+inline I mx4_bytes(I x) { return {avx2::mx4_bytes(x.a), avx2::mx4_bytes(x.b)}; }
+inline I mx4_halves(I x) { return {avx2::mx4_halves(x.a), avx2::mx4_halves(x.b)}; }
+inline __m256i mx4_to_bf16(__m256i x, int added) {
+  __m256i halves = _mm256_add_epi16(avx2::mx4_halves(x), _mm256_set1_epi16(static_cast<short>(added)));
+  auto high = [](__m256i q) { return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_srai_epi32(q, 16))); };
+  return _mm256_or_si256(_mm256_srli_epi32(high(_mm256_slli_epi32(halves, 16)), 16), high(halves));
+}
+inline I mx4_to_bf16(I x) { return {mx4_to_bf16(x.a, 0), mx4_to_bf16(x.b, 0)}; }
+inline I mx4_plus_12_to_bf16(I x) { return {mx4_to_bf16(x.a, 12), mx4_to_bf16(x.b, 12)}; }
 
 inline float sum_lanes(F x) { return avx2::sum_lanes(avx2::add(x.a, x.b)); }
 inline float max_lanes(F x) { return avx2::max_lanes(avx2::max(x.a, x.b)); }

@@ -11,14 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_worker.models.weights.files import SafetensorsFiles
+from gpu_worker.models.weights.quantized import read_scheme
 from midstream.errors import ConfigError, UnsupportedError
+from midstream.model.folder import open_model_folder
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
 
-@pytest.fixture(params=["Llama", "GPTNeoX"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model of our own code, and one of transformers'."""
-    make_tiny_model(tmp_path, request.param)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_tiny_model(tmp_path, "Llama")
     return tmp_path
 
 
@@ -30,31 +31,67 @@ def set_config(folder: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "'fp8'"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors'"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "'awq'"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq'"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "'bitsandbytes'"),
-        ({"quantization_config": {"quant_algo": "NVFP4"}}, "'NVFP4'"),
-        ({"quantization_config": {"bits": 3}}, "'unknown'"),
-        ({"compression_config": {"quant_method": "sparseml"}}, "compression_config of config.json says 'sparseml'"),
-        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "text_config.quantization_config"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes'; known are awq, compressed-tensors"),
+        ({"quant_algo": "NVFP4"}, "'modelopt NVFP4'"),
+        ({"bits": 3}, "'unknown'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "float8 of kind 'e5m2'"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}}}, "settings for single modules"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in the format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "groups of 16 weights"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in the layout 'gemv'"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": {"config_groups": {}}},
+         "transform_config"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_method_of_the_configuration_is_named(folder: Path, settings: dict[str, Any], named: str) -> None:
-    set_config(folder, **settings)
+)  # fmt: skip
+def test_what_is_not_known_of_a_method_is_named(folder: Path, settings: dict[str, Any], named: str) -> None:
+    set_config(folder, quantization_config=settings)
     with pytest.raises(UnsupportedError, match=rf"{named}.*; use the checkpoint in bfloat16.*--weights int8") as raised:
         make_runner(folder)
     assert raised.value.field == "model"
 
 
-@pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
-def test_settings_in_a_file_of_their_own_are_named(folder: Path, file: str) -> None:
-    (folder / file).write_text("{}")
-    with pytest.raises(UnsupportedError, match=file):
+@pytest.mark.parametrize("place", ["compression_config", "text_config.quantization_config"])
+def test_the_place_of_the_settings_is_named(folder: Path, place: str) -> None:
+    settings: dict[str, Any] = {"quant_method": "sparseml"}
+    for name in reversed(place.split(".")):
+        settings = {name: settings}
+    set_config(folder, **settings)
+    with pytest.raises(UnsupportedError, match=rf"{place} of config\.json says 'sparseml'"):
+        read_scheme(open_model_folder(str(folder)))
+
+
+def test_damaged_settings_are_named(folder: Path) -> None:
+    set_config(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": [1]})
+    with pytest.raises(ConfigError, match=r"quantization_config of config\.json is damaged"):
         make_runner(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "method"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": True}, "gptq"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 128, "version": "GEMM", "zero_point": True}, "awq"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt FP8"),
+    ],
+)
+def test_settings_are_read_from_files_of_their_own(
+    folder: Path, file: str, settings: dict[str, Any], method: str
+) -> None:
+    (folder / file).write_text(json.dumps(settings))
+    scheme = read_scheme(open_model_folder(str(folder)))
+    assert scheme is not None
+    assert scheme.method == method
+
+
+def test_models_of_transformers_code_are_refused(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "GPTNeoX")
+    set_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UnsupportedError, match="gpt_neox with 'gptq' weights is none of the models that run natively"):
+        make_runner(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +104,9 @@ def test_a_weight_of_fewer_bits_is_named_though_the_configuration_says_nothing(
     tensors = load_file(file)
     name = next(name for name, tensor in tensors.items() if tensor.dim() == 2 and "embed" not in name)
     save_file(tensors | {name: tensors[name].to(dtype)}, file, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedError, match=rf"the tensor {name} in model\.safetensors is of type {shown}"):
+    with pytest.raises(
+        UnsupportedError, match=rf"the tensor {name} in model\.safetensors is of type {shown}, of which"
+    ):
         make_runner(folder)
 
 

@@ -5,7 +5,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu import InputFormat, PackedLinear, WeightFormat
+from kernels.cpu import InputFormat, PackedLinear, WeightFormat, dequantize_blocks
+from kernels.cpu.blocks import random_blocks
 from tests.kernels.libraries import each_build, library, runnable_builds, threads
 
 GGUF_TYPES = {
@@ -16,6 +17,9 @@ GGUF_TYPES = {
 
 def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tensor]:
     """What PackedLinear takes, and the floats that it stands for."""
+    if weight_format.has_blocks and weight_format not in GGUF_TYPES:
+        rows = random_blocks(weight_format, *weight.shape)
+        return rows, dequantize_blocks(rows, weight_format, weight.shape[1])
     if weight_format in GGUF_TYPES:
         blocks = gguf.quants.quantize(weight.numpy(), GGUF_TYPES[weight_format])
         floats = gguf.quants.dequantize(blocks, GGUF_TYPES[weight_format])
@@ -59,8 +63,9 @@ def test_any_shape_and_format_equals_the_reference(
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    if weight_format.is_gguf:
-        num_inputs = -(-num_inputs // 32) * 32
+    block = 256 if weight_format == WeightFormat.Q4_K else 32
+    if weight_format.has_blocks:
+        num_inputs = -(-num_inputs // block) * block
     source, weight = quantized(torch.randn(num_outputs, num_inputs), weight_format)
     bias = torch.randn(num_outputs) if has_bias else None
     x = torch.randn(num_rows, num_inputs)
@@ -80,28 +85,32 @@ def test_any_shape_and_format_equals_the_reference(
 def test_rows_do_not_depend_on_batch_or_threads(
     name: str, weight_format: WeightFormat, input_format: InputFormat
 ) -> None:
-    source, _ = quantized(torch.randn(200, 1056), weight_format)
+    num_inputs = 1024 if weight_format == WeightFormat.Q4_K else 1056
+    source, _ = quantized(torch.randn(200, num_inputs), weight_format)
     packed = PackedLinear(library(name), [source], weight_format, input_format=input_format)
-    x = torch.randn(260, 1056)
+    x = torch.randn(260, num_inputs)
     whole = packed(x, threads(name))
     for num_rows in range(1, 20):
-        for begin in (0, 11, 260 - num_rows):
+        for begin in (11, 260 - num_rows):
             rows = slice(begin, begin + num_rows)
             assert torch.equal(packed(x[rows], threads(name, 1 + num_rows % 3)), whole[rows])
 
 
 @pytest.mark.parametrize(("name", "with_tiles"), [("pair", "tiles"), ("avx512", "amx")])
 @pytest.mark.parametrize("input_format", [InputFormat.INT8, InputFormat.INT16])
-def test_products_of_tiles_have_the_same_bits(name: str, with_tiles: str, input_format: InputFormat) -> None:
+@pytest.mark.parametrize("weight_format", [WeightFormat.Q4_1, WeightFormat.INT4, WeightFormat.Q4_K, WeightFormat.MXFP4])
+def test_products_of_tiles_have_the_same_bits(
+    name: str, with_tiles: str, weight_format: WeightFormat, input_format: InputFormat
+) -> None:
     if with_tiles not in runnable_builds:
         pytest.skip("this processor has no AMX")
-    source, _ = quantized(torch.randn(200, 1056), WeightFormat.Q4_1)
+    source, _ = quantized(torch.randn(200, 1024), weight_format)
     # Sums as large as they get, and more rows than pass over the weights at once.
-    x = torch.randn(260, 1056) * torch.logspace(-6, 6, 260)[:, None]
+    x = torch.randn(260, 1024) * torch.logspace(-6, 6, 260)[:, None]
     x[3], x[4] = 1.0, -1.0
     x[5, ::2] = 0.0
     outputs = [
-        PackedLinear(library(it), [source], WeightFormat.Q4_1, input_format=input_format)(x, threads(it))
+        PackedLinear(library(it), [source], weight_format, input_format=input_format)(x, threads(it))
         for it in (name, with_tiles)
     ]
     assert torch.equal(*outputs)
@@ -127,12 +136,53 @@ def test_a_nan_stays_in_its_row(name: str, input_format: InputFormat) -> None:
     assert torch.equal(out[[0, 3, 5, 8]], clean[[0, 3, 5, 8]])
 
 
+@each_build
+def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
+    """All codes of MXFP4 are the largest, and all inputs: sums of products of bfloat16 stay below 2^24."""
+    rows = torch.full((70, 34), 0x77, dtype=torch.uint8)
+    rows[:, ::17] = 127
+    packed = PackedLinear(library(name), [rows], WeightFormat.MXFP4, input_format=InputFormat.INT16)
+    x = torch.full((20, 64), 32767 / 32768)
+    assert torch.equal(packed(x, threads(name)), torch.full((20, 70), 64 * 6 * 32767 / 32768))
+
+
+@each_build
+@pytest.mark.parametrize("input_format", list(InputFormat))
+def test_layers_that_follow_and_columns_in_another_order(name: str, input_format: InputFormat) -> None:
+    orders = [torch.randperm(96), None, torch.randperm(96)]
+    formats = [WeightFormat.INT4, WeightFormat.Q8_0, WeightFormat.F32]
+    sizes, bias, x = (70, 5, 131), torch.randn(70), torch.randn(19, 96)
+    parts = [quantized(torch.randn(size, 96), item) for size, item in zip(sizes, formats, strict=True)]
+
+    def layer(i: int, order: torch.Tensor | None, its_bias: torch.Tensor | None) -> PackedLinear:
+        source = parts[i][0]
+        return PackedLinear(library(name), [source], formats[i], its_bias, input_format=input_format, input_order=order)
+
+    whole = layer(0, orders[0], bias)
+    whole.followed_by(layer(1, orders[1], None).followed_by(layer(2, orders[2], None)))
+    columns = [x if order is None else x[:, order].contiguous() for order in orders]
+    single = [layer(i, None, None if i else bias)(columns[i], threads(name)) for i in range(3)]
+    assert torch.equal(whole(x, threads(name)), torch.cat(single, dim=1))
+    assert torch.equal(whole(x[3:4], threads(name, 1)), torch.cat(single, dim=1)[3:4])
+
+
+@each_build
+def test_rows_of_bytes_with_their_scales(name: str) -> None:
+    """Columns that do not fill the last block are left out of the sums."""
+    levels, scales = torch.randint(-128, 128, (70, 52), dtype=torch.int8), torch.rand(70, 1)
+    padded = torch.nn.functional.pad(levels, (0, 12), value=77).view(torch.uint8)
+    rows = torch.cat((padded, scales.view(torch.uint8)), dim=1)
+    packed = PackedLinear(library(name), [rows], WeightFormat.INT8, num_inputs=52)
+    x = torch.randn(7, 52)
+    torch.testing.assert_close(packed(x, threads(name)), x @ (levels * scales).T, rtol=1e-5, atol=1e-3)
+
+
 def test_wrong_input_is_refused() -> None:
     name = runnable_builds[0]
     packed = PackedLinear(library(name), [torch.randn(11, 37)], WeightFormat.F32)
     with pytest.raises(ValueError, match=r"expected contiguous float32 \[M, 37\]"):
         packed(torch.randn(2, 36), threads(name))
-    with pytest.raises(ValueError, match="expected uint8 rows of GGUF blocks"):
+    with pytest.raises(ValueError, match="expected uint8 rows of blocks"):
         PackedLinear(library(name), [torch.randn(2, 32)], WeightFormat.Q4_1)
     with pytest.raises(ValueError, match="not made of Q8_0 blocks"):
         PackedLinear(library(name), [torch.zeros(2, 35, dtype=torch.uint8)], WeightFormat.Q8_0)

@@ -17,6 +17,7 @@ from gpu_worker.models.weights.layer_weights import (
     LinearWeights,
     MixtureWeights,
 )
+from gpu_worker.models.weights.quantized import read_scheme
 from gpu_worker.models.weights.weight import Weight, WeightFormat, stack
 from midstream.errors import ConfigError
 from midstream.model.folder import ModelFolder
@@ -236,6 +237,6 @@ class DecoderWeights:
 
 def _open(folder: ModelFolder, description: DecoderDescription) -> WeightFile:
     if folder.weights_format == "safetensors":
-        return SafetensorsFiles(folder.weight_files)
+        return SafetensorsFiles(folder.weight_files, read_scheme(folder))
     permuted = (description.num_heads, description.num_kv_heads) if description.architecture == "llama" else None
     return GgufFile(folder.weight_files[0], permuted)

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpu_worker.models.weights.weight import BLOCK_TYPES, Weight, WeightFormat
+from gpu_worker.models.weights.gguf_blocks import from_gguf
+from gpu_worker.models.weights.schemes import Module, Scheme, is_packed, read_matrix
+from gpu_worker.models.weights.weight import Weight, WeightFormat
 from midstream.errors import ConfigError
 from midstream.model.prepare.gguf_file import read_gguf_head
 
@@ -38,7 +40,6 @@ _GGUF_LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _FORMATS: dict[gguf.GGMLQuantizationType, WeightFormat] = {
-    **{kind: name for name, kind in BLOCK_TYPES.items()},
     gguf.GGMLQuantizationType.F32: "f32",
     gguf.GGMLQuantizationType.F16: "f32",
 }
@@ -62,13 +63,18 @@ class WeightFile(Protocol):
 class SafetensorsFiles:
     """One file or several shards."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], scheme: Scheme | None = None) -> None:
         """Maps the files into memory.
+
+        Args:
+            paths: The files.
+            scheme: How matrices are quantized that are; None: config.json says nothing of it.
 
         Raises:
             ConfigError: A file is damaged.
         """
         self._owners: dict[str, safe_open] = {}
+        self._scheme = scheme
         for path in paths:
             try:
                 file = safe_open(path, framework="pt")
@@ -78,11 +84,22 @@ class SafetensorsFiles:
                 self._owners[name] = file
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
-        return name in self._owners
+        """Whether there is a tensor of this name, or the module's weight in another form."""
+        return name in self._owners or (name.endswith(".weight") and is_packed(self._module(name)))
 
     def matrix(self, name: str) -> Weight:
-        """A matrix; float16 counts as f32, which holds it exactly."""
+        """A matrix; float16 counts as f32, which holds it exactly.
+
+        Raises:
+            ConfigError: There is none, or it is damaged.
+            UnsupportedError: It is quantized in a way that is not known here.
+        """
+        module = self._module(name)
+        if is_packed(module):
+            return read_matrix(module, self._scheme)
+        tensor = self._raw(name)
+        if tensor.dtype not in _DTYPES and self._scheme is not None:
+            return read_matrix(module, self._scheme)
         tensor = self._get(name)
         return Weight("bf16" if tensor.dtype == torch.bfloat16 else "f32", tensor, tensor.shape[-1])
 
@@ -90,10 +107,17 @@ class SafetensorsFiles:
         """A vector as float32."""
         return self._get(name).float()
 
-    def _get(self, name: str) -> Tensor:
+    def _module(self, name: str) -> Module:
+        return Module(name.removesuffix(".weight"), self._owners.__contains__, self._raw)
+
+    def _raw(self, name: str) -> Tensor:
         if name not in self._owners:
             raise ConfigError(f"the weights lack the tensor {name}", field="model")
         tensor: Tensor = self._owners[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _get(self, name: str) -> Tensor:
+        tensor = self._raw(name)
         if tensor.dtype not in _DTYPES:
             raise ConfigError(f"the tensor {name} has type {tensor.dtype}, which is not supported", field="model")
         return tensor
@@ -124,13 +148,13 @@ class GgufFile:
     def matrix(self, name: str) -> Weight:
         """A matrix in the form in which the file holds it."""
         kind, columns, data = self._get(name)
-        weight_format = _FORMATS.get(kind)
-        if weight_format is not None and weight_format in BLOCK_TYPES:
-            weight = Weight(weight_format, torch.from_numpy(np.array(data)), columns)
+        blocks = from_gguf(kind, torch.from_numpy(np.array(data)))
+        if blocks is not None:
+            weight = Weight(*blocks, columns)
         else:
-            # Other quantized types hold no more than bfloat16 does.
+            # Types of fewer than three bits, and those of tables, are rounded to bfloat16.
             values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32))
-            weight = Weight(weight_format or "bf16", values, columns)
+            weight = Weight(_FORMATS.get(kind, "bf16"), values, columns)
         order = self._row_order(name, weight.shape[0])
         return weight if order is None else weight.take(order)
 

@@ -1,4 +1,4 @@
-"""Refuses checkpoints whose numbers are stored in a form that is not computed here.
+"""What a checkpoint's configuration says of its quantization: known methods, and refusals that name the others.
 
 Without this a float8 tensor would be read as if its values were the weights: the scales beside it would be ignored.
 """
@@ -7,59 +7,169 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gpu_worker.models.weights.schemes import Scheme
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
 
 _SETTINGS = ("quantization_config", "compression_config")
-# Written beside config.json by ModelOpt, AutoGPTQ and AutoAWQ.
-_SETTINGS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# Files of their own, which AutoGPTQ, AutoAWQ and ModelOpt wrote, and the method that each stands for.
+_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # What the safetensors format calls the types that a weight may have here.
 _WEIGHT_TYPES = {"F64", "F32", "F16", "BF16"}
 # Types of weights that are never whole numbers by themselves. Integers may be: masks and positions are stored too.
 _SCALED_TYPES = ("F8", "F6", "F4")
 _PACKED = ("weight", "qweight", "weight_packed", "_blocks")
 _MAX_HEADER_BYTES = 100 << 20
+_FORMATS = (
+    "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized",
+    "mixed-precision",
+)  # fmt: skip
+
+
+def read_scheme(folder: ModelFolder) -> Scheme | None:
+    """Return how the checkpoint in `folder` is quantized; None: it is not. A GGUF file says so for each tensor.
+
+    Raises:
+        UnsupportedError: Names the method, or the setting of it that is not known here.
+        ConfigError: A setting is damaged.
+    """
+    if folder.weights_format != "safetensors":
+        return None
+    found = _settings(folder)
+    if found is None:
+        _refuse_unexplained(folder)
+        return None
+    place, settings = found
+    method = _method(settings)
+    check = _METHODS.get(method)
+    if check is None:
+        _refuse(f"{place} says {method!r}; known are {', '.join(sorted(_METHODS))}")
+    try:
+        return Scheme(method, check(place, settings))
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"{place} is damaged: {error!r}", field="model") from error
 
 
 def refuse_quantized(folder: ModelFolder) -> None:
-    """Raise where the checkpoint in `folder` is quantized. A GGUF file is not concerned: its blocks are read.
+    """Raise UnsupportedError where the checkpoint is quantized, for models that run by transformers' code."""
+    scheme = read_scheme(folder)
+    if scheme is not None:
+        _refuse(f"{folder.architecture} with {scheme.method!r} weights is none of the models that run natively")
 
-    Raises:
-        UnsupportedError: Names the method or the tensor, and says what to use in its place.
-        ConfigError: A weight file is damaged.
-    """
-    if folder.weights_format != "safetensors":
-        return
+
+def _settings(folder: ModelFolder) -> tuple[str, Mapping[str, Any]] | None:
+    """The settings, and where they are."""
     for place, config in (("", folder.config), ("text_config.", folder.config.get("text_config"))):
         for name in _SETTINGS:
             settings = config.get(name) if isinstance(config, dict) else None
             if settings:
-                _refuse(f"{place}{name} of config.json says {_method(settings)!r}")
-    for name in _SETTINGS_FILES:
+                return f"{place}{name} of config.json", settings if isinstance(settings, dict) else {"": settings}
+    for name, method in _SETTINGS_FILES.items():
         if (folder.path / name).is_file():
-            _refuse(f"the folder has a {name}")
+            try:
+                settings = json.loads((folder.path / name).read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
+                raise ConfigError(f"{folder.path / name} is not JSON: {error}", field="model") from error
+            if not isinstance(settings, dict):
+                raise ConfigError(f"{folder.path / name} is not a JSON object", field="model")
+            return name, {"quant_method": method, **settings}
+    return None
+
+
+def _method(settings: Mapping[str, Any]) -> str:
+    # ModelOpt's file has its settings inside, and older files of compressed-tensors do not name the method.
+    inner = settings.get("quantization")
+    method = settings.get("quant_method") or ("compressed-tensors" if "config_groups" in settings else None)
+    algorithm = (inner if isinstance(inner, dict) else settings).get("quant_algo")
+    if method == "modelopt" or (method is None and algorithm):
+        return f"modelopt {algorithm}"
+    return str(method or "unknown")
+
+
+def _fp8(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    kind = settings.get("fmt", "e4m3")
+    if kind not in ("e4m3", "float8_e4m3fn"):
+        _refuse(f"{place} has float8 of kind {kind!r}; known is e4m3")
+    block = settings.get("weight_block_size")
+    return {"block": [int(size) for size in block]} if block else {}
+
+
+def _gptq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    if settings.get("bits") not in (4, 8):
+        _refuse(f"{place} has GPTQ with {settings.get('bits')} bits; known are 4 and 8")
+    if settings.get("dynamic"):
+        _refuse(f"{place} has GPTQ with settings for single modules (dynamic)")
+    if settings.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
+        _refuse(f"{place} has GPTQ in the format {settings.get('checkpoint_format', 'marlin')!r}")
+    _check_group(place, settings.get("group_size", -1))
+    return dict(settings)
+
+
+def _awq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    bits, version = settings.get("bits", settings.get("w_bit")), str(settings.get("version", "gemm")).lower()
+    if bits != 4:
+        _refuse(f"{place} has AWQ with {bits} bits; known is 4")
+    if version != "gemm":
+        _refuse(f"{place} has AWQ in the layout {version!r}; known is gemm")
+    _check_group(place, settings.get("group_size", settings.get("q_group_size", -1)))
+    return dict(settings)
+
+
+def _compressed(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    groups = settings.get("config_groups") or {}
+    formats = [settings.get("format", "dense"), *(group.get("format") for group in groups.values())]
+    for name in formats:
+        if name is not None and name not in _FORMATS:
+            _refuse(f"{place} has the format {name!r}; known are {', '.join(_FORMATS)}")
+    if settings.get("transform_config"):
+        _refuse(f"{place} has a transform_config: inputs that are to be rotated")
+    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        _refuse(f"{place} has sparse weights ({sparsity!r})")
+    block: dict[str, Any] = {}
+    for group in groups.values():
+        weights = group.get("weights") or {}
+        if weights.get("group_size") is not None:
+            _check_group(place, weights["group_size"])
+        if weights.get("block_structure"):
+            block = {"block": [int(size) for size in weights["block_structure"]]}
+    return block
+
+
+def _check_group(place: str, size: int) -> None:
+    if size > 0 and size % 32:
+        _refuse(f"{place} has groups of {size} weights; known are multiples of 32")
+
+
+_METHODS: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "modelopt FP8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "mxfp4": lambda place, settings: {},
+}
+
+
+def _refuse_unexplained(folder: ModelFolder) -> None:
     for path in folder.weight_files:
         for name, dtype in _tensor_types(path).items():
             is_packed = dtype not in _WEIGHT_TYPES and name.endswith(_PACKED)
             if is_packed or dtype.startswith(_SCALED_TYPES):
-                _refuse(f"the tensor {name} in {path.name} is of type {dtype}")
+                _refuse(f"the tensor {name} in {path.name} is of type {dtype}, of which config.json says nothing")
 
 
 def _refuse(found: str) -> NoReturn:
     raise UnsupportedError(
-        f"quantized checkpoints are not supported, and {found}; use the checkpoint in bfloat16, float16 or float32 "
-        "(--weights int8 or q4 quantizes it when it is loaded), or a GGUF file",
+        f"this checkpoint is quantized in a way that is not supported: {found}; use the checkpoint in bfloat16, "
+        "float16 or float32 (--weights int8 or q4 quantizes it when it is loaded), or a GGUF file",
         field="model",
     )
-
-
-def _method(settings: object) -> str:
-    if not isinstance(settings, dict):
-        return str(settings)
-    return str(settings.get("quant_method") or settings.get("quant_algo") or "unknown")
 
 
 def _tensor_types(path: Path) -> dict[str, str]:

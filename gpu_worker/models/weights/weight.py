@@ -10,13 +10,31 @@ import gguf
 import torch
 from torch import Tensor
 
-WeightFormat = Literal["f32", "bf16", "int8", "q4", "q8"]
-# Formats of GGUF that are computed with as they are.
-BLOCK_TYPES: dict[WeightFormat, gguf.GGMLQuantizationType] = {
+from kernels.cpu import WeightFormat as KernelFormat
+from kernels.cpu import dequantize_blocks
+
+WeightFormat = Literal[
+    "f32", "bf16", "int8", "int8_rows", "q4", "q8", "int4", "q4_k", "mxfp4", "affine8", "q6_k", "fp8", "mixed"
+]
+# Formats that are rows of bytes, as the CPU kernels define them.
+BLOCK_FORMATS: dict[WeightFormat, KernelFormat] = {
+    "int8_rows": KernelFormat.INT8,
+    "q4": KernelFormat.Q4_1,
+    "q8": KernelFormat.Q8_0,
+    "int4": KernelFormat.INT4,
+    "q4_k": KernelFormat.Q4_K,
+    "mxfp4": KernelFormat.MXFP4,
+    "affine8": KernelFormat.AFFINE8,
+    "q6_k": KernelFormat.Q6_K,
+    "fp8": KernelFormat.FP8,
+}
+# Formats that others are converted to.
+_TARGETS: dict[WeightFormat, gguf.GGMLQuantizationType] = {
     "q4": gguf.GGMLQuantizationType.Q4_1,
     "q8": gguf.GGMLQuantizationType.Q8_0,
 }
 _BLOCK_SIZE = 32
+_MAX_RUNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +42,41 @@ class Weight:
     """A matrix [num_rows, num_columns]; rows are output channels.
 
     Attributes:
-        format: f32; bf16; int8 with a scale per row; q4 and q8: blocks of 32 as in GGUF's Q4_1 and Q8_0.
-        source: Floats [num_rows, num_columns], not yet rounded to `format`; for q4 and q8 uint8
-            [num_rows, bytes of a row's blocks].
+        format: f32; bf16; int8 with a scale per row; one of BLOCK_FORMATS; mixed: that of its parts.
+        source: Floats [num_rows, num_columns], not yet rounded to `format`; for BLOCK_FORMATS uint8
+            [num_rows, bytes of a row]; mixed: nothing.
+        input_order: int64 [num_columns]: column i of `source` is column input_order[i] of the matrix; None: column i.
+        parts: Of a mixed matrix, one below another.
     """
 
     format: WeightFormat
     source: Tensor
     num_columns: int
+    input_order: Tensor | None = None
+    parts: tuple[Weight, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
         """(num_rows, num_columns)."""
-        return self.source.shape[0], self.num_columns
+        return sum(part.shape[0] for part in self.parts) or self.source.shape[0], self.num_columns
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it has blocks, in all its parts."""
+        return all(part.format in BLOCK_FORMATS for part in self.parts or (self,))
 
     def dense(self) -> Tensor:
         """The values that `format` stands for, float32 [num_rows, num_columns]."""
-        if self.format in BLOCK_TYPES:
-            return torch.from_numpy(gguf.quants.dequantize(self.source.numpy(), BLOCK_TYPES[self.format]))
+        if self.parts:
+            return torch.cat([part.dense() for part in self.parts])
+        values = self._values()
+        if self.input_order is None:
+            return values
+        return torch.empty_like(values).index_copy_(1, self.input_order, values)
+
+    def _values(self) -> Tensor:
+        if self.format in BLOCK_FORMATS:
+            return dequantize_blocks(self.source, BLOCK_FORMATS[self.format], self.num_columns)
         values = self.source.float()
         if self.format == "bf16":
             return values.bfloat16().float()
@@ -53,23 +88,50 @@ class Weight:
 
     def take(self, rows: Tensor) -> Weight:
         """The rows of the given numbers, in that order."""
-        return Weight(self.format, self.source[rows], self.num_columns)
+        if not self.parts:
+            return Weight(self.format, self.source[rows], self.num_columns, self.input_order)
+        ends = torch.tensor([part.shape[0] for part in self.parts]).cumsum(0)
+        owners = torch.bucketize(rows, ends, right=True)
+        runs, counts = torch.unique_consecutive(owners, return_counts=True)
+        if len(runs) > _MAX_RUNS:
+            return Weight("f32", self.dense()[rows], self.num_columns)
+        starts = ends - torch.tensor([part.shape[0] for part in self.parts])
+        pieces = zip(runs.tolist(), torch.split(rows, counts.tolist()), strict=True)
+        return stack([self.parts[owner].take(piece - starts[owner]) for owner, piece in pieces])
 
     def converted(self, target: WeightFormat) -> Weight:
         """The same matrix kept in another format."""
         if target == self.format or (target == "q4" and self.num_columns % _BLOCK_SIZE):
             return self
-        if target in BLOCK_TYPES:
-            blocks = gguf.quants.quantize(self.dense().numpy(), BLOCK_TYPES[target])
+        if target in _TARGETS:
+            blocks = gguf.quants.quantize(self.dense().numpy(), _TARGETS[target])
             return Weight(target, torch.from_numpy(blocks), self.num_columns)
         return Weight(target, self.dense(), self.num_columns)
 
+    def gate_and_up(self) -> tuple[Weight, Weight]:
+        """Its upper and its lower half, both of one format and order: f32 where those differ."""
+        whole = Weight("f32", self.dense(), self.num_columns) if self.parts else self
+        first, second = whole.source.chunk(2)
+        order = whole.input_order
+        return Weight(whole.format, first, self.num_columns, order), Weight(
+            whole.format, second, self.num_columns, order
+        )
 
-def stack(parts: Sequence[Weight]) -> Weight:
-    """The parts' rows one below another; parts of different formats become f32."""
-    if len(parts) == 1:
-        return parts[0]
-    formats = {part.format for part in parts}
-    if len(formats) == 1 and len({part.source.dtype for part in parts}) == 1:
-        return Weight(parts[0].format, torch.cat([part.source for part in parts]), parts[0].num_columns)
-    return Weight("f32", torch.cat([part.dense() for part in parts]), parts[0].num_columns)
+
+def stack(weights: Sequence[Weight]) -> Weight:
+    """Rows one below another, mixed where their formats differ and there are blocks among them; else f32."""
+    parts = [part for weight in weights for part in weight.parts or (weight,)]
+    first = parts[0]
+    if all(_is_alike(part, first) for part in parts):
+        if len(parts) == 1:
+            return first
+        return Weight(first.format, torch.cat([p.source for p in parts]), first.num_columns, first.input_order)
+    if any(part.format in BLOCK_FORMATS for part in parts):
+        return Weight("mixed", torch.empty(0), first.num_columns, parts=tuple(parts))
+    return Weight("f32", torch.cat([part.dense() for part in parts]), first.num_columns)
+
+
+def _is_alike(a: Weight, b: Weight) -> bool:
+    if a.format != b.format or a.source.dtype != b.source.dtype or (a.input_order is None) != (b.input_order is None):
+        return False
+    return a.input_order is None or b.input_order is None or torch.equal(a.input_order, b.input_order)

@@ -1,0 +1,183 @@
+"""How quantized checkpoints store a matrix: GPTQ, AWQ, compressed-tensors, float8 and MXFP4.
+
+Which tensors a module has says how it is stored, so that lists of modules that are left alone need not be read: those
+have a plain weight. Numbers of bits and sizes of groups follow from shapes where the tensors tell them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_worker.models.weights.block_rows import affine8_weight, fp8_weight, int4_weight, int8_weight, mxfp4_weight
+from gpu_worker.models.weights.weight import Weight
+from midstream.errors import ConfigError, UnsupportedError
+
+# Where GEMM kernels of AWQ look for the eight columns of a word.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What `quantization_config` says.
+
+    Attributes:
+        method: `quant_method`.
+        settings: All of it.
+    """
+
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Module:
+    """The tensors of one module."""
+
+    def __init__(self, name: str, has: Callable[[str], bool], get: Callable[[str], Tensor]) -> None:
+        self.name, self._has, self._get = name, has, get
+
+    def has(self, name: str) -> bool:
+        """Whether it has a tensor of this name."""
+        return self._has(f"{self.name}.{name}")
+
+    def get(self, name: str) -> Tensor:
+        """Return one of its tensors; raise ConfigError where it has none of this name."""
+        return self._get(f"{self.name}.{name}")
+
+    def first(self, *names: str) -> Tensor | None:
+        """Return the first of these tensors that it has."""
+        return next((self.get(name) for name in names if self.has(name)), None)
+
+
+def is_packed(module: Module) -> bool:
+    """Whether the module's matrix is stored under another name than weight."""
+    return any(module.has(name) for name in ("qweight", "weight_packed"))
+
+
+def read_matrix(module: Module, scheme: Scheme | None) -> Weight:
+    """Return the matrix of a module that has no plain weight of floats.
+
+    Raises:
+        UnsupportedError: It is stored in a way that is not known here; says which.
+        ConfigError: A tensor is missing, or its shape does not fit the others.
+    """
+    try:
+        if scheme is None:
+            raise UnsupportedError(
+                f"the weights of {module.name} are quantized, and config.json does not say how", field="model"
+            )
+        if module.has("qweight"):
+            return _awq(module) if scheme.method == "awq" else _gptq(module, scheme)
+        if module.has("weight_packed"):
+            return _compressed(module)
+        return _scaled(module, scheme)
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ConfigError(
+            f"the quantized weights of {module.name} do not fit together: {error}", field="model"
+        ) from error
+
+
+def _unpacked(words: Tensor, num_bits: int) -> Tensor:
+    """int32 [M, W] -> uint8 [M, W * 32 / num_bits], the lowest bits first."""
+    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
+    return (words[..., None] >> shifts & (1 << num_bits) - 1).to(torch.uint8).flatten(1)
+
+
+def _awq(module: Module) -> Weight:
+    # [K, N / 8] and, for each group of inputs, [groups, N / 8]; scales [groups, N].
+    def columns(words: Tensor) -> Tensor:
+        return torch.unflatten(_unpacked(words, 4), 1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1)
+
+    levels, scale = columns(module.get("qweight")).t().contiguous(), module.get("scales").t()
+    zero = columns(module.get("qzeros")).t() if module.has("qzeros") else torch.full(scale.shape, 8)
+    return int4_weight(levels, scale, zero)
+
+
+def _gptq(module: Module, scheme: Scheme) -> Weight:
+    num_bits = int(scheme.settings["bits"])
+    # [K * bits / 32, N], inputs packed; zeros [groups, N * bits / 32], outputs packed; scales [groups, N].
+    levels = _unpacked(module.get("qweight").t().contiguous(), num_bits)
+    scale, zero = module.get("scales").t(), _unpacked(module.get("qzeros"), num_bits).t().int()
+    # The first version of the format stores zero points less one.
+    if scheme.settings.get("checkpoint_format", "gptq") != "gptq_v2":
+        zero = zero + 1
+    num_columns, num_groups = levels.shape[1], scale.shape[1]
+    groups = module.first("g_idx")
+    order = None
+    if groups is not None and not torch.equal(groups.long(), torch.arange(num_columns) * num_groups // num_columns):
+        order = groups.long().argsort(stable=True)
+        if not torch.equal(groups.long()[order], torch.arange(num_columns) * num_groups // num_columns):
+            raise ValueError("g_idx does not give every group as many columns")
+        levels = levels[:, order]
+    return (int4_weight if num_bits == 4 else affine8_weight)(levels, scale, zero, order)
+
+
+def _compressed(module: Module) -> Weight:
+    packed, scale = module.get("weight_packed"), module.get("weight_scale")
+    if packed.dtype == torch.uint8:
+        if scale.dtype != torch.uint8:
+            raise UnsupportedError(f"{module.name}: packed weights with scales of {scale.dtype} (NVFP4)", field="model")
+        return mxfp4_weight(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), scale)
+    num_rows, num_columns = module.get("weight_shape").tolist()
+    num_bits = packed.shape[1] * 32 // num_columns
+    if num_bits not in (4, 8):
+        raise UnsupportedError(f"{module.name}: weights of {num_bits} bits; known are 4 and 8", field="model")
+    levels = _unpacked(packed, num_bits)[:, :num_columns]
+    scale = scale.view(num_rows, -1) if scale.numel() > 1 else scale.view(1, 1).expand(num_rows, 1)
+    zero = torch.full(scale.shape, 1 << (num_bits - 1))
+    if module.has("weight_zero_point"):
+        zero = _unpacked(module.get("weight_zero_point").t().contiguous(), num_bits).t()[:num_rows].int()
+    order = None
+    groups = module.first("weight_g_idx")
+    if groups is not None and int(groups.min()) >= 0:
+        order = groups.long().argsort(stable=True)
+        if bool((groups.bincount() != num_columns // scale.shape[1]).any()):
+            raise ValueError("weight_g_idx does not give every group as many columns")
+        levels = levels[:, order]
+    return (int4_weight if num_bits == 4 else affine8_weight)(levels, scale, zero, order)
+
+
+def _scaled(module: Module, scheme: Scheme) -> Weight:
+    weight = module.get("weight")
+    num_rows, num_columns = weight.shape
+    scale = module.first("weight_scale_inv", "weight_scale")
+    if scale is None:
+        raise ConfigError(
+            f"{module.name}.weight is of type {weight.dtype}, and there is no scale for it", field="model"
+        )
+    if scale.dtype == torch.uint8:
+        raise UnsupportedError(f"{module.name}: float8 weights with scales that are exponents (MXFP8)", field="model")
+    scale = _by_row(scale.float(), num_rows, num_columns, scheme)
+    if weight.dtype == torch.float8_e4m3fn:
+        if bool(weight.view(torch.uint8).bitwise_and(127).eq(127).any()):
+            raise ConfigError(f"{module.name}.weight has numbers that are none", field="model")
+        return fp8_weight(weight, scale)
+    if weight.dtype == torch.int8:
+        zero = module.first("weight_zero_point")
+        if zero is None and scale.shape[1] == 1:
+            return int8_weight(weight, scale)
+        zeros = torch.zeros_like(scale) if zero is None else _by_row(zero.float(), num_rows, num_columns, scheme)
+        return affine8_weight(weight.view(torch.uint8) ^ 128, scale, zeros + 128)
+    raise UnsupportedError(f"{module.name}.weight is of type {weight.dtype}", field="model")
+
+
+def _by_row(scale: Tensor, num_rows: int, num_columns: int, scheme: Scheme) -> Tensor:
+    """A scale of a tensor, of rows, of groups of columns or of blocks as [N, groups]."""
+    if scale.numel() == 1:
+        return scale.view(1, 1).expand(num_rows, 1)
+    scale = scale.view(scale.shape[0], -1)
+    if scale.shape[0] == num_rows:
+        return scale
+    rows, columns = scheme.settings.get("block", (0, 0))
+    if not rows or scale.shape != (-(-num_rows // rows), -(-num_columns // columns)):
+        raise ValueError(f"scales {list(scale.shape)} for a matrix [{num_rows}, {num_columns}]")
+    if columns % 32:
+        raise UnsupportedError(
+            f"float8 weights in blocks of {columns} columns; known are multiples of 32", field="model"
+        )
+    wide = scale.repeat_interleave(rows, dim=0)[:num_rows].repeat_interleave(columns // 32, dim=1)
+    return wide[:, : -(-num_columns // 32)]

@@ -1,0 +1,183 @@
+"""Quantized checkpoints, read and computed with as they are, against what defines their formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gpu_worker.models.families import describe
+from gpu_worker.models.weights.decoder_weights import DecoderWeights
+from gpu_worker.models.weights.files import SafetensorsFiles
+from gpu_worker.models.weights.quantized import read_scheme
+from gpu_worker.models.weights.schemes import Scheme
+from gpu_worker.models.weights.weight import Weight
+from gpu_worker.parallel.ranks import Ranks
+from gpu_worker.parallel.shard import shard_of
+from gpu_worker.parallel.shard_weights import ShardWeights
+from midstream.errors import ConfigError, UnsupportedError
+from midstream.model.folder import open_model_folder
+from tests.gpu_worker.adapters import ALL_MODULES, adapted, make_lora, ref_of
+from tests.gpu_worker.quantized_models import SCHEMES, quantize_model
+from tests.gpu_worker.test_models import TOLERANCE, Recorder, expected_logits, prompt
+from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
+
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+
+FORMATS = {
+    "gptq": "int4", "gptq-order": "int4", "gptq-v2": "int4", "gptq-8": "affine8", "awq": "int4", "w4a16": "int4",
+    "w4a16-asym": "int4", "w4a16-rows": "int4", "w8a16": "affine8", "w8a8": "int8_rows", "w8a8-fp8": "fp8",
+    "mxfp4": "mxfp4", "fp8": "fp8", "fp8-blocks": "fp8",
+}  # fmt: skip
+
+
+def read(folder: Path, name: str) -> Weight:
+    opened = open_model_folder(str(folder))
+    return SafetensorsFiles(opened.weight_files, read_scheme(opened)).matrix(name)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_stands_for_what_its_definition_says(name: str, tmp_path: Path) -> None:
+    quantize, settings = SCHEMES[name]
+    weight = torch.randn(136, 192) * torch.logspace(-2, 0, 192)
+    tensors, expected = quantize(weight)
+    file = tmp_path / "a.safetensors"
+    save_file({f"a.{part}": tensor.contiguous() for part, tensor in tensors.items()}, file)
+    block = {"block": [128, 128]} if name == "fp8-blocks" else {}
+    found = SafetensorsFiles([file], Scheme(settings["quant_method"], {**settings, **block})).matrix("a.weight")
+    assert found.format == FORMATS[name]
+    # A scale times a level is rounded once, and a zero point's share once more.
+    error = (found.dense().double() - expected.double()).abs()
+    assert bool((error <= 3e-7 * expected.double().abs() + 3e-7 * float(weight.abs().max())).all())
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[torch.nn.Module, Path]]:
+    """Make tiny models by the name of a scheme."""
+    made: dict[str, tuple[torch.nn.Module, Path]] = {}
+
+    def make(name: str) -> tuple[torch.nn.Module, Path]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            # Mistral's bias-free layers with tied heads, and Qwen2's with biases, in turn.
+            family = "Qwen2" if len(made) % 2 else "Mistral"
+            model = make_tiny_model(folder, family, **SIZES, tie_word_embeddings=family == "Mistral")
+            quantize_model(folder, model, name)
+            made[name] = model, folder
+        return made[name]
+
+    return make
+
+
+def logits_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[int], Tensor]:
+    """Tokens of a prefill in two parts and two more steps, and the logits of each of the last three."""
+    runner = make_runner(folder, **settings)
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    tokens = prompt(40, seed=4)
+    driver.step([driver.sequence(0, tokens)], [(0, 0, 19)])
+    driver.step([], [(0, 19, 21)])
+    driver.step(generation=[0])
+    driver.step(generation=[0])
+    return driver.tokens[0], torch.cat(recorder.logits[-3:])
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_logits_are_those_of_the_values(
+    name: str, quantized: Callable[[str], tuple[torch.nn.Module, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = quantized(name)
+    for settings in ({"activations": "f32", "kv": "f32"}, {}):
+        tokens, logits = logits_of(folder, monkeypatch, kernels="native", **settings)
+        wanted = expected_logits(model, tokens)[39:42]
+        # Activations and cache of 16 bits, the default, are about as exact.
+        assert float((logits - wanted).abs().max()) <= (TOLERANCE if settings else 1e-3) * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", ["gptq-order", "w8a8", "fp8-blocks"])
+def test_logits_without_our_kernels(
+    name: str, quantized: Callable[[str], tuple[torch.nn.Module, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = quantized(name)
+    tokens, logits = logits_of(folder, monkeypatch, kernels="torch")
+    wanted = expected_logits(model, tokens)[39:42]
+    assert float((logits - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+
+def test_adapters_add_to_parts_of_other_orders(
+    quantized: Callable[[str], tuple[torch.nn.Module, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of q, and those of k and v, have their columns in orders of their own."""
+    model, folder = quantized("gptq-order")
+    make_lora(model, tmp_path / "lora", 1, r=4, lora_alpha=8, target_modules=ALL_MODULES)
+    runner = make_runner(folder, kernels="native", activations="f32", kv="f32")
+    assert runner.model.decoder._layers[0].qkv.struct.next  # type: ignore[attr-defined]
+    driver, recorder, tokens = Driver(runner), Recorder(runner, monkeypatch), prompt(30, seed=5)
+    driver.step([replace(driver.sequence(0, tokens), lora=ref_of(runner, tmp_path / "lora"))], [(0, 0, 30)])
+    with adapted(model, tmp_path / "lora") as made, torch.no_grad():
+        wanted = made(torch.tensor([tokens])).logits[0, -1]
+    assert float((recorder.logits[-1] - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+
+def test_modules_that_are_left_alone_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_model(tmp_path, "Llama", **SIZES)
+    quantize_model(tmp_path, model, "w4a16", left_alone="down_proj")
+    assert read(tmp_path, "model.layers.0.mlp.down_proj.weight").format == "f32"
+    assert read(tmp_path, "lm_head.weight").format == "int4"
+    tokens, logits = logits_of(tmp_path, monkeypatch, kernels="native", activations="f32", kv="f32")
+    wanted = expected_logits(model, tokens)[39:42]
+    assert float((logits - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", ["gptq-order", "awq", "mxfp4", "w8a8"])
+def test_parts_of_ranks_are_those_of_the_whole(
+    name: str, quantized: Callable[[str], tuple[torch.nn.Module, Path]]
+) -> None:
+    folder = open_model_folder(str(quantized(name)[1]))
+    description = describe(folder.config)
+    whole = DecoderWeights(folder, description, "auto")
+    expected = next(whole.layers())
+    parts = [
+        next(ShardWeights(whole, shard_of(description, Ranks(rank=rank, world_size=2, tensor_size=2))).layers())
+        for rank in (0, 1)
+    ]
+    columns = torch.cat([part.attention_output.weight.dense() for part in parts], dim=1)
+    assert torch.equal(columns, expected.attention_output.weight.dense())
+    num_rows = description.num_heads * description.head_dim
+    q_rows = [part.qkv.weight.dense()[: num_rows // 2] for part in parts if part.qkv is not None]
+    assert expected.qkv is not None
+    assert torch.equal(torch.cat(q_rows), expected.qkv.weight.dense()[:num_rows])
+
+
+def damage(name: str, change: Callable[[dict[str, Tensor]], object]) -> tuple[dict[str, Tensor], Scheme]:
+    quantize, settings = SCHEMES[name]
+    tensors = dict(quantize(torch.randn(64, 64))[0])
+    change(tensors)
+    return tensors, Scheme(settings["quant_method"], settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("w8a8", lambda t: t.pop("weight_scale"), "a.weight is of type torch.int8, and there is no scale"),
+        ("awq", lambda t: t.pop("scales"), "lack the tensor a.scales"),
+        ("awq", lambda t: t.update(scales=t["scales"][:, :9].contiguous()), "weights of a do not fit together"),
+        ("gptq", lambda t: t["g_idx"].fill_(0), "g_idx does not give every group as many columns"),
+        ("fp8", lambda t: t["weight"].view(torch.uint8).fill_(127), "a.weight has numbers that are none"),
+        ("fp8", lambda t: t.update(weight=t["weight"].to(torch.float8_e5m2)), "is of type torch.float8_e5m2"),
+        ("w4a16", lambda t: t.update(weight_shape=torch.tensor([64, 128])), "weights of 2 bits; known are 4 and 8"),
+        ("mxfp4", lambda t: t.update(weight_scale=t["weight_scale"].float()), "NVFP4"),
+    ],
+)  # fmt: skip
+def test_damaged_tensors_are_named(
+    name: str, change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    tensors, scheme = damage(name, change)
+    save_file({f"a.{part}": tensor.contiguous() for part, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        SafetensorsFiles([tmp_path / "a.safetensors"], scheme).matrix("a.weight")
