@@ -144,7 +144,7 @@ class BlockManager:
             if self._num_owners[block]:
                 continue
             self.num_held -= 1
-            if self.prefix_cache.contains(block) and block not in self.prefix_cache.pending:
+            if self.prefix_cache.contains(block) and not self.prefix_cache.is_pending(block):
                 self._put_cached(block, now_ns)
             else:
                 self._discard(block)

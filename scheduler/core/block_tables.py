@@ -167,11 +167,11 @@ class BlockTables:
             for index in range(first, end):
                 block = sequence.table[index]
                 self._publish(sequence, index)
-                cache.pending[block] = sequence
+                cache.claim([block], sequence)
             # A block of generated tokens is full, and its last token computed, once the token after it is known.
             sequence.next_publish = (end + 1) * self.tokens_per_block - len(sequence.request.spec.prompt) + 1
         else:
-            cache.pending.update((block, sequence) for block in sequence.table[first:end])
+            cache.claim(sequence.table[first:end], sequence)
             sequence.next_publish = NO_RESULTS
 
     def _adopt(self, sequence: Sequence, adoption: Adoption) -> None:
@@ -180,25 +180,22 @@ class BlockTables:
         for index in range(sequence.num_hit_blocks, end):
             block = sequence.table[index]
             adoption.entries.append(AdoptedBlock(sequence, index, block))
-            self._prefix_cache.pending[block] = adoption
+            self._prefix_cache.claim([block], adoption)
         sequence.num_hit_blocks = max(sequence.num_hit_blocks, end)
 
     def settle(self, adoption: Adoption, missing: Collection[int]) -> None:
         """Takes in what an adoption came to: blocks that were found are computed, its sequences compute the others."""
-        pending = self._prefix_cache.pending
+        cache = self._prefix_cache
         for entry in adoption.entries:
-            if pending.get(entry.block) is not adoption:
+            if not cache.is_claimed(entry.block, adoption):
                 continue  # it was given back, and may be another's
             if not entry.is_held:
-                pending[entry.block] = None
-                continue
-            if entry.block in missing:
-                pending[entry.block] = entry.sequence
+                cache.abandon([entry.block], adoption)
+            elif entry.block in missing:
+                cache.claim([entry.block], entry.sequence)
                 entry.sequence.num_hit_blocks = min(entry.sequence.num_hit_blocks, entry.index)
-                continue
-            del pending[entry.block]
-            if self._prefix_cache.contains(entry.block):
-                self._prefix_cache.note_stored(entry.sequence, entry.index, 1, self.tokens_per_block)
+            elif cache.settle(entry.block):
+                cache.note_stored(entry.sequence, entry.index, 1, self.tokens_per_block)
 
     def grow(self, sequence: Sequence) -> int:
         """Adds a block to a sequence and gives back those that its attention window has left behind.
@@ -262,10 +259,7 @@ class BlockTables:
 
     def break_promises(self, sequence: Sequence) -> None:
         """Blocks that a sequence in its context phase was to compute are left to whoever else holds them."""
-        pending = self._prefix_cache.pending
-        for block in sequence.table[sequence.num_freed :]:
-            if pending.get(block) is sequence:
-                pending[block] = None
+        self._prefix_cache.abandon(sequence.table[sequence.num_freed :], sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks back. Its table stays as it is: the caller clears it."""

@@ -179,15 +179,14 @@ class SchedulerCore:
         group = self.membership.group_of(event)
         if group is None:
             return
-        group.last_heard_ns = event.time_ns
-        if not group.in_flight or event.step_id < group.in_flight[0].step_id:
+        problem = group.deliver(event)
+        if problem is None:
             self.totals.num_stale_messages += 1  # it came twice
             return
-        if event.step_id > group.in_flight[-1].step_id:
-            self.membership.end_at_fault(group, "it reports a step that was not sent")
+        if problem:
+            self.membership.end_at_fault(group, problem)
             return
-        group.early_results[event.step_id] = event
-        while group.in_flight and (result := group.early_results.pop(group.in_flight[0].step_id, None)) is not None:
+        while (result := group.next_result()) is not None:
             if not self._commit(group, result):
                 return
         self.membership.flush_kv_changes(group)
@@ -197,13 +196,7 @@ class SchedulerCore:
         if problem:
             self.membership.end_at_fault(group, f"wrong result: {problem}")
             return False
-        group.standing.note_good_step()
-        group.last_progress_ns = event.time_ns
-        group.num_beats_ahead = 0
-        step = group.in_flight.popleft()
-        group.pace.note_result(step, event.time_ns)
-        group.tables.settle(step.adoption, event.missing_blocks)
-        self._results.commit(group, step, event)
+        self._results.commit(group, group.finish_step(event), event)
         return True
 
     def _turn(self, event: Turn) -> None:

@@ -23,10 +23,10 @@ from scheduler.core.failure import (
     UNAVAILABLE,
     Failure,
 )
-from scheduler.core.finished import FinishedRequests
 from scheduler.core.queue import RequestQueue
 from scheduler.core.request import Finish, FinishReason, Request, RequestState, Sequence, SequenceEnd
 from scheduler.core.request_spec import RequestSpec
+from scheduler.core.request_table import RequestTable
 from scheduler.core.stats import Totals
 from scheduler.core.timers import Clock, Timers
 
@@ -51,7 +51,7 @@ class Lifecycle:
         clock: Clock,
         effects: list[Effect],
     ) -> None:
-        self.requests: dict[str, Request] = {}
+        self.requests = RequestTable(config, timers, self._forget)
         self.is_draining = False
         self.last_queue_time_ns = 0
         self._config = config
@@ -60,14 +60,13 @@ class Lifecycle:
         self._totals = totals
         self._clock = clock
         self._effects = effects
-        self._finished = FinishedRequests(config, timers, self._forget)
         self._num_tensor_bytes = 0
         self._num_seen = 0
 
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
-        return len(self.requests) - len(self._finished)
+        return self.requests.num_unfinished
 
     def submit(self, event: Submitted) -> Request | None:
         """Takes a request in, attaches to the one that is known, or refuses.
@@ -111,7 +110,7 @@ class Lifecycle:
         for index, end in event.ends:
             request.sequences[index].end = end
         if event.finish is not None:
-            self._finished.keep(request, self._clock.now_ns)  # how long ago it ended another clock would say
+            self.requests.keep(request, self._clock.now_ns)  # how long ago it ended another clock would say
             return request
         request.num_recoveries = 1
         if request.beams is not None and request.live_sequences:
@@ -133,7 +132,7 @@ class Lifecycle:
         request.num_steps = finish.num_steps
         request.num_draft_tokens = finish.num_draft_tokens
         request.num_accepted_tokens = finish.num_accepted_tokens
-        self.requests[request.request_id] = request
+        self.requests.add(request)
         return request
 
     def _refuse(self, spec: RequestSpec, code: int, message: str, field: str = "") -> None:
@@ -149,7 +148,7 @@ class Lifecycle:
         self._num_tensor_bytes += spec.tensor_bytes
         request.times.arrival_ns = spec.arrival_ns or now
         request.times.queued_ns = request.orphaned_ns = request.waiting_since_ns = now
-        self.requests[spec.request_id] = request
+        self.requests.add(request)
         if spec.deadline_ns is not None:
             self._timers.at(spec.deadline_ns, partial(self._on_deadline, spec.request_id, request.ordinal))
         if not spec.is_detached:
@@ -234,7 +233,7 @@ class Lifecycle:
         self._queue.settle(request)
         self._count_finished(request)
         self._effects.append(RequestEnded(request))
-        self._finished.keep(request, self._clock.now_ns)
+        self.requests.keep(request, self._clock.now_ns)
 
     def _count_finished(self, request: Request) -> None:
         totals, end = self._totals, request.sequences[0].end
@@ -248,13 +247,12 @@ class Lifecycle:
         """Room for a request's tensors, in place of ended requests that nobody reads; False where there is none."""
         limit = self._config.max_tensor_bytes - num_bytes
         if self._num_tensor_bytes > limit:
-            for request in list(self._finished):
+            for request in self.requests.ended:
                 if request.spec.tensor_bytes and not request.num_attached and self._num_tensor_bytes > limit:
-                    self._finished.forget(request)
+                    self.requests.forget(request)
         return self._num_tensor_bytes <= limit
 
     def _forget(self, request: Request) -> None:
-        del self.requests[request.request_id]
         self._num_tensor_bytes -= request.spec.tensor_bytes
         self._effects.append(RequestForgotten(request))
 

@@ -119,15 +119,8 @@ class Membership:
         group = self.group_of(event)
         if group is None:
             return
-        group.last_heard_ns = event.time_ns
-        group.memory = event.memory
-        if not group.in_flight or event.last_step_id < group.in_flight[0].step_id:
-            group.num_beats_ahead = 0
-        else:
-            # It finished a step whose result did not come. Once may be overtaking, twice is a loss.
-            group.num_beats_ahead += 1
-            if group.num_beats_ahead >= 2:
-                self.end_at_fault(group, "a step's result did not come")
+        if not group.note_beat(event):
+            self.end_at_fault(group, "a step's result did not come")
 
     def leave(self, event: WorkerLeft) -> None:
         """Lets a group go; its requests go on elsewhere."""
@@ -323,8 +316,8 @@ class Membership:
 
     def flush_kv_changes(self, group: WorkerGroup) -> None:
         """Reports what became findable or not in a group's prefix cache."""
-        if group.prefix_cache.changes:
-            self._note_kv_changes(group, group.prefix_cache.take_changes())
+        if changes := group.prefix_cache.take_changes():
+            self._note_kv_changes(group, changes)
 
     def _note_kv_changes(self, group: WorkerGroup, changes: list[KvChange]) -> None:
         self._effects.append(KvChanged(group.group_id, changes))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.core.adoption import Adoption
@@ -70,22 +71,20 @@ def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) ->
     return hashes
 
 
-class PrefixCache:
-    """Which block of one worker group holds which hash, and which are still to be computed.
+# Who brings about a block's contents: a sequence that computes them, or an adoption that may find them.
+Writer = Sequence | Adoption
 
-    Attributes:
-        pending: Published blocks whose contents no planned step computes yet, with the sequence that will, or the
-            adoption that may find them; None where there is none and the next one that needs the block takes over.
-        changes: What readers of KV events have not been told yet.
-        news: What the worker has not been told yet: a block, and the hash of what it holds; 0 where that may change.
-    """
+
+class PrefixCache:
+    """Which block of one worker group holds which hash, and which are still to be computed."""
 
     def __init__(self) -> None:
         self._block_of: dict[int, int] = {}
         self._hash_of: dict[int, int] = {}
-        self.pending: dict[int, Sequence | Adoption | None] = {}
-        self.changes: list[KvChange] = []
-        self.news: list[tuple[int, int]] = []
+        # Blocks that no planned step computes yet, with their writers; None: the next one that needs the block.
+        self._pending: dict[int, Writer | None] = {}
+        self._changes: list[KvChange] = []
+        self._news: list[tuple[int, int]] = []
 
     def find(self, hashes: list[int]) -> list[int]:
         """Blocks that hold the longest published beginning of the chain."""
@@ -106,16 +105,60 @@ class PrefixCache:
         self._hash_of[block] = value
         return True
 
+    @property
+    def num_pending(self) -> int:
+        """Blocks that no planned step computes yet."""
+        return len(self._pending)
+
+    def is_pending(self, block: int) -> bool:
+        """Whether no planned step computes the block yet."""
+        return block in self._pending
+
+    def claim(self, blocks: Iterable[int], writer: Writer) -> None:
+        """Note that `writer` is to bring about the contents of these blocks; until then others wait for them."""
+        for block in blocks:
+            self._pending[block] = writer
+
+    def is_claimed(self, block: int, writer: Writer) -> bool:
+        """Whether `writer` is still to bring about the block's contents."""
+        return self._pending.get(block) is writer
+
+    def abandon(self, blocks: Iterable[int], writer: Writer) -> None:
+        """Leave those of the blocks that `writer` has claimed to the next one that needs them."""
+        for block in blocks:
+            if self._pending.get(block) is writer:
+                self._pending[block] = None
+
+    def wait_for(self, block: int, sequence: Sequence) -> Writer | None:
+        """Return whom a sequence that needs the block waits for; None: the block is computed.
+
+        It is the sequence itself where it has claimed the block, or claims it now because nobody else has.
+        """
+        if block not in self._pending:
+            return None
+        writer = self._pending[block]
+        if writer is None:
+            self._pending[block] = writer = sequence
+        return writer
+
+    def settle(self, block: int) -> bool:
+        """Note that a planned step computes the block, so that nobody has to wait for it any more.
+
+        Returns:
+            Whether it can be found from now on.
+        """
+        return self._pending.pop(block, self) is not self and block in self._hash_of
+
     def withdraw(self, block: int) -> None:
         """Makes a block unfindable, before its contents change."""
-        was_pending = self.pending.pop(block, self) is not self
+        was_pending = self._pending.pop(block, self) is not self
         value = self._hash_of.pop(block, None)
         if value is None:
             return
         del self._block_of[value]
         if not was_pending:
-            self.changes.append(BlocksRemoved((value,)))
-            self.news.append((block, 0))
+            self._changes.append(BlocksRemoved((value,)))
+            self._news.append((block, 0))
 
     def contains(self, block: int) -> bool:
         """Whether the block can be found."""
@@ -124,9 +167,9 @@ class PrefixCache:
     def note_stored(self, sequence: Sequence, first_block: int, num_blocks: int, tokens_per_block: int) -> None:
         """Tells the worker and readers of KV events that a run of the sequence's blocks was stored."""
         hashes, end_block = sequence.block_hashes, first_block + num_blocks
-        self.news += zip(sequence.table[first_block:end_block], hashes[first_block:end_block], strict=True)
+        self._news += zip(sequence.table[first_block:end_block], hashes[first_block:end_block], strict=True)
         tokens = sequence.tokens_between(first_block * tokens_per_block, end_block * tokens_per_block)
-        self.changes.append(
+        self._changes.append(
             BlocksStored(
                 parent_hash=hashes[first_block - 1] if first_block else 0,
                 block_hashes=tuple(hashes[first_block:end_block]),
@@ -137,10 +180,14 @@ class PrefixCache:
 
     def take_changes(self) -> list[KvChange]:
         """Changes since the last call."""
-        changes, self.changes = self.changes, []
+        changes, self._changes = self._changes, []
         return changes
 
     def take_news(self) -> list[tuple[int, int]]:
-        """News since the last call."""
-        news, self.news = self.news, []
+        """What the worker has not been told: a block, and the hash of what it holds; 0 where that may change."""
+        news, self._news = self._news, []
         return news
+
+    def note_dropped(self, blocks: Iterable[int]) -> None:
+        """Tell the worker of those blocks that it kept and that cannot be found here: their contents may change."""
+        self._news += [(block, 0) for block in blocks if block not in self._hash_of]

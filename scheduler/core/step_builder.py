@@ -6,7 +6,6 @@ by which some tables grew. Nothing here looks at a sequence that does not run.
 
 from __future__ import annotations
 
-from scheduler.core.adoption import Adoption
 from scheduler.core.effects import AddedSequence, Fork, StepPlan
 from scheduler.core.in_flight import InFlightStep
 from scheduler.core.request import Request, Sequence
@@ -80,17 +79,14 @@ class StepBuilder:
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Skips blocks that others have computed; False while another sequence has yet to compute the next one."""
-        pending, block_size = self.group.prefix_cache.pending, self.group.tokens_per_block
+        cache, block_size = self.group.prefix_cache, self.group.tokens_per_block
         while (index := sequence.num_computed // block_size) < sequence.num_hit_blocks:
-            block = sequence.table[index]
-            if block in pending:
-                writer = pending[block]
-                if writer is None:
-                    pending[block] = sequence
-                    sequence.num_hit_blocks = index
-                elif writer is not sequence:
-                    return False
+            writer = cache.wait_for(sequence.table[index], sequence)
+            if writer is sequence:
+                sequence.num_hit_blocks = index
                 return True
+            if writer is not None:
+                return False
             sequence.num_computed = (index + 1) * block_size
         return sequence.index == 0 or self._copy_from_leader(sequence)
 
@@ -141,9 +137,7 @@ class StepBuilder:
         cache, group = self.group.prefix_cache, self.group
         run = first
         for index in range(first, end):
-            block = sequence.table[index]
-            was_pending = cache.pending.pop(block, cache) is not cache
-            if not (was_pending and cache.contains(block)):
+            if not cache.settle(sequence.table[index]):
                 if run < index:
                     cache.note_stored(sequence, run, index - run, group.tokens_per_block)
                 run = index + 1
@@ -284,14 +278,14 @@ class StepBuilder:
     def finish(self) -> StepPlan:
         """Closes the step and puts it in flight. Precondition: it is not empty."""
         group, plan = self.group, self._plan
-        plan.released_rows, group.released_rows = group.released_rows, []
+        plan.released_rows = group.take_released_rows()
         for block, value in group.prefix_cache.take_news():
             plan.hashed_blocks.append(block)
             plan.block_hashes.append(value)
         plan.adopted_blocks, plan.adopted_hashes = group.adoption.blocks, group.adoption.hashes
         generation, rows = self._write_generation()
         num_scheduled = len(self._context) + len(generation)
-        group.in_flight.append(
+        group.send(
             InFlightStep(
                 step_id=plan.step_id,
                 ordinal=self._ordinal,
@@ -306,10 +300,8 @@ class StepBuilder:
                 adoption=group.adoption,
             )
         )
-        group.adoption = Adoption()
         if group.num_waiting:
             group.rest(generation)
-        group.next_step_id += 1
         for _, sequence, _, is_last in self._context:
             if is_last:
                 group.begin_generation(sequence)

@@ -19,7 +19,7 @@ from scheduler.core.adoption import Adoption
 from scheduler.core.block_manager import BlockManager
 from scheduler.core.block_tables import BlockTables
 from scheduler.core.config import CoreConfig
-from scheduler.core.events import StepDone, WorkerRegistered
+from scheduler.core.events import StepDone, WorkerBeat, WorkerRegistered
 from scheduler.core.fairness import Clients, Holdings, Pace
 from scheduler.core.in_flight import InFlightStep, LastGeneration
 from scheduler.core.prefix_cache import PrefixCache
@@ -107,7 +107,6 @@ class WorkerGroup:
         generating: Sequences in their generation phase, by row.
         generation_version: Changes whenever `generating` does.
         num_waiting: Sequences with rows that wait for each result before they run again.
-        released_rows: Rows that the next step frees at the worker.
         adoption: Blocks that the next step asks the worker to look for in what dead ones left.
         batch_size: Sequences started since the group was last empty.
     """
@@ -147,15 +146,15 @@ class WorkerGroup:
         self.num_on_worker = 0
         self.num_waiting = 0
         self.batch_size = 0
-        self.released_rows: list[int] = []
         self.adoption = Adoption()
         self.in_flight: deque[InFlightStep] = deque()
         self.last_generation = LastGeneration()
         self.next_step_id = 1
         self.num_placed = 0
-        self.num_beats_ahead = 0
-        self.early_results: dict[int, StepDone] = {}
+        self._num_beats_ahead = 0
+        self._early_results: dict[int, StepDone] = {}
         self.memory = (0, 0, 0)
+        self._released_rows: list[int] = []
         self._free_rows = list(range(self.max_batch_size))
         self._take_kept(registration, clock.now_ns)
 
@@ -164,12 +163,62 @@ class WorkerGroup:
         kept = list(zip(registration.kept_blocks, registration.kept_hashes, strict=True))
         if self.config.enable_block_reuse and not self.standing.num_faults:
             self.blocks.adopt(kept, now_ns)
-        self.prefix_cache.news += [(block, 0) for block, _ in kept if not self.prefix_cache.contains(block)]
+        self.prefix_cache.note_dropped(block for block, _ in kept)
 
     @property
     def is_held_off(self) -> bool:
         """Whether it gets nothing to run for a while."""
         return self.standing.is_held(self._clock.now_ns)
+
+    def send(self, step: InFlightStep) -> None:
+        """Put a step in flight, the adoption of which was the group's."""
+        self.in_flight.append(step)
+        self.next_step_id += 1
+        self.adoption = Adoption()
+
+    def deliver(self, event: StepDone) -> str | None:
+        """Keep a result until it is its turn.
+
+        Returns:
+            Why no correct worker sends it, or empty; None where it is of a step whose result came before.
+        """
+        self.last_heard_ns = event.time_ns
+        if not self.in_flight or event.step_id < self.in_flight[0].step_id:
+            return None
+        if event.step_id > self.in_flight[-1].step_id:
+            return "it reports a step that was not sent"
+        self._early_results[event.step_id] = event
+        return ""
+
+    def next_result(self) -> StepDone | None:
+        """Return the result of the oldest step in flight, once, if it has come."""
+        return self._early_results.pop(self.in_flight[0].step_id, None) if self.in_flight else None
+
+    def finish_step(self, event: StepDone) -> InFlightStep:
+        """Take the oldest step out of flight, whose result is right."""
+        self.standing.note_good_step()
+        self.last_progress_ns = event.time_ns
+        self._num_beats_ahead = 0
+        step = self.in_flight.popleft()
+        self.pace.note_result(step, event.time_ns)
+        self.tables.settle(step.adoption, event.missing_blocks)
+        return step
+
+    def note_beat(self, event: WorkerBeat) -> bool:
+        """Note a sign of life; False when a result is lost."""
+        self.last_heard_ns = event.time_ns
+        self.memory = event.memory
+        if not self.in_flight or event.last_step_id < self.in_flight[0].step_id:
+            self._num_beats_ahead = 0
+            return True
+        # It finished a step whose result did not come. Once may be overtaking, twice is a loss.
+        self._num_beats_ahead += 1
+        return self._num_beats_ahead < 2
+
+    def take_released_rows(self) -> list[int]:
+        """Return the rows that the next step frees at the worker, once."""
+        rows, self._released_rows = self._released_rows, []
+        return rows
 
     @property
     def num_free_rows(self) -> int:
@@ -374,7 +423,7 @@ class WorkerGroup:
         heapq.heappush(self._free_rows, sequence.row)
         self.holdings.remove(sequence.request.spec.client_id, self._blocks_of_row(sequence.request))
         if sequence.is_on_worker:
-            self.released_rows.append(sequence.row)
+            self._released_rows.append(sequence.row)
             self.num_on_worker -= 1
         self.num_waiting -= sequence.waits_for_result
         sequence.clear_placement()

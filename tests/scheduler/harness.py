@@ -288,7 +288,7 @@ class Harness:
         assert len(self.core.queue) == 0
         for group in self.core.groups:
             assert group.blocks.num_held == 0
-            assert group.prefix_cache.pending == {}
+            assert group.prefix_cache.num_pending == 0
             assert not group.context
             assert not group.generating
         assert self.core.totals.num_conservation_violations == 0

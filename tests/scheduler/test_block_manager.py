@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from scheduler.core.adoption import Adoption
 from scheduler.core.block_manager import BlockManager, Retention
 from scheduler.core.prefix_cache import BlocksRemoved, PrefixCache
 
@@ -36,11 +37,11 @@ def test_a_pending_block_is_not_kept_when_its_last_owner_goes() -> None:
     blocks = manager()
     (block,) = blocks.allocate(1, 0)
     blocks.prefix_cache.publish(block, 11)
-    blocks.prefix_cache.pending[block] = None
+    blocks.prefix_cache.claim([block], Adoption())
     blocks.release([block], 0)
     assert (blocks.num_free, blocks.num_cached) == (4, 0)
     assert blocks.prefix_cache.find([11]) == []
-    assert blocks.prefix_cache.changes == []  # nobody was told that it was stored
+    assert blocks.prefix_cache.take_changes() == []  # nobody was told that it was stored
 
 
 def test_the_block_given_back_first_is_evicted_first() -> None:

@@ -1,0 +1,74 @@
+"""The requests that a scheduler knows: those that have not ended, and for a while those that have."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+
+from scheduler.core.config import CoreConfig
+from scheduler.core.request import Request
+from scheduler.core.timers import Timers
+
+
+class RequestTable(Mapping[str, Request]):
+    """Requests by id. Those that ended are kept for those who resume them: so many, so many tokens, and so long."""
+
+    def __init__(self, config: CoreConfig, timers: Timers, on_forget: Callable[[Request], None]) -> None:
+        """`on_forget` is told of each that is not kept any longer."""
+        self._config = config
+        self._timers = timers
+        self._on_forget = on_forget
+        self._requests: dict[str, Request] = {}
+        # In order of their ends, with the time from which they are kept.
+        self._ended: OrderedDict[str, tuple[Request, int]] = OrderedDict()
+        self._num_ended_tokens = 0
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._requests[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests) - len(self._ended)
+
+    @property
+    def ended(self) -> list[Request]:
+        """Requests that have ended, in order of their ends."""
+        return [request for request, _ in self._ended.values()]
+
+    def add(self, request: Request) -> None:
+        """Add a request with a new id."""
+        self._requests[request.request_id] = request
+
+    def keep(self, request: Request, now_ns: int) -> None:
+        """Keep a request that has ended from now on, in place of older ones where these take too much."""
+        config = self._config
+        self._ended[request.request_id] = request, now_ns
+        self._num_ended_tokens += _num_tokens(request)
+        while len(self._ended) > config.max_num_finished or self._num_ended_tokens > config.max_finished_tokens:
+            self.forget(next(iter(self._ended.values()))[0])
+        self._timers.at(now_ns + config.finished_ttl_ns, self._forget_expired)
+
+    def forget(self, request: Request) -> None:
+        """Keep a request that has ended no longer."""
+        del self._ended[request.request_id], self._requests[request.request_id]
+        self._num_ended_tokens -= _num_tokens(request)
+        self._on_forget(request)
+
+    def _forget_expired(self, now_ns: int) -> None:
+        while self._ended:
+            oldest, kept_ns = next(iter(self._ended.values()))
+            if kept_ns + self._config.finished_ttl_ns > now_ns:
+                return
+            self.forget(oldest)
+
+
+def _num_tokens(request: Request) -> int:
+    """What keeping a request takes; it does not change once the request has ended."""
+    return len(request.spec.prompt) + sum(len(sequence.output) for sequence in request.sequences)
