@@ -15,6 +15,7 @@ from midstream.config import DetokenizerConfig, load_config
 from midstream.errors import ExecutionError, MidstreamError
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from midstream.security.peer_names import PeerNames, admit_peers
@@ -48,8 +49,10 @@ async def serve(config: DetokenizerConfig) -> None:
         num_tokens.inc,
         tls,
         StreamTraces(tracer).note if tracer is not None else lambda _: None,
+        config.internal_transport,
     )
-    servicer = DetokenizerServicer(pool, decoders, config.max_pending_bytes)
+    frames = FrameServer.from_config(config, tls)
+    servicer = DetokenizerServicer(pool, decoders, config.max_pending_bytes, frames)
     metrics.gauge("num_attached_streams", "Requests attached by routers.").set_function(lambda: servicer.num_attached)
     metrics.gauge("num_connected_schedulers", "Open token feeds.").set_function(
         lambda: sum(feed.is_open for feed in pool.feeds.values())
@@ -68,11 +71,15 @@ async def serve(config: DetokenizerConfig) -> None:
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)
     feeding = asyncio.create_task(pool.run(), name="the loop of token feeds")
     server.depend_on(feeding)
+    if frames is not None:
+        await frames.start()
     await server.start()
     http.start()
     try:
         await server.run_until_signal(drain=servicer.drain, drain_timeout_s=config.drain_timeout_s)
     finally:
+        if frames is not None:
+            await frames.close()
         feeding.cancel()
         await asyncio.wait((feeding,))
         http.stop()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import grpc.aio
 
@@ -28,6 +28,7 @@ from midstream.rpc.discovery import Discovery
 from midstream.security.tls import Tls
 from protos import scheduler_pb2 as pb
 from protos import scheduler_pb2_grpc
+from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,11 @@ _Call = grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]
 class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
     """The stream to one scheduler."""
 
+    batch_class = pb.FeedBatch
+
     def __init__(self, pool: FeedPool, target: str, detokenizer_id: str, end_ids: tuple[int, ...]) -> None:
-        super().__init__("scheduler", target, pool.max_message_bytes, pool.tls, pool.server_name(target))
+        name = pool.server_name(target)
+        super().__init__("scheduler", target, pool.max_message_bytes, pool.tls, name, transport=pool.transport)
         self._pool = pool
         self._detokenizer_id = detokenizer_id
         self._end_ids = end_ids
@@ -79,9 +83,16 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[assignment]
         return stub.TokenFeed(wait_for_ready=True)
 
-    async def _begin(self, call: _Call) -> None:
-        await call.write(pb.FeedCommand(hello=pb.FeedHello(detokenizer_id=self._detokenizer_id)))
-        self._commands.extend(_attach(stream) for stream in self._streams.values())
+    def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[FramesOffer]:
+        stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[assignment]
+        return stub.OpenTokenFeed(OpenFramesRequest(), wait_for_ready=True)
+
+    def _hello(self) -> pb.FeedCommand:
+        return pb.FeedCommand(hello=pb.FeedHello(detokenizer_id=self._detokenizer_id))
+
+    def _greet(self) -> None:
+        for stream in self._streams.values():
+            self._send(_attach(stream))
 
     def _lose(self) -> None:
         self._give_up_later(list(self._streams))
@@ -172,8 +183,10 @@ class FeedPool:
         count_tokens: Callable[[int], None],
         tls: Tls | None = None,
         on_detach: Callable[[OutputStream], None] = lambda _: None,
+        transport: str = "grpc",
     ) -> None:
-        """`on_detach` is told of each stream whose router asks for no more."""
+        """`on_detach` is told of each stream whose router asks for no more; `transport` is as in the configuration."""
+        self.transport = transport
         self.max_message_bytes = max_message_bytes
         self.tls = tls
         self.count_tokens = count_tokens

@@ -1,10 +1,11 @@
-"""The detokenizer's gRPC service: one stream per router, over which all its requests' text goes."""
+"""What the detokenizer offers routers: one stream for each, by gRPC or frames, with the text of all its requests."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -14,8 +15,10 @@ from detokenizer.feed import FeedPool
 from detokenizer.incremental import DecoderFactory
 from detokenizer.streams import OutputStream
 from midstream.errors import UnavailableError
+from midstream.rpc.frames import FrameConnection, FrameServer, Pump
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
+from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 
 logger = logging.getLogger(__name__)
 
@@ -24,25 +27,24 @@ _MAX_TENSOR_BYTES = 8 << 20
 
 
 class RouterConnection:
-    """What one router has attached. Streams mark themselves ready; the writer takes everything ready in one batch."""
+    """What one router has attached. Streams mark themselves ready; `collect` takes everything ready in one batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: FeedPool, wake: Callable[[], None]) -> None:
+        """`wake` is called when there is something to collect."""
         self.streams: dict[int, OutputStream] = {}
+        self._pool = pool
+        self._wake = wake
         self._ready: dict[int, OutputStream] = {}
-        self._wake = asyncio.Event()
 
     def mark_ready(self, stream: OutputStream) -> None:
         """The stream has something to take."""
         self._ready[stream.number] = stream
-        self._wake.set()
+        self._wake()
 
-    async def wait_ready(self) -> None:
-        """Returns when some stream is ready."""
-        await self._wake.wait()
-
-    def take(self, pool: FeedPool) -> pb.StreamBatch:
-        """Everything ready, one chunk per sequence; streams that are done are forgotten."""
-        self._wake.clear()
+    def collect(self) -> pb.StreamBatch | None:
+        """Return what is ready, one chunk per sequence; streams that are done are forgotten. None: nothing is."""
+        if not self._ready:
+            return None
         ready, self._ready = self._ready, {}
         batch, batch_bytes = pb.StreamBatch(), 0
         add = batch.chunks.add
@@ -61,8 +63,8 @@ class RouterConnection:
                 add(stream=number, error=stream.error.to_proto())
             if stream.is_done or stream.error is not None:
                 self.streams.pop(number, None)
-                pool.detach(stream)
-        return batch
+                self._pool.detach(stream)
+        return batch if batch.chunks else None
 
     def detach(self, number: int) -> OutputStream | None:
         """Forgets a stream."""
@@ -70,14 +72,39 @@ class RouterConnection:
         return self.streams.pop(number, None)
 
 
+class _FramesHandler:
+    """Serves one router over frames."""
+
+    def __init__(self, servicer: DetokenizerServicer, connection: FrameConnection) -> None:
+        self._servicer = servicer
+        self._pump = Pump(connection, self._collect, servicer.check_drained)
+        self._router = servicer.connect(self._pump.wake)
+        self.resume = self._pump.run
+
+    def _collect(self) -> pb.StreamBatch | None:
+        return self._router.collect()
+
+    def take(self, body: bytes) -> None:
+        """Obey a command."""
+        self._servicer.obey(pb.StreamCommand.FromString(body), self._router)
+
+    def lose(self, error: Exception | None) -> None:
+        """The router has left."""
+        self._servicer.disconnect(self._router)
+
+
 class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
     """Implements protos/detokenizer.proto."""
 
-    def __init__(self, pool: FeedPool, decoders: DecoderFactory, max_pending_bytes: int) -> None:
+    def __init__(
+        self, pool: FeedPool, decoders: DecoderFactory, max_pending_bytes: int, frames: FrameServer | None = None
+    ) -> None:
+        """`frames` takes the connections of routers that ask for frames; None: they get none."""
+        self._frames = frames
         self._pool = pool
         self._decoders = decoders
         self._max_pending_bytes = max_pending_bytes
-        self._connections: set[RouterConnection] = set()
+        self._connections: dict[RouterConnection, None] = {}
         self._numbers = itertools.count(1)
         self._is_draining = False
         self._drained = asyncio.Event()
@@ -90,38 +117,58 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
     async def drain(self) -> None:
         """Takes no new streams and returns when those that are open have ended."""
         self._is_draining = True
-        self._check_drained()
+        self.check_drained()
         await self._drained.wait()
+
+    def connect(self, wake: Callable[[], None]) -> RouterConnection:
+        """Serve another router."""
+        connection = RouterConnection(self._pool, wake)
+        self._connections[connection] = None
+        return connection
+
+    def disconnect(self, connection: RouterConnection) -> None:
+        """Serve a router no more."""
+        if self._connections.pop(connection, self) is None:
+            for stream in connection.streams.values():
+                self._pool.detach(stream)
+            self.check_drained()
+
+    async def OpenStream(self, request: OpenFramesRequest, context: object) -> FramesOffer:  # noqa: N802
+        """Offer frames in place of Stream."""
+        if self._frames is None:
+            return FramesOffer()
+        return self._frames.offer(lambda connection: _FramesHandler(self, connection))
 
     async def Stream(  # type: ignore[override]  # noqa: N802 (it writes to the context)
         self, request_iterator: object, context: grpc.aio.ServicerContext[pb.StreamCommand, pb.StreamBatch]
     ) -> None:
         """Serves one router until it leaves."""
-        connection = RouterConnection()
-        self._connections.add(connection)
+        ready = asyncio.Event()
+        connection = self.connect(ready.set)
         # Tells the router that the stream is open, before there is anything to send.
         await context.send_initial_metadata(())
         try:
             async with asyncio.TaskGroup() as group:
-                writer = group.create_task(self._write(connection, context))
+                writer = group.create_task(self._write(connection, ready, context))
                 while isinstance(command := await context.read(), pb.StreamCommand):
-                    self._obey(command, connection)
+                    self.obey(command, connection)
                 writer.cancel()
         finally:
-            self._connections.discard(connection)
-            for stream in connection.streams.values():
-                self._pool.detach(stream)
-            self._check_drained()
+            self.disconnect(connection)
 
-    async def _write(self, connection: RouterConnection, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _write(
+        self, connection: RouterConnection, ready: asyncio.Event, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
         while True:
-            await connection.wait_ready()
-            batch = connection.take(self._pool)
-            if batch.chunks:
+            await ready.wait()
+            ready.clear()
+            batch = connection.collect()
+            if batch is not None:
                 await context.write(batch)
-            self._check_drained()
+            self.check_drained()
 
-    def _obey(self, command: pb.StreamCommand, connection: RouterConnection) -> None:
+    def obey(self, command: pb.StreamCommand, connection: RouterConnection) -> None:
+        """Carry out what a router asks for."""
         kind = command.WhichOneof("command")
         if kind == "attach":
             attach = command.attach
@@ -145,8 +192,9 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
             left = connection.detach(command.detach.stream)
             if left is not None:
                 self._pool.detach(left)
-                self._check_drained()
+                self.check_drained()
 
-    def _check_drained(self) -> None:
+    def check_drained(self) -> None:
+        """Note when a drain is over."""
         if self._is_draining and not self.num_attached:
             self._drained.set()

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from protos import detokenizer_pb2 as protos_dot_detokenizer__pb2
+from protos import frames_pb2 as protos_dot_frames__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
@@ -39,6 +40,11 @@ class DetokenizerStub(object):
                 request_serializer=protos_dot_detokenizer__pb2.StreamCommand.SerializeToString,
                 response_deserializer=protos_dot_detokenizer__pb2.StreamBatch.FromString,
                 _registered_method=True)
+        self.OpenStream = channel.unary_unary(
+                '/midstream.v1.Detokenizer/OpenStream',
+                request_serializer=protos_dot_frames__pb2.OpenFramesRequest.SerializeToString,
+                response_deserializer=protos_dot_frames__pb2.FramesOffer.FromString,
+                _registered_method=True)
 
 
 class DetokenizerServicer(object):
@@ -51,6 +57,13 @@ class DetokenizerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenStream(self, request, context):
+        """The same stream over frames: commands and batches as in Stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DetokenizerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_DetokenizerServicer_to_server(servicer, server):
                     servicer.Stream,
                     request_deserializer=protos_dot_detokenizer__pb2.StreamCommand.FromString,
                     response_serializer=protos_dot_detokenizer__pb2.StreamBatch.SerializeToString,
+            ),
+            'OpenStream': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenStream,
+                    request_deserializer=protos_dot_frames__pb2.OpenFramesRequest.FromString,
+                    response_serializer=protos_dot_frames__pb2.FramesOffer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class Detokenizer(object):
             '/midstream.v1.Detokenizer/Stream',
             protos_dot_detokenizer__pb2.StreamCommand.SerializeToString,
             protos_dot_detokenizer__pb2.StreamBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Detokenizer/OpenStream',
+            protos_dot_frames__pb2.OpenFramesRequest.SerializeToString,
+            protos_dot_frames__pb2.FramesOffer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ import collections.abc
 import grpc
 import grpc.aio
 import protos.detokenizer_pb2
+import protos.frames_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -25,12 +26,24 @@ class DetokenizerStub:
     ]
     """One stream per router: it attaches and detaches requests, and their text comes back in batches."""
 
+    OpenStream: grpc.UnaryUnaryMultiCallable[
+        protos.frames_pb2.OpenFramesRequest,
+        protos.frames_pb2.FramesOffer,
+    ]
+    """The same stream over frames: commands and batches as in Stream."""
+
 class DetokenizerAsyncStub:
     Stream: grpc.aio.StreamStreamMultiCallable[
         protos.detokenizer_pb2.StreamCommand,
         protos.detokenizer_pb2.StreamBatch,
     ]
     """One stream per router: it attaches and detaches requests, and their text comes back in batches."""
+
+    OpenStream: grpc.aio.UnaryUnaryMultiCallable[
+        protos.frames_pb2.OpenFramesRequest,
+        protos.frames_pb2.FramesOffer,
+    ]
+    """The same stream over frames: commands and batches as in Stream."""
 
 class DetokenizerServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -40,5 +53,13 @@ class DetokenizerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.detokenizer_pb2.StreamBatch], collections.abc.AsyncIterator[protos.detokenizer_pb2.StreamBatch]]:
         """One stream per router: it attaches and detaches requests, and their text comes back in batches."""
+
+    @abc.abstractmethod
+    def OpenStream(
+        self,
+        request: protos.frames_pb2.OpenFramesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.frames_pb2.FramesOffer, collections.abc.Awaitable[protos.frames_pb2.FramesOffer]]:
+        """The same stream over frames: commands and batches as in Stream."""
 
 def add_DetokenizerServicer_to_server(servicer: DetokenizerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

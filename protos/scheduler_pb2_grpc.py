@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from protos import frames_pb2 as protos_dot_frames__pb2
 from protos import loads_pb2 as protos_dot_loads__pb2
 from protos import scheduler_pb2 as protos_dot_scheduler__pb2
 from protos import stats_pb2 as protos_dot_stats__pb2
@@ -61,6 +62,11 @@ class SchedulerStub(object):
                 '/midstream.v1.Scheduler/TokenFeed',
                 request_serializer=protos_dot_scheduler__pb2.FeedCommand.SerializeToString,
                 response_deserializer=protos_dot_scheduler__pb2.FeedBatch.FromString,
+                _registered_method=True)
+        self.OpenTokenFeed = channel.unary_unary(
+                '/midstream.v1.Scheduler/OpenTokenFeed',
+                request_serializer=protos_dot_frames__pb2.OpenFramesRequest.SerializeToString,
+                response_deserializer=protos_dot_frames__pb2.FramesOffer.FromString,
                 _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/midstream.v1.Scheduler/GetModelInfo',
@@ -147,6 +153,13 @@ class SchedulerServicer(object):
 
     def TokenFeed(self, request_iterator, context):
         """One stream per detokenizer: commands go up, tokens come down.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenTokenFeed(self, request, context):
+        """The same stream over frames: commands and batches as in TokenFeed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,6 +252,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.TokenFeed,
                     request_deserializer=protos_dot_scheduler__pb2.FeedCommand.FromString,
                     response_serializer=protos_dot_scheduler__pb2.FeedBatch.SerializeToString,
+            ),
+            'OpenTokenFeed': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenTokenFeed,
+                    request_deserializer=protos_dot_frames__pb2.OpenFramesRequest.FromString,
+                    response_serializer=protos_dot_frames__pb2.FramesOffer.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -426,6 +444,33 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/TokenFeed',
             protos_dot_scheduler__pb2.FeedCommand.SerializeToString,
             protos_dot_scheduler__pb2.FeedBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenTokenFeed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/OpenTokenFeed',
+            protos_dot_frames__pb2.OpenFramesRequest.SerializeToString,
+            protos_dot_frames__pb2.FramesOffer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,7 @@ import abc
 import collections.abc
 import grpc
 import grpc.aio
+import protos.frames_pb2
 import protos.loads_pb2
 import protos.scheduler_pb2
 import protos.stats_pb2
@@ -52,6 +53,12 @@ class SchedulerStub:
         protos.scheduler_pb2.FeedBatch,
     ]
     """One stream per detokenizer: commands go up, tokens come down."""
+
+    OpenTokenFeed: grpc.UnaryUnaryMultiCallable[
+        protos.frames_pb2.OpenFramesRequest,
+        protos.frames_pb2.FramesOffer,
+    ]
+    """The same stream over frames: commands and batches as in TokenFeed."""
 
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -134,6 +141,12 @@ class SchedulerAsyncStub:
         protos.scheduler_pb2.FeedBatch,
     ]
     """One stream per detokenizer: commands go up, tokens come down."""
+
+    OpenTokenFeed: grpc.aio.UnaryUnaryMultiCallable[
+        protos.frames_pb2.OpenFramesRequest,
+        protos.frames_pb2.FramesOffer,
+    ]
+    """The same stream over frames: commands and batches as in TokenFeed."""
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -226,6 +239,14 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.scheduler_pb2.FeedBatch], collections.abc.AsyncIterator[protos.scheduler_pb2.FeedBatch]]:
         """One stream per detokenizer: commands go up, tokens come down."""
+
+    @abc.abstractmethod
+    def OpenTokenFeed(
+        self,
+        request: protos.frames_pb2.OpenFramesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.frames_pb2.FramesOffer, collections.abc.Awaitable[protos.frames_pb2.FramesOffer]]:
+        """The same stream over frames: commands and batches as in TokenFeed."""
 
     @abc.abstractmethod
     def GetModelInfo(

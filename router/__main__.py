@@ -60,7 +60,7 @@ async def serve(config: RouterConfig) -> None:
     progress, metrics = Progress(), Metrics()
     tracer = Tracer.from_config(config, "router")
     cells = Cells(config.schedulers, config.max_message_bytes, tls)
-    pool = DetokenizerPool(config.detokenizers, config.max_message_bytes, tls)
+    pool = DetokenizerPool(config.detokenizers, config.max_message_bytes, tls, transport=config.internal_transport)
     runner = Runner(
         folder,
         prompts,

@@ -13,6 +13,7 @@ from midstream.config import SchedulerConfig
 from midstream.errors import ConfigError, ExecutionError
 from midstream.model.folder import ModelFolder, midstream_home, open_model_folder
 from midstream.rpc.errors import Admit
+from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from midstream.security.peer_names import PeerNames, admit_peers
@@ -56,6 +57,7 @@ class SchedulerService:
 
     Attributes:
         engine: The running core; set by `start`.
+        frames: Takes detokenizers' connections for frames; None where gRPC alone is wanted.
         port: gRPC port. worker_port: ZeroMQ port. http_port: Port of /metrics and /health.
     """
 
@@ -79,16 +81,18 @@ class SchedulerService:
         self.clock = SteadyClock()
         self.progress = Progress()
         self.metrics = Metrics()
+        self._tls = Tls.from_config(config)
         self.server = Server(
             SERVICE_NAME,
             config.host,
             config.port,
             self.progress,
             max_message_bytes=config.max_message_bytes,
-            tls=Tls.from_config(config),
+            tls=self._tls,
             admit=_admit(config),
         )
         self.port = self.server.port
+        self.frames = FrameServer.from_config(config, self._tls)
         self.dispatcher = Dispatcher(
             config.host,
             config.worker_port,
@@ -147,11 +151,14 @@ class SchedulerService:
             limits=self.limits,
             cell=self.config.name or f"{self.config.host}:{self.port}",
             policies=(self.config.capacity_policy, self.config.batching_type, self.config.journal),
+            frames=self.frames,
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, self.server.grpc)
         dispatching = self.dispatcher.run(self.engine.handle_worker_event, self.progress.loop("worker messages"))
         self._tasks.append(asyncio.create_task(dispatching, name="the loop of worker messages"))
         self.server.depend_on(self._tasks[0])
+        if self.frames is not None:
+            await self.frames.start()
         await self.server.start()
         self.progress.set_reason(waiting, stands=False)
         logger.info(
@@ -211,6 +218,8 @@ class SchedulerService:
 
     async def close(self) -> None:
         """Releases ports and tasks."""
+        if self.frames is not None:
+            await self.frames.close()
         for task in self._tasks:
             task.cancel()
             await asyncio.wait((task,))
@@ -249,8 +258,8 @@ def _admit(config: SchedulerConfig) -> Admit | None:
     """Return what keeps every method for the parts that call it."""
     routers = PeerNames(config.router_names, "router_names")
     detokenizers = PeerNames(config.detokenizer_names, "detokenizer_names")
-    feed = f"/{SERVICE_NAME}/TokenFeed"
-    return admit_peers(config, lambda method: detokenizers if method == feed else routers)
+    feeds = {f"/{SERVICE_NAME}/TokenFeed", f"/{SERVICE_NAME}/OpenTokenFeed"}
+    return admit_peers(config, lambda method: detokenizers if method in feeds else routers)
 
 
 def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: int) -> CoreConfig:

@@ -15,6 +15,7 @@ class DetokenizerConfig(GrpcServiceConfig):
         "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
     )
     port: int = setting(50054, "gRPC port.")
+    frames_port: int = setting(0, "TCP port of frames, for peers on other hosts; 0 picks a free one.")
     schedulers: str = setting("127.0.0.1:50052", "Comma-separated scheduler targets, one per cell.")
     router_names: str = setting(
         "router", "Comma-separated names in certificates of those that may call as routers: kinds, DNS names or URIs."

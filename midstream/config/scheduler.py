@@ -16,6 +16,7 @@ class SchedulerConfig(GrpcServiceConfig):
     )
     served_model_name: str = setting("", "Name of the model in the API; empty: its own.")
     port: int = setting(50052, "gRPC port.")
+    frames_port: int = setting(0, "TCP port of frames, for peers on other hosts; 0 picks a free one.")
     worker_port: int = setting(50053, "ZeroMQ port that workers dial.")
     curve: bool = setting(False, "Encrypt the workers' links and take only workers whose keys are known.")
     curve_secret_key: str = setting("", "File with this process's key pair, from `midstream keys`.")

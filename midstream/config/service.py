@@ -33,6 +33,12 @@ class ServiceConfig:
 class GrpcServiceConfig(ServiceConfig):
     """Base of those with a gRPC port. One identity serves the port and the links to other services."""
 
+    internal_transport: str = setting(
+        "frames",
+        "How tokens travel between scheduler, detokenizer and router: frames costs less, grpc passes through service "
+        "meshes. Where the other side has only grpc, that is taken.",
+        choices=("frames", "grpc"),
+    )
     tls: bool = setting(False, "TLS on the gRPC port and on the links to other services.")
     tls_cert: str = setting("", "PEM file with this process's certificate chain; re-read when it changes, as all are.")
     tls_key: str = setting("", "PEM file with its private key.")

@@ -1,6 +1,7 @@
 """One side of a stream that many requests share: commands go up, batches come down.
 
-It is opened again whenever it breaks, so whoever builds on it says what hangs on it anew, or gives it up.
+It is opened again whenever it breaks, so whoever builds on it says what hangs on it anew, or gives it up. It goes over
+frames where both sides have them, else over a gRPC stream.
 """
 
 from __future__ import annotations
@@ -9,21 +10,28 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Generic, TypeVar, cast
+from collections.abc import Awaitable
+from typing import ClassVar, Generic, TypeVar, cast
 
 import grpc.aio
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from midstream.rpc import frames
 from midstream.rpc.serving import open_channel
 from midstream.security.tls import Tls
+from protos import frames_pb2
 
 logger = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.1
 _ASK_S = 1.0
+_CONNECT_TIMEOUT_S = 2.0
+# Frames that were offered and could not be reached so often in a row are taken to be kept out, by a firewall or a mesh.
+_MAX_FAILURES = 3
 
-CommandT = TypeVar("CommandT")
-BatchT = TypeVar("BatchT")
+CommandT = TypeVar("CommandT", bound=Message)
+BatchT = TypeVar("BatchT", bound=Message)
 
 
 class CommandStream(ABC, Generic[CommandT, BatchT]):
@@ -32,7 +40,10 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
     Attributes:
         target: Its address.
         is_open: Whether commands reach it.
+        over_frames: Whether it goes over frames, while it is open.
     """
+
+    batch_class: ClassVar[type[Message]]
 
     def __init__(
         self,
@@ -42,8 +53,10 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         tls: Tls | None,
         server_name: str,
         silence_s: float = 0.0,
+        *,
+        transport: str = "grpc",
     ) -> None:
-        """Opens nothing yet.
+        """Open nothing yet.
 
         Args:
             kind: What is there, for the log.
@@ -51,50 +64,66 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             max_message_bytes: Largest message, each way.
             tls: Certificates; None: plain text.
             server_name: Name that its certificate must carry; empty: its address.
-            silence_s: How long it may leave a question after its health unanswered before the stream is given up; 0: it
-                is not asked, and only a closed connection or keepalive ends the stream.
+            silence_s: How long it may answer nothing before the stream is given up; 0: as long as keepalive allows.
+            transport: frames, where the other side has them, or grpc.
         """
         self.target = target
         self.is_open = False
+        self.over_frames = False
         self._kind = kind
         self._max_message_bytes = max_message_bytes
         self._tls = tls
         self._server_name = server_name
         self._silence_s = silence_s
+        self._transport = transport
+        self._connection: frames.FrameConnection | None = None
+        self._lost: asyncio.Future[Exception | None] | None = None
+        self._num_failures = 0
         self._commands: deque[CommandT] = deque()
         self._wake = asyncio.Event()
 
     @abstractmethod
     def _call(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[CommandT, BatchT]:
-        """Calls the method."""
+        """Call the gRPC method."""
 
     @abstractmethod
-    async def _begin(self, call: grpc.aio.StreamStreamCall[CommandT, BatchT]) -> None:
-        """Makes sure that the other side is there, and may send what it is to know first."""
+    def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[frames_pb2.FramesOffer]:
+        """Ask for a connection in place of the gRPC stream."""
 
     @abstractmethod
     def _take(self, batch: BatchT) -> None:
-        """Takes what came."""
+        """Handle what came."""
 
     @abstractmethod
     def _lose(self) -> None:
-        """Notes that the stream broke, or did not open."""
+        """Note that the stream broke, or did not open."""
+
+    def _hello(self) -> CommandT | None:
+        """Return the first command."""
+        return None
+
+    def _greet(self) -> None:
+        """Send what the other side is to know first; the stream is open."""
 
     def _send(self, command: CommandT) -> None:
-        self._commands.append(command)
-        self._wake.set()
+        if self._connection is not None:
+            self._connection.post(command)
+        else:
+            self._commands.append(command)
+            self._wake.set()
 
     async def run(self) -> None:
-        """Keeps the stream open until cancelled."""
+        """Keep the stream open until cancelled."""
         async with open_channel(
             self.target, max_message_bytes=self._max_message_bytes, tls=self._tls, server_name=self._server_name
         ) as channel:
             while True:
                 try:
                     await self._run_once(channel)
-                except* (grpc.aio.AioRpcError, TimeoutError):
+                except* (grpc.aio.AioRpcError, OSError) as group:
                     level = logging.INFO if self.is_open else logging.DEBUG
-                    logger.log(level, "no stream to %s %s", self._kind, self.target, extra={self._kind: self.target})
+                    extra = {self._kind: self.target, "reason": str(group.exceptions[0])[:200]}
+                    logger.log(level, "no stream to %s %s", self._kind, self.target, extra=extra)
                 except* Exception:
                     # A defect here or there; the stream must not stand still for it.
                     logger.exception("the stream to %s %s failed", self._kind, self.target)
@@ -107,10 +136,85 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
     async def _run_once(self, channel: grpc.aio.Channel) -> None:
         self._commands.clear()
+        connection = await self._connect(channel) if self._transport == "frames" else None
+        self.over_frames = connection is not None
+        if connection is not None:
+            await self._run_frames(connection)
+        else:
+            await self._run_grpc(channel)
+
+    async def _connect(self, channel: grpc.aio.Channel) -> frames.FrameConnection | None:
+        """Open a connection for frames; None where the other side has none."""
+        try:
+            offer = await self._ask_for_frames(channel)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return None
+            raise
+        if not offer.port and not offer.unix_name:
+            return None
+        limits = {"keepalive_s": _ASK_S, "timeout_s": self._silence_s} if self._silence_s else {}
+        self._lost = asyncio.get_running_loop().create_future()
+        try:
+            connection = await frames.connect(
+                offer,
+                self.target,
+                self,
+                max_message_bytes=self._max_message_bytes,
+                tls=self._tls,
+                server_name=self._server_name,
+                **limits,
+            )
+        except OSError as error:
+            self._num_failures += 1
+            if self._num_failures < _MAX_FAILURES:
+                raise
+            self._num_failures = 0
+            logger.warning("no frames to %s %s, so gRPC is used: %s", self._kind, self.target, error)
+            return None
+        self._num_failures = 0
+        return connection
+
+    async def _run_frames(self, connection: frames.FrameConnection) -> None:
+        assert self._lost is not None
+        try:
+            self._connection = connection
+            self.is_open = True
+            hello = self._hello()
+            if hello is not None:
+                connection.post(hello)
+            self._greet()
+            error = await self._lost
+            if error is not None:
+                raise error
+        finally:
+            self._connection = None
+            connection.fail(ConnectionAbortedError("the stream has ended"))
+
+    def take(self, body: bytes) -> None:
+        """Handle a batch that came over frames."""
+        self._take(cast("BatchT", self.batch_class.FromString(body)))
+
+    def resume(self) -> None:
+        """Commands are few, and wait for nothing."""
+
+    def lose(self, error: Exception | None) -> None:
+        """The connection for frames is gone."""
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(error)
+
+    async def _run_grpc(self, channel: grpc.aio.Channel) -> None:
         call = self._call(channel)
         try:
-            await self._begin(call)
+            hello = self._hello()
+            if hello is not None:
+                await call.write(hello)
+            else:
+                # The other side answers with its headers as soon as the stream is open.
+                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                    await call.wait_for_connection()
             self.is_open = True
+            self._greet()
             self._wake.set()
             async with asyncio.TaskGroup() as group:
                 writer = group.create_task(self._write(call))

@@ -121,6 +121,16 @@ class Tls:
         self._contexts.append(context)
         return context
 
+    def client_context(self) -> ssl.SSLContext:
+        """Return what a client's connection needs that is not gRPC's, as of now."""
+        self.refresh()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if "ca" not in self._paths:
+            context.load_default_certs()
+        self._load(context)
+        return context
+
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
         contents = self._contents
         return grpc.ssl_server_certificate_configuration([(contents["key"], contents["cert"])], contents.get("ca"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Awaitable
 
 import grpc.aio
 
@@ -18,6 +19,7 @@ from midstream.rpc.discovery import Discovery
 from midstream.security.tls import Tls
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
+from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 from router.pipeline.streams import ClientStream
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -35,6 +37,8 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         refuses_until: Loop time until which it is the last choice.
     """
 
+    batch_class = pb.StreamBatch
+
     def __init__(
         self,
         target: str,
@@ -42,8 +46,9 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         on_live: asyncio.Event,
         tls: Tls | None = None,
         server_name: str = "",
+        transport: str = "grpc",
     ) -> None:
-        super().__init__("detokenizer", target, max_message_bytes, tls, server_name, _SILENCE_S)
+        super().__init__("detokenizer", target, max_message_bytes, tls, server_name, _SILENCE_S, transport=transport)
         self.streams: dict[int, ClientStream] = {}
         self.refuses_until = 0.0
         self._on_live = on_live
@@ -71,10 +76,11 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         stub: detokenizer_pb2_grpc.DetokenizerAsyncStub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[assignment]
         return stub.Stream()
 
-    async def _begin(self, call: _Call) -> None:
-        # The detokenizer answers with its headers as soon as the stream is open.
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            await call.wait_for_connection()
+    def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[FramesOffer]:
+        stub: detokenizer_pb2_grpc.DetokenizerAsyncStub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[assignment]
+        return stub.OpenStream(OpenFramesRequest(), timeout=_CONNECT_TIMEOUT_S)
+
+    def _greet(self) -> None:
         self._on_live.set()
 
     def _take(self, batch: pb.StreamBatch) -> None:
@@ -119,7 +125,11 @@ class Attachment:
 class DetokenizerPool:
     """All detokenizers that can be found."""
 
-    def __init__(self, targets: str, max_message_bytes: int, tls: Tls | None = None) -> None:
+    def __init__(
+        self, targets: str, max_message_bytes: int, tls: Tls | None = None, *, transport: str = "grpc"
+    ) -> None:
+        """`transport` is as in the configuration."""
+        self._transport = transport
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._max_message_bytes = max_message_bytes
@@ -171,6 +181,6 @@ class DetokenizerPool:
         for target in targets:
             if target not in self.links:
                 name = self._discovery.name_of(target)
-                link = DetokenizerLink(target, self._max_message_bytes, self._live, self._tls, name)
+                link = DetokenizerLink(target, self._max_message_bytes, self._live, self._tls, name, self._transport)
                 self.links[target] = link
                 self._tasks[target] = asyncio.create_task(link.run(), name=f"detokenizer-{target}")

@@ -7,8 +7,7 @@ since the last batch goes out together. Only committed tokens are shown.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from midstream.clock import SteadyClock
 from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
@@ -133,9 +132,9 @@ class FeedHub:
             for reader in log.readers:
                 reader.feed.mark(reader)
 
-    def connect(self, detokenizer_id: str) -> DetokenizerFeed:
-        """Opens a feed."""
-        feed = DetokenizerFeed(self, detokenizer_id)
+    def connect(self, detokenizer_id: str, wake: Callable[[], None]) -> DetokenizerFeed:
+        """Open a feed; `wake` is called when there is something to collect."""
+        feed = DetokenizerFeed(self, detokenizer_id, wake)
         self.feeds.append(feed)
         return feed
 
@@ -152,14 +151,14 @@ class DetokenizerFeed:
         num_attached_total: Requests that it has read.
     """
 
-    def __init__(self, hub: FeedHub, detokenizer_id: str) -> None:
+    def __init__(self, hub: FeedHub, detokenizer_id: str, wake: Callable[[], None]) -> None:
         self.detokenizer_id = detokenizer_id
         self.num_attached_total = 0
         self._hub = hub
         self._attachments: dict[int, Attachment] = {}
         self._refused: list[tuple[int, str, MidstreamError]] = []
         self._dirty: dict[Attachment, None] = {}
-        self._wake = asyncio.Event()
+        self._wake = wake
         self._is_closed = False
 
     @property
@@ -169,8 +168,9 @@ class DetokenizerFeed:
 
     def mark(self, attachment: Attachment) -> None:
         """Notes that there is something new for a reader."""
+        if not self._dirty:
+            self._wake()
         self._dirty[attachment] = None
-        self._wake.set()
 
     def attach(self, stream: int, request_id: str) -> None:
         """Begins to feed a request from its first token; an unknown one is answered with an error.
@@ -194,7 +194,7 @@ class DetokenizerFeed:
     def refuse(self, stream: int, request_id: str, error: MidstreamError) -> None:
         """Answer an attach with an error."""
         self._refused.append((stream, request_id, error))
-        self._wake.set()
+        self._wake()
 
     def detach(self, stream: int) -> None:
         """Ends feeding a request; unknown streams are ended already."""
@@ -211,7 +211,7 @@ class DetokenizerFeed:
         return attachment.log.request if attachment is not None else None
 
     def close(self) -> None:
-        """Detaches everything; `batches` ends."""
+        """Detach everything."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -219,15 +219,6 @@ class DetokenizerFeed:
         for stream, attachment in list(self._attachments.items()):
             self.detach(stream)
             attachment.log.is_awaited = True
-        self._wake.set()
-
-    async def batches(self) -> AsyncIterator[scheduler_pb2.FeedBatch]:
-        """What is new, as fast as they are taken."""
-        while not self._is_closed:
-            await self._wake.wait()
-            self._wake.clear()
-            while not self._is_closed and (batch := self.collect()) is not None:
-                yield batch
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
         """Everything new, up to about MAX_TOKENS_PER_BATCH tokens; None when there is nothing."""

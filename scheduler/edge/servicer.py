@@ -10,14 +10,15 @@ from dataclasses import replace
 from grpc.aio import ServicerContext
 
 import midstream
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
+from midstream.errors import InvalidArgumentError, NotFoundError
 from midstream.model.folder import ModelFolder
-from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
-from scheduler.core.events import AbortRequested, StopWordFound
+from midstream.rpc.frames import FrameServer
+from protos import frames_pb2, generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
+from scheduler.core.events import AbortRequested
 from scheduler.core.prefix_cache import CacheCleared
 from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.engine import Engine
-from scheduler.edge.feed import DetokenizerFeed
+from scheduler.edge.feed_session import FeedFrames, FeedSession
 from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
@@ -43,6 +44,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         limits: ModelLimits,
         cell: str,
         policies: tuple[str, str, str],
+        frames: FrameServer | None = None,
     ) -> None:
         """Serves `engine`.
 
@@ -54,7 +56,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             limits: Of the model.
             cell: This scheduler's name among several.
             policies: Names of capacity policy, batching type and journal, for GetServerInfo.
+            frames: Takes the connections of detokenizers that ask for frames; None: they get none.
         """
+        self._frames = frames
         self._engine = engine
         self._adapters = adapters
         self._kept = kept
@@ -127,68 +131,46 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         await self._kept.delete(request.request_id)
         return scheduler_pb2.DeleteRequestResponse()
 
+    async def OpenTokenFeed(  # noqa: N802
+        self,
+        request: frames_pb2.OpenFramesRequest,
+        context: ServicerContext[frames_pb2.OpenFramesRequest, frames_pb2.FramesOffer],
+    ) -> frames_pb2.FramesOffer:
+        """Offer frames in place of TokenFeed."""
+        if self._frames is None:
+            return frames_pb2.FramesOffer()
+        return self._frames.offer(lambda connection: FeedFrames(self._engine, self._kept, connection))
+
     async def TokenFeed(  # noqa: N802
         self,
         request_iterator: Commands,
         context: ServicerContext[scheduler_pb2.FeedCommand, scheduler_pb2.FeedBatch],
     ) -> AsyncIterator[scheduler_pb2.FeedBatch]:
         """Feeds one detokenizer until it goes."""
-        hello = await anext(request_iterator, None)
-        if hello is None:
-            return
-        if hello.WhichOneof("command") != "hello":
-            raise InvalidArgumentError("the first command of a feed is hello", field="command")
-        feed = self._engine.hub.connect(hello.hello.detokenizer_id)
-        reader = asyncio.create_task(self._obey(request_iterator, feed))
+        ready = asyncio.Event()
+        session = FeedSession(self._engine, self._kept, ready.set)
+
+        async def obey() -> None:
+            try:
+                async for command in request_iterator:
+                    session.obey(command)
+            finally:
+                session.close()
+                ready.set()
+
+        reader = asyncio.create_task(obey())
         try:
-            async for batch in feed.batches():
-                yield batch
+            while not session.is_closed:
+                await ready.wait()
+                ready.clear()
+                while not session.is_closed and (batch := session.collect()) is not None:
+                    yield batch
             await reader
         finally:
-            feed.close()
+            session.close()
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError, InvalidArgumentError):
                 await reader
-
-    async def _obey(self, commands: Commands, feed: DetokenizerFeed) -> None:
-        finding: dict[int, asyncio.Task[None]] = {}
-        try:
-            async for command in commands:
-                kind = command.WhichOneof("command")
-                if kind == "attach" and command.attach.request_id in self._engine.hub.logs:
-                    feed.attach(command.attach.stream, command.attach.request_id)
-                elif kind == "attach":
-                    task = asyncio.create_task(self._find(command.attach, feed))
-                    finding[command.attach.stream] = task
-                    task.add_done_callback(lambda _, stream=command.attach.stream: finding.pop(stream, None))  # type: ignore[misc]
-                elif kind == "detach":
-                    if command.detach.stream in finding:
-                        finding[command.detach.stream].cancel()
-                    feed.detach(command.detach.stream)
-                elif kind == "stop":
-                    self._stop(command.stop, feed)
-                else:
-                    raise InvalidArgumentError("hello comes once, and every command is set", field="command")
-        finally:
-            for task in list(finding.values()):
-                task.cancel()
-            feed.close()
-
-    async def _find(self, attach: scheduler_pb2.FeedAttach, feed: DetokenizerFeed) -> None:
-        """Attach a request that may have to be read back first."""
-        try:
-            await self._kept.find(attach.request_id)
-            feed.attach(attach.stream, attach.request_id)
-        except MidstreamError as error:
-            feed.refuse(attach.stream, attach.request_id, error)
-
-    def _stop(self, stop: scheduler_pb2.FeedStop, feed: DetokenizerFeed) -> None:
-        request = feed.request_of(stop.stream)
-        if request is not None:
-            now_ns = self._engine.now_ns()
-            self._engine.handle(
-                StopWordFound(now_ns, request.request_id, stop.sequence_index, stop.num_tokens, stop.stop_word)
-            )
 
     async def GetModelInfo(  # noqa: N802
         self,

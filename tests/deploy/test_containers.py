@@ -11,8 +11,8 @@ from tests.deploy.rendering import ROOT
 CONTAINERS = ROOT / "deploy" / "containers"
 EXPOSED = {
     "router": {50051, 8000},
-    "scheduler": {50052, 50053, 8000},
-    "detokenizer": {50054, 8000},
+    "scheduler": {50052, 50053, 50055, 8000},
+    "detokenizer": {50054, 50055, 8000},
     "gpu_worker": {8000},
 }
 

@@ -65,6 +65,8 @@ ALLOWED = {
     ("router", "scheduler", 50052),
     ("router", "detokenizer", 50054),
     ("detokenizer", "scheduler", 50052),
+    ("detokenizer", "scheduler", 50055),
+    ("router", "detokenizer", 50055),
     ("worker", "scheduler", 50053),
     *(("monitoring", part, 8000) for part in ("router", "scheduler", "detokenizer", "worker")),
     *(("client", "router", port) for port in (50051, 8000)),

@@ -42,13 +42,20 @@ def test_every_setting_is_known_and_parses(rendered: Rendered, part: str) -> Non
 
 
 def test_parts_listen_where_their_ports_say(rendered: Rendered) -> None:
-    expected = {"router": {"grpc"}, "scheduler": {"grpc", "zmq"}, "detokenizer": {"grpc"}, "worker": set[str]()}
+    expected = {
+        "router": {"grpc"},
+        "scheduler": {"grpc", "zmq", "frames"},
+        "detokenizer": {"grpc", "frames"},
+        "worker": set[str](),
+    }
     for part, pod in rendered.pods().items():
         config, ports = config_of(rendered, part), ports_of(pod)
         assert set(ports) == expected[part] | {"http"}
         assert ports["http"] == config.http_port
         if isinstance(config, RouterConfig | SchedulerConfig | DetokenizerConfig):
             assert ports["grpc"] == config.port
+        if isinstance(config, SchedulerConfig | DetokenizerConfig):
+            assert ports["frames"] == config.frames_port
         if isinstance(config, SchedulerConfig):
             assert ports["zmq"] == config.worker_port
         annotations = pod["metadata"]["annotations"]

@@ -10,8 +10,8 @@ from typing import Any
 from midstream.errors import NotFoundError
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
+from protos import frames_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
 from protos import generation_pb2 as pb
-from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
 
 END_ID = 2
 
@@ -195,6 +195,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def SubscribeKvEvents(self, request: Any, context: Any) -> Any:  # noqa: N802
         yield stats_pb2.KvEventBatch()
         await asyncio.Event().wait()
+
+    async def OpenTokenFeed(self, request: Any, context: Any) -> frames_pb2.FramesOffer:  # noqa: N802
+        return frames_pb2.FramesOffer()
 
     async def TokenFeed(  # type: ignore[override]  # noqa: N802
         self, request_iterator: Any, context: Any

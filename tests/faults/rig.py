@@ -149,16 +149,26 @@ class Rig:
         num_kills: Parts killed so far, by kind.
     """
 
-    def __init__(self, folder: ModelFolder, journal: Path) -> None:
+    def __init__(self, folder: ModelFolder, journal: Path, transport: str = "frames") -> None:
         self.gate = Gate()
         self.num_kills = dict.fromkeys(KINDS, 0)
         scheduler, worker, *self._ports = free_ports(6)
-        self._config = SchedulerConfig(port=scheduler, worker_port=worker, journal_path=str(journal))
+        self._config = SchedulerConfig(
+            port=scheduler, worker_port=worker, journal_path=str(journal), internal_transport=transport
+        )
         self._folder = folder
-        self._cluster = Cluster(folder, decoder_factory(Tokenizer(folder.path)))
+        self._cluster = Cluster(folder, decoder_factory(Tokenizer(folder.path)), transport)
         self._cluster.scheduler_address = f"127.0.0.1:{scheduler}"
         self._channels = [open_channel(f"127.0.0.1:{port}") for port in self._ports[2:]]
         self._current = 0
+
+    @property
+    def is_over_frames(self) -> bool:
+        """Whether tokens come to detokenizers, and text to routers, over frames."""
+        servers = [self._service.frames, *(part.frames for part in self._detokenizers)]
+        return any(server is not None and server.connections for server in servers[:1]) and any(
+            server is not None and server.connections for server in servers[1:]
+        )
 
     async def start(self) -> None:
         """Starts everything."""

@@ -98,17 +98,17 @@ async def test_a_clients_certificate_opens_no_inner_port(guarded: Guarded) -> No
     detokenizer = guarded.authority.issue("detokenizer-again", part="detokenizer")
     named = Tls(detokenizer.cert, detokenizer.key, guarded.authority.ca)
     for port, tls, calls in (
-        ("scheduler", spy, ("Abort", "TokenFeed")),
+        ("scheduler", spy, ("Abort", "TokenFeed", "OpenTokenFeed")),
         ("scheduler", named, ("Abort",)),  # a detokenizer reads the feed, and does nothing else there
-        ("detokenizer", spy, ("Stream",)),
-        ("detokenizer", named, ("Stream",)),
+        ("detokenizer", spy, ("Stream", "OpenStream")),
+        ("detokenizer", named, ("Stream", "OpenStream")),
     ):
         async with open_channel(f"127.0.0.1:{guarded.ports[port]}", tls=tls) as opened:
             channel: Any = opened
             for name in calls:
                 service = "Detokenizer" if port == "detokenizer" else "Scheduler"
                 method = f"/midstream.v1.{service}/{name}"
-                if name == "Abort":
+                if name in ("Abort", "OpenTokenFeed", "OpenStream"):
                     call = channel.unary_unary(method)(b"", timeout=20)
                 else:
                     call = channel.stream_stream(method)(iter([hello.SerializeToString()]), timeout=20)

@@ -1,14 +1,14 @@
 """One request of each kind; at each of its tokens a part dies. What arrives is what arrives when nothing dies.
 
 Each part in turn dies at each token: four runs of a request, in each of which the part that dies at a token is the next
-one in turn. One of the four runs by default, with MIDSTREAM_ALL_KILLS=1 all of them.
+one in turn. One of the four runs by default, with MIDSTREAM_ALL_KILLS=1 all of them, over frames and gRPC.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,9 @@ REQUESTS: dict[str, dict[str, object]] = {
         "guided_decoding": pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="([a-z]+ ){200}"),
     },
 }
+TRANSPORTS: Mapping[str, tuple[str, ...]] = dict.fromkeys(REQUESTS, ("frames",)) | {"seeded, with penalties": ("grpc",)}
+if ROTATIONS:
+    TRANSPORTS = dict.fromkeys(REQUESTS, ("frames", "grpc"))
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 
 @pytest.fixture
-async def rig(folder: ModelFolder, tmp_path: Path) -> AsyncIterator[Rig]:
+async def rig(folder: ModelFolder, tmp_path: Path, transport: str) -> AsyncIterator[Rig]:
     gc.freeze()  # each part collects garbage when it stops; what was imported is none
-    rig = Rig(folder, tmp_path / "journal.sqlite")
+    rig = Rig(folder, tmp_path / "journal.sqlite", transport)
     await rig.start()
     yield rig
     await rig.close()
@@ -71,14 +74,17 @@ def output(result: Result) -> list[tuple[list[int], bytes, object, object]]:
     return [(s.token_ids, s.text.encode(), s.finish_reason, s.matched_stop) for s in result.sequences]
 
 
-@pytest.mark.parametrize("kind", REQUESTS)
-async def test_whatever_dies_at_any_token_the_output_is_the_same(kind: str, rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("kind", "transport"), [(kind, transport) for kind, transports in TRANSPORTS.items() for transport in transports]
+)
+async def test_whatever_dies_at_any_token_the_output_is_the_same(kind: str, transport: str, rig: Rig) -> None:
     expected = await rig.run(request_of(kind, "undisturbed"), {})
     assert len(expected.token_ids) == NUM_TOKENS or kind == "stop words"
     for rotation in ROTATIONS or (list(REQUESTS).index(kind) % 4,):
         kills = {number: KINDS[(number + rotation) % 4] for number in range(NUM_TOKENS)}
         result = await rig.run(request_of(kind, f"disturbed {rotation}"), kills)
         assert output(result) == output(expected)
+    assert rig.is_over_frames == (transport == "frames")
     num_kills = len(expected.token_ids) * len(ROTATIONS or (0,))
     assert sum(rig.num_kills.values()) >= num_kills
     print(kind, rig.num_kills, expected.text)

@@ -1,23 +1,31 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from midstream.rpc.command_stream import CommandStream
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import Server
+from protos import detokenizer_pb2 as pb
+from protos.detokenizer_pb2_grpc import DetokenizerServicer, DetokenizerStub, add_DetokenizerServicer_to_server
+from protos.frames_pb2 import FramesOffer
+
+if TYPE_CHECKING:
+    from protos.detokenizer_pb2_grpc import DetokenizerAsyncStub
 
 
-class Stream(CommandStream[bytes, bytes]):
+class Stream(CommandStream[pb.StreamCommand, pb.StreamBatch]):
     """One whose other side is lost at the very moment that it is to end."""
 
     def __init__(self) -> None:
         super().__init__("service", "127.0.0.1:1", 1 << 20, None, "")
         self.begins = asyncio.Event()
 
-    def _call(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[bytes, bytes]:
-        return channel.stream_stream("/a/b")()
-
-    async def _begin(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+    async def _run_once(self, channel: grpc.aio.Channel) -> None:
         is_first = not self.begins.is_set()
         self.begins.set()
         try:
@@ -27,7 +35,13 @@ class Stream(CommandStream[bytes, bytes]):
                 raise TimeoutError from None
             raise
 
-    def _take(self, batch: bytes) -> None:
+    def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[FramesOffer]:
+        raise AssertionError
+
+    def _call(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]:
+        raise AssertionError
+
+    def _take(self, batch: pb.StreamBatch) -> None:
         raise AssertionError
 
     def _lose(self) -> None:
@@ -42,3 +56,59 @@ async def test_a_stream_that_is_cancelled_as_it_breaks_ends() -> None:
     done, _ = await asyncio.wait({running}, timeout=20)
     assert done
     assert running.cancelled()
+
+
+class Numbers(CommandStream[pb.StreamCommand, pb.StreamBatch]):
+    """Counts what comes; frames are offered at a port where nobody listens."""
+
+    batch_class = pb.StreamBatch
+
+    def __init__(self, target: str, offered_port: int) -> None:
+        super().__init__("service", target, 1 << 20, None, "", transport="frames")
+        self.came: asyncio.Queue[bool] = asyncio.Queue()
+        self.num_offers = 0
+        self._offered_port = offered_port
+
+    def _call(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]:
+        stub: DetokenizerAsyncStub = DetokenizerStub(channel)  # type: ignore[assignment]
+        return stub.Stream()
+
+    async def _ask_for_frames(self, channel: grpc.aio.Channel) -> FramesOffer:
+        self.num_offers += 1
+        return FramesOffer(port=self._offered_port, token=b"x" * 16)
+
+    def _take(self, batch: pb.StreamBatch) -> None:
+        self.came.put_nowait(self.over_frames)
+
+    def _greet(self) -> None:
+        self._send(pb.StreamCommand(attach=pb.StreamAttach(stream=1, request_id="a")))
+
+    def _lose(self) -> None:
+        pass
+
+
+class Echo(DetokenizerServicer):
+    """Answers every command."""
+
+    async def Stream(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        await context.send_initial_metadata(())
+        async for command in request_iterator:
+            yield pb.StreamBatch(chunks=[pb.StreamChunk(stream=command.attach.stream)])
+
+    async def OpenStream(self, request: Any, context: Any) -> FramesOffer:  # noqa: N802
+        return FramesOffer()
+
+
+async def test_where_frames_cannot_pass_grpc_is_used() -> None:
+    server = Server("midstream.v1.Detokenizer", "127.0.0.1", 0, Progress())
+    add_DetokenizerServicer_to_server(Echo(), server.grpc)
+    await server.start()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        stream = Numbers(f"127.0.0.1:{server.port}", closed.getsockname()[1])
+        running = asyncio.create_task(stream.run())
+        assert await asyncio.wait_for(stream.came.get(), 20) is False
+        assert stream.num_offers == 3
+        running.cancel()
+        await asyncio.wait({running})
+    await server.stop()

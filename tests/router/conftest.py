@@ -15,6 +15,7 @@ from detokenizer.servicer import DetokenizerServicer
 from midstream.client import AsyncClient
 from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from midstream.telemetry import Metrics
@@ -69,8 +70,10 @@ class Part:
         task: asyncio.Task[None],
         http: HttpPort | None = None,
         pages: ASGIApp | None = None,
+        frames: FrameServer | None = None,
     ) -> None:
         self.http = http
+        self.frames = frames
         self.pages = pages
         self.server = server
         self.servicer = servicer
@@ -83,6 +86,8 @@ class Part:
         if self.http is not None:
             await self.http.stop(0)
         await self.server.stop()
+        if self.frames is not None:
+            await self.frames.close()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -91,8 +96,9 @@ class Part:
 class Cluster:
     """The parts of one test."""
 
-    def __init__(self, folder: ModelFolder, decoders: DecoderFactory) -> None:
+    def __init__(self, folder: ModelFolder, decoders: DecoderFactory, transport: str = "grpc") -> None:
         self.folder = folder
+        self.transport = transport
         self.decoders = decoders
         self.scheduler = scripted_scheduler()
         self.scheduler_address = ""
@@ -104,12 +110,18 @@ class Cluster:
         self.scheduler_address = await self.scheduler.start()
 
     async def add_detokenizer(self, name: str = "d", max_pending_bytes: int = 8 << 20, port: int = 0) -> Part:
-        pool = FeedPool(self.scheduler_address, name, self.folder.end_ids, MAX_MESSAGE, lambda _: None)
-        servicer = DetokenizerServicer(pool, self.decoders, max_pending_bytes)
+        pool = FeedPool(
+            self.scheduler_address, name, self.folder.end_ids, MAX_MESSAGE, lambda _: None, transport=self.transport
+        )
+        frames = None
+        if self.transport == "frames":
+            frames = FrameServer("127.0.0.1", 0, max_message_bytes=MAX_MESSAGE)
+            await frames.start()
+        servicer = DetokenizerServicer(pool, self.decoders, max_pending_bytes, frames)
         server = Server("midstream.v1.Detokenizer", "127.0.0.1", port, Progress())
         detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
         await server.start()
-        return self._keep(Part(server, servicer, asyncio.create_task(pool.run())))
+        return self._keep(Part(server, servicer, asyncio.create_task(pool.run()), frames=frames))
 
     async def add_router(
         self,
@@ -122,7 +134,8 @@ class Cluster:
     ) -> Part:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
         cells = Cells(self.scheduler_address, MAX_MESSAGE)
-        pool = DetokenizerPool(",".join(part.address for part in detokenizers) or "127.0.0.1:1", MAX_MESSAGE)
+        addresses = ",".join(part.address for part in detokenizers) or "127.0.0.1:1"
+        pool = DetokenizerPool(addresses, MAX_MESSAGE, transport=self.transport)
         runner = Runner(
             self.folder,
             self.prompts,

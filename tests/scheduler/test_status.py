@@ -13,7 +13,7 @@ from tests.scheduler.harness import MS, Harness
 
 def report(harness: Harness, clock: list[float] | None = None) -> CellStatusReport:
     hub = FeedHub(7, lambda _: None, lambda _: None, SteadyClock())
-    hub.connect("detokenizer-0")
+    hub.connect("detokenizer-0", lambda: None)
     now = clock or [0.0]
     return CellStatusReport(harness.core, hub, "cell", lambda: now[0])
 

@@ -99,7 +99,7 @@ def test_a_journal_keeps_what_was_asked_for_alone(tmp_path: Path) -> None:
 def feed_of(request: Request) -> DetokenizerFeed:
     hub = FeedHub(1, lambda _: None, lambda _: None, SteadyClock())
     hub.restore(request)
-    feed = hub.connect("d")
+    feed = hub.connect("d", lambda: None)
     feed.attach(1, request.request_id)
     return feed
 

@@ -38,6 +38,7 @@ class Shape:
     Attributes:
         step_s: Mean time of a worker's step.
         window: Messages of a call that may be on their way or unread.
+        transport: As in the configuration of the parts.
     """
 
     num_workers: int = 2
@@ -46,6 +47,7 @@ class Shape:
     num_blocks: int = 64
     step_s: float = 0.01
     window: int = 16
+    transport: str = "frames"
     scheduler: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)
 
@@ -178,6 +180,7 @@ class Cluster:
             "worker_port": WORKER_PORT,
             "tokens_per_block": TOKENS_PER_BLOCK,
             "journal": "sqlite",
+            "internal_transport": self.shape.transport,
             "heartbeat_interval_ms": 400,
             "worker_timeout_ms": 1_000,
             "worker_progress_timeout_ms": 2_000,
@@ -201,6 +204,7 @@ class Cluster:
             host=name,
             port=DETOKENIZER_PORT,
             schedulers=f"scheduler:{SCHEDULER_PORT}",
+            internal_transport=self.shape.transport,
             drain_timeout_s=10.0,
         )
         await detokenizer.__main__.serve(config)
@@ -213,6 +217,7 @@ class Cluster:
             schedulers=f"scheduler:{SCHEDULER_PORT}",
             **{
                 "detokenizers": f"dns:///detokenizers:{DETOKENIZER_PORT}",
+                "internal_transport": self.shape.transport,
                 "drain_timeout_s": 10.0,
                 **self.shape.router,
             },

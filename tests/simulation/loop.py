@@ -147,6 +147,8 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
 
     _ready: deque[Callback]
     _stopping: bool
+    # Makes its servers and connections.
+    sockets: Any = None
 
     def __init__(self, resolve: Callable[[str], list[str]]) -> None:
         """Names behind `dns:///` are resolved by `resolve`."""
@@ -214,6 +216,14 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         process = PROCESS.get()
         assert process is not None
         process.signals[sig] = lambda: callback(*args)
+
+    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+        """Listen on the simulated network."""
+        return self.sockets.listen(protocol_factory, host, port)
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+        """Connect over the simulated network."""
+        return await self.sockets.connect(protocol_factory, host, port)
 
     async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> list[Any]:
         """Addresses are names of machines."""

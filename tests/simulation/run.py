@@ -16,7 +16,8 @@ from tests.simulation.cluster import ROUTER_PORT, Cluster
 from tests.simulation.journal import Disk
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import Network
-from tests.simulation.scenarios import Scenario, scenario_of
+from tests.simulation.scenarios import _CYCLE, Scenario, scenario_of
+from tests.simulation.sockets import Sockets
 from tests.simulation.stage import Stage
 from tests.simulation.workload import Job
 from tests.simulation.world import simulated
@@ -52,6 +53,9 @@ def run_seed(seed: int, *, faults: bool = True, trace: bool = False) -> Outcome:
     cluster: Cluster | None = None
     loop = VirtualLoop(lambda name: cluster.resolve(name) if cluster is not None else [])
     network = Network(loop, random.Random(f"network {seed}"), trace=trace)
+    loop.sockets = Sockets(network)
+    if seed // _CYCLE % 3 == 2:
+        scenario.shape.transport = "grpc"
     disk = Disk()
     checker = Checker(disk)
     network.on_write = checker.check_fed

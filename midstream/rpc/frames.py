@@ -1,0 +1,517 @@
+"""Frames between parts: protobuf messages behind their length on a socket, as protos/frames.proto specifies.
+
+Messages are handled where they are read and written where they are made, so that one costs no task, no future and no
+wake-up of its own; what is posted within a turn of the event loop is written at once. A connection whose buffer is full
+says so (`is_writable`), and whoever writes to it waits with its cursors where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Protocol, cast
+
+from google.protobuf.message import Message
+
+from midstream.config import DetokenizerConfig, SchedulerConfig
+from midstream.security.tls import Tls
+from protos import frames_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+# As gRPC's keepalive.
+KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 10.0, 15.0
+_HELLO_S = 5.0
+_HANDSHAKE_S = 10.0
+_CLOSE_S = 1.0
+_TOKEN_S = 30.0
+_TOKEN_BYTES = 16
+_MAX_TOKENS = 1024
+_MAX_UNKNOWN = 64
+_HIGH_WATER = 256 << 10
+_LENGTH_BYTES = 4
+_HEAD = struct.Struct(">IB")
+_UCRED = struct.Struct("3i")
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    WELCOME = 2
+    MESSAGE = 3
+    PING = 4
+    PONG = 5
+
+
+class FrameError(Exception):
+    """What came is no frame, or none that may come now."""
+
+
+class FrameHandler(Protocol):
+    """Who uses a connection."""
+
+    def take(self, body: bytes) -> None:
+        """Handle a message; an error closes the connection."""
+
+    def resume(self) -> None:
+        """The connection can be written to again."""
+
+    def lose(self, error: Exception | None) -> None:
+        """The connection is gone, by an error or because it was closed. Called once."""
+
+
+class FrameConnection(asyncio.Protocol):
+    """One end of a connection.
+
+    Attributes:
+        handler: Who gets the messages.
+        is_open: Whether frames can be sent: welcomed, and not closed yet.
+        is_writable: Whether little enough waits to be sent; false before `is_open`.
+    """
+
+    def __init__(
+        self,
+        max_message_bytes: int,
+        handler: FrameHandler,
+        *,
+        keepalive_s: float = KEEPALIVE_S,
+        timeout_s: float = KEEPALIVE_TIMEOUT_S,
+    ) -> None:
+        """Connect nothing yet.
+
+        Args:
+            max_message_bytes: Largest message that is taken.
+            handler: Who gets the messages.
+            keepalive_s: Silence after which the other end is asked for a sign of life.
+            timeout_s: Silence after which the connection is given up.
+        """
+        self.handler = handler
+        self.is_open = False
+        self.on_welcome: Callable[[], None] = lambda: None
+        self.on_hello: Callable[[bytes], None] = lambda _: self.fail(FrameError("a hello came from the wrong side"))
+        self._max_bytes = max_message_bytes + 1
+        self._keepalive_s = keepalive_s
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._is_full = False
+        self._is_lost = False
+        self._error: Exception | None = None
+        self._buffer = bytearray()
+        self._posted: list[bytes] = []
+        self._heard_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_writable(self) -> bool:
+        """Return whether frames can be sent, and few wait."""
+        return self.is_open and not self._is_full
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As asyncio.Protocol."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_HIGH_WATER)
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio.Protocol."""
+        self._heard_at = self._loop.time()
+        try:
+            self._parse(data)
+        except Exception as error:  # noqa: BLE001 (told to the handler)
+            self.fail(error)
+
+    def eof_received(self) -> None:
+        """Close the connection: no side sends on alone."""
+
+    def pause_writing(self) -> None:
+        """As asyncio.Protocol."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """As asyncio.Protocol."""
+        self._is_full = False
+        if self.is_open:
+            self.handler.resume()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """As asyncio.Protocol."""
+        self.is_open = False
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._is_lost:
+            self._is_lost = True
+            self.handler.lose(self._error or error)
+
+    def say_hello(self, token: bytes) -> None:
+        """Send the first frame of the side that connects."""
+        self._write(Kind.HELLO, token)
+
+    def open(self, *, welcome: bool) -> None:
+        """Let messages through from here on; `welcome` tells the other side."""
+        self.is_open = True
+        if welcome:
+            self._write(Kind.WELCOME)
+        self._timer = self._loop.call_later(self._keepalive_s, self._look)
+
+    def send(self, message: Message) -> None:
+        """Write a message now."""
+        if self.is_open:
+            self._write(Kind.MESSAGE, message.SerializeToString())
+
+    def post(self, message: Message) -> None:
+        """Write a message at the end of this turn of the event loop, together with others."""
+        if not self._posted:
+            self._loop.call_soon(self._flush)
+        body = message.SerializeToString()
+        self._posted += (_HEAD.pack(len(body) + 1, Kind.MESSAGE), body)
+
+    def fail(self, error: Exception) -> None:
+        """Close the connection at once, because of an error; what waits to be sent is dropped."""
+        self._error = self._error or error
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Close the connection once all that was sent is written."""
+        self._flush()
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.close()
+
+    def peer_uid(self) -> int | None:
+        """Return whose process is at the other end of a Unix socket; None of other sockets."""
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if sock is None or sock.family != socket.AF_UNIX:
+            return None
+        _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        return int(uid)
+
+    def _write(self, kind: Kind, body: bytes = b"") -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(_HEAD.pack(len(body) + 1, kind) + body)
+
+    def _flush(self) -> None:
+        posted, self._posted = self._posted, []
+        if not posted or not self.is_open or self._transport is None:
+            return
+        self._transport.write(b"".join(posted))
+        if self._transport.get_write_buffer_size() > self._max_bytes:
+            self.fail(FrameError("the other side does not read"))
+
+    def _parse(self, data: bytes) -> None:
+        buffer = self._buffer
+        source: bytes | bytearray = data
+        if buffer:
+            buffer += data
+            source = buffer
+        at, end = 0, len(source)
+        while end - at >= _HEAD.size and self._error is None:
+            length, kind = _HEAD.unpack_from(source, at)
+            if not 1 <= length <= (self._max_bytes if self.is_open else _TOKEN_BYTES + 1):
+                raise FrameError(f"a frame of {length} bytes")
+            stop = at + _LENGTH_BYTES + length
+            if stop > end:
+                break
+            body = bytes(source[at + _HEAD.size : stop])
+            at = stop
+            self._obey(kind, body)
+        if source is buffer:
+            del buffer[:at]
+        elif at < end:
+            buffer += data[at:]
+
+    def _obey(self, kind: int, body: bytes) -> None:
+        if not self.is_open:
+            if kind == Kind.HELLO:
+                self.on_hello(body)
+            elif kind == Kind.WELCOME:
+                self.open(welcome=False)
+                self.on_welcome()
+            else:
+                raise FrameError(f"a frame of kind {kind} before the connection is open")
+        elif kind == Kind.MESSAGE:
+            self.handler.take(body)
+        elif kind == Kind.PING:
+            self._write(Kind.PONG)
+        elif kind != Kind.PONG:
+            raise FrameError(f"a frame of kind {kind}")
+
+    def _look(self) -> None:
+        silent_s = self._loop.time() - self._heard_at
+        if silent_s >= self._timeout_s:
+            self.fail(TimeoutError(f"nothing was heard for {silent_s:.1f} s"))
+            return
+        if silent_s >= 0.9 * self._keepalive_s:
+            self._write(Kind.PING)
+        self._timer = self._loop.call_later(self._keepalive_s, self._look)
+
+
+class Pump:
+    """Writes to a connection, while it takes them, batches of all that is new when a turn of the event loop ends."""
+
+    def __init__(
+        self,
+        connection: FrameConnection,
+        collect: Callable[[], Message | None],
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            connection: Where batches go.
+            collect: Gives the next batch; None while there is nothing new.
+            after: Called when all was written.
+        """
+        self._connection = connection
+        self._collect = collect
+        self._after = after
+        self._is_due = False
+        self._loop = asyncio.get_running_loop()
+
+    def wake(self) -> None:
+        """Note that there is something new."""
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self.run)
+
+    def run(self) -> None:
+        """Write what is new."""
+        self._is_due = False
+        connection = self._connection
+        try:
+            while connection.is_writable and (batch := self._collect()) is not None:
+                connection.send(batch)
+            self._after()
+        except Exception as error:
+            logger.exception("a batch could not be written")
+            connection.fail(error)
+
+
+class _Unknown:
+    """Handles a connection that has not said hello."""
+
+    def __init__(self, forget: Callable[[], object]) -> None:
+        self._forget = forget
+
+    def take(self, body: bytes) -> None:
+        raise FrameError("a message before the hello")
+
+    def resume(self) -> None:
+        pass
+
+    def lose(self, error: Exception | None) -> None:
+        self._forget()
+
+
+Accept = Callable[[FrameConnection], FrameHandler]
+
+
+class FrameServer:
+    """Takes connections that were offered by gRPC.
+
+    Attributes:
+        port: TCP port, once started.
+        connections: Those that are open.
+    """
+
+    def __init__(self, host: str, port: int, *, max_message_bytes: int, tls: Tls | None = None) -> None:
+        """Listen on nothing yet; port 0 takes a free one."""
+        self.port = port
+        self.connections: dict[FrameConnection, None] = {}
+        self._host = host
+        self._max_message_bytes = max_message_bytes
+        self._tls = tls
+        self._unix_name = ""
+        self._tokens: dict[bytes, tuple[float, Accept]] = {}
+        self._unknown: dict[FrameConnection, None] = {}
+        self._servers: list[asyncio.AbstractServer] = []
+        self._none_left: asyncio.Event | None = None
+
+    @classmethod
+    def from_config(cls, config: SchedulerConfig | DetokenizerConfig, tls: Tls | None) -> FrameServer | None:
+        """Return what a configuration asks for; None where it wants gRPC alone."""
+        if config.internal_transport == "grpc":
+            return None
+        return cls(config.host, config.frames_port, max_message_bytes=config.max_message_bytes, tls=tls)
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        loop = asyncio.get_running_loop()
+        context = self._tls.http_context() if self._tls is not None else None
+        limit_s = _HANDSHAKE_S if context is not None else None
+        server = await loop.create_server(
+            self._connect, self._host, self.port, ssl=context, ssl_handshake_timeout=limit_s
+        )
+        self.port = server.sockets[0].getsockname()[1]
+        self._servers.append(server)
+        # A name in the abstract namespace leaves no file behind a process that is killed; there is none elsewhere.
+        name = f"midstream-{secrets.randbits(128):032x}"
+        with contextlib.suppress(NotImplementedError, OSError):
+            self._servers.append(await loop.create_unix_server(self._connect, f"\0{name}"))
+            self._unix_name = name
+
+    def offer(self, accept: Accept) -> pb.FramesOffer:
+        """Return what opens one connection, which `accept` is called with."""
+        now = asyncio.get_running_loop().time()
+        self._tokens = {token: item for token, item in self._tokens.items() if item[0] > now}
+        while len(self._tokens) >= _MAX_TOKENS:
+            del self._tokens[next(iter(self._tokens))]
+        if self._tls is not None:
+            self._tls.refresh()
+        token = secrets.randbits(8 * _TOKEN_BYTES).to_bytes(_TOKEN_BYTES, "big")
+        self._tokens[token] = (now + _TOKEN_S, accept)
+        return pb.FramesOffer(port=self.port, unix_name=self._unix_name, token=token)
+
+    async def close(self) -> None:
+        """Listen no more, and close all connections once what was sent on them is written."""
+        for server in self._servers:
+            server.close()
+        for connection in (*self.connections, *self._unknown):
+            connection.close()
+        if self.connections:
+            self._none_left = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._none_left.wait(), _CLOSE_S)
+        for connection in tuple(self.connections):
+            connection.fail(ConnectionAbortedError("the server has ended"))
+
+    def _connect(self) -> FrameConnection:
+        connection = FrameConnection(self._max_message_bytes, _Unknown(lambda: self._unknown.pop(connection, None)))
+        connection.on_hello = lambda token: self._greet(connection, token)
+        if len(self._unknown) >= _MAX_UNKNOWN:
+            next(iter(self._unknown)).fail(FrameError("too many connections without a hello"))
+        self._unknown[connection] = None
+        asyncio.get_running_loop().call_later(_HELLO_S, self._expire, connection)
+        return connection
+
+    def _expire(self, connection: FrameConnection) -> None:
+        if connection in self._unknown:
+            connection.fail(TimeoutError("no hello came"))
+
+    def _greet(self, connection: FrameConnection, token: bytes) -> None:
+        expires_at, accept = self._tokens.pop(token, (0.0, None))
+        if accept is None or expires_at <= asyncio.get_running_loop().time() or not _is_own(connection):
+            logger.warning("a connection was refused: its token is not known here")
+            connection.fail(FrameError("unknown token"))
+            return
+        self._unknown.pop(connection, None)
+        connection.handler = _Counted(accept(connection), lambda: self._forget(connection))
+        self.connections[connection] = None
+        connection.open(welcome=True)
+
+    def _forget(self, connection: FrameConnection) -> None:
+        self.connections.pop(connection, None)
+        if self._none_left is not None and not self.connections:
+            self._none_left.set()
+
+
+class _Counted:
+    """Handles an accepted connection."""
+
+    def __init__(self, handler: FrameHandler, forget: Callable[[], object]) -> None:
+        self.take = handler.take
+        self.resume = handler.resume
+        self._handler = handler
+        self._forget = forget
+
+    def lose(self, error: Exception | None) -> None:
+        self._forget()
+        self._handler.lose(error)
+
+
+def _is_own(connection: FrameConnection) -> bool:
+    """Whether the other end may be trusted, where it is a Unix socket: of this user, or of root."""
+    return connection.peer_uid() in (None, 0, os.geteuid())
+
+
+async def connect(
+    offer: pb.FramesOffer,
+    target: str,
+    handler: FrameHandler,
+    *,
+    max_message_bytes: int,
+    tls: Tls | None = None,
+    server_name: str = "",
+    keepalive_s: float = KEEPALIVE_S,
+    timeout_s: float = KEEPALIVE_TIMEOUT_S,
+) -> FrameConnection:
+    """Open the connection that was offered.
+
+    Args:
+        offer: What the other side said by gRPC.
+        target: Its gRPC address.
+        handler: Who gets the messages.
+        max_message_bytes: Largest message that is taken.
+        tls: Certificates; None: plain text.
+        server_name: Name that its certificate must carry; empty: its address.
+        keepalive_s: Silence after which the other end is asked for a sign of life.
+        timeout_s: Silence after which the connection is given up.
+
+    Raises:
+        OSError: It cannot be opened, or not in time.
+    """
+    loop = asyncio.get_running_loop()
+    welcomed: asyncio.Future[None] = loop.create_future()
+    waiting = _Waiting(welcomed)
+
+    def make() -> FrameConnection:
+        made = FrameConnection(max_message_bytes, waiting, keepalive_s=keepalive_s, timeout_s=timeout_s)
+
+        def open_() -> None:
+            made.handler = handler
+            if not welcomed.done():
+                welcomed.set_result(None)
+
+        made.on_welcome = open_
+        return made
+
+    connection: FrameConnection | None = None
+    async with asyncio.timeout(_HELLO_S):
+        if offer.unix_name:
+            with contextlib.suppress(NotImplementedError, OSError):
+                _, connection = await loop.create_unix_connection(make, f"\0{offer.unix_name}")
+                if not _is_own(connection):
+                    connection.fail(FrameError("another user's socket"))
+                    connection = None
+        if connection is None:
+            host = target.rpartition(":")[0].strip("[]")
+            context = tls.client_context() if tls is not None else None
+            name = (server_name or host) if tls is not None else None
+            _, connection = await loop.create_connection(make, host, offer.port, ssl=context, server_hostname=name)
+        connection.say_hello(offer.token)
+        try:
+            await welcomed
+        except BaseException:
+            connection.fail(ConnectionAbortedError("given up"))
+            raise
+    return connection
+
+
+class _Waiting:
+    """Handles a connection that has not been welcomed."""
+
+    def __init__(self, welcomed: asyncio.Future[None]) -> None:
+        self._welcomed = welcomed
+
+    def take(self, body: bytes) -> None:
+        raise FrameError("a message before the welcome")
+
+    def resume(self) -> None:
+        pass
+
+    def lose(self, error: Exception | None) -> None:
+        if not self._welcomed.done():
+            self._welcomed.set_exception(ConnectionResetError(f"the connection was refused: {error}"))

@@ -1,0 +1,109 @@
+"""One detokenizer's side of the token feed, whatever carries it: its commands in, batches of tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from midstream.errors import InvalidArgumentError, MidstreamError
+from midstream.rpc.frames import FrameConnection, Pump
+from protos import scheduler_pb2
+from scheduler.core.events import StopWordFound
+from scheduler.edge.engine import Engine
+from scheduler.edge.feed import DetokenizerFeed
+from scheduler.edge.kept_requests import KeptRequests
+
+
+class FeedSession:
+    """From the hello of a detokenizer until it is gone.
+
+    Attributes:
+        is_closed: The detokenizer is gone.
+    """
+
+    def __init__(self, engine: Engine, kept: KeptRequests, wake: Callable[[], None]) -> None:
+        """Feed requests of `engine` and those that are `kept`; call `wake` when there is something to collect."""
+        self.is_closed = False
+        self._kept = kept
+        self._finding: dict[int, asyncio.Task[None]] = {}
+        self._engine = engine
+        self._wake = wake
+        self._feed: DetokenizerFeed | None = None
+
+    def obey(self, command: scheduler_pb2.FeedCommand) -> None:
+        """Carry out a command.
+
+        Raises:
+            InvalidArgumentError: It may not come now, or contradicts an earlier one.
+        """
+        kind, feed = command.WhichOneof("command"), self._feed
+        if feed is None:
+            if kind != "hello":
+                raise InvalidArgumentError("the first command of a feed is hello", field="command")
+            self._feed = self._engine.hub.connect(command.hello.detokenizer_id, self._wake)
+        elif kind == "attach":
+            self._attach(command.attach, feed)
+        elif kind == "detach":
+            if command.detach.stream in self._finding:
+                self._finding[command.detach.stream].cancel()
+            feed.detach(command.detach.stream)
+        elif kind == "stop":
+            self._stop(command.stop, feed)
+        else:
+            raise InvalidArgumentError("hello comes once, and every command is set", field="command")
+
+    def collect(self) -> scheduler_pb2.FeedBatch | None:
+        """Return what is new; None while nothing is."""
+        return self._feed.collect() if self._feed is not None else None
+
+    def close(self) -> None:
+        """The detokenizer is gone."""
+        self.is_closed = True
+        for task in list(self._finding.values()):
+            task.cancel()
+        if self._feed is not None:
+            self._feed.close()
+
+    def _attach(self, attach: scheduler_pb2.FeedAttach, feed: DetokenizerFeed) -> None:
+        if attach.request_id in self._engine.hub.logs:
+            feed.attach(attach.stream, attach.request_id)
+            return
+        task = asyncio.create_task(self._find(attach, feed))
+        self._finding[attach.stream] = task
+        task.add_done_callback(lambda _: self._finding.pop(attach.stream, None))
+
+    async def _find(self, attach: scheduler_pb2.FeedAttach, feed: DetokenizerFeed) -> None:
+        """Attach a request that may have to be read back first."""
+        try:
+            await self._kept.find(attach.request_id)
+            feed.attach(attach.stream, attach.request_id)
+        except MidstreamError as error:
+            feed.refuse(attach.stream, attach.request_id, error)
+
+    def _stop(self, stop: scheduler_pb2.FeedStop, feed: DetokenizerFeed) -> None:
+        request = feed.request_of(stop.stream)
+        if request is not None:
+            now_ns = self._engine.now_ns()
+            self._engine.handle(
+                StopWordFound(now_ns, request.request_id, stop.sequence_index, stop.num_tokens, stop.stop_word)
+            )
+
+
+class FeedFrames:
+    """A session over frames."""
+
+    def __init__(self, engine: Engine, kept: KeptRequests, connection: FrameConnection) -> None:
+        self._pump = Pump(connection, self._collect)
+        self._session = FeedSession(engine, kept, self._pump.wake)
+        self.resume = self._pump.run
+
+    def _collect(self) -> scheduler_pb2.FeedBatch | None:
+        return self._session.collect()
+
+    def take(self, body: bytes) -> None:
+        """Carry out a command."""
+        self._session.obey(scheduler_pb2.FeedCommand.FromString(body))
+
+    def lose(self, error: Exception | None) -> None:
+        """The detokenizer is gone."""
+        self._session.close()

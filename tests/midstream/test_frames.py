@@ -1,0 +1,265 @@
+"""Frames over real sockets: what arrives, who is let in, and what a slow or silent peer costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from midstream.rpc import frames
+from midstream.rpc.frames import FrameConnection, FrameServer, Pump
+from midstream.security.tls import Tls
+from protos import detokenizer_pb2 as pb
+from protos.frames_pb2 import FramesOffer
+from tests.faults.certificates import Authority
+
+WAIT_S = 20.0
+MAX_BYTES = 1 << 20
+
+
+class Peer:
+    """Keeps what comes, and sends it back where asked to."""
+
+    def __init__(self, connection: FrameConnection | None = None, *, echoes: bool = False) -> None:
+        self.connection = connection
+        self.messages: list[bytes] = []
+        self.error: Exception | None = None
+        self.lost = asyncio.Event()
+        self.came = asyncio.Event()
+        self.on_resume: Callable[[], None] = lambda: None
+        self._echoes = echoes
+
+    def take(self, body: bytes) -> None:
+        self.messages.append(body)
+        self.came.set()
+        if self._echoes and self.connection is not None:
+            self.connection.post(pb.StreamBatch.FromString(body))
+
+    def resume(self) -> None:
+        self.on_resume()
+
+    def lose(self, error: Exception | None) -> None:
+        assert not self.lost.is_set()
+        self.error = error
+        self.lost.set()
+
+    async def until(self, count: int) -> list[bytes]:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.messages) < count:
+                self.came.clear()
+                await self.came.wait()
+        return self.messages
+
+
+def batch(number: int, text: str = "") -> pb.StreamBatch:
+    made = pb.StreamBatch()
+    item = made.chunks.add(stream=number)
+    item.response.text = text
+    return made
+
+
+@contextlib.asynccontextmanager
+async def serving(tls: Tls | None = None) -> AsyncIterator[FrameServer]:
+    server = FrameServer("127.0.0.1", 0, max_message_bytes=MAX_BYTES, tls=tls)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+def without_unix(offer: FramesOffer) -> FramesOffer:
+    return FramesOffer(port=offer.port, token=offer.token)
+
+
+async def connect(
+    offer: FramesOffer, peer: Peer, *, tls: Tls | None = None, keepalive_s: float = 10.0, timeout_s: float = 15.0
+) -> FrameConnection:
+    return await frames.connect(
+        offer, "127.0.0.1:1", peer, max_message_bytes=MAX_BYTES, tls=tls, keepalive_s=keepalive_s, timeout_s=timeout_s
+    )
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+async def test_messages_come_whole_and_in_order(is_local: bool) -> None:
+    async with serving() as server:
+        offer = server.offer(lambda connection: Peer(connection, echoes=True))
+        here = Peer()
+        connection = await connect(offer if is_local else without_unix(offer), here)
+        assert (connection.peer_uid() is not None) == is_local
+        sent = [batch(number, "x" * (number % 7) * 4_000) for number in range(1, 40)]
+        for message in sent:
+            connection.post(message)
+        assert await here.until(len(sent)) == [message.SerializeToString() for message in sent]
+        connection.close()
+        await asyncio.wait_for(here.lost.wait(), WAIT_S)
+        assert here.error is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 12), min_size=1))
+def test_frames_are_the_same_however_their_bytes_are_cut(bodies: list[bytes], cuts: list[int]) -> None:
+    async def run() -> list[bytes]:
+        peer = Peer()
+        connection = FrameConnection(MAX_BYTES, peer)
+        connection.open(welcome=False)
+        data = b"".join(struct.pack(">IB", len(body) + 1, frames.Kind.MESSAGE) + body for body in bodies)
+        at = number = 0
+        while at < len(data):
+            size = cuts[number % len(cuts)]
+            connection.data_received(data[at : at + size])
+            at, number = at + size, number + 1
+        connection.connection_lost(None)
+        return peer.messages
+
+    assert asyncio.run(run()) == bodies
+
+
+async def test_a_token_opens_one_connection() -> None:
+    async with serving() as server:
+        offer = server.offer(lambda _: Peer())
+        await connect(offer, Peer())
+        for wrong in (offer.token, b"", b"x" * 16):
+            with pytest.raises(OSError, match="refused"):
+                await connect(FramesOffer(port=offer.port, unix_name=offer.unix_name, token=wrong), Peer())
+        assert len(server.connections) == 1
+
+
+async def test_what_nobody_offered_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "_HELLO_S", 0.2)
+    async with serving() as server:
+        for data in (
+            b"",  # nothing at all
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\xff" * 64,
+            struct.pack(">IB", 1 << 30, frames.Kind.HELLO),
+            struct.pack(">IB", 1, frames.Kind.MESSAGE),
+            struct.pack(">IB", 0, frames.Kind.HELLO),
+            struct.pack(">IB", 17, frames.Kind.WELCOME) + b"x" * 16,
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(data)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), WAIT_S) == b"", data
+            writer.close()
+        assert not server.connections
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack(">IB", MAX_BYTES + 2, frames.Kind.MESSAGE),
+        struct.pack(">IB", 0, frames.Kind.MESSAGE),
+        struct.pack(">IB", 1, 99),
+        struct.pack(">IB", 1, frames.Kind.HELLO),
+        struct.pack(">IB", 1, frames.Kind.WELCOME),
+        struct.pack(">IB", 5, frames.Kind.MESSAGE) + b"\xff\xff\xff\xff",  # no StreamBatch
+    ],
+)
+async def test_garbage_ends_its_connection_and_no_other(data: bytes) -> None:
+    async with serving() as server:
+        good, bad = Peer(), Peer()
+        first = await connect(server.offer(lambda connection: Peer(connection, echoes=True)), good)
+        second = await connect(server.offer(lambda connection: Peer(connection, echoes=True)), bad)
+        assert second._transport is not None
+        second._transport.write(data)
+        await asyncio.wait_for(bad.lost.wait(), WAIT_S)
+        first.post(batch(1))
+        await good.until(1)
+
+
+async def test_a_peer_that_does_not_read_holds_back_batches_and_gets_all_of_them_later() -> None:
+    async with serving() as server:
+        here = Peer()
+        sources: list[tuple[FrameConnection, Pump]] = []
+        left = iter(range(2000))
+
+        def accept(connection: FrameConnection) -> Peer:
+            def collect() -> pb.StreamBatch | None:
+                number = next(left, None)
+                return batch(number, "x" * 2000) if number is not None else None
+
+            peer = Peer()
+            sources.append((connection, pump := Pump(connection, collect)))
+            peer.on_resume = pump.run
+            return peer
+
+        connection = await connect(server.offer(accept), here)
+        transport = connection._transport
+        assert transport is not None
+        transport.pause_reading()
+        out, pump = sources[0]
+        pump.wake()
+        async with asyncio.timeout(WAIT_S):
+            while out.is_writable:  # noqa: ASYNC110 (it becomes full in this process)
+                await asyncio.sleep(0)
+        assert out._transport is not None
+        assert out._transport.get_write_buffer_size() < (256 << 10) + 4096
+        assert next(left) < 1900
+        transport.resume_reading()
+        numbers = [pb.StreamBatch.FromString(body).chunks[0].stream for body in await here.until(1999)]
+        assert numbers == sorted(numbers)
+
+
+async def test_a_silent_peer_is_given_up_and_a_living_one_is_kept() -> None:
+    async with serving() as server:
+        living, silent, theirs = Peer(), Peer(), Peer()
+        await connect(server.offer(lambda _: Peer()), living, keepalive_s=0.05, timeout_s=0.5)
+        connection = await connect(server.offer(lambda _: theirs), silent, keepalive_s=0.05, timeout_s=0.5)
+        assert connection._transport is not None
+        connection._transport.pause_reading()  # so that nothing is heard, as of one that stands still
+        await asyncio.wait_for(silent.lost.wait(), WAIT_S)
+        assert isinstance(silent.error, TimeoutError)
+        await asyncio.wait_for(theirs.lost.wait(), WAIT_S)
+        assert not living.lost.is_set()
+
+
+async def test_a_server_that_closes_has_sent_everything() -> None:
+    here = Peer()
+    async with serving() as server:
+
+        def accept(connection: FrameConnection) -> Peer:
+            def send() -> None:
+                for _ in range(100):
+                    connection.send(batch(1, "x" * 9000))
+
+            asyncio.get_running_loop().call_soon(send)
+            return Peer()
+
+        await connect(server.offer(accept), here)
+        await asyncio.sleep(0)
+    assert len(await here.until(100)) == 100
+    await asyncio.wait_for(here.lost.wait(), WAIT_S)
+
+
+async def test_tls_asks_for_certificates_of_the_authority(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path / "own"), Authority(tmp_path / "other")
+
+    def shown(by: Authority, name: str, trusted: Authority) -> Tls:
+        identity = by.issue(name)
+        return Tls(identity.cert, identity.key, trusted.ca, require_client_cert=True)
+
+    async with serving(shown(authority, "scheduler", authority)) as server:
+
+        def offer() -> FramesOffer:
+            return without_unix(server.offer(lambda connection: Peer(connection, echoes=True)))
+
+        here = Peer()
+        connection = await connect(offer(), here, tls=shown(authority, "detokenizer", authority))
+        connection.post(batch(1, "text"))
+        assert await here.until(1) == [batch(1, "text").SerializeToString()]
+        for wrong in (
+            shown(stranger, "mallory", authority),  # not of the authority
+            shown(authority, "detokenizer", stranger),  # trusts another one
+            Tls(ca=authority.ca),  # shows none
+            None,
+        ):
+            with pytest.raises(OSError):  # noqa: PT011 (many kinds of it)
+                await connect(offer(), Peer(), tls=wrong)
+        assert len(server.connections) == 1

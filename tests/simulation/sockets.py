@@ -1,0 +1,224 @@
+"""Sockets of an event loop, over the simulated network: what frames travel over.
+
+A writer is told to pause while `window` of its writes have not been read at the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.rpc.frames import _HEAD, _LENGTH_BYTES, Kind
+from protos import scheduler_pb2
+from tests.simulation.loop import Process
+from tests.simulation.network import Network, Wire, running
+
+_FIRST_FREE_PORT = 60_000
+_RECONNECT_S = 0.1
+_SPLIT_SHARE = 0.1
+
+Make = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What goes over a wire: open, data, read (the other end took some), closed."""
+
+    kind: str
+    data: bytes = b""
+    count: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {len(self.data)}" if self.data else self.kind
+
+
+class End(asyncio.Transport):
+    """One end of a connection: what its process has for a transport."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        super().__init__()
+        self.process = process
+        self.out: Wire | None = None
+        self.pair: Pair | None = None
+        self.protocol: Any = None
+        self._network = network
+        self._is_closed = False
+        self._is_paused = False
+        self._num_unread = 0  # sent, and not yet read at the other end
+        self._num_taken = 0
+
+    def open(self, make: Make) -> None:
+        """Begin: the connection is there."""
+        self.protocol = make()
+        self.protocol.connection_made(self)
+
+    def receive(self, item: Item) -> None:
+        """Handle what arrives, in the context of the process."""
+        self._network.loop.call_soon(self._receive, item, context=self.process.context.copy())
+
+    def _receive(self, item: Item) -> None:
+        if self._is_closed:
+            return
+        if item.kind == "data":
+            self._take(item.data)
+        elif item.kind == "read":
+            self._num_unread -= item.count
+            if self._is_paused and self._num_unread < self._network.window:
+                self._is_paused = False
+                self.protocol.resume_writing()
+        else:
+            self._end(None if item.kind == "closed" else ConnectionResetError("the connection was reset"))
+
+    def _take(self, data: bytes) -> None:
+        self._num_taken += 1
+        if 2 * self._num_taken >= self._network.window and self.out is not None:
+            self.out.send(Item("read", count=self._num_taken))
+            self._num_taken = 0
+        place = len(data)
+        if self._network.dice.random() < _SPLIT_SHARE:
+            place = self._network.dice.randint(0, len(data))
+        for piece in (data[:place], data[place:]):
+            if piece and not self._is_closed:
+                self.protocol.data_received(piece)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.protocol.connection_lost(error)
+
+    def write(self, data: Any) -> None:
+        """Send bytes."""
+        if self._is_closed or self.out is None:
+            return
+        if self.process.name == "scheduler" and self.pair is not None:
+            self.pair.show(data)
+        self._num_unread += 1
+        self.out.send(Item("data", bytes(data)))
+        if not self._is_paused and self._num_unread >= self._network.window:
+            self._is_paused = True
+            self.protocol.pause_writing()
+
+    def close(self) -> None:
+        """Close behind what was sent."""
+        if not self._is_closed and self.out is not None and self.pair is not None:
+            self.out.send(Item("closed"))
+            self._network.remove(self.pair)
+            self._network.loop.call_soon(self._end, None, context=self.process.context.copy())
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        """Whether it is closed."""
+        return self._is_closed
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """None is known."""
+        return default
+
+    def get_write_buffer_size(self) -> int:
+        """All is on its way."""
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """The network's window is the limit."""
+
+
+class Pair:
+    """A connection."""
+
+    def __init__(self, network: Network, client: Process, server: Process, make: Make) -> None:
+        self.ends = (client, server)
+        self.client, self.server = End(network, client), End(network, server)
+        self._network = network
+        self._make = make
+        up = Wire(network, client, server, "frames", self._at_server)
+        down = Wire(network, server, client, "frames", self.client.receive)
+        self.client.out, self.server.out = up, down
+        self.client.pair = self.server.pair = self
+        self._wires = (up, down)
+        network.add(self)
+        up.send(Item("open"))
+
+    def _at_server(self, item: Item) -> None:
+        if item.kind == "open":
+            self._network.loop.call_soon(self.server.open, self._make, context=self.server.process.context.copy())
+        else:
+            self.server.receive(item)
+
+    def show(self, data: bytes) -> None:
+        """Show what a scheduler feeds to whoever checks it. Whole frames are written."""
+        at = 0
+        while at < len(data):
+            length, kind = _HEAD.unpack_from(data, at)
+            if kind == Kind.MESSAGE and self.ends[0].name.startswith("detokenizer"):
+                batch = scheduler_pb2.FeedBatch.FromString(bytes(data[at + _HEAD.size : at + _LENGTH_BYTES + length]))
+                self._network.on_write(self, batch)
+            at += _LENGTH_BYTES + length
+
+    def break_(self) -> None:
+        """Cut the connection."""
+        for wire in self._wires:
+            wire.is_cut = True
+        self._network.remove(self)
+        for end in (self.server, self.client):
+            if end.protocol is not None:
+                self._network.later(self._network.delay(), end.receive, Item("broken"))
+
+    def end_closed(self, end: Process) -> None:
+        """The system of a process that has gone closes the connection."""
+        self._network.remove(self)
+        mine, other = self._wires if end is self.ends[0] else reversed(self._wires)
+        other.is_cut = True
+        mine.send_end(Item("closed"))
+
+
+class Listener:
+    """A listening socket, and the server that has it."""
+
+    def __init__(self, network: Network, address: tuple[str, int], make: Make) -> None:
+        self.process = running()
+        self.make = make
+        self.sockets = [self]
+        self._network = network
+        self._address = address
+        network.bind(f"{address[0]}:{address[1]}", self)
+
+    def getsockname(self) -> tuple[str, int]:
+        """Where it listens."""
+        return self._address
+
+    def close(self) -> None:
+        """Listen no more."""
+        key = f"{self._address[0]}:{self._address[1]}"
+        if self._network.listeners.get(key) is self:
+            del self._network.listeners[key]
+
+
+class Sockets:
+    """What the loop makes servers and connections of."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._ports = itertools.count(_FIRST_FREE_PORT)
+
+    def listen(self, make: Make, host: str, port: int) -> Listener:
+        """Listen at an address; port 0 takes a free one."""
+        return Listener(self._network, (host, port or next(self._ports)), make)
+
+    async def connect(self, make: Make, host: str, port: int) -> tuple[End, Any]:
+        """Connect to an address; it takes as long as the network lets nothing through."""
+        network, process = self._network, running()
+        await asyncio.sleep(2 * network.delay())
+        while True:
+            listener: Listener | None = network.listeners.get(f"{host}:{port}")
+            if listener is None or process.is_dead:
+                raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
+            if not network.is_parted(process, listener.process):
+                break
+            await asyncio.sleep(_RECONNECT_S)
+        pair = Pair(network, process, listener.process, listener.make)
+        pair.client.open(make)
+        return pair.client, pair.client.protocol
