@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tokenizers import Tokenizer
 
-from gpu_worker.kv.cache import KvCache
-from gpu_worker.models.decoder import Decoder, ForwardInputs
-from gpu_worker.models.loader import load_model
-from midstream.config import WorkerConfig
-from midstream.model.folder import ModelFolder, open_model_folder
+from gpu_worker.models.perplexity import WINDOW, default_text, logits_of, open_decoder, windows
+from midstream.model.folder import open_model_folder
 
-WINDOW, BLOCK = 512, 16
 MAX_WINDOWS = 40  # 20,480 tokens
 CHOICES: dict[str, dict[str, str]] = {
     "exact: f32 activations and cache": {"activations": "f32", "kv": "f32"},
@@ -40,30 +33,6 @@ CHOICES: dict[str, dict[str, str]] = {
 }
 
 
-def open_decoder(folder: ModelFolder, settings: dict[str, str]) -> Decoder:
-    """A decoder with a cache for one window."""
-    model = load_model(WorkerConfig(model=folder.name, device="cpu", **settings), folder)  # type: ignore[arg-type]
-    model.decoder.use_cache(KvCache(model.description, WINDOW // BLOCK, BLOCK, model.kv_dtype, model.device))
-    return model.decoder
-
-
-def logits_of(decoder: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [W, vocab] of all positions of one window [W]."""
-    count = len(token_ids)
-    positions = torch.arange(count, dtype=torch.int32)
-    table = torch.arange(WINDOW // BLOCK, dtype=torch.int32)[None]
-    starts, lengths = torch.tensor([0, count], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
-    return decoder.forward(ForwardInputs(token_ids, positions, positions, starts, lengths, table, positions))
-
-
-def windows(folder: ModelFolder, texts: list[str]) -> Iterator[torch.Tensor]:
-    """Whole windows of the texts' tokens."""
-    tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
-    for text in texts:
-        ids = torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32)
-        yield from (piece for piece in torch.split(ids, WINDOW) if len(piece) == WINDOW)
-
-
 def main() -> None:
     """Prints one row for each choice."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -74,9 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = open_model_folder(arguments.model)
     paths: list[Path] = arguments.text or []
-    texts = [path.read_text(encoding="utf-8") for path in paths] or [
-        "\n\n".join(topics[name] for name in sorted(topics))
-    ]
+    texts = [path.read_text(encoding="utf-8") for path in paths] or [default_text()]
     pieces = list(windows(folder, texts))[: arguments.max_windows]
     digest = hashlib.sha256(b"".join(piece.numpy().tobytes() for piece in pieces)).hexdigest()[:16]
     exact, *others = CHOICES

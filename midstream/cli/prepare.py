@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 from pathlib import Path
 
 from rich.console import Console
 
-from midstream.model.folder import EMBEDDED_MODEL, open_model_folder, prepare_model_folder
+from midstream.errors import ConfigError
+from midstream.model.folder import EMBEDDED_MODEL, ModelFolder, open_model_folder, prepare_model_folder
+from midstream.python_process import python_command, python_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,19 +26,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER", help="A new folder to copy it to. [where services find it by itself]"
     )
+    parser.add_argument(
+        "--weights",
+        choices=("int4", "int8"),
+        help="Quantize its linear layers: int4 in groups of 32, int8 by rows. Writes a compressed-tensors checkpoint "
+        "to --output, and reports what that does to the perplexity of a text.",
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="That text. [the topics of Python's help()]")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     console = Console(highlight=False)
+    if arguments.weights:
+        return _quantize(arguments, console)
     with console.status(f"Preparing {arguments.source}"):
         if arguments.output:
             folder = prepare_model_folder(arguments.source, arguments.output)
         else:
             folder = open_model_folder(arguments.source)
+    _describe(folder, console)
+    return 0
+
+
+def _quantize(arguments: argparse.Namespace, console: Console) -> int:
+    """Has the worker's code do it, which has torch."""
+    if arguments.output is None:
+        raise ConfigError("--weights needs --output, a new folder for the quantized model", field="output")
+    if arguments.text is not None and not arguments.text.is_file():
+        raise ConfigError(f"there is no file {arguments.text}", field="text")
+    flags = ["--weights", arguments.weights, *(("--text", str(arguments.text.resolve())) if arguments.text else ())]
+    model = arguments.source if arguments.source == EMBEDDED_MODEL else str(Path(arguments.source).resolve())
+    command = python_command("gpu_worker.quantize", model, str(arguments.output.resolve()), *flags)
+    result = subprocess.run(command, env=python_environment(), stdout=subprocess.PIPE, text=True, check=False)
+    if result.returncode:
+        return result.returncode
+    report = json.loads(result.stdout.splitlines()[-1])
+    _describe(open_model_folder(str(arguments.output)), console)
+    console.print(f"{report['matrices']} matrices are {arguments.weights}")
+    if "after" in report:
+        change = report["after"] / report["before"] - 1
+        console.print(
+            f"perplexity of {report['tokens']:,} tokens: {report['before']:.3f} before, {report['after']:.3f} after "
+            f"({change:+.1%})"
+        )
+    else:
+        console.print("the text is too short to measure the perplexity")
+    return 0
+
+
+def _describe(folder: ModelFolder, console: Console) -> None:
     console.print(f"[bold]{folder.name}[/bold] lies in {folder.path}")
     console.print(
         f"{folder.architecture}, {folder.num_layers} layers of width {folder.hidden_size}, "
         f"{folder.vocab_size:,} tokens, {folder.max_sequence_length:,} positions, {folder.weights_format}"
     )
-    return 0

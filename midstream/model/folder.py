@@ -122,7 +122,7 @@ def prepare_model_folder(model: str, target: Path) -> ModelFolder:
         raise ConfigError(f"{target} exists already", field="output")
     source = open_model_folder(model).path
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _staging_folder(target) as staging:
+    with staging_folder(target) as staging:
         shutil.copytree(source, staging, dirs_exist_ok=True)
     return _open_folder(target)
 
@@ -164,7 +164,7 @@ def _open_gguf(file: Path, name: str, sampling: Mapping[str, float] | None = Non
             if not (folder / _MANIFEST).is_file():
                 from midstream.model.prepare import gguf_source
 
-                with _staging_folder(folder) as staging:
+                with staging_folder(folder) as staging:
                     gguf_source.lay_down(file, staging, sampling or {})
                     _write_manifest(staging, name, str(file))
     return _open_folder(folder)
@@ -349,7 +349,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _staging_folder(target: Path) -> Iterator[Path]:
+def staging_folder(target: Path) -> Iterator[Path]:
     """A folder that becomes `target` when the block ends well, and vanishes when it does not."""
     safe = re.sub(r"[^\w.-]", "_", target.name)
     staging = Path(tempfile.mkdtemp(prefix=f".{safe}.", dir=target.parent))

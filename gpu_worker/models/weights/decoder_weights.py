@@ -37,7 +37,7 @@ class DecoderWeights:
         Raises:
             ConfigError: A file is damaged.
         """
-        self._file = _open(folder, description)
+        self._file = open_weights(folder, description)
         self._description = description
         self._target: dict[str, WeightFormat] = {"f32": "f32", "bf16": "bf16", "int8": "int8", "q4": "q4"}
         self._weights = weights
@@ -235,7 +235,8 @@ class DecoderWeights:
         return self._head_prefix + name
 
 
-def _open(folder: ModelFolder, description: DecoderDescription) -> WeightFile:
+def open_weights(folder: ModelFolder, description: DecoderDescription) -> WeightFile:
+    """Open the weight files of a model."""
     if folder.weights_format == "safetensors":
         return SafetensorsFiles(folder.weight_files, read_scheme(folder))
     permuted = (description.num_heads, description.num_kv_heads) if description.architecture == "llama" else None

@@ -59,6 +59,15 @@ class WeightFile(Protocol):
     def vector(self, name: str) -> Tensor:
         """A vector as float32."""
 
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of floats as the file holds it; of blocks in bfloat16."""
+
 
 class SafetensorsFiles:
     """One file or several shards."""
@@ -106,6 +115,18 @@ class SafetensorsFiles:
     def vector(self, name: str) -> Tensor:
         """A vector as float32."""
         return self._get(name).float()
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._owners)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        return tuple(self._owners[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as the file holds it."""
+        return self._raw(name)
 
     def _module(self, name: str) -> Module:
         return Module(name.removesuffix(".weight"), self._owners.__contains__, self._raw)
@@ -165,6 +186,21 @@ class GgufFile:
         order = self._row_order(name, values.shape[0])
         return values if order is None else values[order]
 
+    def names(self) -> list[str]:
+        """The names of all tensors, as Hugging Face has them where it has them."""
+        return [_name_of(name) for name in self._tensors]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        return tuple(reversed(self._tensors[_gguf_name(name)].shape))
+
+    def tensor(self, name: str) -> Tensor:
+        """A vector as float32; a matrix in bfloat16, or in float32 where the file has floats."""
+        if len(self.shape(name)) == 1:
+            return self.vector(name)
+        weight = self.matrix(name)
+        return weight.dense() if weight.format == "f32" else weight.dense().bfloat16()
+
     def _row_order(self, name: str, num_rows: int) -> Tensor | None:
         if self._permuted_heads is None or not re.search(r"\.[qk]_proj\.", name):
             return None
@@ -197,3 +233,16 @@ def _gguf_name(name: str) -> str:
     if layer:
         return f"blk.{layer[1]}.{_GGUF_LAYER.get(layer[2], layer[2])}.{kind}"
     return f"{_GGUF_TOP.get(module, module)}.{kind}"
+
+
+_TOP_NAMES = {name: hugging_face for hugging_face, name in _GGUF_TOP.items()}
+_LAYER_NAMES = {name: hugging_face for hugging_face, name in _GGUF_LAYER.items()}
+
+
+def _name_of(gguf_name: str) -> str:
+    """Hugging Face's name."""
+    module, _, kind = gguf_name.rpartition(".")
+    layer = re.match(r"blk\.(\d+)\.(.+)$", module)
+    if layer:
+        return f"model.layers.{layer[1]}.{_LAYER_NAMES.get(layer[2], layer[2])}.{kind}"
+    return f"{_TOP_NAMES.get(module, module)}.{kind}"

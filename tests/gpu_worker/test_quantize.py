@@ -1,0 +1,91 @@
+"""Quantizing a model folder: what is written is a checkpoint of compressed-tensors, as that library reads it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from safetensors.torch import load_file
+
+from gpu_worker import quantize
+from gpu_worker.models.families import describe
+from gpu_worker.models.weights.decoder_weights import open_weights
+from gpu_worker.quantize import quantize_folder
+from midstream.cli import prepare
+from midstream.errors import ConfigError, UnsupportedError
+from midstream.model.folder import open_model_folder
+from tests.gpu_worker.tiny_models import make_tiny_model
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_the_library_reads_what_is_written(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_model(tmp_path / "source", "Qwen2")
+    monkeypatch.setattr(quantize, "_SHARD_BYTES", 20_000)  # several files
+    assert quantize_folder(open_model_folder(str(tmp_path / "source")), tmp_path / "made", weights) == 3 * 7
+    made = open_model_folder(str(tmp_path / "made"))
+    assert len(made.weight_files) > 1
+    settings = QuantizationConfig.model_validate(made.config["quantization_config"])
+    assert set(settings.ignore) == {"lm_head", "model.embed_tokens"}
+    scheme = settings.config_groups["group_0"]
+    before = load_file(tmp_path / "source/model.safetensors")
+    after = {name: tensor for file in made.weight_files for name, tensor in load_file(file).items()}
+    ours = open_weights(made, describe(made.config))
+    for name, original in before.items():
+        module = name.removesuffix(".weight")
+        if f"{module}.weight_scale" not in after:
+            assert torch.equal(after[name], original)
+            continue
+        scale = after[f"{module}.weight_scale"].float()
+        if weights == "int4":
+            parts = {part: after[f"{module}.{part}"] for part in ("weight_packed", "weight_shape", "weight_zero_point")}
+            values = PackedQuantizationCompressor.decompress({**parts, "weight_scale": scale}, scheme)["weight"]
+        else:
+            values = dequantize(after[name], scale, torch.zeros_like(scale, dtype=torch.int8), scheme.weights)
+        torch.testing.assert_close(ours.matrix(name).dense(), values, rtol=1e-6, atol=1e-7)
+        # Half a step, and the ends of a group that its zero point moves.
+        step = scale.repeat_interleave(original.shape[1] // scale.shape[1], dim=1)
+        assert bool(((values - original).abs() <= step * (1.01 if weights == "int4" else 0.51)).all())
+
+
+def test_what_is_not_quantized_again(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "source", "Llama")
+    source = open_model_folder(str(tmp_path / "source"))
+    quantize_folder(source, tmp_path / "made", "int8")
+    with pytest.raises(ConfigError, match="made exists already"):
+        quantize_folder(source, tmp_path / "made", "int4")
+    with pytest.raises(UnsupportedError, match="quantized already"):
+        quantize_folder(open_model_folder(str(tmp_path / "made")), tmp_path / "again", "int4")
+    assert not (tmp_path / "again").exists()
+
+
+def test_every_tensor_of_a_gguf_file_has_its_name() -> None:
+    folder = open_model_folder("smollm2")
+    file = open_weights(folder, describe(folder.config))
+    names = file.names()
+    assert len(names) == 2 + 30 * 9
+    assert file.shape("model.layers.7.mlp.down_proj.weight") == (576, 1536)
+    assert all(file.has(name) and not name.startswith(("blk", "token", "output")) for name in names)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny_model(tmp_path / "source", "Llama")
+    shutil.copy(open_model_folder("smollm2").path / "tokenizer.json", tmp_path / "source")
+    (tmp_path / "text").write_text("short")
+    arguments = argparse.Namespace(
+        source=str(tmp_path / "source"), output=tmp_path / "made", weights="int4", text=tmp_path / "text"
+    )
+    assert prepare.run(arguments) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "21 matrices are int4" in output
+    assert "too short" in output
+    assert json.loads((tmp_path / "made/config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
+    arguments.output = None
+    with pytest.raises(ConfigError, match="--weights needs --output"):
+        prepare.run(arguments)
