@@ -153,6 +153,10 @@ class SchedulerCore:
         """The state of all groups together, with what the last step ran."""
         return self._results.statistics(self.groups, time_ns, "")
 
+    def report_iterations(self, *, enabled: bool) -> None:
+        """Make an IterationDone of each result, as it is at the start, or none because nobody reads them."""
+        self._results.reports_iterations = enabled
+
     @property
     def num_active_requests(self) -> int:
         """Requests that hold blocks."""

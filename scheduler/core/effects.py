@@ -152,7 +152,7 @@ class AddedSequence:
 
 @dataclass(frozen=True, slots=True)
 class IterationDone:
-    """A step's result was taken in."""
+    """A step's result was taken in; see SchedulerCore.report_iterations."""
 
     stats: IterationStats
 

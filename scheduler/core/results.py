@@ -38,7 +38,11 @@ class Taken:
 
 
 class Results:
-    """Applies results to sequences."""
+    """Applies results to sequences.
+
+    Attributes:
+        reports_iterations: Statistics are made of each result, as an effect.
+    """
 
     def __init__(
         self,
@@ -51,7 +55,8 @@ class Results:
         try_again: Callable[[WorkerGroup, Request], None],
     ) -> None:
         """`try_again` queues a request anew that its worker could not run yet."""
-        self.last_step = StepStats()
+        self.reports_iterations = True
+        self._last: tuple[InFlightStep, StepDone, int] | None = None
         self._lifecycle = lifecycle
         self._queue = queue
         self._totals = totals
@@ -308,8 +313,9 @@ class Results:
         self._totals.num_iterations += 1
         if not group.blocks.is_conserved:
             self._totals.num_conservation_violations += 1
-        self.last_step = step_stats(step, event, num_decoded)
-        self._effects.append(IterationDone(self.statistics([group], event.time_ns, group.group_id)))
+        self._last = step, event, num_decoded
+        if self.reports_iterations:
+            self._effects.append(IterationDone(self.statistics([group], event.time_ns, group.group_id)))
 
     def statistics(self, groups: list[WorkerGroup], time_ns: int, group_id: str) -> IterationStats:
         """The state of some groups, with what the last step ran."""
@@ -325,7 +331,7 @@ class Results:
                 max_num_active=totals.max_num_active_requests,
             ),
             kv=kv_stats(groups),
-            step=self.last_step,
+            step=step_stats(*self._last) if self._last is not None else StepStats(),
             memory=memory_of(groups),
             num_finished_by_reason=dict(totals.num_finished_by_reason),
             num_stale_messages=totals.num_stale_messages,

@@ -6,8 +6,9 @@ Whatever comes in within one round of the event loop is followed by one Turn, so
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from midstream.clock import SteadyClock
 from midstream.errors import OverloadedError, from_status
@@ -53,7 +54,6 @@ class Engine:
         clock: What its times are by.
         core: Its state; read it, change it by events only.
         hub: The feeds.
-        iterations: Statistics of the last iterations.
         kv_events: The last KV events, as (group id, change), under their sequence numbers.
         num_failed_events: Messages of workers that the core failed at.
         on_joined: Told of each worker's connection and epoch, once the worker was told itself.
@@ -85,7 +85,9 @@ class Engine:
         self._on_failure = on_failure
         self.core = core
         self.hub = FeedHub(core.config.scheduler_epoch, self._on_attach, self._on_detach, self.clock)
-        self.iterations: Broadcast[IterationStats] = Broadcast(_MAX_ITERATIONS)
+        self._iterations: Broadcast[IterationStats] = Broadcast(_MAX_ITERATIONS)
+        self._num_watchers = 0
+        core.report_iterations(enabled=False)
         self.kv_events: Broadcast[tuple[str, KvChange]] = Broadcast(_MAX_KV_EVENTS)
         self._journal = journal
         self._dispatcher = dispatcher
@@ -167,6 +169,17 @@ class Engine:
             await self._uncommitted.setdefault(spec.request_id, asyncio.Event()).wait()
         return answer
 
+    @contextlib.contextmanager
+    def watch_iterations(self) -> Iterator[Broadcast[IterationStats]]:
+        """Have statistics made of each iteration while somebody reads them."""
+        self._num_watchers += 1
+        self.core.report_iterations(enabled=True)
+        try:
+            yield self._iterations
+        finally:
+            self._num_watchers -= 1
+            self.core.report_iterations(enabled=self._num_watchers > 0)
+
     async def wait_until_idle(self) -> None:
         """Returns when every request has ended and been read to its end by those who read it."""
         self._idle.clear()
@@ -182,7 +195,7 @@ class Engine:
         if isinstance(effect, StepPlan):
             self._dispatcher.send_step(effect)
         elif isinstance(effect, IterationDone):
-            self.iterations.append(effect.stats)
+            self._iterations.append(effect.stats)
         elif isinstance(effect, GroupJoined):
             self._dispatcher.send_joined(effect)
             self.on_joined(effect.connection, effect.epoch)

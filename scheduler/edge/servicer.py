@@ -257,13 +257,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         if not request.stream:
             yield iteration_stats_proto(self._engine.core.current_stats(self._engine.now_ns()), self._engine.clock)
             return
-        iterations = self._engine.iterations
-        first = iterations.last_number + 1
-        await context.send_initial_metadata(())  # so that the caller knows from where on it follows
-        async for run in iterations.follow(first):
-            for _, stats in run if request.min_interval_ms == 0 else run[-1:]:
-                yield iteration_stats_proto(stats, self._engine.clock)
-            await asyncio.sleep(request.min_interval_ms / 1e3)
+        with self._engine.watch_iterations() as iterations:
+            first = iterations.last_number + 1
+            await context.send_initial_metadata(())  # so that the caller knows from where on it follows
+            async for run in iterations.follow(first):
+                for _, stats in run if request.min_interval_ms == 0 else run[-1:]:
+                    yield iteration_stats_proto(stats, self._engine.clock)
+                await asyncio.sleep(request.min_interval_ms / 1e3)
 
     async def GetRequestStats(  # noqa: N802
         self,

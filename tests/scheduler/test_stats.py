@@ -125,3 +125,14 @@ def test_what_a_request_went_through() -> None:
 def test_json_names_are_those_of_tensorrt_llm() -> None:
     names = {field.json_name for field in stats_pb2.IterationStats.DESCRIPTOR.fields}
     assert set(NAMES[""].split()) <= names
+
+
+def test_no_statistics_are_made_where_nobody_reads_them() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.core.report_iterations(enabled=False)
+    harness.add_group()
+    harness.submit("a", 4, 3)
+    harness.run()
+    assert not any(isinstance(effect, IterationDone) for effect in harness.effects)
+    stats = harness.core.current_stats(0)  # the state can be asked for all the same
+    assert (stats.iteration, stats.step.num_decoded_tokens) == (3, 1)
