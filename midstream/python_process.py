@@ -17,8 +17,15 @@ import midstream
 _ROOT = Path(midstream.__file__).parents[1]
 
 
+# Top-level folders of a checkout, which in an installation lie inside the package midstream (see setup.py).
+_PARTS = frozenset({"detokenizer", "gpu_worker", "kernels", "protos", "router", "scheduler"})
+
+
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs `module`; start it with `python_environment`."""
+    """Return the command line that runs `module`, by its name in a checkout; start it with `python_environment`."""
+    part = module.partition(".")[0]
+    if part in _PARTS and (Path(midstream.__file__).parent / part).is_dir():
+        module = f"midstream.{module}"
     return [sys.executable, "-P", "-m", module, *arguments]
 
 

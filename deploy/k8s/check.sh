@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Renders every overlay, validates it against the Kubernetes schemas, unknown fields being errors, and checks manifests and
+# Renders every overlay and the Helm chart with each example of values, validates them against the Kubernetes schemas, unknown fields being errors, and checks manifests and
 # Containerfiles against checkov's policies. Exceptions: checkov.yaml.
 #
-#   check.sh VENV   VENV holds kubernetes-validate and checkov
+#   check.sh VENV   VENV holds kubernetes-validate, checkov and helm
 set -euo pipefail
 bin=$(realpath "$1")/bin
 cd "$(dirname "$0")"
@@ -13,6 +13,12 @@ for overlay in overlays/*/; do
     name=$(basename "$overlay")
     kubectl kustomize "$overlay" > "$rendered/$name.yaml"
     # It warns of LeaderWorkerSet and ScaledObject, whose schemas their own projects have.
+    "$bin/kubernetes-validate" --strict --quiet "$rendered/$name.yaml"
+done
+for values in ../helm/midstream/ci/*.yaml; do
+    name=chart-$(basename "$values" .yaml)
+    "$bin/helm" lint --strict --quiet ../helm/midstream --values "$values"
+    "$bin/helm" template midstream ../helm/midstream --namespace midstream --values "$values" > "$rendered/$name.yaml"
     "$bin/kubernetes-validate" --strict --quiet "$rendered/$name.yaml"
 done
 for file in ../containers/*.Containerfile; do

@@ -66,7 +66,7 @@ def find_crash(path: Path, isa: str) -> str | None:
     passed = path.with_suffix(f".{isa}.{digest}.passed")
     if passed.exists():
         return None
-    command = [sys.executable, "-P", "-m", "kernels.cpu.self_check", str(path), isa]
+    command = [sys.executable, "-P", "-m", f"{__package__}.self_check", str(path), isa]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode < 0:

@@ -28,6 +28,7 @@ COMMANDS = {
     "certificates": ("midstream.cli.certificates", "make certificates for parts and clients"),
     "models": ("midstream.cli.models", "list the families of models that are served, and how"),
     "prepare": ("midstream.cli.prepare", "lay down a model folder"),
+    "doctor": ("midstream.cli.doctor", "check this machine, and name a cure for each fault"),
     "demo": ("midstream.cli.demo", "start everything, stream a few answers at once, stop"),
     "bench": ("midstream.cli.bench.command", "measure a running service"),
     "lora": ("midstream.cli.lora", "load, unload and list adapters"),

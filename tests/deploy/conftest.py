@@ -4,15 +4,23 @@ import shutil
 
 import pytest
 
-from tests.deploy.rendering import OVERLAYS, Rendered, render
+from tests.deploy.rendering import OVERLAYS, ROOT, Rendered, render
 
 HAS_KUBECTL = shutil.which("kubectl") is not None
 # Kubernetes's own tool is not for everybody who tests; without it these files have nothing to look at.
 collect_ignore = [] if HAS_KUBECTL else ["test_manifests.py", "test_network_policies.py", "test_services.py"]
+HAS_HELM = shutil.which("helm") is not None or (ROOT / ".venv-manifests" / "bin" / "helm").exists()
+if not (HAS_KUBECTL and HAS_HELM):
+    collect_ignore.append("test_chart.py")
 
 
 def pytest_report_header() -> list[str]:
-    return [] if HAS_KUBECTL else ["kubectl is not installed: Kubernetes manifests are not tested"]
+    missing = [] if HAS_KUBECTL else ["kubectl is not installed: Kubernetes manifests are not tested"]
+    return (
+        missing
+        if HAS_HELM
+        else [*missing, "helm is not installed (make check-manifests does): the chart is not tested"]
+    )
 
 
 @pytest.fixture(params=OVERLAYS)

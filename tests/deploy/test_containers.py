@@ -24,7 +24,7 @@ def containerfile(name: str) -> str:
 @pytest.mark.parametrize("part", EXPOSED)
 def test_an_image_runs_its_part_without_rights(part: str) -> None:
     last_stage = containerfile(part).rpartition("\nFROM ")[2]
-    assert f'ENTRYPOINT ["python", "-P", "-m", "{part}"]' in last_stage
+    assert f'ENTRYPOINT ["python", "-P", "-m", "midstream.{part}"]' in last_stage
     assert "\nUSER 65532:65532\n" in last_stage
     (ports,) = re.findall(r"^EXPOSE (.*)$", last_stage, re.MULTILINE)
     assert set(map(int, ports.split())) == EXPOSED[part]

@@ -32,7 +32,7 @@ def expressions() -> Iterator[str]:
     yield from (rule["expr"] for rule in alerts())
     yield from (target["expr"] for panel in panels() for target in panel.get("targets", []))
     yield from (rule["seriesQuery"] for rule in load("adapter-rules.yaml")["rules"])
-    keda = (ROOT / "deploy" / "k8s" / "overlays" / "keda" / "scaled-objects.yaml").read_text(encoding="utf-8")
+    keda = (ROOT / "deploy" / "k8s" / "components" / "keda" / "scaled-objects.yaml").read_text(encoding="utf-8")
     yield from (
         trigger["metadata"]["query"] for item in yaml.safe_load_all(keda) for trigger in item["spec"]["triggers"]
     )

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 START_TIMEOUT_S = 150
+# The interpreter whose `midstream` is tested: this one's, or that of an installed wheel (`make test-wheel`).
+PYTHON = os.environ.get("TESTED_PYTHON", sys.executable)
 
 T = TypeVar("T")
 
@@ -31,7 +33,7 @@ def midstream(
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command; its exit status and output."""
     return subprocess.run(
-        [sys.executable, "-m", "midstream.cli", *arguments],
+        [PYTHON, "-P", "-m", "midstream.cli", *arguments],
         check=False,
         capture_output=True,
         text=True,

@@ -40,7 +40,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / "source" / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
@@ -49,7 +49,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Modules of this environment, but not its editable installation of the project: .pth files in it are not read.
     packages = str(Path(pytest.__file__).parents[1])
     subprocess.run([*command, str(folder / "source")], check=True, env=os.environ | {"PYTHONPATH": packages})
+    # Names such as `router` and `kernels` are other projects' too.
+    assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {"midstream"}
     (site / "dependencies.pth").write_text(packages)
+    if (ROOT / "kernels" / "_build").is_dir():  # the same sources: compiling them again shows nothing
+        shutil.copytree(ROOT / "kernels" / "_build", site / "midstream" / "kernels" / "_build")
     return folder / "venv" / "bin" / "midstream"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from midstream.cli.bench import workloads
+from midstream.cli.bench import quick, workloads
 from midstream.cli.bench.measure import RunResult, run_workload
 from midstream.cli.bench.report import plot, summarize, summary_table, write_json
 from midstream.cli.bench.workloads import Workload
@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_connection(parser)
     parser.add_argument(
         "--workload", action="append", choices=sorted(workloads.WORKLOADS), help="What to send; may repeat. [all]"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="In a minute: this machine's limits, and how near it comes."
     )
     parser.add_argument("--concurrency", type=int, nargs="+", help="Sweep: uniform requests at these concurrencies.")
     parser.add_argument("--num-prompt-tokens", type=int, default=128, help="Prompt length of a sweep. [128]")
@@ -39,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; 1 when a request failed."""
     if arguments.request_rate is not None and arguments.request_rate <= 0:
         raise InvalidArgumentError("must be above 0", field="--request-rate")
+    if arguments.quick:
+        return quick.run(arguments)
     results = asyncio.run(_run_all(arguments))
     summaries = [summarize(result) for result in results]
     Console().print(summary_table(summaries))

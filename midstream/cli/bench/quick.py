@@ -1,0 +1,76 @@
+"""`midstream bench --quick`: this machine's limits, and how near the service comes to them.
+
+One stream reads all weights for each token, so memory limits it; many streams share each weight that is read, so matrix
+products limit them too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+
+from rich.console import Console
+from rich.table import Table
+
+from midstream.cli.bench.measure import run_workload
+from midstream.cli.bench.report import Summary, summarize
+from midstream.cli.bench.workloads import uniform
+from midstream.cli.connect import open_client, router_addresses
+from midstream.cli.credentials import credentials_of
+from midstream.cli.machine import Machine, ask_machine
+from midstream.cli.run_dir import RunDir
+from midstream.model.folder import ModelFolder, open_model_folder
+
+_NUM_STREAMS = 16
+_NUM_PROMPT_TOKENS, _NUM_TOKENS = 64, 48
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; 1 when a request failed. The service must run on this machine to be compared with it."""
+    console = Console(highlight=False)
+    with console.status("Measuring this machine"):
+        machine = ask_machine(with_limits=True)
+    with console.status("Measuring the service"):
+        one, many = asyncio.run(_measure(arguments))
+    state = None if arguments.address else RunDir(arguments.run_dir).read_state()
+    model = open_model_folder(state.model) if state is not None else None
+    console.print(table_of(machine, model, one, many))
+    return 1 if one.num_failed or many.num_failed else 0
+
+
+async def _measure(arguments: argparse.Namespace) -> tuple[Summary, Summary]:
+    addresses, credentials = router_addresses(arguments), credentials_of(arguments)
+    async with open_client(arguments) as client:
+        await client.model_info()
+    dice = random.Random(arguments.seed)
+    workloads = [
+        uniform(dice, width, _NUM_PROMPT_TOKENS, _NUM_TOKENS, width)
+        for width in (1, 1, _NUM_STREAMS)  # one to warm up
+    ]
+    results = [await run_workload(addresses, workload, credentials=credentials) for workload in workloads]
+    return summarize(results[1]), summarize(results[2])
+
+
+def table_of(machine: Machine, model: ModelFolder | None, one: Summary, many: Summary) -> Table:
+    """Return limits and measurements; limits of the model only where it is known."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("", "measured", "limit", ""):
+        table.add_column(column, justify="left" if column == "" else "right")
+    kind = machine.gpus[0] if machine.gpus else f"{machine.threads} cores, {machine.kernels or 'no'} kernels"
+    table.add_row("machine", kind, "", "")
+    table.add_row("memory, read", "", f"{machine.read_bytes_per_s / 1e9:.1f} GB/s", "")
+    table.add_row("matrix products, float32", "", f"{machine.flops_per_s / 1e9:,.0f} GFLOP/s", "")
+    token_s = one.inter_token_ms[0] / 1e3
+    rate = 1 / token_s if token_s else 0.0
+    limit, share = "", ""
+    if model is not None:
+        num_bytes = sum(file.stat().st_size for file in model.weight_files)
+        most = machine.read_bytes_per_s / num_bytes
+        limit = f"{most:.0f} tokens/s"
+        share = f"{rate / most:.0%} of reading {num_bytes / 1e6:,.0f} MB of weights a token"
+    table.add_row("one stream", f"{rate:.1f} tokens/s", limit, share)
+    gain = many.tokens_per_s / rate if rate else 0.0
+    table.add_row(f"{_NUM_STREAMS} streams", f"{many.tokens_per_s:.1f} tokens/s", "", f"{gain:.1f} times one stream")
+    table.add_row("first token, one stream", f"{one.ttft_ms[0]:.0f} ms", "", f"{_NUM_PROMPT_TOKENS} prompt tokens")
+    return table

@@ -1,0 +1,93 @@
+"""Build: the top-level folders of the repository become one package.
+
+In a checkout `router`, `scheduler` and the others are imported by these names. An installation must not take such names
+in site-packages, so there they are `midstream.router`, `midstream.scheduler`, and so on: folders are mapped here, and
+imports rewritten. An editable installation stays as the checkout is.
+
+MIDSTREAM_WHEEL_KERNELS=1 compiles the CPU kernels into the wheel, which is then of this platform (`make wheel`).
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+PARTS = ("detokenizer", "gpu_worker", "kernels", "protos", "router", "scheduler")
+IS_EDITABLE = "editable_wheel" in sys.argv
+HAS_KERNELS = bool(os.environ.get("MIDSTREAM_WHEEL_KERNELS"))
+
+_NAMES = "|".join(PARTS)
+_FROM = re.compile(rf"^(\s*)from ({_NAMES})(\.| import )", re.MULTILINE)
+_IMPORT = re.compile(rf"^(\s*)import ({_NAMES})$", re.MULTILINE)
+_IMPORT_MODULE = re.compile(rf"^(\s*)import ({_NAMES})\.", re.MULTILINE)
+# Type stubs of generated code import protos.X_pb2 and use it by its full name.
+_FULL_NAME = re.compile(r"(?<![\w./\"])protos\.(?=\w+_pb2)")
+
+
+def rewrite_imports(source: str, name: str) -> str:
+    """Return a module's source with imports of our top-level packages as ones of the package midstream."""
+    if name.endswith(".pyi"):
+        return _FROM.sub(r"\1from midstream.\2\3", _FULL_NAME.sub("midstream.protos.", source))
+    if _IMPORT_MODULE.search(source):
+        raise SystemExit(
+            f"{name}: `import PACKAGE.MODULE` of ours cannot be rewritten; use `from PACKAGE import MODULE`"
+        )
+    return _IMPORT.sub(r"\1from midstream import \2", _FROM.sub(r"\1from midstream.\2\3", source))
+
+
+class BuildPackages(build_py):
+    """Copies packages, rewrites their imports, and compiles the kernels where the wheel shall have them."""
+
+    def run(self):
+        """Build."""
+        super().run()
+        if self.editable_mode:
+            return
+        root = Path(self.build_lib, "midstream")
+        for file in [*root.rglob("*.py"), *root.rglob("*.pyi")]:
+            source = file.read_text(encoding="utf-8")
+            rewritten = rewrite_imports(source, file.name)
+            if rewritten != source:
+                file.write_text(rewritten, encoding="utf-8")
+        if HAS_KERNELS:
+            environment = {**os.environ, "PYTHONPATH": str(root / "kernels")}
+            subprocess.run([sys.executable, "-m", "build"], check=True, env=environment, cwd=root / "kernels")
+            for lock in (root / "kernels" / "_build").glob("*.lock"):
+                lock.unlink()
+
+
+class WheelOfAnyPython(bdist_wheel):
+    """The kernels are called through ctypes: they need this platform, and no particular Python."""
+
+    def get_tag(self):
+        """Return the wheel's tags."""
+        _, _, platform = super().get_tag()
+        return ("py3", "none", platform)
+
+
+class PlatformDistribution(Distribution):
+    """A distribution with machine code in it."""
+
+    def has_ext_modules(self):
+        """Return whether there is machine code."""
+        return HAS_KERNELS
+
+
+def installed_name(package: str) -> str:
+    """Return what a folder of the repository is called in an installation."""
+    return package if package.partition(".")[0] == "midstream" else f"midstream.{package}"
+
+
+folders = find_packages(include=[pattern for name in ("midstream", *PARTS) for pattern in (name, f"{name}.*")])
+setup(
+    packages=folders if IS_EDITABLE else [installed_name(folder) for folder in folders],
+    package_dir={} if IS_EDITABLE else {f"midstream.{part}": part for part in PARTS if Path(part).is_dir()},
+    package_data={"": ["py.typed", "*.proto", "csrc/*", "static/*"]},
+    cmdclass={"build_py": BuildPackages, "bdist_wheel": WheelOfAnyPython},
+    distclass=PlatformDistribution,
+)

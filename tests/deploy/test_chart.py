@@ -1,0 +1,126 @@
+"""The Helm chart deploys what kustomize deploys, and values change what they name."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from tests.deploy.rendering import ROOT, Manifest, container_of, render
+
+CHART = ROOT / "deploy" / "helm" / "midstream"
+HELM = shutil.which("helm") or str(ROOT / ".venv-manifests" / "bin" / "helm")
+VALUES = sorted(path.stem for path in (CHART / "ci").glob("*.yaml"))
+
+
+def helm(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([HELM, *words], capture_output=True, text=True, check=False)
+
+
+def objects_of(text: str) -> dict[tuple[str, str], Manifest]:
+    objects = [item for item in yaml.safe_load_all(text) if item]
+    found = {(item["kind"], item["metadata"]["name"]): item for item in objects}
+    assert len(found) == len(objects)
+    return found
+
+
+def chart(values: str, *flags: str) -> dict[tuple[str, str], Manifest]:
+    made = helm(
+        "template", "midstream", str(CHART), "-n", "midstream", "-f", str(CHART / "ci" / f"{values}.yaml"), *flags
+    )
+    assert made.returncode == 0, made.stderr
+    return objects_of(made.stdout)
+
+
+def test_there_are_five_examples() -> None:
+    assert VALUES == ["cpu", "gpu", "ha", "keda", "secure"]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_the_chart_lints(values: str) -> None:
+    linted = helm("lint", "--strict", str(CHART), "-f", str(CHART / "ci" / f"{values}.yaml"))
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+def test_its_files_are_what_kustomize_makes_now(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(CHART.parent / "generate.py"), str(tmp_path)], check=True)
+    made = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    committed = {path.name: path.read_text() for path in (CHART / "files").iterdir()}
+    assert made == committed, "run python deploy/helm/generate.py"
+
+
+@pytest.mark.parametrize(
+    ("overlay", "flags"),
+    [
+        ("cpu", ()),
+        ("gpu", ("--set", "accelerator=gpu")),
+        ("secure", ("--set", "secure.enabled=true")),
+        ("keda", ("--set", "autoscaling.kind=keda")),
+    ],
+)
+def test_without_other_values_it_is_the_overlay(overlay: str, flags: tuple[str, ...]) -> None:
+    ours = chart("cpu", *flags)
+    theirs = {(item["kind"], item["metadata"]["name"]): item for item in render(overlay).objects}
+    del theirs["Namespace", "midstream"]  # a release is installed into one that exists
+    if overlay == "keda":  # KEDA owns the number
+        theirs["Deployment", "worker"]["spec"].pop("replicas", None)
+    assert ours == theirs
+
+
+def test_values_change_what_they_name() -> None:
+    objects = chart("gpu")
+    worker, router = objects["Deployment", "worker"], objects["Deployment", "router"]
+    pod = worker["spec"]["template"]
+    container = container_of(pod)
+    assert worker["spec"]["replicas"] == 4
+    assert container["image"] == "registry.example/team/midstream-gpu-worker:1.2.3-cuda"
+    assert container_of(router["spec"]["template"])["image"] == "registry.example/team/midstream-router:1.2.3"
+    assert pod["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    assert pod["spec"]["nodeSelector"] == {"gpu": "h200"}
+    assert container["resources"]["requests"] == {"cpu": "8", "memory": "16Gi"}
+    claims = [
+        volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"]["volumes"] if "models" in volume["name"]
+    ]
+    assert claims == ["shared-models"]
+    assert objects["HorizontalPodAutoscaler", "router"]["spec"]["minReplicas"] == 3
+    journal = objects["PersistentVolumeClaim", "scheduler-journal"]["spec"]
+    assert (journal["resources"]["requests"]["storage"], journal["storageClassName"]) == ("50Gi", "fast")
+    assert objects["HTTPRoute", "router"]["spec"]["parentRefs"] == [{"name": "public", "namespace": "gateways"}]
+
+
+def test_a_changed_setting_rolls_out() -> None:
+    (before,) = (name for kind, name in chart("cpu") if kind == "ConfigMap" and name.startswith("midstream-"))
+    objects = chart(
+        "cpu", "--set-string", "settings.MIDSTREAM_MAX_QUEUE_SIZE=7", "--set-string", "model.path=/models/x"
+    )
+    (after,) = (name for kind, name in objects if kind == "ConfigMap" and name.startswith("midstream-"))
+    assert before != after
+    data = objects["ConfigMap", after]["data"]
+    assert (data["MIDSTREAM_MAX_QUEUE_SIZE"], data["MIDSTREAM_MODEL"]) == ("7", "/models/x")
+    assert data["MIDSTREAM_SCHEDULERS"] == "dns:///scheduler:50052"
+    for part in ("router", "scheduler", "detokenizer", "worker"):
+        container = container_of(objects["Deployment", part]["spec"]["template"])
+        assert container["envFrom"][0] == {"configMapRef": {"name": after}}
+
+
+def test_a_release_lives_in_its_namespace() -> None:
+    objects = chart("keda", "--namespace", "elsewhere")
+    assert {item["metadata"]["namespace"] for item in objects.values()} == {"elsewhere"}
+    (trigger,) = objects["ScaledObject", "router"]["spec"]["triggers"]
+    assert 'namespace="elsewhere"' in trigger["metadata"]["query"]
+    assert trigger["metadata"]["serverAddress"] == "http://prometheus.observability.svc:9090"
+    assert not [name for kind, name in objects if kind == "HorizontalPodAutoscaler"]
+    assert objects["Ingress", "router"]["spec"]["tls"] == [{"hosts": ["llm.example"], "secretName": "llm-tls"}]
+
+
+@pytest.mark.parametrize(
+    "flags", ["acelerator=cpu", "accelerator=tpu", "settings.MAX_QUEUE_SIZE=7", "replicas.worker=-1"]
+)
+def test_a_value_that_is_not_known_is_refused(flags: str) -> None:
+    made = helm("template", "midstream", str(CHART), "--set", flags)
+    assert made.returncode != 0
+    assert "values don't meet the specifications of the schema" in made.stderr
