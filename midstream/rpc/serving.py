@@ -102,6 +102,9 @@ class Server:
                 # A share of the files that may be open, so that connections leave some to the rest of the process.
                 ("grpc.max_allowed_incoming_connections", raise_open_files_limit() // 4),
                 ("grpc.max_concurrent_streams", max_concurrent_streams),
+                # Calls that have arrived and not begun. By itself gRPC cancels some at random beyond 1,000.
+                ("grpc.server.max_pending_requests", max_concurrent_streams),
+                ("grpc.server.max_pending_requests_hard_limit", 2 * max_concurrent_streams),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
                 # Else a second process would share the port in silence.

@@ -29,6 +29,8 @@ _PREFIX_TOKENS = 64
 _BUSY_FACTOR, _BUSY_MARGIN = 1.25, 8
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _TRY_TIMEOUT_S = 5.0
+# A busy scheduler whose handler is cut off at the call's deadline says CANCELLED before the deadline passes here.
+_TRIED_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 class Cell:
@@ -96,7 +98,7 @@ class Cell:
                 timeout_s = min(max(give_up_at - loop.time(), 0.01), _TRY_TIMEOUT_S)
                 answer = await self.stub.Submit(submit, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                if error.code() not in _TRIED_AGAIN:
                     raise error_from_rpc(error) from None
                 is_late = deadline is not None and loop.time() >= deadline
                 if is_late and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -271,3 +271,17 @@ def test_a_log_line_is_json_with_the_request_id() -> None:
         "level": "info", "service": "router", "logger": "x", "message": "took 5 ms", "request_id": "r-1", "cell": "a",
     }  # fmt: skip
     assert FIELD_KEY == "midstream-field"
+
+
+async def test_a_burst_of_calls_is_answered_in_full() -> None:
+    """Of calls that have not begun gRPC by itself cancels some at random, from 1,000 on."""
+    server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
+    await server.start()
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        await channel.channel_ready()
+        stub = health_pb2_grpc.HealthStub(channel)
+        calls = [stub.Check(health_pb2.HealthCheckRequest()) for _ in range(2500)]
+        time.sleep(0.5)  # noqa: ASYNC251 (the event loop is busy while they arrive)
+        codes = [await call.code() for call in calls]
+    assert codes == [grpc.StatusCode.OK] * len(codes)
+    await server.stop()

@@ -99,7 +99,7 @@ async def test_a_forgotten_request_is_submitted_again(
 
 async def test_submit_is_tried_again_while_the_scheduler_is_away(cluster: Cluster, open_client: OpenClient) -> None:
     router = await cluster.add_router(await cluster.add_detokenizer())
-    cluster.scheduler.submit_errors = [errors.UnavailableError("starting"), errors.UnavailableError("starting")]
+    cluster.scheduler.submit_errors = [errors.UnavailableError("starting"), errors.AbortedError("cut off")]
     collecting = asyncio.create_task(collect(open_client(router), request_id="r"))
     await cluster.scheduler.until(lambda: "r" in cluster.scheduler.requests)
     cluster.scheduler.emit("r", [30])
