@@ -7,6 +7,7 @@ from `benchmarks/load/client.cpp`, which is compiled here (it needs g++) and cos
 Rows:
     single    one stream of the embedded model, 128 tokens in and 128 out, beside the same worker in process
     mixed     64 such streams
+    paced     one stream of 256 tokens, a worker whose steps take 5 ms and no processor
     fake      256 streams of 512 tokens, a worker that costs nothing
     short     requests of 32 tokens in and 16 out, 256 at once, the same worker
     sse       256 streams over HTTP
@@ -93,6 +94,7 @@ class Row:
 
     load: Load
     is_fake: bool = True
+    step_ms: float = 0.0
 
     @property
     def num_rows(self) -> int:
@@ -102,6 +104,7 @@ class Row:
 ROWS = {
     "single": Row(Load(1, 1, 128, 128), is_fake=False),
     "mixed": Row(Load(64, 64, 128, 128), is_fake=False),
+    "paced": Row(Load(1, 1, 128, 256), step_ms=5.0),
     "fake": Row(Load(256, 256, 32, 512)),
     "short": Row(Load(2000, 256, 32, 16)),
     "sse": Row(Load(256, 256, 32, 128, connections=256, door="sse")),
@@ -130,7 +133,8 @@ class Checkout:
             "scheduler": f"scheduler --port {scheduler} --worker-port {zmq} --max-batch-size {streams} "
             f"--journal-path {journal}",
             "worker": f"tests.fakes.worker --scheduler tcp://127.0.0.1:{zmq} --vocab-size {model.vocab_size} "
-            f"--model-fingerprint {model.fingerprint} --num-blocks 131072 --max-batch-size {streams}",
+            f"--model-fingerprint {model.fingerprint} --num-blocks 131072 --max-batch-size {streams} "
+            f"--step-ms {row.step_ms}",
             "detokenizer": f"detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler}",
             "router": f"router --port {grpc} --http-port {http} --schedulers 127.0.0.1:{scheduler} "
             f"--detokenizers 127.0.0.1:{detokenizer} --max-streams-per-client 4096",
@@ -269,7 +273,7 @@ def report(name: str, checkouts: Sequence[Checkout], results: list[list[Figures]
 def main() -> int:
     """Run the benchmark; fail when a request did."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="single,fake,short,sse,many", help=f"Of {','.join(ROWS)}.")
+    parser.add_argument("--rows", default="single,paced,fake,short,sse,many", help=f"Of {','.join(ROWS)}.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--baseline", type=Path, help="Another checkout, measured in turn with this one.")
     parser.add_argument("--flags", default="", help="More flags of this checkout's scheduler, detokenizer and router.")

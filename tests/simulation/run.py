@@ -16,7 +16,7 @@ from tests.simulation.cluster import ROUTER_PORT, Cluster
 from tests.simulation.journal import Disk
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import Network
-from tests.simulation.scenarios import _CYCLE, Scenario, scenario_of
+from tests.simulation.scenarios import _CYCLE, MakeScenario, Scenario, scenario_of
 from tests.simulation.sockets import Sockets
 from tests.simulation.stage import Stage
 from tests.simulation.workload import Job
@@ -46,10 +46,10 @@ class Outcome:
     trace: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, faults: bool = True, trace: bool = False) -> Outcome:
-    """Runs a seed; without `faults`, its workload alone."""
+def run_seed(seed: int, *, faults: bool = True, trace: bool = False, make: MakeScenario | None = None) -> Outcome:
+    """Runs a seed, of the scenario that `make` makes or of its own; without `faults`, its workload alone."""
     dice = random.Random(f"simulation {seed}")
-    scenario = scenario_of(seed, dice)
+    scenario = make(dice) if make is not None else scenario_of(seed, dice)
     cluster: Cluster | None = None
     loop = VirtualLoop(lambda name: cluster.resolve(name) if cluster is not None else [])
     network = Network(loop, random.Random(f"network {seed}"), trace=trace)

@@ -1,0 +1,67 @@
+"""What a token costs, counted in place of timed: messages between the parts, and callbacks of their event loops."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.simulation.cluster import Shape
+from tests.simulation.loop import PROCESS, Process, VirtualLoop
+from tests.simulation.run import run_seed
+from tests.simulation.scenarios import Scenario
+from tests.simulation.workload import Job, long_request
+
+NUM_REQUESTS, NUM_TOKENS = 24, 120
+# Steps of prompts, attaching, ends, and what does not arrive in one piece.
+MARGIN = 40
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Tasks and callbacks that each kind of part makes."""
+    counts = Counter[str]()
+    call_soon, adopt = VirtualLoop.call_soon, Process.adopt
+
+    def count_callback(loop: VirtualLoop, callback: object, *args: object, context: object = None) -> object:
+        process = PROCESS.get()
+        if process is not None and context is None:
+            counts[f"callbacks of {process.name.partition('-')[0]}"] += 1
+        return call_soon(loop, callback, *args, context=context)
+
+    def count_task(process: Process, task: object) -> None:
+        counts[f"tasks of {process.name.partition('-')[0]}"] += 1
+        adopt(process, task)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(VirtualLoop, "call_soon", count_callback)
+    monkeypatch.setattr(Process, "adopt", count_task)
+    return counts
+
+
+def many_streams(dice: random.Random) -> Scenario:
+    work = [Job(long_request(dice, number, 4, NUM_TOKENS)) for number in range(NUM_REQUESTS)]
+    return Scenario(shape=Shape(num_workers=1, num_blocks=512), jobs=work)
+
+
+def test_a_step_costs_a_message_for_each_pair_of_parts_however_many_streams(made: Counter[str]) -> None:
+    outcome = run_seed(3, trace=True, make=many_streams)
+    assert not outcome.problems
+    sent = Counter[tuple[str, str]]()
+    for line in outcome.trace:
+        words = line.split()
+        if words[3:5] == ["frames", "data"]:
+            sent[words[1].partition("-")[0].partition("#")[0], words[2].partition("-")[0].partition("#")[0]] += 1
+    # Results of the worker, and its heartbeats.
+    num_steps = sum(line.split()[1:4] == ["worker-0#1", "scheduler#0", "zmq"] for line in outcome.trace)
+    assert num_steps < 3 * NUM_TOKENS, "steps of several streams each"
+    assert sent["scheduler", "detokenizer"] <= num_steps + MARGIN
+    assert sent["detokenizer", "router"] <= sent["scheduler", "detokenizer"] + MARGIN
+    # Up go attaching and detaching, of all that one turn of the loop brings together.
+    assert sent["detokenizer", "scheduler"] <= NUM_REQUESTS + MARGIN
+    assert sent["router", "detokenizer"] <= NUM_REQUESTS + MARGIN
+    # No task and no more than a callback for each message; a router's tasks are those of its calls.
+    assert made["tasks of scheduler"] <= 2 * NUM_REQUESTS + MARGIN
+    assert made["tasks of detokenizer"] <= MARGIN
+    assert made["callbacks of detokenizer"] <= sent["scheduler", "detokenizer"] + MARGIN
+    assert made["callbacks of scheduler"] <= 3 * num_steps + MARGIN
