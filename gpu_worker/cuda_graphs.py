@@ -32,6 +32,8 @@ _NO_SLOT = -1
 _WARM_UP_RUNS = 2
 
 Recorder = Callable[[Callable[[], object]], Callable[[], None]]
+# Each set of graphs has its own recorder: their memory pool ends with the last of them.
+MakeRecorder = Callable[[], Recorder]
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
@@ -61,9 +63,9 @@ class GraphRecorder:
         return graph.replay
 
 
-def recorder_for(device: torch.device) -> Recorder:
-    """What records on `device`; on a CPU, a replay runs what was recorded again."""
-    return GraphRecorder() if device.type == "cuda" else _run_again
+def recorder_for(device: torch.device) -> MakeRecorder:
+    """Return what makes a recorder for `device`; on a CPU, a replay runs what was recorded again."""
+    return GraphRecorder if device.type == "cuda" else lambda: _run_again
 
 
 def _run_again(run: Callable[[], object]) -> Callable[[], None]:
@@ -84,7 +86,7 @@ class GraphDecoder:
         max_batch_size: int,
         max_num_tokens: int,
         max_blocks: int,
-        recorder: Recorder | None = None,
+        make_recorder: MakeRecorder | None = None,
     ) -> None:
         """Records nothing yet.
 
@@ -94,9 +96,9 @@ class GraphDecoder:
             max_batch_size: Sequences in one step.
             max_num_tokens: Tokens in one step.
             max_blocks: Blocks of one sequence.
-            recorder: Makes graphs; None: all steps run eagerly.
+            make_recorder: Makes what records graphs; None: all steps run eagerly.
         """
-        self._decoder, self._device, self._recorder = decoder, device, recorder
+        self._decoder, self._device, self._make_recorder = decoder, device, make_recorder
         self._max_batch_size = max_batch_size
         self._graphs: dict[int, Callable[[], None]] = {}
         self._logits = torch.empty(0, device=device)
@@ -115,8 +117,13 @@ class GraphDecoder:
 
     def use_cache(self, kv: KvCache) -> None:
         """Computes over this cache from now on; graphs over another are dropped."""
-        self._graphs.clear()
+        self.clear()
         self._decoder.use_cache(kv)
+
+    def clear(self) -> None:
+        """Drop all graphs: steps run eagerly until the next `capture`."""
+        self._graphs.clear()
+        self._logits = torch.empty(0, device=self._device)
 
     def feed(self, tokens: Tensor) -> None:
         """Takes the int32 tokens that a step sampled; in the next one, id -1 - i stands for tokens[i]."""
@@ -125,16 +132,19 @@ class GraphDecoder:
     @torch.inference_mode()
     def capture(self) -> None:
         """Records the graphs over the cache at hand, largest first, so that the smaller ones fit in its memory."""
-        if self._recorder is None:
+        if self._make_recorder is None:
             return
+        self.clear()
+        record = self._make_recorder()
         started = time.perf_counter()
         for size in reversed(graph_sizes(self._max_batch_size)):
             inputs = self._static_inputs(size)
+            # Steps before may have left anything there, under the layout of another size.
+            self._arena.zero_()
             inputs.slot_mapping.fill_(_NO_SLOT)
-            inputs.context_lens.zero_()
             if not self._graphs:
                 self._logits = self._decoder.forward(inputs)
-            self._graphs[size] = self._recorder(functools.partial(self._run, inputs, size))
+            self._graphs[size] = record(functools.partial(self._run, inputs, size))
         logger.info("recorded %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     @torch.inference_mode()

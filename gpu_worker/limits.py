@@ -56,12 +56,12 @@ def graph_decoder(
         max_batch_size=config.max_batch_size,
         max_num_tokens=limits.max_num_tokens,
         max_blocks=-(-limits.max_sequence_length // config.tokens_per_block),
-        recorder=recorder_for(model.device) if is_recorded else None,
+        make_recorder=recorder_for(model.device) if is_recorded else None,
     )
 
 
-def local_num_blocks(config: WorkerConfig, limits: Limits, models: Sequence[LoadedModel]) -> int:
-    """How many KV blocks of all these models there is room for on this rank.
+def local_num_blocks(config: WorkerConfig, limits: Limits, models: Sequence[LoadedModel], free_bytes: int) -> int:
+    """Return how many KV blocks of all these models there is room for on this rank in so much free memory.
 
     Raises:
         ConfigError: Not even one.
@@ -73,4 +73,5 @@ def local_num_blocks(config: WorkerConfig, limits: Limits, models: Sequence[Load
         max_kv_tokens=config.max_kv_tokens,
         max_useful_tokens=config.max_batch_size * limits.max_sequence_length,
         device=models[0].device,
+        free_bytes=free_bytes,
     )

@@ -7,9 +7,11 @@ finished. Steps with rows that need more than a choice of tokens are done when t
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ from gpu_worker.batch.rows import PendingTokens, Rows
 from gpu_worker.batch.staging import Copy, Readback
 from gpu_worker.batch.step import EMPTY, IntArray, RowLogProbs, Step, StepOutput
 from gpu_worker.cuda_graphs import GraphDecoder
+from gpu_worker.device_memory import WarmUpMemory
 from gpu_worker.features import Feature
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.kv.shared_store import KvStore
@@ -41,7 +44,7 @@ from gpu_worker.sampling.sampler import NOT_FINITE, Sampled, Sampler
 from gpu_worker.speculation.draft_model import DraftModel, load_draft_model
 from gpu_worker.speculation.drafts import Drafter
 from gpu_worker.speculation.verification import Answer, settle
-from gpu_worker.warm_up import CPU_NUM_TOKENS, warm_up_steps
+from gpu_worker.warm_up import CPU_NUM_TOKENS, FullBatches, warm_up_steps
 from midstream.config import WorkerConfig
 from midstream.errors import MidstreamError, UnsupportedError
 from midstream.grammar.process import GrammarProcess
@@ -137,14 +140,16 @@ class ModelRunner:
         self._readback = Readback(self.model.device, config.max_batch_size)
         if leader is not None:
             self.model = replace(self.model, decoder=leader.lead(self.model.decoder, self.model.shard))
-        self._warm_up()
+        num_blocks = self._choose_num_blocks(self._warm_up())
         is_whole = leader is None and self._draft is None
-        self._take_blocks(self._choose_num_blocks(), _shared_store(config, folder, self.model) if is_whole else None)
+        self._take_blocks(num_blocks, _shared_store(config, folder, self.model) if is_whole else None)
+        if self._front is not None:
+            self._record(self._front)
+            # Takes the memory of the largest steps back from the device before a client would wait for that.
+            self._run_largest_steps()
         description, element_bytes = self.model.description, self.model.dtype.itemsize
         if self.model.takes_lora:
             self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
-        if self._front is not None:
-            self._record(self._front)
 
     def close(self) -> None:
         """Ends what runs beside."""
@@ -313,20 +318,53 @@ class ModelRunner:
         else:
             self._leader.record_graphs(graphs.capture)
 
-    def _warm_up(self) -> None:
-        """Runs the largest step on a GPU, so that what is free afterwards stays free; a small one on a CPU."""
-        is_gpu = self.model.device.type == "cuda"
-        num_tokens = self.max_num_tokens if is_gpu else CPU_NUM_TOKENS
-        num_tokens = min(num_tokens, self.max_sequence_length - 1)
-        self._take_blocks(-(-(num_tokens + 1) // self._config.tokens_per_block))
+    def _warm_up(self) -> WarmUpMemory:
+        """Run the largest steps and record graphs on a GPU, over a small pool, and a small step on a CPU."""
         started = time.perf_counter()
-        for step in warm_up_steps(num_tokens, self.kv.num_blocks):
-            self.run_step(step)
+        tokens_per_block = self._config.tokens_per_block
+        if self._front is None:
+            num_tokens = min(CPU_NUM_TOKENS, self.max_sequence_length - 1)
+            self._take_blocks(-(-(num_tokens + 1) // tokens_per_block))
+            memory = WarmUpMemory(self.model.device, [self.kv])
+            self._run_all(warm_up_steps(num_tokens, self.kv.num_blocks))
+        else:
+            self._take_blocks(max(self._full_batches.num_blocks, -(-self._longest_prefill // tokens_per_block) + 1))
+            memory = WarmUpMemory(self.model.device, [self.kv])
+            self._run_largest_steps()
+            memory.record(functools.partial(self._record, self._front))
+            self._front.clear()
         logger.info("warmed up in %.1f s", time.perf_counter() - started)
+        return memory
 
-    def _choose_num_blocks(self) -> int:
+    @property
+    def _longest_prefill(self) -> int:
+        return min(self.max_num_tokens, self.max_sequence_length - 1)
+
+    @property
+    def _full_batches(self) -> FullBatches:
+        limits, config = self._limits, self._config
+        return FullBatches.of(
+            config.max_batch_size, limits.max_num_tokens, limits.max_sequence_length, config.tokens_per_block
+        )
+
+    def _run_largest_steps(self) -> None:
+        """Run steps of as many tokens, and of as many sequences with all ways of sampling, as the limits allow."""
+        blocks = -(-(self._longest_prefill + 1) // self._config.tokens_per_block)
+        if blocks <= self.kv.num_blocks:
+            self._run_all(warm_up_steps(self._longest_prefill, blocks))
+        if self._full_batches.num_blocks <= self.kv.num_blocks:
+            for steps in self._full_batches.runs():
+                self._run_all(steps)
+
+    def _run_all(self, steps: Iterable[Step]) -> None:
+        self.clear()
+        for step in steps:
+            self.run_step(step)
+        self.clear()
+
+    def _choose_num_blocks(self, memory: WarmUpMemory) -> int:
         models = [self.model] if self._draft is None else [self.model, self._draft]
-        num_blocks = local_num_blocks(self._config, self._limits, models)
+        num_blocks = local_num_blocks(self._config, self._limits, models, memory.free_bytes())
         return num_blocks if self._leader is None else self._leader.least_num_blocks(num_blocks)
 
     @property

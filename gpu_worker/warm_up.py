@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
-from gpu_worker.batch.step import GREEDY, NewSequence, Step
+from gpu_worker.batch.step import GREEDY, IntArray, NewSequence, SamplingParams, Step
 
 CPU_NUM_TOKENS = 16
+# Decode steps of a full batch: the second one takes its tokens from the first.
+_NUM_DECODES = 2
+# All that changes which kernels run or which buffers they need; a full batch of each.
+_SAMPLINGS = (
+    GREEDY,
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01),
+    SamplingParams(
+        top_p=0.9,
+        top_p_decay=0.9,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        embedding_bias=((0, 1.0),),
+        bad_words=((1,),),
+        no_repeat_ngram_size=3,
+        min_tokens=1,
+        end_ids=(2,),
+        log_probs=5,
+    ),
+)
 
 
 def warm_up_steps(num_tokens: int, num_blocks: int) -> tuple[Step, Step]:
@@ -21,3 +45,54 @@ def warm_up_steps(num_tokens: int, num_blocks: int) -> tuple[Step, Step]:
     length, zero = np.array([num_tokens], dtype=np.int32), np.zeros(1, dtype=np.int32)
     prefill = Step(new_sequences=(sequence,), context_rows=zero, context_starts=zero, context_lengths=length)
     return prefill, Step(generation_rows=zero)
+
+
+@dataclass(frozen=True, slots=True)
+class FullBatches:
+    """Steps of as many sequences as there may be, with the prompts that fit beside each other in a step.
+
+    Attributes:
+        num_sequences: Rows of each step.
+        num_tokens: Of each prompt.
+        blocks_each: Of each sequence.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    blocks_each: int
+
+    @classmethod
+    def of(
+        cls, max_batch_size: int, max_num_tokens: int, max_sequence_length: int, tokens_per_block: int
+    ) -> FullBatches:
+        """Return the largest that the limits allow."""
+        num_sequences = min(max_batch_size, max_num_tokens)
+        num_tokens = max(1, min(max_num_tokens // num_sequences, max_sequence_length - _NUM_DECODES - 1))
+        return cls(num_sequences, num_tokens, -(-(num_tokens + _NUM_DECODES + 1) // tokens_per_block))
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all sequences."""
+        return self.num_sequences * self.blocks_each
+
+    def runs(self) -> Iterator[tuple[Step, ...]]:
+        """Yield a prefill and decodes for each way of sampling, each over empty rows."""
+        rows = np.arange(self.num_sequences, dtype=np.int32)
+        for sampling in _SAMPLINGS:
+            prefill = Step(
+                new_sequences=tuple(self._sequence(row, sampling) for row in rows.tolist()),
+                context_rows=rows,
+                context_starts=np.zeros_like(rows),
+                context_lengths=np.full_like(rows, self.num_tokens),
+            )
+            yield prefill, *(Step(generation_rows=rows),) * _NUM_DECODES
+
+    def _sequence(self, row: int, sampling: SamplingParams) -> NewSequence:
+        blocks: IntArray = np.arange(self.blocks_each, dtype=np.int32) + row * self.blocks_each
+        return NewSequence(
+            row=row,
+            token_ids=np.zeros(self.num_tokens, dtype=np.int32),
+            num_prompt_tokens=self.num_tokens,
+            block_ids=blocks,
+            sampling=sampling,
+        )

@@ -12,6 +12,7 @@ the other.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
@@ -71,7 +72,7 @@ class Worker:
             config.scheduler,
             registration,
             metrics,
-            memory_usage,
+            functools.partial(memory_usage, self._runner.model.device),
             self._runner.adapters,
             KeptBlocks(self._runner.kv.block_hashes),
             credentials,
@@ -195,10 +196,13 @@ def _features(runner: ModelRunner) -> list[str]:
     return features + [f"logits_post_processor.{name}" for name in runner.post_processors]
 
 
-def memory_usage() -> worker_pb2.MemoryUsage:
-    """Return the memory that this process uses on host and device."""
+def memory_usage(device: torch.device) -> worker_pb2.MemoryUsage:
+    """Return the memory that this process uses on the host and on `device`.
+
+    The link's thread calls this, whose current CUDA device is not the one that the compute thread chose.
+    """
     usage = worker_pb2.MemoryUsage(cpu_bytes=psutil.Process().memory_info().rss)
-    if torch.cuda.is_available():
-        usage.gpu_bytes = torch.cuda.memory_reserved()
+    if device.type == "cuda":
+        usage.gpu_bytes = torch.cuda.memory_reserved(device)
         usage.pinned_bytes = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     return usage

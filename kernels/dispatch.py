@@ -54,18 +54,23 @@ if _HAS_TRITON:
 # Of the Triton kernels of attention.
 MAX_HEAD_DIM = 256
 _is_batch_invariant = False
+_segment_keys = 0
 
 
-def set_batch_invariant(is_on: bool) -> None:
-    """Whether outputs on CUDA must not depend on the rest of the batch, in this process. Off at first.
+def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
+    """Set whether outputs on CUDA must not depend on the rest of the batch, in this process. Off at first.
+
+    Processes whose bits are to be equal need the same max_sequence_length, in tokens.
 
     Raises:
         RuntimeError: It is wanted, and there is no CUDA device or Triton is not installed.
     """
-    global _is_batch_invariant
+    global _is_batch_invariant, _segment_keys
     if is_on and not _HAS_TRITON:
         raise RuntimeError("batch-invariant kernels need a CUDA device and Triton")
     _is_batch_invariant = is_on
+    if is_on:
+        _segment_keys = triton.segment_keys_for(max_sequence_length)
 
 
 def describe(device: torch.device) -> str:
@@ -234,6 +239,7 @@ def paged_attention(
             sinks=sinks,
             chunk=chunk,
             is_batch_invariant=_is_batch_invariant,
+            segment_keys=_segment_keys,
         )
     if scales is None:
         return torch_paged_attention(q, k_cache, v_cache, *tables, scale, window, softcap, sinks=sinks, chunk=chunk)

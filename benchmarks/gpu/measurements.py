@@ -85,7 +85,7 @@ def _graphs(decoder: TorchDecoder, batch_size: int, context: int) -> GraphDecode
         max_batch_size=batch_size,
         max_num_tokens=batch_size * context,
         max_blocks=num_blocks,
-        recorder=GraphRecorder(),
+        make_recorder=GraphRecorder,
     )
     pool = KvCache(describe(CONFIG_8B), batch_size * num_blocks, TOKENS_PER_BLOCK, torch.bfloat16, CUDA)
     pool.keys.normal_()

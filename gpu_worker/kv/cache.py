@@ -120,6 +120,7 @@ def choose_num_blocks(
     max_kv_tokens: int,
     max_useful_tokens: int,
     device: torch.device,
+    free_bytes: int,
 ) -> int:
     """How many blocks the pool gets.
 
@@ -130,13 +131,14 @@ def choose_num_blocks(
         max_kv_tokens: Absolute limit; 0: none.
         max_useful_tokens: What the largest batch of the longest sequences can fill.
         device: Whose memory is meant.
+        free_bytes: What is free of it.
 
     Raises:
         ConfigError: Not even one block fits.
     """
     if not 0.0 < free_memory_fraction <= 1.0:
         raise ConfigError(f"{free_memory_fraction} is not in (0, 1]", field="free_memory_fraction")
-    budget = free_memory_bytes(device) * free_memory_fraction
+    budget = free_bytes * free_memory_fraction
     if device.type != "cuda":
         budget = min(budget * _CPU_SHARE, _CPU_MAX_BYTES)
     num_blocks = min(int(budget) // bytes_per_block, -(-max_useful_tokens // tokens_per_block))

@@ -82,10 +82,10 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     from gpu_worker.parallel.shard_weights import ShardWeights
 
     ranks = ALONE if links is None else links.ranks
-    device = choose_device(config, ranks)
+    device = use_device(config, ranks)
     dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
     if device.type == "cuda":
-        kernels.set_batch_invariant(config.batch_invariant)
+        kernels.set_batch_invariant(config.batch_invariant, config.max_sequence_length or folder.max_sequence_length)
     started = time.perf_counter()
     description = _describe_native(config, folder)
     if description is None:
@@ -173,18 +173,24 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
     return None
 
 
-def choose_device(config: WorkerConfig, ranks: Ranks = ALONE) -> torch.device:
-    """Where a rank computes.
+def use_device(config: WorkerConfig, ranks: Ranks = ALONE) -> torch.device:
+    """Return the device that a rank computes on, after making it this thread's current CUDA device.
+
+    Call it before anything else that touches CUDA: streams, graphs, Triton's launches and pinned memory go to the
+    current device, and a context on another GPU would take hundreds of megabytes there.
 
     Raises:
-        ConfigError: That device is not there.
+        ConfigError: The machine has no such device.
     """
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not ranks.is_alone:
+    if name == "cuda":
         name = f"cuda:{ranks.local_rank}"
-    return _device(name)
+    device = _device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def _device(name: str) -> torch.device:

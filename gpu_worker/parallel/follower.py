@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gpu_worker.cuda_graphs import GraphDecoder
+from gpu_worker.device_memory import WarmUpMemory
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
 from gpu_worker.lora.adapter import Adapter, LoraPair
@@ -51,6 +52,8 @@ class RankExecutor:
         if self.model.device.type == "cuda":
             self._graphs = self._decoder = graph_decoder(config, self.model, self._limits)
         self._kv: KvCache | None = None
+        self._memory: WarmUpMemory | None = None
+        self._has_chosen = False
         self._adapters: dict[int, object] = {}
         self._arriving: list[dict[str, LoraPair]] = []
 
@@ -72,17 +75,35 @@ class RankExecutor:
         elif kind == "adapter_layer":
             self._take_adapter_layer(command.adapter_layer)
         elif kind == "choose_num_blocks":
-            self._links.least(local_num_blocks(self._config, self._limits, [self.model]))
+            self._choose_num_blocks()
         elif kind == "use_cache":
             num_blocks, block_size = command.use_cache.num_blocks, self._config.tokens_per_block
             model = self.model
             self._kv = KvCache(model.part, num_blocks, block_size, model.kv_dtype, model.device)
             self._decoder.use_cache(self._kv)
+            # The first pool is the one of the warm-up.
+            if self._memory is None and not self._has_chosen:
+                self._memory = WarmUpMemory(model.device, [self._kv])
         elif kind == "record_graphs":
-            assert self._graphs is not None
-            self._graphs.capture()
+            self._record_graphs()
         else:
             raise ValueError(f"rank 0 sent {kind!r}")
+
+    def _choose_num_blocks(self) -> None:
+        assert self._memory is not None
+        self._memory.end_steps()
+        if self._graphs is not None:
+            self._graphs.clear()
+        self._links.least(local_num_blocks(self._config, self._limits, [self.model], self._memory.free_bytes()))
+        self._memory, self._has_chosen = None, True
+
+    def _record_graphs(self) -> None:
+        """Record graphs, of the warm-up to learn what they take, else to use them."""
+        assert self._graphs is not None
+        if self._memory is None:
+            self._graphs.capture()
+        else:
+            self._memory.record(self._graphs.capture)
 
     def _join_logits(self, num_rows: int) -> None:
         if self._links.ranks.stage == 0:

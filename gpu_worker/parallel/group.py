@@ -80,8 +80,6 @@ class RankGroup:
                 self._sender = FrameSender(list(connections.frames.values()))
             else:
                 self._receiver = FrameReceiver(connections.frames[0])
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
             self.links = RankLinks(ranks, device, PrefixStore("tensors", store), is_ordered=config.batch_invariant)
         except (OSError, RuntimeError) as error:
             raise UnavailableError(f"rank {ranks.rank} did not find its group: {error}") from error

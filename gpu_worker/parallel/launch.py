@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from gpu_worker.models.loader import choose_device
+from gpu_worker.models.loader import use_device
 from gpu_worker.parallel.follower import run_follower
 from gpu_worker.parallel.group import RankGroup
 from gpu_worker.parallel.ranks import Ranks
@@ -25,7 +25,7 @@ def run_rank(config: WorkerConfig, folder: ModelFolder, ranks: Ranks) -> int:
     Raises:
         MidstreamError: Settings, model and device do not fit, or the group does not come about.
     """
-    group = RankGroup(config, folder, ranks, choose_device(config, ranks))
+    group = RankGroup(config, folder, ranks, use_device(config, ranks))
     if ranks.rank:
         return run_follower(config, folder, group)
     try:

@@ -5,7 +5,7 @@ on CPU tensors.
 """
 
 from kernels.triton.activation import activate
-from kernels.triton.attention import paged_attention
+from kernels.triton.attention import paged_attention, segment_keys_for
 from kernels.triton.grouped_linear import grouped_linear
 from kernels.triton.kv_store import store_kv
 from kernels.triton.linear import linear, quantized_linear
@@ -25,5 +25,6 @@ __all__ = [
     "quantized_linear",
     "rms_norm",
     "sample",
+    "segment_keys_for",
     "store_kv",
 ]

@@ -12,8 +12,10 @@ from torch import Tensor
 from kernels.quantized_kv import KvScales
 from kernels.triton.attention_kernels import attend, combine
 
-# Keys between the borders at which batch-invariant decoding splits.
+# Fewest keys between the borders at which batch-invariant decoding splits, and most splits, each of which leaves a
+# float32 vector for every query head.
 SEGMENT_KEYS = 512
+_MAX_SEGMENTS = 32
 _MAX_SPLITS = 64
 _PROGRAMS_PER_PROCESSOR = 3
 _LOG2_E = 1.4426950408889634
@@ -68,6 +70,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     chunk: int | None = None,
     is_batch_invariant: bool = False,
+    segment_keys: int = SEGMENT_KEYS,
     num_splits: int | None = None,
 ) -> Tensor:
     """Attend as the PyTorch reference does -> [M, Hq, D], D at most 256; reads nothing back from the device.
@@ -90,6 +93,7 @@ def paged_attention(
         chunk: No query sees keys before the last multiple of it; not beside a window. None: they do.
         is_batch_invariant: A query's bits then depend on its own keys alone: not on its neighbours, the batch's size,
             the chunk it came in or the longest context.
+        segment_keys: Of batch-invariant attention: `segment_keys_for` of the longest sequence there may be.
         num_splits: Programs among which one decode query's keys are divided; None: as many as fill the device.
     """
     num_tokens, num_heads, head_dim = q.shape
@@ -106,16 +110,16 @@ def paged_attention(
     segment_tiles = 0
     if is_batch_invariant:
         decode = prefill = invariant_launch(group, head_dim, q.element_size())
-        segment_tiles = SEGMENT_KEYS // prefill.block_n
-        # A power of two, so that few kernels are compiled; a split without keys changes nothing.
-        num_splits = triton.next_power_of_2(triton.cdiv(block_tables.shape[1] * block_size, SEGMENT_KEYS))
+        segment_tiles = segment_keys // prefill.block_n
+        # A power of two, so that few kernels are compiled.
+        num_splits = triton.next_power_of_2(triton.cdiv(block_tables.shape[1] * block_size, segment_keys))
     elif num_splits is None:
         num_splits = _num_splits(num_sequences * num_kv_heads, block_tables.shape[1] * block_size, decode, q.device)
     partial = torch.empty(num_sequences, num_heads, num_splits, head_dim if num_splits > 1 else 0, device=q.device)
     state = torch.empty(num_sequences, num_heads, num_splits, 2 if num_splits > 1 else 0, device=q.device)
     k_scale, v_scale = (scales.keys, scales.values) if scales else (state, state)
 
-    def run(launch: Launch, grid: tuple[int, int, int], splits: int, *, is_decode: bool) -> None:
+    def run(launch: Launch, grid: tuple[int, int, int], *, is_decode: bool) -> None:
         attend[grid](
             q,
             k_cache,
@@ -148,7 +152,7 @@ def paged_attention(
             BLOCK_M=launch.block_m,
             BLOCK_N=launch.block_n,
             BLOCK_SIZE=block_size,
-            NUM_SPLITS=splits,
+            IS_SPLIT=grid[2] > 1,
             SEGMENT_TILES=segment_tiles,
             IS_DECODE=is_decode,
             HAS_WINDOW=window is not None or chunk is not None,
@@ -162,7 +166,7 @@ def paged_attention(
             enable_fp_fusion=not is_batch_invariant,
         )
 
-    run(decode, (num_sequences, num_kv_heads, num_splits), num_splits, is_decode=True)
+    run(decode, (num_sequences, num_kv_heads, num_splits), is_decode=True)
     if num_splits > 1:
         combine[(num_sequences, num_heads)](
             partial,
@@ -170,20 +174,30 @@ def paged_attention(
             sinks if sinks is not None else state,
             out,
             query_starts,
+            context_lens,
+            num_splits,
             out.stride(0),
             HEAD_DIM=head_dim,
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            NUM_SPLITS=num_splits,
-            BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-            IN_ORDER=is_batch_invariant,
+            BLOCK_SPLITS=_MAX_SPLITS,
+            SEGMENT_KEYS=segment_keys if is_batch_invariant else 0,
             HAS_SINKS=sinks is not None,
             num_warps=4,
             enable_fp_fusion=not is_batch_invariant,
         )
     if not is_all_decode:
         num_tiles = num_tokens // (prefill.block_m // group) + num_sequences
-        run(prefill, (num_tiles, num_kv_heads, 1), 1, is_decode=False)
+        run(prefill, (num_tiles, num_kv_heads, 1), is_decode=False)
     return out
+
+
+def segment_keys_for(max_sequence_length: int) -> int:
+    """Return the segment length of batch-invariant attention: a power of two, at most 32 segments to a sequence.
+
+    It decides bits, so it may depend on nothing that changes while a process runs.
+    """
+    least: int = triton.next_power_of_2(triton.cdiv(max_sequence_length, _MAX_SEGMENTS))
+    return max(SEGMENT_KEYS, least)
 
 
 def _num_splits(num_programs: int, most_keys: int, launch: Launch, device: torch.device) -> int:

@@ -51,7 +51,7 @@ def attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     SEGMENT_TILES: tl.constexpr,
     IS_DECODE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -61,7 +61,7 @@ def attend(
     IS_QUANTIZED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: (sequences, KV heads, NUM_SPLITS) with IS_DECODE, which takes the sequences of one query only; else
+    """Grid: (sequences, KV heads, splits) with IS_DECODE, which takes the sequences of one query only; else
     (query tiles, KV heads, 1), which leaves those out.
 
     With SEGMENT_TILES, keys are taken in segments of that many tiles whose states are joined in order, whether one
@@ -125,8 +125,11 @@ def attend(
     if IS_DECODE and SEGMENT_TILES > 0:
         first_tile = tl.maximum(first_tile, split * SEGMENT_TILES)
         end_tile = tl.minimum(end_tile, (split + 1) * SEGMENT_TILES)
-    elif NUM_SPLITS > 1:
-        tiles_each = (end_tile - first_tile + NUM_SPLITS - 1) // NUM_SPLITS
+        # `combine` reads no state past the last key's segment.
+        if split * SEGMENT_TILES * BLOCK_N >= num_keys:
+            return
+    elif IS_SPLIT:
+        tiles_each = (end_tile - first_tile + tl.num_programs(2) - 1) // tl.num_programs(2)
         first_tile += split * tiles_each
         end_tile = tl.minimum(end_tile, first_tile + tiles_each)
     if HAS_WINDOW:
@@ -195,8 +198,8 @@ def attend(
         else:
             top, total, acc = new_top, new_total, new_acc
 
-    if NUM_SPLITS > 1:
-        places = (sequence * tl.num_programs(1) * GROUP + heads).to(tl.int64) * NUM_SPLITS + split
+    if IS_SPLIT:
+        places = (sequence * tl.num_programs(1) * GROUP + heads).to(tl.int64) * tl.num_programs(2) + split
         tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_element)
         tl.store(state_ptr + places * 2, top, mask=is_row)
         tl.store(state_ptr + places * 2 + 1, total, mask=is_row)
@@ -210,35 +213,39 @@ def attend(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_element)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts_ptr"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["starts_ptr", "lens_ptr"])
 def combine(
     partial_ptr,
     state_ptr,
     sinks_ptr,
     out_ptr,
     starts_ptr,
+    lens_ptr,
+    num_splits,
     out_stride_token,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
-    IN_ORDER: tl.constexpr,
+    SEGMENT_KEYS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Join the splits of each single query; grid: (sequences, heads). IN_ORDER joins them one after another."""
+    """Join the splits of each single query; grid: (sequences, heads).
+
+    With SEGMENT_KEYS, splits are segments of that many keys, and those that have keys are joined one after another.
+    """
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(starts_ptr + sequence)
     if tl.load(starts_ptr + sequence + 1) - token != 1:
         return
     dims = tl.arange(0, BLOCK_D)
-    first = (sequence * tl.num_programs(1) + head).to(tl.int64) * NUM_SPLITS
-    if IN_ORDER:
+    first = (sequence * tl.num_programs(1) + head).to(tl.int64) * num_splits
+    if SEGMENT_KEYS > 0:
         top = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
         acc = tl.zeros([1, BLOCK_D], tl.float32)
         row = tl.arange(0, 1)
-        for split in range(NUM_SPLITS):
+        for split in range((tl.load(lens_ptr + sequence) + SEGMENT_KEYS - 1) // SEGMENT_KEYS):
             place = first + split + row
             other_top = tl.load(state_ptr + place * 2)
             other_total = tl.load(state_ptr + place * 2 + 1)
@@ -252,7 +259,7 @@ def combine(
         result = tl.reshape(acc, [BLOCK_D])
     else:
         splits = tl.arange(0, BLOCK_SPLITS)
-        is_split = splits < NUM_SPLITS
+        is_split = splits < num_splits
         tops = tl.load(state_ptr + (first + splits) * 2, mask=is_split, other=float("-inf"))
         totals = tl.load(state_ptr + (first + splits) * 2 + 1, mask=is_split, other=0.0)
         highest = tl.max(tops, 0)

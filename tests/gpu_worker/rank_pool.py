@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.models.loader import choose_device
+from gpu_worker.models.loader import use_device
 from gpu_worker.parallel.follower import follow
 from gpu_worker.parallel.group import RankGroup
 from gpu_worker.parallel.ranks import Ranks
@@ -55,7 +55,7 @@ class RankPool:
             for name, value in {**variables, "RANK": "0"}.items():
                 patch.setenv(name, value)
             config, model = WorkerConfig(**values), open_model_folder(str(folder))
-            group = RankGroup(config, model, Ranks.from_environment(config, os.environ), choose_device(config))
+            group = RankGroup(config, model, Ranks.from_environment(config, os.environ), use_device(config))
         try:
             runner = ModelRunner(config, model, leader=group.leader)
             yield runner
@@ -84,7 +84,7 @@ def main() -> None:
         job = json.loads(line)
         os.environ.update(job["variables"])
         config, model = WorkerConfig(**job["settings"]), open_model_folder(job["model"])
-        group = RankGroup(config, model, Ranks.from_environment(config, os.environ), choose_device(config))
+        group = RankGroup(config, model, Ranks.from_environment(config, os.environ), use_device(config))
         print(f"ended with {follow(config, model, group)}", flush=True)
 
 

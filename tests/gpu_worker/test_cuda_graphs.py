@@ -76,7 +76,14 @@ def expected(num_rows: int) -> list[list[float]]:
 
 
 def graph_decoder(decoder: FakeDecoder, recorder: Replays | None, max_batch_size: int = 20) -> GraphDecoder:
-    made = GraphDecoder(decoder, CPU, max_batch_size=max_batch_size, max_num_tokens=64, max_blocks=5, recorder=recorder)
+    made = GraphDecoder(
+        decoder,
+        CPU,
+        max_batch_size=max_batch_size,
+        max_num_tokens=64,
+        max_blocks=5,
+        make_recorder=None if recorder is None else lambda: recorder,
+    )
     made.capture()
     decoder.num_rows.clear()
     return made
@@ -92,7 +99,9 @@ def test_sizes(limit: int, sizes: list[int]) -> None:
 
 def test_graphs_are_recorded_largest_first() -> None:
     decoder, recorder = FakeDecoder(), Replays()
-    GraphDecoder(decoder, CPU, max_batch_size=20, max_num_tokens=64, max_blocks=5, recorder=recorder).capture()
+    GraphDecoder(
+        decoder, CPU, max_batch_size=20, max_num_tokens=64, max_blocks=5, make_recorder=lambda: recorder
+    ).capture()
     # The first run shows how large the logits are.
     assert decoder.num_rows == [20, 20, 16, 8, 4, 2, 1]
     assert recorder.num_recorded == 6

@@ -63,7 +63,9 @@ def test_triton_kernels_under_the_decoder_give_the_references_logits(monkeypatch
     expected = decoder.forward(prompts), decoder.forward(following)
     monkeypatch.setattr(dispatch, "triton", operations, raising=False)
     monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
-    graphs = GraphDecoder(decoder, CPU, max_batch_size=4, max_num_tokens=64, max_blocks=3, recorder=replays)
+    graphs = GraphDecoder(
+        decoder, CPU, max_batch_size=4, max_num_tokens=64, max_blocks=3, make_recorder=lambda: replays
+    )
     graphs.use_cache(KvCache(describe(TINY), 6, BLOCK, torch.float32, CPU))
     graphs.capture()
     torch.testing.assert_close(graphs.forward(prompts), expected[0], rtol=1e-4, atol=1e-5)

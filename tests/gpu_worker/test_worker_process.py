@@ -266,11 +266,12 @@ def test_a_wrong_setting_is_named(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_memory_is_what_the_system_and_pytorch_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = memory_usage()
+    usage = memory_usage(torch.device("cpu"))
     assert usage.cpu_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
     assert (usage.gpu_bytes, usage.pinned_bytes) == (0, 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4096)
+    # Of the worker's own device, whatever the calling thread's current one is.
+    monkeypatch.setattr(torch.cuda, "memory_reserved", {torch.device("cuda:1"): 4096}.__getitem__)
     counts = {"allocated_bytes": {"current": 1024, "peak": 2048}, "active_bytes": {"current": 512, "peak": 512}}
     monkeypatch.setattr(torch.cuda.memory, "host_memory_stats_as_nested_dict", lambda: counts)
-    assert (memory_usage().gpu_bytes, memory_usage().pinned_bytes) == (4096, 1024)
+    usage = memory_usage(torch.device("cuda:1"))
+    assert (usage.gpu_bytes, usage.pinned_bytes) == (4096, 1024)

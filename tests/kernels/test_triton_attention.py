@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,6 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kernels import KvScales
 from kernels import triton as operations
-from kernels.triton import attention as launcher
 from tests.kernels import exact
 from tests.kernels.paged import PagedBatch, paged_batch
 
@@ -145,26 +146,56 @@ def dot_row_by_row(
     return TensorHandle(products.sum(1) + d.data, d.dtype.scalar)
 
 
+@pytest.mark.parametrize(("longest", "keys"), [(100, 512), (16384, 512), (16385, 1024), (131072, 4096)])
+def test_segments_of_the_longest_sequence_are_at_most_32(longest: int, keys: int) -> None:
+    assert operations.segment_keys_for(longest) == keys
+
+
+def test_batch_invariant_decoding_leaves_empty_splits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = paged_batch([70, 9], [1, 1], 16)
+    k, v = random_cache(batch, 16, 1, 16, torch.float32)
+    q = torch.randn(3, 2, 16)
+    # The third row is padding; tables are 8 segments wide, of which the first row fills two and the second one.
+    tables = torch.nn.functional.pad(batch.block_tables, (0, 32 - batch.block_tables.shape[1], 0, 1))
+    starts, lens = torch.arange(4, dtype=torch.int32), torch.tensor([70, 9, 0], dtype=torch.int32)
+    empty = torch.empty
+    made: list[Tensor] = []
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        made.append(empty(*args, **kwargs))
+        return made[-1].fill_(torch.nan)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    out = operations.paged_attention(q, k, v, tables, starts, lens, 0.25, is_batch_invariant=True, segment_keys=64)
+    assert exact.error(out[:2], exact.attention(q[:2], k, v, batch, 0.25)) < EPSILON[torch.float32]
+    assert not out[2].any()
+    state = made[2]
+    assert (~state.isnan().any(dim=-1)).sum(dim=-1).tolist() == [[2, 2], [1, 1], [0, 0]]
+
+
 @pytest.mark.parametrize("window", [None, 50])
 def test_batch_invariant_bits_depend_on_the_query_alone(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     # A matrix instruction treats all rows of its tile alike; the library behind the interpreter's products does not.
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_row_by_row)
-    # Three segments are as good as many, and fast.
-    monkeypatch.setattr(launcher, "SEGMENT_KEYS", 64)
     lengths, dim, scale = [150, 9], 16, 0.25
     whole = paged_batch(lengths, lengths, 16)
     k, v = random_cache(whole, 16, 1, dim, torch.float32)
     q = torch.randn(sum(lengths), 3, dim)
+
+    # Three segments are as good as many, and fast.
+    def attend_invariantly(rows: Tensor, tables: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
+        return operations.paged_attention(
+            rows, k, v, tables, starts, lens, scale, window, is_batch_invariant=True, segment_keys=64
+        )
 
     def run(i: int, begin: int, end: int, spare_blocks: int) -> Tensor:
         first = int(whole.query_starts[i])
         table = torch.nn.functional.pad(whole.block_tables[i : i + 1], (0, spare_blocks))
         starts, lens = torch.tensor([0, end - begin], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
         rows = q[first + begin : first + end]
-        return operations.paged_attention(rows, k, v, table, starts, lens, scale, window, is_batch_invariant=True)
+        return attend_invariantly(rows, table, starts, lens)
 
-    tables = (whole.block_tables, whole.query_starts, whole.context_lens)
-    together = operations.paged_attention(q, k, v, *tables, scale, window, is_batch_invariant=True)
+    together = attend_invariantly(q, whole.block_tables, whole.query_starts, whole.context_lens)
     assert exact.error(together, exact.attention(q, k, v, whole, scale, window)) < EPSILON[torch.float32]
     for i, begin, end, spare_blocks in [
         (0, 149, 150, 0),

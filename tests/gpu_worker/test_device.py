@@ -1,0 +1,171 @@
+"""Which GPU a worker takes, and how much of its memory it leaves to steps and graphs, with stand-ins for CUDA."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.model import CONFIG_8B, random_decoder, random_runner
+from gpu_worker import device_memory
+from gpu_worker.device_memory import WarmUpMemory
+from gpu_worker.models import loader
+from gpu_worker.models.decoder import ForwardInputs, Probe
+from gpu_worker.parallel.ranks import Ranks
+from midstream.config import WorkerConfig
+from midstream.errors import ConfigError
+from midstream.model.folder import open_model_folder
+
+TINY = CONFIG_8B | {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The devices that were made current, on a machine with two GPUs."""
+    found: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "taken"),
+    [
+        ("auto", Ranks(), "cuda:0"),
+        ("cuda", Ranks(), "cuda:0"),
+        ("cuda:1", Ranks(), "cuda:1"),
+        ("cuda", Ranks(rank=1, world_size=2, local_rank=1, tensor_size=2), "cuda:1"),
+    ],
+)
+def test_the_device_is_made_the_current_one(chosen: list[torch.device], name: str, ranks: Ranks, taken: str) -> None:
+    assert loader.use_device(WorkerConfig(device=name), ranks) == torch.device(taken)
+    assert chosen == [torch.device(taken)]
+
+
+def test_a_device_that_is_not_there_is_refused(chosen: list[torch.device]) -> None:
+    with pytest.raises(ConfigError, match="no device 'cuda:2'"):
+        loader.use_device(WorkerConfig(device="cuda:2"))
+    assert chosen == []
+
+
+def test_the_device_is_set_before_anything_is_loaded(
+    chosen: list[torch.device], monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(loader, "_describe_native", fail)
+    with pytest.raises(InterruptedError):
+        loader.load_model(WorkerConfig(device="cuda:1"), open_model_folder(str(tiny_folder)))
+    assert chosen == [torch.device("cuda:1")]
+
+
+class FakeMemory:
+    """A device of 1000 bytes and PyTorch's allocator on it, which keeps what it was given back until it is emptied."""
+
+    def __init__(self) -> None:
+        self.elsewhere = self.in_use = self.cached = self.peak = 0
+
+    def allocate(self, size: int) -> None:
+        self.cached -= min(self.cached, size)
+        self.in_use += size
+        self.peak = max(self.peak, self.in_use + self.cached)
+
+    def free(self, size: int) -> None:
+        self.in_use -= size
+        self.cached += size
+
+    def synchronize(self, device: torch.device) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.in_use + self.cached
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.in_use + self.cached
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return self.peak
+
+    def free_bytes(self, device: torch.device) -> int:
+        return 1000 - self.elsewhere - self.in_use - self.cached
+
+
+def test_steps_and_graphs_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeMemory()
+    monkeypatch.setattr(device_memory, "cuda", fake)
+    monkeypatch.setattr(device_memory, "free_memory_bytes", fake.free_bytes)
+    fake.allocate(300)  # weights
+    fake.allocate(40)  # the warm-up's pool
+    pool = SimpleNamespace(keys=torch.empty(20, dtype=torch.uint8), values=torch.empty(20, dtype=torch.uint8))
+    memory = WarmUpMemory(torch.device("cuda:0"), [pool])  # type: ignore[list-item]
+    fake.allocate(150)  # a step
+    fake.free(150)
+
+    def capture() -> None:
+        fake.empty_cache()  # as PyTorch does before it records
+        fake.allocate(60)
+        fake.elsewhere += 10  # what the driver takes for a graph
+
+    memory.record(capture)
+    # Dropped again, as the runner does before it takes the pool.
+    fake.free(60)
+    fake.elsewhere -= 10
+    assert (memory.step_bytes, memory.graph_bytes) == (150, 70)
+    assert memory.free_bytes() == 1000 - 300 - 150 - 70
+
+
+def test_the_pool_is_sized_after_full_batches_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, events = random_decoder(TINY, torch.device("cpu"), torch.float32), list[object]()
+    forward = decoder.forward
+
+    def note(inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+        events.append(len(inputs.sampled))
+        return forward(inputs, probe)
+
+    monkeypatch.setattr(decoder, "forward", note)
+    free_bytes = WarmUpMemory.free_bytes
+
+    def note_free(memory: WarmUpMemory) -> int:
+        gc.collect()
+        events.append("sized")
+        return free_bytes(memory)
+
+    monkeypatch.setattr(WarmUpMemory, "free_bytes", note_free)
+    record = WarmUpMemory.record
+
+    def note_record(memory: WarmUpMemory, capture: Callable[[], None]) -> None:
+        events.append("recorded")
+        record(memory, capture)
+
+    monkeypatch.setattr(WarmUpMemory, "record", note_record)
+    runner = random_runner(
+        TINY, decoder, torch.device("cpu"), runs_ahead=True, max_batch_size=6, max_num_tokens=16, max_kv_tokens=512
+    )
+    before = events[: events.index("sized")]
+    eager = before[: before.index("recorded")]
+    # Four ways of sampling, each a prefill and two decodes of six rows.
+    assert eager.count(6) == 12
+    # Recording begins with the largest batch; once more over the pool itself, with the largest steps behind it.
+    assert before[len(eager) :] == ["recorded", 6]
+    after = events[events.index("sized") + 1 :]
+    assert after.count(6) == 13
+    runner.close()
