@@ -12,6 +12,7 @@ negative token ids refer to them.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -124,6 +125,16 @@ class GraphDecoder:
         """Drop all graphs: steps run eagerly until the next `capture`."""
         self._graphs.clear()
         self._logits = torch.empty(0, device=self._device)
+
+    def close(self) -> None:
+        """Destroy all graphs, and wait until the device is done with them.
+
+        NCCL waits for the graphs that hold its operations before it ends a communicator, so call this before.
+        """
+        self.clear()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def feed(self, tokens: Tensor) -> None:
         """Takes the int32 tokens that a step sampled; in the next one, id -1 - i stands for tokens[i]."""

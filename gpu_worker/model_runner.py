@@ -152,7 +152,10 @@ class ModelRunner:
             self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
 
     def close(self) -> None:
-        """Ends what runs beside."""
+        """Ends what runs beside, and lets go of recorded graphs; do it before the ranks part."""
+        self._in_flight.clear()
+        if self._front is not None:
+            self._front.close()
         self._guides.close()
         self.kv.close()
 

@@ -89,6 +89,11 @@ class RankExecutor:
         else:
             raise ValueError(f"rank 0 sent {kind!r}")
 
+    def close(self) -> None:
+        """Let go of recorded graphs; do it before the ranks part."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     def _choose_num_blocks(self) -> None:
         assert self._memory is not None
         self._memory.end_steps()
@@ -145,6 +150,7 @@ def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
         executor.execute(command)
         commands.inc()
     http.stop()
+    executor.close()
     group.close()
     logger.info("stopped: rank 0 said so")
     return int(command.stop.exit_code)

@@ -1,0 +1,115 @@
+"""Graphs with operations between ranks end before the ranks' communicator, with one that refuses to end before."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from benchmarks.gpu.model import TINY, random_decoder, random_runner
+from gpu_worker import limits
+from gpu_worker.cuda_graphs import GraphDecoder
+from gpu_worker.kv.cache import KvCache
+from gpu_worker.models.families import describe
+from gpu_worker.parallel import follower
+from gpu_worker.parallel.group import RankGroup
+from gpu_worker.parallel.ranks import Ranks
+from midstream.config import WorkerConfig
+from midstream.model.folder import ModelFolder
+from protos import ranks_pb2
+
+CPU = torch.device("cpu")
+
+
+class Graph:
+    """A graph that holds operations of a communicator."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def replay(self) -> None:
+        self._run()
+
+
+class Communicator:
+    """NCCL's, which does not end while there are graphs of its operations; here that is an error, not a hang."""
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.num_recorded, self.has_ended = 0, False
+
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        graph = Graph(run)
+        self.graphs.add(graph)
+        self.num_recorded += 1
+        return graph.replay
+
+    def destroy(self) -> None:
+        assert not self.graphs, f"{len(self.graphs)} graphs are alive"
+        self.has_ended = True
+
+
+@pytest.fixture
+def communicator(monkeypatch: pytest.MonkeyPatch) -> Communicator:
+    made = Communicator()
+    monkeypatch.setattr(limits, "recorder_for", lambda device: lambda: made.record)
+    return made
+
+
+def test_a_runner_lets_go_of_its_graphs(communicator: Communicator) -> None:
+    decoder = random_decoder(TINY, CPU, torch.float32)
+    runner = random_runner(TINY, decoder, CPU, runs_ahead=True, max_batch_size=2, max_num_tokens=8, max_kv_tokens=64)
+    assert communicator.num_recorded
+    with pytest.raises(AssertionError, match="2 graphs are alive"):
+        communicator.destroy()
+    runner.close()
+    communicator.destroy()
+
+
+class FakeGroup:
+    """A follower's group, in which rank 0 has a pool taken and graphs recorded, and then ends."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.ranks = Ranks(rank=1, world_size=2, tensor_size=2)
+        self.links = self.lifelines = SimpleNamespace(ranks=self.ranks)
+        self.close = communicator.destroy
+        self._commands: Iterator[ranks_pb2.RankCommand] = iter(
+            (
+                ranks_pb2.RankCommand(use_cache=ranks_pb2.UseCache(num_blocks=4)),
+                ranks_pb2.RankCommand(record_graphs=ranks_pb2.RecordGraphs()),
+                ranks_pb2.RankCommand(stop=ranks_pb2.StopRank(exit_code=3)),
+            )
+        )
+
+    def receive(self) -> bytes:
+        return next(self._commands).SerializeToString()
+
+
+def test_a_follower_lets_go_of_its_graphs(communicator: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    description, decoder = describe(TINY), random_decoder(TINY, CPU, torch.float32)
+    config = WorkerConfig(device="cpu", max_batch_size=2, max_num_tokens=8)
+    graphs = GraphDecoder(
+        decoder, CPU, max_batch_size=2, max_num_tokens=8, max_blocks=4, make_recorder=lambda: communicator.record
+    )
+    # Its own device is a GPU as far as the follower asks.
+    model = SimpleNamespace(
+        decoder=decoder,
+        device=SimpleNamespace(type="cuda"),
+        description=description,
+        part=description,
+        kv_dtype=torch.float32,
+    )
+    monkeypatch.setattr(follower, "load_model", lambda *_: model)
+    monkeypatch.setattr(follower, "graph_decoder", lambda *_: graphs)
+    monkeypatch.setattr(follower, "KvCache", lambda d, n, size, dtype, device: KvCache(d, n, size, dtype, CPU))
+    monkeypatch.setattr(follower, "WarmUpMemory", lambda *_: SimpleNamespace(record=lambda capture: capture()))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    folder = cast("ModelFolder", SimpleNamespace(max_sequence_length=64))
+    group = cast("RankGroup", FakeGroup(communicator))
+    assert follower.follow(config, folder, group) == 3
+    assert communicator.num_recorded == 2
+    assert communicator.has_ended
