@@ -1,74 +1,102 @@
-"""All that can be checked and measured on a GPU, in one command: `python -m benchmarks.gpu [--seconds N]`.
+"""All that can be checked and measured on a GPU: `python -m benchmarks.gpu [--parts NAME,...] [--budget-s S]`.
 
-Needs torch, Triton and transformers alone, and nothing from a network. Checks every kernel against float64, measures
-the ceilings of the device, and compares the kernels, an 8B-shaped model with random weights and transformers' own
-continuous batching with their limits. Without a CUDA device it checks the kernels in Triton's interpreter at tiny
-sizes, and says that no GPU was measured. Exits with 1 if a limit was missed.
+Needs torch, Triton and transformers alone, and nothing from a network. Each part is a process of its own with a time
+limit, so that an illegal access or a hang spoils nothing else: first the checks of what all else rests on, then
+measurements in the order of their worth, then exhaustive checks. Every row is printed when it is known; when time
+ends, or on SIGTERM or SIGINT, the table is printed of what there is. Without a CUDA device parts run at tiny sizes,
+kernels in Triton's interpreter, and nothing is measured. Exits with 1 if a limit was missed or a part failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import platform
+import signal
+import subprocess
 import sys
-import traceback
-from collections.abc import Callable
+import tempfile
+from pathlib import Path
 
-import torch
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.report import Report, Row
 
-from benchmarks.gpu.report import Report
+BUDGET_S = 540.0
+# Below it, a part would spend its time on importing torch and making weights.
+_LEAST_S = 15.0
+# For the table, once time is up.
+_RESERVE_S = 3.0
 
-BUDGET_S = 450.0
-# Shortest time in which each part makes sense.
-LEAST_S = 30.0
 
-
-def main() -> int:
-    """Run everything, print the table, and say whether all limits held."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts, print the table, and say whether all limits held."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Checks and measures the GPU parts.")
-    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="no part is started after this time")
-    report = Report(parser.parse_args().seconds)
-    has_gpu = torch.cuda.is_available()
-    if not has_gpu:
-        # Read when Triton is first imported.
-        os.environ["TRITON_INTERPRET"] = "1"
-    report.note("Python, torch", f"{platform.python_version()}, {torch.__version__}")
+    parser.add_argument("--parts", default="", help=f"comma-separated, of {', '.join(PARTS)}; empty: all")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="all of it ends after this many seconds")
+    options = parser.parse_args(arguments)
+    names = [name for name in options.parts.split(",") if name] or list(PARTS)
+    unknown = sorted(set(names) - set(PARTS))
+    if unknown:
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    report = Report(options.budget_s)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
     try:
-        import triton
-    except ImportError:
-        report.failed("Triton", "not installed")
-    else:
-        report.note("Triton", triton.__version__)
-        _run(report, has_gpu)
+        for name in names:
+            run_part(report, name, PARTS[name])
+    except KeyboardInterrupt:
+        report.failed("the rest", "interrupted")
     print(f"\n{report.table()}\n")
-    if not has_gpu:
-        print("No GPU was measured: this machine has none. The checks above ran in Triton's interpreter on the CPU.")
     print(f"{report.num_missed} of {len(report.rows)} rows missed their limit.")
     return 1 if report.num_missed else 0
 
 
-def _run(report: Report, has_gpu: bool) -> None:
-    from benchmarks.gpu.checks import run_checks
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
 
-    device = torch.device("cuda" if has_gpu else "cpu")
-    parts: dict[str, Callable[[], None]] = {"checks": lambda: run_checks(report, device)}
-    if has_gpu:
-        from benchmarks.gpu.measurements import measurements
 
-        report.note("device", torch.cuda.get_device_name())
-        parts |= measurements(report)
-    for name, part in parts.items():
-        if report.seconds_left < LEAST_S:
-            report.failed(name, "no time left")
-            continue
+def run_part(report: Report, name: str, part: Part) -> None:
+    """Run a part in a process group of its own, which ends when its time is up, and take over its rows."""
+    limit_s = min(part.limit_s, report.seconds_left - _RESERVE_S)
+    if limit_s < min(_LEAST_S, part.limit_s):
+        report.failed(name, "no time left")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows"
+        rows.touch()
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.part",
+            name,
+            "--seconds",
+            f"{limit_s:.0f}",
+            "--rows",
+            str(rows),
+        ]
+        command += ["--figures", json.dumps(report.figures)]
+        process = subprocess.Popen(command, start_new_session=True)
+        reason = ""
         try:
-            part()
-        except Exception as error:  # noqa: BLE001 (one part's failure must not hide the others' numbers)
-            traceback.print_exc()
-            report.failed(name, f"{type(error).__name__}: {error}".splitlines()[0][:100])
-        if has_gpu:
-            torch.cuda.empty_cache()
+            code = process.wait(limit_s)
+            if code:
+                reason = f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        except subprocess.TimeoutExpired:
+            reason = f"ran past {limit_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            _take(report, rows)
+    if reason:
+        report.failed(name, reason)
+
+
+def _take(report: Report, rows: Path) -> None:
+    for line in rows.read_text().splitlines():
+        entry = json.loads(line)
+        report.figures |= entry.pop("figures")
+        report.rows.append(Row(**entry))
 
 
 if __name__ == "__main__":

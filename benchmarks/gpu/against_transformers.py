@@ -10,20 +10,19 @@ import gc
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.model import CONFIG_8B, TOKENS_PER_BLOCK, random_runner
+from benchmarks.gpu.model import CONFIG_8B, TOKENS_PER_BLOCK, random_decoder, random_runner
 from benchmarks.gpu.report import Report
 from gpu_worker.batch.step import NewSequence, Step
-from gpu_worker.models.decoder import TorchDecoder
 
 if TYPE_CHECKING:
     from gpu_worker.model_runner import Launched, ModelRunner
 
-LEAST_TIMES = 5.0
+LEAST_TIMES = 3.5
 NUM_REQUESTS = 192
 MAX_BATCH, MAX_TOKENS = 128, 2048
 NUM_IN_FLIGHT = 2
@@ -129,8 +128,9 @@ def _take_oldest(runner: ModelRunner, in_flight: deque[tuple[Launched, list[list
         output.append(token)
 
 
-def compare(report: Report, decoder: TorchDecoder) -> None:
-    """Adds both speeds and their ratio."""
+def compare(report: Report) -> None:
+    """Add the speeds of the worker and of transformers' continuous batching, and their ratio."""
+    decoder = random_decoder(CONFIG_8B, torch.device("cuda"), torch.bfloat16)
     requests = mixed_workload(NUM_REQUESTS, CONFIG_8B["vocab_size"])
     longest = max(len(r.prompt) + r.num_tokens for r in requests)
     blocks_each = -(-longest // TOKENS_PER_BLOCK)
@@ -147,7 +147,7 @@ def compare(report: Report, decoder: TorchDecoder) -> None:
     outputs = drive(runner, requests, MAX_BATCH, MAX_TOKENS)
     ours = sum(map(len, outputs)) / (time.perf_counter() - started)
     report.note(f"worker, mixed workload of {NUM_REQUESTS}, batch ≤ {MAX_BATCH}", f"{ours:.0f} output tok/s")
-    del runner
+    del runner, decoder
     gc.collect()
     torch.cuda.empty_cache()
     if report.seconds_left < LEAST_S:
@@ -158,17 +158,53 @@ def compare(report: Report, decoder: TorchDecoder) -> None:
     report.times("worker against transformers' continuous batching", ours / theirs, LEAST_TIMES)
 
 
-def _transformers_speed(report: Report, requests: list[Request]) -> float:
-    """Output tokens per second, requests added with their own limits and taken as they finish."""
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+def _transformers_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{name: value for name, value in CONFIG_8B.items() if name != "model_type"})
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = LlamaForCausalLM(config).eval()
+            return LlamaForCausalLM(config).eval()
         finally:
             torch.set_default_dtype(torch.float32)
+
+
+def measure_generate(report: Report) -> None:
+    """transformers' plain `generate`, greedy, beside the worker's decode steps."""
+    _measure_generate(report, "transformers' generate", {})
+
+
+def measure_compiled_generate(report: Report) -> None:
+    """The same over a static cache, whose decode step `generate` compiles and records as a graph."""
+    _measure_generate(report, "transformers' generate, compiled", {"cache_implementation": "static"})
+
+
+def _measure_generate(report: Report, name: str, settings: dict[str, Any]) -> None:
+    model = _transformers_model()
+    for batch_size in (1, 64):
+        if report.seconds_left < LEAST_S / 4:
+            report.failed(f"{name}, batch {batch_size}", "no time left")
+            continue
+        ids = torch.randint(CONFIG_8B["vocab_size"], (batch_size, 1024), device="cuda")
+        settings |= {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        times = []
+        # The first run compiles; a longer and a shorter one differ by decode steps alone.
+        for num_tokens in (8, 8, 40):
+            started = time.perf_counter()
+            model.generate(ids, min_new_tokens=num_tokens, max_new_tokens=num_tokens, **settings)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        took = (times[2] - times[1]) / 32
+        ours = report.figures.get(f"decode {batch_size}", float("nan"))
+        report.note(f"{name}, batch {batch_size}", f"{took * 1e3:.2f} ms a step, {took / ours:.1f}× the worker's")
+
+
+def _transformers_speed(report: Report, requests: list[Request]) -> float:
+    """Output tokens per second, requests added with their own limits and taken as they finish."""
+    from transformers import GenerationConfig
+
+    model = _transformers_model()
     # No end id: random weights must not end a sequence before its limit.
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=256)
     manager = model.init_continuous_batching(generation_config=generation)

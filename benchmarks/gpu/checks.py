@@ -67,21 +67,51 @@ def sizes_for(device: torch.device) -> Sizes:
     )
 
 
-def run_checks(report: Report, device: torch.device) -> None:
-    """Adds a row for every kernel and number type."""
-    torch.manual_seed(0)
-    sizes = sizes_for(device)
-    for dtype in sizes.dtypes:
-        for heads in sizes.heads:
-            _check_attention(report, sizes, heads, dtype)
-        _check_row_kernels(report, sizes, dtype)
-        _check_matrix_kernels(report, sizes, dtype)
+def check_runner_and_sampling(report: Report) -> None:
+    """What all else rests on: the worker's runner, and the sampler."""
+    sizes = _sizes()
+    _check_runner(report, sizes.device)
+    _check_sampling(report, sizes)
+
+
+def check_bfloat16(report: Report) -> None:
+    """Every kernel in bfloat16."""
+    _check_dtype(report, torch.bfloat16)
+
+
+def check_float16(report: Report) -> None:
+    """Every kernel in float16."""
+    _check_dtype(report, torch.float16)
+
+
+def check_float32(report: Report) -> None:
+    """Every kernel in float32."""
+    _check_dtype(report, torch.float32)
+
+
+def check_quantized(report: Report) -> None:
+    """Attention over quantized caches."""
+    sizes = _sizes()
     _check_quantized_attention(report, sizes, torch.int8, INT8_LIMIT)
     _check_quantized_attention(report, sizes, torch.float8_e4m3fn, FLOAT8_LIMIT)
-    if device.type == "cuda":
-        _check_invariance(report, sizes)
-    _check_sampling(report, sizes)
-    _check_runner(report, device)
+
+
+def check_invariance(report: Report) -> None:
+    """Bits of the batch-invariant kernels."""
+    _check_invariance(report, _sizes())
+
+
+def _sizes() -> Sizes:
+    torch.manual_seed(0)
+    return sizes_for(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+
+
+def _check_dtype(report: Report, dtype: torch.dtype) -> None:
+    sizes = _sizes()
+    for heads in sizes.heads:
+        _check_attention(report, sizes, heads, dtype)
+    _check_row_kernels(report, sizes, dtype)
+    _check_matrix_kernels(report, sizes, dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

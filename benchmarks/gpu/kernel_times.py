@@ -13,7 +13,7 @@ from torch import Tensor
 import kernels
 from benchmarks.gpu.model import TOKENS_PER_BLOCK, step_inputs
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.timing import Ceilings, graph_seconds, seconds
+from benchmarks.gpu.timing import graph_seconds, seconds
 from kernels import KvScales
 from kernels import triton as operations
 
@@ -24,17 +24,17 @@ ROWS = 64
 NUM_COPIES = 4
 
 
-def measure_attention(report: Report, ceilings: Ceilings) -> None:
+def measure_attention(report: Report) -> None:
     """Decode by share of the bandwidth, prefill by share of the matrix-product rate."""
     for batch_size, context in ((1, 1024), (1, 32768), (64, 1024), (64, 4096)):
-        _measure_decode_attention(report, ceilings, batch_size, context)
+        _measure_decode_attention(report, batch_size, context)
     batch_size, length = 8, 2048
     q, keys, values, tables = _attention_case(batch_size, length, length)
     took = seconds(lambda: operations.paged_attention(q, keys, values, *tables, 0.1))
     rate = 2 * batch_size * length * (length + 1) * HEADS * HEAD_DIM / took
     report.note(
         f"prefill attention, {batch_size} × {length}, Triton",
-        f"{took * 1e6:.0f} µs, {rate / ceilings.matmul:.0%} of the matrix-product rate",
+        f"{took * 1e6:.0f} µs, {rate / report.figures['matmul']:.0%} of the matrix-product rate",
     )
 
 
@@ -53,33 +53,35 @@ def _attention_case(
     return q, keys, values, tables
 
 
-def _measure_decode_attention(report: Report, ceilings: Ceilings, batch_size: int, context: int) -> None:
+def _measure_decode_attention(report: Report, batch_size: int, context: int) -> None:
     q, keys, values, tables = _attention_case(batch_size, 1, context)
     units = (keys * 30).to(torch.int8), (values * 30).to(torch.int8)
+    floats = keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)
     scales = KvScales(*torch.ones(2, *keys.shape[:3], device=CUDA).unbind())
     variants: dict[str, Callable[[], object]] = {
         "as chosen": lambda: kernels.paged_attention(q, keys, values, *tables, 0.1),
         "Triton": lambda: operations.paged_attention(q, keys, values, *tables, 0.1),
         "batch-invariant": lambda: operations.paged_attention(q, keys, values, *tables, 0.1, is_batch_invariant=True),
         "int8 KV": lambda: operations.paged_attention(q, *units, *tables, 0.1, scales=scales),
+        "float8 KV": lambda: operations.paged_attention(q, *floats, *tables, 0.1, scales=scales),
     }
     for name, run in variants.items():
         took = graph_seconds(run)
-        moved = 2 * batch_size * context * KV_HEADS * HEAD_DIM * (1 if name == "int8 KV" else 2)
+        moved = 2 * batch_size * context * KV_HEADS * HEAD_DIM * (1 if name in ("int8 KV", "float8 KV") else 2)
         report.note(
             f"decode attention, batch {batch_size}, context {context}, {name}",
-            f"{took * 1e6:.0f} µs, {moved / took / ceilings.bandwidth:.0%} of the bandwidth",
+            f"{took * 1e6:.0f} µs, {moved / took / report.figures['bandwidth']:.0%} of the bandwidth",
         )
 
 
-def measure_linear(report: Report, ceilings: Ceilings) -> None:
+def measure_linear(report: Report) -> None:
     """Each matrix of a layer, by share of the bandwidth."""
     for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD)):
         for num_rows in (1, ROWS):
-            _measure_linear_shape(report, ceilings, outer, inner, num_rows)
+            _measure_linear_shape(report, outer, inner, num_rows)
 
 
-def _measure_linear_shape(report: Report, ceilings: Ceilings, outer: int, inner: int, num_rows: int) -> None:
+def _measure_linear_shape(report: Report, outer: int, inner: int, num_rows: int) -> None:
     weights = [torch.randn(outer, inner, device=CUDA, dtype=torch.bfloat16) for _ in range(NUM_COPIES)]
     units = [torch.randint(-127, 128, (outer, inner), dtype=torch.int8, device=CUDA) for _ in range(NUM_COPIES)]
     scale = torch.rand(outer, device=CUDA)
@@ -91,7 +93,7 @@ def _measure_linear_shape(report: Report, ceilings: Ceilings, outer: int, inner:
     }
     for name, run in variants.items():
         took = graph_seconds(run) / NUM_COPIES
-        share = outer * inner * (1 if name == "int8" else 2) / took / ceilings.bandwidth
+        share = outer * inner * (1 if name == "int8" else 2) / took / report.figures["bandwidth"]
         report.note(
             f"linear {inner} → {outer}, {num_rows} rows, {name}", f"{took * 1e6:.1f} µs, {share:.0%} of the bandwidth"
         )

@@ -31,7 +31,7 @@ CONFIG_8B: dict[str, Any] = {
     "head_dim": 128,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 32768,
 }
 TINY = CONFIG_8B | {
     "vocab_size": 300,

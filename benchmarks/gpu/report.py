@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +20,18 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """Collects rows, printing each as it comes, and knows how much time is left."""
+    """Collects rows, printing each as it comes, and knows how much time is left.
+
+    Attributes:
+        figures: Numbers that later parts need: bytes and operations per second that the device reaches.
+        file: Where rows are appended as JSON, with the figures known by then.
+    """
 
     budget_s: float
     rows: list[Row] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
+    figures: dict[str, float] = field(default_factory=dict)
+    file: Path | None = None
 
     @property
     def seconds_left(self) -> float:
@@ -36,13 +45,20 @@ class Report:
         """A measurement, or a fact, of which nothing is demanded."""
         self._add(Row(name, measured))
 
-    def at_least(self, name: str, value: float, least: float, detail: str = "") -> None:
-        """A share that should reach a limit."""
-        self._add(Row(name, f"{value:.1%}{detail}", f"≥ {least:.0%}", value >= least))
+    def share(self, name: str, value: float, least: float | None, detail: str = "") -> None:
+        """A share that should reach a limit, if there is one; NaN: what it is a share of is not known."""
+        measured = f"{value:.1%}{detail}" if value == value else f"?{detail}"
+        if least is None or value != value:
+            self._add(Row(name, measured))
+        else:
+            self._add(Row(name, measured, f"≥ {least:.0%}", value >= least))
 
-    def at_most(self, name: str, value: float, most: float, detail: str = "") -> None:
-        """A share that should stay under a limit."""
-        self._add(Row(name, f"{value:.1%}{detail}", f"≤ {most:.0%}", value <= most))
+    def surplus(self, name: str, value: float, most: float | None, detail: str = "") -> None:
+        """A share that should stay under a limit, if there is one."""
+        if most is None:
+            self._add(Row(name, f"{value:+.1%}{detail}"))
+        else:
+            self._add(Row(name, f"{value:+.1%}{detail}", f"≤ {most:.0%}", value <= most))
 
     def times(self, name: str, value: float, least: float, detail: str = "") -> None:
         """A ratio that should reach a limit."""
@@ -69,3 +85,6 @@ class Report:
         print(
             f"{time.perf_counter() - self.started:6.1f} s  {row.name}: {row.measured} {row.limit} {verdict}", flush=True
         )
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(json.dumps(asdict(row) | {"figures": self.figures}) + "\n")

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 _WARM_UPS = 3
-
-
-@dataclass(slots=True)
-class Ceilings:
-    """What the device can do, measured: bytes moved and floating-point operations done in a second."""
-
-    bandwidth: float = 0.0
-    matmul: float = 0.0
 
 
 def seconds(run: Callable[[], object], repeats: int = 20) -> float:

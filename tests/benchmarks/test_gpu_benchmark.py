@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import steps
 from benchmarks.gpu.against_transformers import Request, drive, mixed_workload
 from benchmarks.gpu.model import (
     CONFIG_8B,
@@ -67,15 +68,105 @@ def test_the_8b_model_has_8_billion_weights() -> None:
 def test_limits_and_what_misses_them(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(1.0)
     report.note("device", "none")
-    report.at_least("decode", 0.81, 0.80)
-    report.at_most("gap", 0.031, 0.03)
+    report.share("decode", 0.81, 0.80)
+    report.share("prefill", float("nan"), 0.60)
+    report.surplus("gap", 0.031, 0.03)
     report.error("norm", float("nan"), 1e-3)
     report.times("ratio", 5.0, 5.0)
     report.failed("prefill", "no time left")
-    assert [row.is_within for row in report.rows] == [None, True, False, False, True, False]
+    assert [row.is_within for row in report.rows] == [None, True, None, False, False, True, False]
     assert report.num_missed == 3
-    assert "| gap | 3.1% | ≤ 3% | MISSED |" in report.table()
+    assert "| gap | +3.1% | ≤ 3% | MISSED |" in report.table()
     assert capsys.readouterr().out.count("MISSED") == 3
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder in which `sitecustomize` gives every process parts that do what their names say."""
+    (tmp_path / "sitecustomize.py").write_text(PARTS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    return tmp_path
+
+
+PARTS = """
+import benchmarks.gpu.parts as parts, os, sys, time, types
+
+def passes(report):
+    report.figures["bandwidth"] = 2.0
+    report.share("passes", 0.9, 0.8)
+
+def knows(report):
+    report.note("knows", str(report.figures["bandwidth"]))
+
+def crashes(report):
+    report.note("before", "kept")
+    os.abort()
+
+def hangs(report):
+    report.note("begun", "kept")
+    time.sleep(600)
+
+def raises(report):
+    raise ValueError("wrong")
+
+fakes = types.ModuleType("benchmarks.gpu.fakes")
+sys.modules["benchmarks.gpu.fakes"] = fakes
+parts.PARTS.clear()
+for function, limit in ((passes, 60), (crashes, 60), (hangs, 8), (raises, 60), (knows, 60)):
+    setattr(fakes, function.__name__, function)
+    parts.PARTS[function.__name__] = parts.Part("fakes:" + function.__name__, limit, needs_gpu=False)
+"""
+
+
+def run_benchmark(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+
+
+def table(output: str) -> list[tuple[str, str]]:
+    rows = [line.split("|") for line in output.splitlines() if line.startswith("| ")]
+    return [(row[1].strip(), row[2].strip()) for row in rows[2:]]
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_part_that_fails_spoils_no_other() -> None:
+    result = run_benchmark()
+    assert result.returncode == 1
+    assert table(result.stdout) == [
+        ("passes", "90.0%"),
+        ("before", "kept"),
+        ("crashes", "ended with SIGABRT"),
+        ("begun", "kept"),
+        ("hangs", "ran past 8 s"),
+        ("raises", "ValueError: wrong"),
+        ("knows", "2.0"),
+    ]
+
+
+@pytest.mark.usefixtures("parts")
+def test_it_prints_what_it_has_when_time_ends() -> None:
+    result = run_benchmark("--parts", "passes,knows", "--budget-s", "9")
+    assert table(result.stdout) == [("passes", "no time left"), ("knows", "no time left")]
+    assert run_benchmark("--parts", "passes").returncode == 0
+    refused = run_benchmark("--parts", "unknown")
+    assert refused.returncode == 2
+    assert "no part is called unknown" in refused.stderr
+
+
+def test_steps_of_a_tiny_model_run() -> None:
+    report = Report(600.0, figures={"bandwidth": 1e12, "matmul": 1e12})
+    for measure in (
+        steps.measure_decode,
+        steps.measure_sampled,
+        steps.measure_mixed,
+        steps.measure_prefill,
+        steps.measure_long_context,
+        steps.measure_gap,
+        steps.measure_lora,
+        steps.measure_drafts,
+    ):
+        measure(report)
+    assert len(report.rows) == 2 + 8 + 1 + 1 + 3 + 1 + 1 + 1
 
 
 def test_it_needs_neither_grpc_nor_zeromq() -> None:
@@ -91,7 +182,8 @@ class Absent:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Absent())
-import benchmarks.gpu.__main__, benchmarks.gpu.checks, benchmarks.gpu.measurements, benchmarks.gpu.against_transformers
+import benchmarks.gpu.__main__, benchmarks.gpu.part, benchmarks.gpu.checks, benchmarks.gpu.measurements
+import benchmarks.gpu.against_transformers, benchmarks.gpu.steps
 import gpu_worker.model_runner, gpu_worker.models.loader, midstream.config, midstream.model.folder
 assert "grpc" not in sys.modules and "google.protobuf" not in sys.modules
 """

@@ -1,0 +1,326 @@
+"""Steps of the worker's runner around an 8B-shaped model of random weights, each beside what the device allows.
+
+Without a GPU everything runs at tiny sizes, so that what is measured is known to run; the times mean nothing then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.model import (
+    CONFIG_8B,
+    TINY,
+    TOKENS_PER_BLOCK,
+    kv_bytes,
+    prefill_operations,
+    random_decoder,
+    random_runner,
+    step_inputs,
+    weight_bytes,
+)
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.timing import seconds
+from gpu_worker.batch.step import GREEDY, NewSequence, SamplingParams, Step
+from gpu_worker.cuda_graphs import GraphDecoder, recorder_for
+from gpu_worker.kv.cache import KvCache
+from gpu_worker.lora.adapter import Adapter, LoraPair, module_shapes
+from gpu_worker.lora.inputs import AdapterTokens
+from gpu_worker.model_runner import ModelRunner
+from gpu_worker.models.decoder import TorchDecoder
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.families import describe
+
+LEAST_DECODE = {1: 0.85, 256: 0.80}
+MOST_SAMPLED, LEAST_MIXED, LEAST_PREFILL, MOST_GAP = 0.03, 0.9, 0.60, 0.03
+_SAMPLINGS = {
+    "temperature": SamplingParams(temperature=0.8),
+    "top-k 50, top-p 0.9": SamplingParams(top_k=50, top_p=0.9),
+    "penalties": SamplingParams(top_p=0.9, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
+    "log probabilities": SamplingParams(temperature=0.0, log_probs=5),
+}
+_PROMPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large steps are.
+
+    Attributes:
+        batches: Sequences of decode steps.
+        context: Tokens of each.
+        long_context, query: Tokens in the cache, and those that follow them in one step.
+        prefills: (sequences, tokens of each).
+    """
+
+    config: dict[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+    batches: tuple[int, ...]
+    context: int
+    long_context: int
+    query: int
+    prefills: tuple[tuple[int, int], ...]
+    num_steps: int
+
+    @property
+    def description(self) -> DecoderDescription:
+        return describe(self.config)
+
+
+def sizes() -> Sizes:
+    """Return those of an 8B model on a GPU, tiny ones elsewhere."""
+    if torch.cuda.is_available():
+        cuda = torch.device("cuda:0")
+        prefills = ((1, 1024), (8, 1024), (1, 8192))
+        return Sizes(CONFIG_8B, cuda, torch.bfloat16, (1, 8, 64, 256), 1024, 16000, 50, prefills, 40)
+    return Sizes(TINY, torch.device("cpu"), torch.float32, (1, 3), 40, 100, 5, ((2, 20),), 3)
+
+
+class Bench:
+    """A runner over a model of random weights, and steps of it."""
+
+    def __init__(self, size: Sizes, batch_size: int, tokens_each: int, **settings: Any) -> None:
+        self.size, self.batch_size = size, batch_size
+        self.blocks_each = -(-tokens_each // TOKENS_PER_BLOCK)
+        decoder = random_decoder(size.config, size.device, size.dtype)
+        self.runner: ModelRunner = random_runner(
+            size.config,
+            decoder,
+            size.device,
+            size.dtype,
+            runs_ahead=True,
+            max_batch_size=batch_size,
+            max_kv_tokens=batch_size * self.blocks_each * TOKENS_PER_BLOCK,
+            max_sequence_length=self.blocks_each * TOKENS_PER_BLOCK,
+            **settings,
+        )
+        self._generator = np.random.default_rng(0)
+
+    def sequence(self, row: int, num_tokens: int, sampling: SamplingParams = GREEDY) -> NewSequence:
+        """Return a sequence of random tokens in a row's own blocks."""
+        return NewSequence(
+            row=row,
+            token_ids=self._generator.integers(0, self.size.config["vocab_size"], num_tokens).astype(np.int32),
+            num_prompt_tokens=num_tokens,
+            block_ids=np.arange(self.blocks_each, dtype=np.int32) + row * self.blocks_each,
+            sampling=sampling,
+        )
+
+    def start(self, num_rows: int, context: int, sampling: SamplingParams = GREEDY) -> None:
+        """Fill rows with sequences whose last token alone is computed: what the cache holds changes no time."""
+        rows = np.arange(num_rows, dtype=np.int32)
+        self.runner.clear()
+        self.runner.run_step(
+            Step(
+                new_sequences=tuple(self.sequence(row, context, sampling) for row in rows.tolist()),
+                context_rows=rows,
+                context_starts=np.full_like(rows, context - 1),
+                context_lengths=np.ones_like(rows),
+            )
+        )
+        self.runner.run_step(Step(generation_rows=rows))
+
+    def step_seconds(self, steps: Iterator[Step]) -> float:
+        """Run steps as the worker does, each launched before the one before is finished; median of their times."""
+        runner, walls = self.runner, []
+        launched = runner.launch(next(steps))
+        for step in steps:
+            started = time.perf_counter()
+            following = runner.launch(step)
+            runner.finish(launched)
+            launched = following
+            walls.append(time.perf_counter() - started)
+        runner.finish(launched)
+        return statistics.median(walls)
+
+    def decode_seconds(self) -> float:
+        """As `step_seconds`, of decode steps of the rows at hand."""
+        return self.step_seconds(Step(repeat_generation=True) for _ in range(self.size.num_steps))
+
+
+def _limit_s(report: Report, size: Sizes, batch_size: int, context: int) -> float:
+    """Return the time to read weights and KV once; NaN where the bandwidth is not known."""
+    num_bytes = weight_bytes(size.description, 2) + kv_bytes(size.description, batch_size * context, 2)
+    return num_bytes / report.figures.get("bandwidth", float("nan"))
+
+
+def measure_decode(report: Report) -> None:
+    """Greedy decode of each batch size, of the time that reading weights and KV takes."""
+    size = sizes()
+    bench = Bench(size, max(size.batches), size.context + 2 * size.num_steps)
+    for batch_size in size.batches:
+        bench.start(batch_size, size.context)
+        took = bench.decode_seconds()
+        report.figures[f"decode {batch_size}"] = took
+        detail = f" ({took * 1e3:.2f} ms, {batch_size / took:.0f} tok/s)"
+        name = f"greedy decode, batch {batch_size}, context {size.context}, of the memory limit"
+        limit_s = _limit_s(report, size, batch_size, size.context + size.num_steps)
+        report.share(name, limit_s / took, LEAST_DECODE.get(batch_size), detail)
+
+
+def measure_sampled(report: Report) -> None:
+    """What each way of sampling adds to a greedy step."""
+    size = sizes()
+    batches = (min(size.batches), max(size.batches))
+    bench = Bench(size, max(batches), size.context + 2 * size.num_steps)
+    for batch_size in batches:
+        bench.start(batch_size, size.context)
+        greedy_s = bench.decode_seconds()
+        for name, sampling in _SAMPLINGS.items():
+            bench.start(batch_size, size.context, sampling)
+            took = bench.decode_seconds()
+            most = MOST_SAMPLED if name.startswith(("temperature", "top")) else None
+            report.surplus(f"{name}, batch {batch_size}, over greedy", took / greedy_s - 1, most, _ms(took))
+
+
+def measure_mixed(report: Report) -> None:
+    """Decode with a short prompt in every step: tokens per second against decode steps of as many rows alone."""
+    size = sizes()
+    num_rows = sorted(size.batches)[-2]
+    prompt = min(_PROMPT, size.context)
+    bench = Bench(size, num_rows + 1, size.context + 3 * size.num_steps)
+    bench.start(num_rows, size.context)
+    alone = bench.decode_seconds()
+    rows = np.arange(num_rows, dtype=np.int32)
+
+    def steps() -> Iterator[Step]:
+        spare = np.array([num_rows], dtype=np.int32)
+        for i in range(size.num_steps):
+            yield Step(
+                released_rows=spare[: int(i > 0)],
+                new_sequences=(bench.sequence(num_rows, prompt),),
+                context_rows=spare,
+                context_starts=np.zeros(1, dtype=np.int32),
+                context_lengths=np.full(1, prompt, dtype=np.int32),
+                generation_rows=rows,
+            )
+
+    took = bench.step_seconds(steps())
+    report.share(
+        f"decode of {num_rows} beside a prompt of {prompt} tokens, of the token rate without",
+        (num_rows + prompt) / took / (num_rows / alone),
+        LEAST_MIXED,
+        _ms(took),
+    )
+
+
+def measure_prefill(report: Report) -> None:
+    """Whole prompts in one step, of the matrix-product rate."""
+    size = sizes()
+    decoder = random_decoder(size.config, size.device, size.dtype)
+    for batch_size, length in size.prefills:
+        graphs = _graphs(size, decoder, batch_size, length, is_recorded=False)
+        inputs = step_inputs(batch_size, length, length, size.description.vocab_size)
+        took = _seconds(size, graphs, inputs)
+        done = prefill_operations(size.description, batch_size, length)
+        share = done / report.figures.get("matmul", float("nan")) / took
+        report.share(f"prefill, {batch_size} × {length}, of the matrix-product rate", share, LEAST_PREFILL, _ms(took))
+
+
+def measure_long_context(report: Report) -> None:
+    """A short query over a long cached context, and drafts to verify over it, of the memory limit."""
+    size = sizes()
+    decoder = random_decoder(size.config, size.device, size.dtype)
+    for num_queries in (1, 5, size.query):
+        graphs = _graphs(size, decoder, 1, size.long_context, is_recorded=False)
+        inputs = step_inputs(1, num_queries, size.long_context, size.description.vocab_size)
+        took = _seconds(size, graphs, inputs)
+        limit_s = _limit_s(report, size, 1, size.long_context)
+        name = f"{num_queries} queries over {size.long_context} tokens, eager, of the memory limit"
+        report.share(name, limit_s / took, None, _ms(took))
+
+
+def measure_gap(report: Report) -> None:
+    """What passes between decode steps beyond the device's own time for one."""
+    size = sizes()
+    batch_size = sorted(size.batches)[-2]
+    bench = Bench(size, batch_size, size.context + 2 * size.num_steps)
+    bench.start(batch_size, size.context)
+    wall_s = bench.decode_seconds()
+    # The same graph over the same tables, replayed back to back without the host between.
+    inputs = step_inputs(batch_size, 1, size.context + size.num_steps, size.description.vocab_size)
+    device_s = _run_seconds(size, lambda: bench.runner.model.decoder.forward(inputs).argmax(dim=1))
+    detail = f" ({wall_s * 1e3:.2f} ms a step, {device_s * 1e3:.2f} ms on the device)"
+    report.surplus(
+        f"decode, batch {batch_size}, between steps, of a step", max(0.0, 1 - device_s / wall_s), MOST_GAP, detail
+    )
+
+
+def measure_lora(report: Report) -> None:
+    """A decode step of rows with 8 adapters of rank 16, over one without."""
+    size = sizes()
+    batch_size = sorted(size.batches)[-2]
+    decoder = random_decoder(size.config, size.device, size.dtype)
+    graphs = _graphs(size, decoder, batch_size, size.context, is_recorded=True)
+    graphs.capture()
+    inputs = step_inputs(batch_size, 1, size.context, size.description.vocab_size)
+    plain_s = _seconds(size, graphs, inputs)
+    adapters = tuple(graphs.place_adapter(_adapter(size.description)) for _ in range(8))
+    indices = torch.arange(batch_size, dtype=torch.int32) % 8
+    tokens = AdapterTokens(tuple(map(str, range(8))), adapters, indices)
+    took = _seconds(size, graphs, dataclasses.replace(inputs, adapters=tokens))
+    report.surplus(f"LoRA, 8 adapters of rank 16, batch {batch_size}, over none", took / plain_s - 1, None, _ms(took))
+
+
+def _adapter(d: DecoderDescription) -> Adapter:
+    shapes = module_shapes(d).items()
+    layer = {name: LoraPair(torch.randn(16, k), torch.randn(n, 16), 1.0) for name, (k, n) in shapes}
+    return Adapter("", "", (layer,) * d.num_layers)
+
+
+def measure_drafts(report: Report) -> None:
+    """Steps that verify four looked-up drafts a row, over plain decode steps."""
+    size = sizes()
+    batch_size = sorted(size.batches)[1]
+    bench = Bench(size, batch_size, size.context + 8 * size.num_steps)
+    bench.start(batch_size, size.context)
+    plain_s = bench.decode_seconds()
+    bench.start(batch_size, size.context, SamplingParams(temperature=0.0, num_draft_tokens=4, max_ngram_size=1))
+    rows = np.arange(batch_size, dtype=np.int32)
+    took = bench.step_seconds(
+        Step(generation_rows=rows, draft_rows=rows, draft_limits=np.full_like(rows, 4)) for _ in range(size.num_steps)
+    )
+    report.surplus(f"verifying up to 4 drafts, batch {batch_size}, over decode", took / plain_s - 1, None, _ms(took))
+
+
+def _graphs(size: Sizes, decoder: TorchDecoder, batch_size: int, context: int, *, is_recorded: bool) -> GraphDecoder:
+    """Return the decoder over a pool for exactly this batch."""
+    num_blocks = -(-context // TOKENS_PER_BLOCK)
+    graphs = GraphDecoder(
+        decoder,
+        size.device,
+        max_batch_size=batch_size,
+        max_num_tokens=batch_size * context,
+        max_blocks=num_blocks,
+        make_recorder=recorder_for(size.device) if is_recorded else None,
+    )
+    pool = KvCache(size.description, batch_size * num_blocks, TOKENS_PER_BLOCK, size.dtype, size.device)
+    pool.keys.normal_()
+    pool.values.normal_()
+    graphs.use_cache(pool)
+    return graphs
+
+
+@torch.inference_mode()
+def _seconds(size: Sizes, graphs: GraphDecoder, inputs: Any) -> float:
+    return _run_seconds(size, lambda: graphs.forward(inputs))
+
+
+def _run_seconds(size: Sizes, run: Callable[[], object]) -> float:
+    if size.device.type == "cuda":
+        return seconds(run, repeats=10)
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _ms(took: float) -> str:
+    return f" ({took * 1e3:.2f} ms)"
