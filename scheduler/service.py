@@ -38,7 +38,7 @@ from scheduler.journal.documents import DocumentStore
 from scheduler.journal.log import LogStore
 from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.off import NoJournal
-from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.sqlite import SqliteStore, is_sqlite
 from scheduler.journal.sqlite_documents import SqliteDocuments
 from scheduler.journal.store import Store
 from scheduler.journal.threaded import ThreadedJournal
@@ -306,11 +306,27 @@ def make_journal(
     if config.journal in ("log", "sqlite"):
         suffix = "journal" if config.journal == "log" else "sqlite"
         path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.{suffix}"
-        file_store = LogStore(LogFolder(path)) if config.journal == "log" else SqliteStore(path)
-        documents = SqliteDocuments(path.with_name(path.name + ".documents"))
-        return ThreadedJournal(file_store, limits, model.fingerprint, clock, documents)
+        documents = SqliteDocuments(path.with_suffix(".documents"))
+        return ThreadedJournal(_file_store(config, path), limits, model.fingerprint, clock, documents)
     store, postgres_documents = _postgres_stores(config)
     return ThreadedJournal(store, limits, model.fingerprint, clock, postgres_documents)
+
+
+def _file_store(config: SchedulerConfig, path: Path) -> Store:
+    """Return the journal on this machine's disk.
+
+    A log takes up what a journal in SQLite holds that is at its path, or beside it under the same name with `.sqlite`.
+    """
+    if config.journal == "sqlite":
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; use --journal log, or the path of a file", field="journal_path")
+        return SqliteStore(path)
+    predecessor = path.with_suffix(".sqlite")
+    if path.is_file():
+        if not is_sqlite(path):
+            raise ConfigError(f"{path} is no journal; use the path of a folder", field="journal_path")
+        predecessor, path = path, path.with_name(path.name + ".log")
+    return LogStore(LogFolder(path), SqliteStore(predecessor))
 
 
 def _postgres_stores(config: SchedulerConfig) -> tuple[Store, DocumentStore]:

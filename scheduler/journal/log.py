@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import math
+import shutil
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +30,8 @@ from midstream.errors import ConfigError
 from protos import journal_pb2 as pb
 from scheduler.journal import DeposedError, JournalError
 from scheduler.journal.frames import Frame, frame, frames
-from scheduler.journal.log_folder import LogFolder
+from scheduler.journal.log_folder import LogFolder, sync_folder
+from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.store import Store, StoredJournal, Transaction
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,7 @@ SEGMENT_BYTES = 4 << 20
 # Beside twice what is live.
 SLACK_BYTES = 16 << 20
 _MAX_REWRITTEN = 32
+_CHECK_INTERVAL_S = 0.5
 _SUFFIX = ".log"
 _NEW = "new"
 _DAMAGED = ".damaged"
@@ -62,16 +67,22 @@ class LogStore(Store):
     folds_commits = False
 
     def __init__(
-        self, folder: LogFolder, *, segment_bytes: int = SEGMENT_BYTES, slack_bytes: int = SLACK_BYTES
+        self,
+        folder: LogFolder,
+        predecessor: SqliteStore | None = None,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        slack_bytes: int = SLACK_BYTES,
     ) -> None:
         """Open nothing yet.
 
         Args:
             folder: Where it lies.
+            predecessor: A journal in SQLite, whose contents move into the log where there is no log yet.
             segment_bytes: Size of a segment; one record may exceed it.
             slack_bytes: What the log may hold beside twice what is live.
         """
-        self._folder = folder
+        self._folder, self._predecessor = folder, predecessor
         self._segment_bytes, self._slack_bytes = segment_bytes, slack_bytes
         self._epoch = 0
         self._begin()
@@ -80,6 +91,7 @@ class LogStore(Store):
         self._sequence = 0
         self._offset = 0
         self._is_marked = True
+        self._checked_at = -math.inf
         self._segments: list[_Segment] = []
         self._homes: dict[int, _Segment] = {}
         self._adapters: dict[str, bytes] = {}
@@ -94,17 +106,46 @@ class LogStore(Store):
     def take_over(self, least_epoch: int) -> int:
         """Reads the log, lets nobody else write to it, and begins a segment."""
         try:
+            if self._predecessor is not None:
+                least_epoch = max(least_epoch, self._move_in(self._predecessor, least_epoch))
             self._folder.close()
             self._folder.open()
-            with self._folder.locked():
+            with self._folder:
                 self._begin()
                 self._read_all()
                 self._epoch = max(self._epoch, self._folder.epoch(), least_epoch - 1) + 1
                 self._folder.set_epoch(self._epoch)
                 self._begin_segment()
         except OSError as error:
-            raise JournalError(f"{self._folder.path} cannot be opened: {error}") from None
+            raise self._failure("opened", error) from None
         return self._epoch
+
+    def _move_in(self, predecessor: SqliteStore, least_epoch: int) -> int:
+        """Lay the contents of a journal in SQLite down as the log, where there is none yet; return its epoch.
+
+        The file stays, empty, and the writer that it had is deposed. The log has its name only once it is whole.
+        """
+        path = self._folder.path
+        if path.exists() or not predecessor.path.is_file():
+            return 0
+        epoch = predecessor.take_over(least_epoch)
+        stored = predecessor.read()
+        staging = path.with_name(path.name + ".new")
+        if staging.exists():
+            shutil.rmtree(staging)
+        log = LogStore(LogFolder(staging), segment_bytes=self._segment_bytes)
+        log.take_over(epoch)
+        log.lay_down(stored)
+        log.close()
+        staging.rename(path)
+        sync_folder(path.parent)
+        predecessor.clear()
+        predecessor.close()
+        logger.info(
+            "moved the journal from SQLite into a log",
+            extra={"source": str(predecessor.path), "path": str(path), "num_requests": len(stored.requests)},
+        )
+        return epoch
 
     def read(self) -> StoredJournal:
         """What `take_over` has read."""
@@ -118,23 +159,43 @@ class LogStore(Store):
     def write(self, transaction: Transaction) -> None:
         """One record, synced."""
         data = _encode(transaction)
-        with self._writing():
-            if self._offset + len(data) > self._segment_bytes:
-                self._begin_segment()
-            self._append(data)
-            self._folder.sync(self._current.name)
-            self._is_marked = False
-            self._note(transaction)
-            self._drop_dead_segments()
+        try:
+            with self._folder:
+                self._check_is_writer()
+                self._put(data)
+                self._folder.sync(self._current.name)
+                self._is_marked = False
+                self._note(transaction)
+                self._drop_dead_segments()
+        except OSError as error:
+            raise self._failure("written", error) from None
+
+    def lay_down(self, stored: StoredJournal) -> None:
+        """Write all of another journal to this one, which is empty."""
+        transactions = [Transaction(adapters=stored.adapters)]
+        transactions += [Transaction(rewritten=[row]) for row in stored.requests]
+        transactions += [Transaction(commit=sealed) for _, sealed in stored.commits]
+        try:
+            with self._folder:
+                self._check_is_writer()
+                for transaction in transactions:
+                    self._put(_encode(transaction))
+                    self._note(transaction)
+                self._folder.sync(self._current.name)
+        except OSError as error:
+            raise self._failure("written", error) from None
 
     def check(self) -> None:
         """Looks at the files and at the epoch; tells that the last record was synced."""
-        with self._writing():
-            for segment in self._segments[:-1]:
-                self._folder.check(segment.name, 0)
-            if not self._is_marked:
-                self._append(b"")
-                self._is_marked = True
+        try:
+            with self._folder:
+                self._checked_at = -math.inf
+                self._check_is_writer()
+                if not self._is_marked:
+                    self._append(b"")
+                    self._is_marked = True
+        except OSError as error:
+            raise self._failure("written", error) from None
 
     def stale(self, live_bytes: int) -> Sequence[int]:
         """Some requests of the oldest segment, while the log is more than twice `live_bytes`."""
@@ -149,7 +210,7 @@ class LogStore(Store):
         try:
             self._folder.close()
             self._folder.open()
-            with self._folder.locked():
+            with self._folder:
                 if (other := self._folder.epoch()) > epoch:
                     raise DeposedError(f"scheduler epoch {epoch} is over: {other} writes to {self._folder.path}")
                 for name in self._folder.names():
@@ -159,7 +220,7 @@ class LogStore(Store):
                 self._begin()
                 self._begin_segment()
         except OSError as error:
-            raise JournalError(f"{self._folder.path} cannot be begun anew: {error}") from None
+            raise self._failure("begun anew", error) from None
 
     def close(self) -> None:
         """Lets go of the files."""
@@ -168,16 +229,23 @@ class LogStore(Store):
                 self.check()
         self._folder.close()
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            with self._folder.locked():
-                self._folder.check(self._current.name, self._offset)
-                if (epoch := self._folder.epoch()) != self._epoch:
-                    raise DeposedError(f"scheduler epoch {self._epoch} is over: {epoch} writes to {self._folder.path}")
-                yield
-        except OSError as error:
-            raise JournalError(f"{self._folder.path} cannot be written: {error}") from None
+    def _check_is_writer(self) -> None:
+        """Look at the open file; now and then, since that costs more, also at what the folder's names stand for."""
+        self._folder.check(self._current.name, self._offset)
+        now = time.monotonic()
+        if now - self._checked_at > _CHECK_INTERVAL_S:
+            self._folder.check_names([segment.name for segment in self._segments])
+            self._checked_at = now
+        if (epoch := self._folder.epoch()) != self._epoch:
+            raise DeposedError(f"scheduler epoch {self._epoch} is over: {epoch} writes to {self._folder.path}")
+
+    def _failure(self, what: str, error: OSError) -> JournalError:
+        return JournalError(f"{self._folder.path} cannot be {what}: {error}")
+
+    def _put(self, payload: bytes) -> None:
+        if self._offset + len(payload) > self._segment_bytes:
+            self._begin_segment()
+        self._append(payload)
 
     def _append(self, payload: bytes) -> None:
         data = frame(self._sequence + 1, payload)
@@ -336,7 +404,8 @@ def _read_header(name: str, data: bytes, folder: Path) -> pb.JournalSegment | No
 def _encode(transaction: Transaction) -> bytes:
     """Return the record of a transaction, which is not compacted."""
     assert transaction.compacted is None
-    record = pb.JournalTransaction(commit=transaction.commit, forgotten=transaction.forgotten)
+    record = pb.JournalTransaction(commit=transaction.commit)
+    record.forgotten.extend(transaction.forgotten)
     for number, request in transaction.accepted:
         record.accepted.add(number=number, request=request)
     for number, request, output in transaction.rewritten:

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 from scheduler.journal import JournalError, LostError
@@ -39,7 +39,7 @@ class LogFolder:
         """Open the folder, or make it."""
         if not self.path.is_dir():
             self.path.mkdir(mode=0o700, parents=True)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         with contextlib.suppress(PermissionError):
             self.path.chmod(0o700)
         self._lock = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -111,27 +111,31 @@ class LogFolder:
 
     def sync_names(self) -> None:
         """Return when it is safe which files there are."""
-        _sync_folder(self.path)
+        sync_folder(self.path)
 
     def check(self, name: str, num_bytes: int) -> None:
         """Raise LostError where the lock or this file was deleted or replaced, or has less than `num_bytes`."""
-        self._check_is(_LOCK_NAME, 0)
-        self._check_is(name, num_bytes)
-
-    def _check_is(self, name: str, num_bytes: int) -> None:
-        path = self.path / name
-        try:
-            status = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            raise LostError(f"{path} was deleted while it was in use") from None
-        if _inode(status) != self._inodes.get(name, _inode(status)):
-            raise LostError(f"{path} was replaced while it was in use")
+        if os.fstat(self._lock).st_nlink == 0:
+            raise LostError(f"{self.path / _LOCK_NAME} was deleted or replaced while it was in use")
+        status = os.fstat(self._files[name])
+        if status.st_nlink == 0:
+            raise LostError(f"{self.path / name} was deleted or replaced while it was in use")
         if status.st_size < num_bytes:
-            raise LostError(f"{path} was truncated while it was in use")
+            raise LostError(f"{self.path / name} was truncated while it was in use")
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock.
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise LostError where the folder has other files of these names than those that are open, or none."""
+        for name in (_LOCK_NAME, *names):
+            path = self.path / name
+            try:
+                inode = _inode(path.stat())
+            except (FileNotFoundError, NotADirectoryError):
+                raise LostError(f"{path} was deleted while it was in use") from None
+            if inode != self._inodes.get(name, inode):
+                raise LostError(f"{path} was replaced while it was in use")
+
+    def __enter__(self) -> None:
+        """Take the lock.
 
         Raises:
             JournalError: Another process holds it for too long.
@@ -140,10 +144,10 @@ class LogFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._wait_for_lock()
-        try:
-            yield
-        finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def __exit__(self, *_: object) -> None:
+        """Give the lock back."""
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _wait_for_lock(self) -> None:
         give_up_at = time.monotonic() + _LOCK_TIMEOUT_S
@@ -181,7 +185,8 @@ def _inode(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Return when it is safe which files a folder has."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)

@@ -29,15 +29,20 @@ CREATE TABLE IF NOT EXISTS commits (number INTEGER PRIMARY KEY, record BLOB NOT 
 CREATE TABLE IF NOT EXISTS adapters (name TEXT PRIMARY KEY, record BLOB NOT NULL);
 """
 _SUFFIXES = ("", "-wal", "-shm")
+_MAGIC = b"SQLite format 3\0"
 _WAL_HEADER_BYTES, _WAL_FRAME_HEADER_BYTES = 32, 24
 
 
 class SqliteStore(Store):
-    """One file, and its `-wal` and `-shm` beside it."""
+    """One file, and its `-wal` and `-shm` beside it.
+
+    Attributes:
+        path: The file.
+    """
 
     def __init__(self, path: Path) -> None:
         """Opens nothing yet."""
-        self._path = path
+        self.path = path
         self._connection: sqlite3.Connection | None = None
         self._epoch = 0
         self._num_damaged = 0
@@ -47,7 +52,7 @@ class SqliteStore(Store):
     def take_over(self, least_epoch: int) -> int:
         """Opens the file, or makes it; sets a file aside that SQLite cannot read at all."""
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._look_for_truncation()
             try:
                 self._open(least_epoch)
@@ -57,25 +62,25 @@ class SqliteStore(Store):
                 self._set_aside(error)
                 self._open(least_epoch)
         except (sqlite3.Error, OSError) as error:
-            raise JournalError(f"{self._path} cannot be opened: {error}") from None
+            raise JournalError(f"{self.path} cannot be opened: {error}") from None
         return self._epoch
 
     def _look_for_truncation(self) -> None:
         """SQLite takes a file of no bytes for a new one."""
-        if self._path.exists() and self._path.stat().st_size == 0:
-            logger.error("the journal %s was truncated: what it held is gone", self._path)
+        if self.path.exists() and self.path.stat().st_size == 0:
+            logger.error("the journal %s was truncated: what it held is gone", self.path)
             self._num_damaged += 1
 
     def _open(self, least_epoch: int) -> None:
         self.close()
-        torn = torn_tail_bytes(self._path)
+        torn = torn_tail_bytes(self.path)
         self._make_private()
-        connection = sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+        connection = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         self._connection = connection
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version > SCHEMA_VERSION:
             raise ConfigError(
-                f"{self._path} was written by a newer version (schema {version}, this one knows {SCHEMA_VERSION}); "
+                f"{self.path} was written by a newer version (schema {version}, this one knows {SCHEMA_VERSION}); "
                 "use that version, or another file",
                 field="journal_path",
             )
@@ -95,13 +100,13 @@ class SqliteStore(Store):
         self._files = self._stat_files()
 
     def _make_private(self) -> None:
-        self._path.touch(mode=0o600)  # SQLite gives the mode of the file to those beside it
+        self.path.touch(mode=0o600)  # SQLite gives the mode of the file to those beside it
         for suffix in _SUFFIXES:
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 self._file(suffix).chmod(0o600)
 
     def _file(self, suffix: str) -> Path:
-        return self._path.with_name(self._path.name + suffix)
+        return self.path.with_name(self.path.name + suffix)
 
     def _stat_files(self) -> dict[str, tuple[int, int, int]]:
         files = {}
@@ -117,11 +122,11 @@ class SqliteStore(Store):
         for suffix, (device, inode, size) in self._files.items():
             found = files.get(suffix)
             if found is None:
-                raise LostError(f"{self._path}{suffix} was deleted while it was in use")
+                raise LostError(f"{self.path}{suffix} was deleted while it was in use")
             if found[:2] != (device, inode):
-                raise LostError(f"{self._path}{suffix} was replaced while it was in use")
+                raise LostError(f"{self.path}{suffix} was replaced while it was in use")
             if found[2] < size:
-                raise LostError(f"{self._path}{suffix} was truncated while it was in use")
+                raise LostError(f"{self.path}{suffix} was truncated while it was in use")
         self._files = files
 
     def begin_anew(self) -> None:
@@ -130,17 +135,17 @@ class SqliteStore(Store):
         self.close()
         try:
             if (other := self._epoch_there()) > epoch:
-                raise DeposedError(f"scheduler epoch {epoch} is over: {other} writes to {self._path}")
+                raise DeposedError(f"scheduler epoch {epoch} is over: {other} writes to {self.path}")
             self._set_aside(LostError("it was deleted or truncated while it was in use"))
             self._open(least_epoch=epoch)
         except (sqlite3.Error, OSError) as error:
-            raise JournalError(f"{self._path} cannot be begun anew: {error}") from None
+            raise JournalError(f"{self.path} cannot be begun anew: {error}") from None
 
     def _epoch_there(self) -> int:
         """The epoch of whatever journal is there; 0 where there is none that can be read."""
-        if not self._path.exists():
+        if not self.path.exists():
             return 0
-        with contextlib.closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True)) as connection:
+        with contextlib.closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as connection:
             try:
                 return int(connection.execute("SELECT epoch FROM writer").fetchone()[0])
             except (sqlite3.Error, TypeError):
@@ -148,7 +153,7 @@ class SqliteStore(Store):
 
     def _set_aside(self, error: Exception) -> None:
         self.close()
-        aside = self._path.with_name(self._path.name + ".damaged")
+        aside = self.path.with_name(self.path.name + ".damaged")
         logger.error("the journal cannot be read: %s; it is kept as %s", error, aside)
         for suffix in _SUFFIXES:
             file = self._file(suffix)
@@ -195,10 +200,23 @@ class SqliteStore(Store):
             _write_rows(connection, transaction)
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            raise JournalError(f"{self._path} cannot be written: {error}") from None
+            raise JournalError(f"{self.path} cannot be written: {error}") from None
         finally:
             if connection.in_transaction:  # or the lock would stay, and keep the successor out
                 connection.rollback()
+
+    def clear(self) -> None:
+        """Deletes all rows; the epoch stays."""
+        connection = self._connected
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("DELETE FROM requests")
+            connection.execute("DELETE FROM commits")
+            connection.execute("DELETE FROM adapters")
+            connection.execute("COMMIT")
+            connection.execute("VACUUM")
+        except sqlite3.Error as error:
+            raise JournalError(f"{self.path} cannot be written: {error}") from None
 
     def check(self) -> None:
         """Looks at the files and at the epoch."""
@@ -206,12 +224,12 @@ class SqliteStore(Store):
         try:
             self._check_epoch()
         except sqlite3.Error as error:
-            raise JournalError(f"{self._path} cannot be read: {error}") from None
+            raise JournalError(f"{self.path} cannot be read: {error}") from None
 
     def _check_epoch(self) -> None:
         (epoch,) = self._connected.execute("SELECT epoch FROM writer").fetchone()
         if epoch != self._epoch:
-            raise DeposedError(f"scheduler epoch {self._epoch} is over: {epoch} writes to {self._path}")
+            raise DeposedError(f"scheduler epoch {self._epoch} is over: {epoch} writes to {self.path}")
 
     @property
     def _connected(self) -> sqlite3.Connection:
@@ -248,6 +266,12 @@ def _write_rows(connection: sqlite3.Connection, transaction: Transaction) -> Non
 
 def _many(connection: sqlite3.Connection, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
     connection.executemany(statement, rows)
+
+
+def is_sqlite(path: Path) -> bool:
+    """Whether a file is a SQLite database, or empty."""
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) in (b"", _MAGIC)
 
 
 def torn_tail_bytes(path: Path) -> int:

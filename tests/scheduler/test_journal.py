@@ -40,6 +40,7 @@ class Cell:
         self.store = store
         journal = ThreadedJournal(store, LIMITS, PRINT, CLOCK)
         contents, self.writer = journal._open()
+        self.adapters = contents.adapters
         self.epoch, self.num_damaged = contents.scheduler_epoch, journal.num_damaged
         self.harness = Harness(**config)
         for request in contents.requests:

