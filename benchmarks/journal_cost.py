@@ -47,7 +47,8 @@ def main() -> int:
         ratios = [runs[kind][0] / runs["off"][0] for runs in rounds]
         added = [runs[kind][1] - runs["off"][1] for runs in rounds]
         console.print(
-            f"{kind}: [bold]{statistics.median(ratios):.3f}[/bold] of the throughput ({min(ratios):.3f}–{max(ratios):.3f}); "
+            f"{kind}: [bold]{statistics.median(ratios):.3f}[/bold] of the throughput "
+            f"({min(ratios):.3f}–{max(ratios):.3f}); "
             f"[bold]{statistics.median(added):.1f}[/bold] µs more of the scheduler's processor a token"
         )
     return 0

@@ -3,7 +3,7 @@
 RUN_DIR/state.json   written by the supervisor at each change, replaced as a whole
 RUN_DIR/lock         held by the supervisor as long as it lives, so that a stale state is never taken for a live one
 RUN_DIR/logs/        one file per process
-RUN_DIR/journal.sqlite   requests and tokens, unless MIDSTREAM_JOURNAL says otherwise
+RUN_DIR/journal/     requests and tokens, unless MIDSTREAM_JOURNAL says otherwise; RUN_DIR/journal.documents beside it
 RUN_DIR/api-keys     what routers take from clients, with `midstream up --api-key`
 RUN_DIR/token        the key that this user's commands send to them
 """
@@ -85,7 +85,8 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.logs = path / "logs"
-        self.journal_path = os.environ.get("MIDSTREAM_JOURNAL_PATH") or str(path / "journal.sqlite")
+        journal = "journal.sqlite" if os.environ.get("MIDSTREAM_JOURNAL") == "sqlite" else "journal"
+        self.journal_path = os.environ.get("MIDSTREAM_JOURNAL_PATH") or str(path / journal)
         self.api_keys = path.absolute() / "api-keys"
         self.token = path / "token"
         self._state_file = path / "state.json"

@@ -93,7 +93,7 @@ def plan_processes(
         topology: What to run.
         num_cores: Cores to share among workers; default: those that affinity and quota leave to this process.
         is_free: Whether a port can be listened on; default: `reserve_port`.
-        journal_path: Where a journal in SQLite goes; empty: as the environment says.
+        journal_path: Where a journal on this machine goes; empty: as the environment says.
 
     Raises:
         ConfigError: A port that the topology names is in use.

@@ -58,9 +58,7 @@ class SchedulerConfig(GrpcServiceConfig):
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")
     max_num_finished: int = setting(8192, "Finished requests that are kept.")
     max_finished_tokens: int = setting(16_777_216, "Prompt and output tokens of the finished requests that are kept.")
-    journal: str = setting(
-        "sqlite", "Where requests and tokens are kept.", choices=("off", "log", "sqlite", "postgres")
-    )
+    journal: str = setting("log", "Where requests and tokens are kept.", choices=("off", "log", "sqlite", "postgres"))
     journal_path: str = setting(
         "",
         "Folder of a log, or file of a journal in SQLite; empty: scheduler-PORT.journal or scheduler-PORT.sqlite in "

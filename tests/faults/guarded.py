@@ -60,7 +60,7 @@ class Guarded(NamedProcesses):
         schedulers = ["--schedulers", f"127.0.0.1:{ports['scheduler']}"]
         if name == "scheduler":
             workers = ["--worker-port", str(ports["worker"]), "--curve-worker-keys", str(self._allowed)]
-            return ["scheduler", *own, *workers, *curve, "--journal-path", str(folder / "journal.sqlite")]
+            return ["scheduler", *own, *workers, *curve, "--journal-path", str(folder / "journal")]
         if name == "detokenizer":
             return ["detokenizer", *own, *schedulers]
         http = ["--http-port", str(ports["http"] if name == "token" else 0)]

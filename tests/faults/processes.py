@@ -33,7 +33,7 @@ class Processes(NamedProcesses):
     def __init__(self, folder: Path, *scheduler_flags: str, step_ms: float = 10) -> None:
         super().__init__(folder)
         self.worker_flags: tuple[str, ...] = ()
-        self.journal_path = folder / "journal.sqlite"
+        self.journal_path = folder / "journal"
         self._model = open_model_folder("smollm2")
         self._step_ms = step_ms
         self._scheduler_flags = scheduler_flags

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 @pytest.fixture
 async def rig(folder: ModelFolder, tmp_path: Path, transport: str) -> AsyncIterator[Rig]:
     gc.freeze()  # each part collects garbage when it stops; what was imported is none
-    rig = Rig(folder, tmp_path / "journal.sqlite", transport)
+    rig = Rig(folder, tmp_path / "journal", transport)
     await rig.start()
     yield rig
     await rig.close()

@@ -45,8 +45,7 @@ class Parts(NamedProcesses):
             "detokenizer": f"detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler}",
             "router": f"router --port {self.router_port} --http-port 0 --schedulers 127.0.0.1:{scheduler} "
             f"--detokenizers 127.0.0.1:{detokenizer}",
-            "scheduler": f"scheduler --port {scheduler} --worker-port {worker} "
-            f"--journal-path {folder / 'journal.sqlite'}",
+            "scheduler": f"scheduler --port {scheduler} --worker-port {worker} --journal-path {folder / 'journal'}",
         }
 
     def start(self, name: str) -> subprocess.Popen[bytes]:

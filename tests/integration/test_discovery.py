@@ -39,7 +39,7 @@ class Cluster(NamedProcesses):
         self._model = open_model_folder("smollm2")
 
     def start_scheduler(self, host: str) -> None:
-        journal = self.folder / f"{host}.sqlite"
+        journal = self.folder / f"{host}-journal"
         ports = ("--port", str(self._scheduler), "--worker-port", str(self._worker))
         self.launch(f"scheduler-{host}", "scheduler", "--host", host, *ports, "--journal-path", str(journal))
         limits = ("--model-fingerprint", self._model.fingerprint, "--vocab-size", str(self._model.vocab_size))

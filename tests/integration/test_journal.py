@@ -64,11 +64,14 @@ async def test_streams_go_on_when_the_scheduler_is_killed(tmp_path: Path, kind: 
 async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_on(tmp_path: Path, kind: str) -> None:
     with running(Parts(tmp_path, "--journal", kind)) as parts:
         async with parts.stub() as stub:
+            # Makes the journal larger than what the scheduler logs, which the limit is not to stop.
+            async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=60):
+                pass
             half_way = asyncio.Event()
             stream = asyncio.create_task(read(stub, 1000, half_way))
             await half_way.wait()
             process = parts.processes["scheduler"]
-            size = 4096 if kind == "log" else (tmp_path / "journal.sqlite-wal").stat().st_size
+            size = _num_journal_bytes(tmp_path)
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
             assert await asyncio.to_thread(process.wait, 20) == 1
             parts.start("scheduler")
@@ -77,8 +80,14 @@ async def test_a_scheduler_whose_disk_is_full_gives_way_and_its_successor_goes_o
     assert "the journal failed" in parts.log("scheduler")
 
 
+def _num_journal_bytes(folder: Path) -> int:
+    """Return how much is in the file that is written to."""
+    log = folder / "journal-wal"
+    return len((log if log.exists() else folder / "journal" / "00000001.log").read_bytes().rstrip(b"\0"))
+
+
 def _remove_journal(folder: Path) -> None:
-    for path in folder.glob("journal.sqlite*"):
+    for path in folder.glob("journal*"):
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -105,7 +114,7 @@ async def test_a_journal_that_is_deleted_in_use_is_begun_anew_and_a_successor_go
 
 
 async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_path: Path, kind: str) -> None:
-    path = str(tmp_path / "journal.sqlite")
+    path = str(tmp_path / "journal")
     with running(Parts(tmp_path, "--journal", kind)) as parts:
         async with parts.stub() as stub:
             await read(stub, 1000, asyncio.Event())

@@ -99,8 +99,8 @@ def test_a_senseless_count_names_its_flag(count: int) -> None:
 
 
 def test_the_journal_lies_where_it_is_told() -> None:
-    specs = {spec.name: spec for spec in plan_processes(Topology(), journal_path="/run/journal.sqlite")}
-    assert specs["scheduler-0"].flags[-2:] == ("--journal-path", "/run/journal.sqlite")
+    specs = {spec.name: spec for spec in plan_processes(Topology(), journal_path="/run/journal")}
+    assert specs["scheduler-0"].flags[-2:] == ("--journal-path", "/run/journal")
     assert "--journal-path" not in specs["router-0"].flags
 
 
