@@ -27,7 +27,7 @@ ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else (2,)
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     folder = make_small_model(tmp_path)
     (folder.path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    rig = Rig(open_model_folder(str(folder.path)), tmp_path / "journal.sqlite")
+    rig = Rig(open_model_folder(str(folder.path)), tmp_path / "journal")
     await rig.start()
     yield rig
     await rig.close()

@@ -83,7 +83,7 @@ async def test_what_ended_just_before_a_restart_is_kept_then(tmp_path: Path) -> 
         await cell.submit("a", [1, 2, 3], keep_s=600, detached=True)
         tokens, _ = await read(cell, "a")
     for suffix in ("", "-wal", "-shm"):  # as if the scheduler had died before it was written
-        (tmp_path / f"journal.sqlite.documents{suffix}").unlink(missing_ok=True)
+        (tmp_path / f"journal.documents{suffix}").unlink(missing_ok=True)
     async with run_cell(**settings(tmp_path)) as cell:
         await until(lambda: forgotten(cell, "a"))
         assert await read(cell, "a") == (tokens, 0)
