@@ -33,6 +33,7 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_rotary",
+    "can_group",
     "can_sample",
     "describe",
     "grouped_linear",
@@ -151,6 +152,11 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     if _takes_triton(x):
         return triton.activate(x, activation)
     return torch_activate(x, activation)
+
+
+def can_group(weight: Tensor) -> bool:
+    """Whether `grouped_linear` takes many matrices like this one in one launch, so that stacking them pays."""
+    return _takes_triton(weight)
 
 
 def grouped_linear(

@@ -19,7 +19,7 @@ from gpu_worker.models.description import DecoderDescription, Rotary
 from gpu_worker.models.layers.attention import Angles, Attention, LatentAttention, PagedTokens
 from gpu_worker.models.layers.feed_forward import AddLora, Experts, FeedForward, MixtureLayer
 from gpu_worker.models.layers.linear import Linear, int8_rows
-from gpu_worker.models.layers.rotary import rotary_table
+from gpu_worker.models.layers.rotary import query_scales, rotary_table
 from gpu_worker.models.weights.progress import with_progress
 from gpu_worker.parallel.shard import Shard, whole_shard
 from gpu_worker.parallel.tensor_ranks import ONE_RANK, TensorRanks
@@ -165,11 +165,8 @@ class TorchDecoder:
         # Layers that turn alike share a table.
         self._tables: list[tuple[Rotary, Tensor, Tensor]] = []
         self._table_of = [None if rotary is None else self._table(rotary, weights) for rotary in d.rotary]
-        self._query_scales: Tensor | None = None
-        if d.position_scale is not None:
-            # Looked up, because the logarithm's last bit depends on an element's place in a tensor.
-            steps = torch.floor(torch.arange(1, d.max_sequence_length + 1).float() / d.position_scale.floor_scale)
-            self._query_scales = (torch.log1p(steps) * d.position_scale.scale + 1.0).to(device)
+        scales = query_scales(d)
+        self._query_scales = None if scales is None else scales.to(device)
         self._embedding_scale = torch.tensor(d.embedding_scale, dtype=dtype, device=device)
         self._kv: KvCache | None = None
         self._adapters = StackedAdapters(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ import kernels
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.models.decoder import ForwardInputs, Probe
-from gpu_worker.models.description import DecoderDescription, Rotary
-from gpu_worker.models.layers.rotary import rotary_table
+from gpu_worker.models.description import DecoderDescription, Mixture, Rotary
+from gpu_worker.models.layers.rotary import query_scales, rotary_table
 from gpu_worker.models.weights.decoder_weights import DecoderWeights
-from gpu_worker.models.weights.layer_weights import LayerWeights, LinearWeights
+from gpu_worker.models.weights.layer_weights import FeedForwardWeights, LayerWeights, LinearWeights, MixtureWeights
 from gpu_worker.models.weights.progress import with_progress
 from gpu_worker.models.weights.weight import BLOCK_FORMATS, Weight
 from gpu_worker.models.weights.weight import WeightFormat as WeightKind
@@ -28,8 +28,10 @@ from kernels.cpu import (
     InputFormat,
     Library,
     NativeDecoder,
+    PackedExpert,
     PackedLinear,
     PackedLora,
+    PackedMixture,
     ThreadPool,
     WeightFormat,
     stored_head_dim,
@@ -53,12 +55,9 @@ _INPUT_FORMATS = {
 class _PackedLayer:
     qkv: PackedLinear
     attention_output: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
-    attention_norm: Tensor
-    ffn_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    feed_forward: PackedExpert | None
+    mixture: PackedMixture | None
+    weights: LayerWeights
 
 
 class CpuDecoder:
@@ -93,15 +92,26 @@ class CpuDecoder:
             self._head = self._pack(LinearWeights(weights.head() or self._embedding))
             self._table = _table(self._embedding, description.hidden_size)
         self._layers = [
-            self._pack_layer(layer)
-            for layer in with_progress(weights.layers(), description.num_layers, "loading layers")
+            self._pack_layer(layer, mixture)
+            for layer, mixture in zip(
+                with_progress(weights.layers(), description.num_layers, "loading layers"),
+                description.mixtures,
+                strict=True,
+            )
         ]
         self._final_norm = weights.final_norm().contiguous()
-        rotary = description.rotary[0]
-        assert rotary is not None
-        self._cos, self._sin = rotary_table(
-            rotary.settings, rotary.dim, description.max_sequence_length, weights.rope_factors()
-        )
+        # Layers that turn alike share a table.
+        kinds: list[Rotary] = []
+        for rotary in description.rotary:
+            if rotary is not None and rotary not in kinds:
+                kinds.append(rotary)
+        self._tables = [None if rotary is None else kinds.index(rotary) for rotary in description.rotary]
+        num_positions, factors = description.max_sequence_length, weights.rope_factors()
+        angles = [rotary_table(kind.settings, kind.dim, num_positions, factors) for kind in kinds]
+        none = torch.zeros(num_positions, dims_of(description).num_angles)
+        self._cos = torch.stack([cos for cos, _ in angles] or [none])
+        self._sin = torch.stack([sin for _, sin in angles] or [none])
+        self._query_scales = query_scales(description)
         self._native: NativeDecoder | None = None
 
     def place_adapter(self, adapter: Adapter) -> PackedLora:
@@ -119,19 +129,27 @@ class CpuDecoder:
             DecoderLayer(
                 qkv=layer.qkv,
                 o=layer.attention_output,
-                gate_up=layer.gate_up,
-                down=layer.down,
-                attention_norm=layer.attention_norm,
-                ffn_norm=layer.ffn_norm,
+                gate_up=None if layer.feed_forward is None else layer.feed_forward.gate_up,
+                down=None if layer.feed_forward is None else layer.feed_forward.down,
+                mixture=layer.mixture,
+                attention_norm=layer.weights.input_norm,
+                ffn_norm=layer.weights.ffn_norm,
+                attention_output_norm=layer.weights.attention_output_norm,
+                ffn_output_norm=layer.weights.ffn_output_norm,
                 k_cache=kv.keys[i].view(kv.num_blocks, heads, dim, kv.tokens_per_block),
                 v_cache=kv.values[i].view(kv.num_blocks, heads, kv.tokens_per_block, dim),
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
+                q_norm=layer.weights.q_norm,
+                k_norm=layer.weights.k_norm,
+                sinks=layer.weights.sinks,
                 window=self._description.windows[i],
+                chunk=self._description.chunks[i],
+                table=self._tables[i],
             )
             for i, layer in enumerate(self._layers)
         ]
-        self._native = NativeDecoder(self._threads, dims_of(self._description), layers, self._cos, self._sin)
+        self._native = NativeDecoder(
+            self._threads, dims_of(self._description), layers, self._cos, self._sin, self._query_scales
+        )
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
@@ -162,6 +180,8 @@ class CpuDecoder:
     def embed(self, inputs: ForwardInputs) -> Tensor:
         """The tokens' embeddings, [M, hidden_size]."""
         hidden = self._embedding.take(inputs.token_ids).dense().contiguous()
+        if self._description.embedding_scale != 1.0:
+            hidden = hidden * self._description.embedding_scale
         if inputs.virtual is not None:
             hidden[inputs.virtual.places] = inputs.virtual.values
         return hidden
@@ -175,8 +195,9 @@ class CpuDecoder:
             done = layer - offset
             if probe is not None:
                 is_end = self._shard.is_last and done == num_layers
-                eps = self._description.norm_eps
-                probe.keep(layer, kernels.rms_norm(hidden, self._final_norm, eps) if is_end else hidden)
+                d = self._description
+                norm = kernels.rms_norm if d.norm == "rms" else kernels.layer_norm
+                probe.keep(layer, norm(hidden, self._final_norm, d.norm_eps) if is_end else hidden)
         self._forward_layers(hidden, inputs, done, num_layers)
         return hidden
 
@@ -201,22 +222,42 @@ class CpuDecoder:
             _by_sequence(inputs),
         )
 
-    def _pack_layer(self, weights: LayerWeights) -> _PackedLayer:
+    def _pack_layer(self, weights: LayerWeights, mixture: Mixture | None) -> _PackedLayer:
         assert weights.qkv is not None
-        assert weights.feed_forward is not None
-        assert weights.input_norm is not None
-        assert weights.ffn_norm is not None
-        gate_up = weights.feed_forward.gate_up.weight
+        packed = None
+        if mixture is not None and weights.mixture is not None:
+            packed = self._pack_mixture(weights.mixture, mixture)
+        kept = replace(weights, qkv=None, feed_forward=None, mixture=None)
         return _PackedLayer(
             qkv=self._pack(weights.qkv),
             attention_output=self._pack(weights.attention_output),
-            gate_up=self._packed(gate_up.gate_and_up(), is_gated=True),
-            down=self._pack(weights.feed_forward.down),
-            attention_norm=weights.input_norm,
-            ffn_norm=weights.ffn_norm,
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
+            feed_forward=None if weights.feed_forward is None else self._pack_feed_forward(weights.feed_forward),
+            mixture=packed,
+            weights=kept,
         )
+
+    def _pack_mixture(self, weights: MixtureWeights, mixture: Mixture) -> PackedMixture:
+        shared, shared_gate = weights.shared, weights.shared_gate
+        return PackedMixture(
+            router=PackedLinear(self._library, [weights.router.weight.dense()], WeightFormat.F32, weights.router.bias),
+            experts=[self._pack_feed_forward(expert) for expert in _alike(weights.experts)],
+            num_active=mixture.num_active,
+            scoring=mixture.scoring,
+            is_normalized=mixture.is_normalized,
+            scale=mixture.scale,
+            num_groups=mixture.num_groups,
+            num_active_groups=mixture.num_active_groups,
+            weighs_input=mixture.weighs_input,
+            correction=weights.correction,
+            shared=None if shared is None else self._pack_feed_forward(shared),
+            shared_gate=None if shared_gate is None else self._pack(shared_gate),
+        )
+
+    def _pack_feed_forward(self, weights: FeedForwardWeights) -> PackedExpert:
+        if self._description.activation != "silu":
+            return PackedExpert(self._pack(weights.gate_up), self._pack(weights.down))
+        gate_up = self._packed(weights.gate_up.weight.gate_and_up(), is_gated=True)
+        return PackedExpert(gate_up, self._pack(weights.down))
 
     def _pack(self, linear: LinearWeights) -> PackedLinear:
         parts = linear.weight.parts or (linear.weight,)
@@ -241,6 +282,20 @@ class CpuDecoder:
         )
 
 
+def _alike(experts: list[FeedForwardWeights]) -> list[FeedForwardWeights]:
+    """Experts in one format and in the order of their inputs, as grouped products want them; else as floats."""
+
+    layers = [linear.weight for expert in experts for linear in (expert.gate_up, expert.down)]
+    is_plain = all(weight.input_order is None and not weight.parts for weight in layers)
+    if is_plain and len({weight.format for weight in layers[::2]}) == len({w.format for w in layers[1::2]}) == 1:
+        return experts
+
+    def dense(linear: LinearWeights) -> LinearWeights:
+        return LinearWeights(Weight("f32", linear.weight.dense(), linear.weight.num_columns), linear.bias)
+
+    return [FeedForwardWeights(dense(expert.gate_up), dense(expert.down)) for expert in experts]
+
+
 def _table(weight: Weight, width: int) -> Embedding | None:
     """The embeddings as the kernels read them; None where they do not know the form they are kept in."""
     source = weight.source.contiguous()
@@ -262,41 +317,37 @@ def _by_sequence(inputs: ForwardInputs) -> list[PackedLora | None] | None:
 def what_is_missing(description: DecoderDescription) -> str | None:
     """Return what of a decoder the kernels do not compute; None: they compute all of it."""
     d = description
-    plain = replace(
-        d,
-        norm="rms",
-        norm_offset=0.0,
-        norm_place="before",
-        is_parallel=False,
-        has_unit_qk_norm=False,
-        chunks=(None,) * d.num_layers,
-        softcap=0.0,
-        has_sinks=False,
-        latent=None,
-        position_scale=None,
-        activation="silu",
-        mixtures=(None,) * d.num_layers,
-        embedding_scale=1.0,
-        residual_scale=1.0,
-        logits_scale=1.0,
-        logits_softcap=0.0,
-        has_mlp_bias=False,
-        rotary=(Rotary(d.rotary[0].settings if d.rotary[0] else {}, d.head_dim),) * d.num_layers,
-        qk_norm=None if d.qk_norm == "row" else d.qk_norm,
-        qk_norm_sizes=(0, 0),
-    )
-    different = [f.name for f in fields(d) if getattr(d, f.name) != getattr(plain, f.name)]
-    return f"it has {', '.join(different)}" if different else None
+    if d.latent is not None:
+        return "it has latent attention"
+    if d.has_mlp_bias and d.activation == "silu":
+        return "its feed-forward layers have biases"
+    if len({(rotary.dim, rotary.is_interleaved) for rotary in d.rotary if rotary is not None}) > 1:
+        return "its layers rotate different parts of heads"
+    return None
 
 
 def dims_of(description: DecoderDescription) -> DecoderDims:
     """The sizes that the kernels need to know."""
+    d = description
+    rotary = next((rotary for rotary in d.rotary if rotary is not None), None)
     return DecoderDims(
-        hidden_size=description.hidden_size,
-        num_heads=description.num_heads,
-        num_kv_heads=description.num_kv_heads,
-        head_dim=description.head_dim,
-        ffn_size=description.intermediate_size,
-        eps=description.norm_eps,
-        scale=description.scale,
+        hidden_size=d.hidden_size,
+        num_heads=d.num_heads,
+        num_kv_heads=d.num_kv_heads,
+        head_dim=d.head_dim,
+        ffn_size=d.intermediate_size,
+        eps=d.norm_eps,
+        scale=d.scale,
+        rotary_dim=d.head_dim if rotary is None else rotary.dim,
+        is_interleaved=rotary is not None and rotary.is_interleaved,
+        has_layer_norm=d.norm == "layer",
+        norms_qk_rows=d.qk_norm == "row",
+        has_unit_qk_norm=d.has_unit_qk_norm,
+        is_parallel=d.is_parallel,
+        activation=d.activation,
+        softcap=d.softcap,
+        residual_scale=d.residual_scale,
+        embedding_scale=d.embedding_scale,
+        logits_scale=d.logits_scale,
+        logits_softcap=d.logits_softcap,
     )

@@ -1,7 +1,15 @@
 """The CPU kernels in C++ (csrc/) as typed Python: packed weights and a decoder that runs all layers in one call."""
 
 from kernels.cpu.blocks import dequantize_blocks, levels_of_blocks
-from kernels.cpu.decoder import DecoderLayer, Embedding, NativeDecoder, stored_head_dim, supports
+from kernels.cpu.decoder import (
+    DecoderLayer,
+    Embedding,
+    NativeDecoder,
+    PackedExpert,
+    PackedMixture,
+    stored_head_dim,
+    supports,
+)
 from kernels.cpu.dims import DecoderDims
 from kernels.cpu.library import Library
 from kernels.cpu.linear import InputFormat, PackedLinear, WeightFormat
@@ -16,8 +24,10 @@ __all__ = [
     "InputFormat",
     "Library",
     "NativeDecoder",
+    "PackedExpert",
     "PackedLinear",
     "PackedLora",
+    "PackedMixture",
     "ThreadPool",
     "WeightFormat",
     "dequantize_blocks",

@@ -4,17 +4,31 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kernels.activation import Activation
 from kernels.cpu.dims import DecoderDims
-from kernels.cpu.library import BatchStruct, DimsStruct, EmbeddingStruct, LayerStruct
+from kernels.cpu.library import (
+    BatchStruct,
+    DimsStruct,
+    EmbeddingStruct,
+    LayerStruct,
+    LinearStruct,
+    MixtureStruct,
+)
 from kernels.cpu.linear import GGUF_BLOCK_BYTES, PackedLinear, WeightFormat
 from kernels.cpu.lora import PackedLora, adapter_pointers
 from kernels.cpu.threads import ThreadPool
 
 MAX_HEAD_DIM = 256
+MAX_EXPERTS = 1024
+Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+# Numbers of csrc/api.h.
+_SCORINGS: dict[Scoring, int] = {"softmax": 0, "softmax_of_chosen": 1, "sigmoid": 2}
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "clamped_swiglu": 4}
 _CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2, torch.int8: 3}  # numbers of csrc/api.h
 
 
@@ -24,26 +38,64 @@ def stored_head_dim(head_dim: int, cache_dtype: torch.dtype) -> int:
 
 
 @dataclass(frozen=True)
+class PackedExpert:
+    """The two products of a feed-forward network, as in DecoderLayer."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True)
+class PackedMixture:
+    """A mixture of experts in place of gate_up and down.
+
+    router [num_experts, hidden]; correction float32 [num_experts] is added to the scores for the choice alone;
+    shared_gate [1, hidden] weighs the shared expert by its sigmoid. The rest is as in the description of a model.
+    """
+
+    router: PackedLinear
+    experts: Sequence[PackedExpert]
+    num_active: int
+    scoring: Scoring
+    is_normalized: bool
+    scale: float = 1.0
+    num_groups: int = 1
+    num_active_groups: int = 1
+    weighs_input: bool = False
+    correction: Tensor | None = None
+    shared: PackedExpert | None = None
+    shared_gate: PackedLinear | None = None
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
     """Weights and cache of one layer.
 
-    qkv [(Hq + 2 Hk) D, hidden], o [hidden, Hq D], gate_up (gated) [2 ffn, hidden], down [hidden, ffn]; norms float32
-    [hidden], q_norm and k_norm [D] (Qwen3); caches in float32 or bfloat16, k_cache [num_blocks, Hk, D, block_size]
-    and v_cache [num_blocks, Hk, block_size, D]; or in int16 or int8 with stored_head_dim for D, the numbers of a head
-    of a block first, then block_size float32 scales. window is the number of keys that a query sees, itself included.
+    qkv [(Hq + 2 Hk) D, hidden], o [hidden, Hq D], gate_up (gated) [2 ffn, hidden], down [hidden, ffn], or a mixture in
+    place of the two; norms float32 [hidden], q_norm and k_norm [D] or of all heads, sinks [Hq]; caches in float32 or
+    bfloat16, k_cache [num_blocks, Hk, D, block_size] and v_cache [num_blocks, Hk, block_size, D]; or in int16 or int8
+    with stored_head_dim for D, the numbers of a head of a block first, then block_size float32 scales. window is the
+    number of keys that a query sees, itself included; it sees none before the last multiple of chunk. table is the
+    layer's table of rotary angles; None: it has no rotary embedding.
     """
 
     qkv: PackedLinear
     o: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
-    attention_norm: Tensor
-    ffn_norm: Tensor
+    gate_up: PackedLinear | None
+    down: PackedLinear | None
+    attention_norm: Tensor | None
+    ffn_norm: Tensor | None
     k_cache: Tensor
     v_cache: Tensor
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int | None = None
+    attention_output_norm: Tensor | None = None
+    ffn_output_norm: Tensor | None = None
+    sinks: Tensor | None = None
+    mixture: PackedMixture | None = None
+    chunk: int | None = None
+    table: int | None = 0
 
 
 class Embedding:
@@ -78,21 +130,37 @@ class NativeDecoder:
     """The layers of a decoder, run by the CPU kernels. One caller at a time."""
 
     def __init__(
-        self, threads: ThreadPool, dims: DecoderDims, layers: Sequence[DecoderLayer], cos: Tensor, sin: Tensor
+        self,
+        threads: ThreadPool,
+        dims: DecoderDims,
+        layers: Sequence[DecoderLayer],
+        cos: Tensor,
+        sin: Tensor,
+        query_scales: Tensor | None = None,
     ) -> None:
-        """Take cos and sin of the rotary angles [num_positions, D / 2], float32; raises ValueError for wrong sizes."""
+        """Take cos and sin of the rotary angles, float32 [num_positions, rotary_dim / 2], or several tables of them.
+
+        query_scales float32 [num_positions] multiply the queries of layers without rotary embedding. Raises ValueError
+        for wrong sizes.
+        """
         reason = supports(dims)
         if reason:
             raise ValueError(reason)
         for index, layer in enumerate(layers):
             _check_layer(dims, layer, index, layers[0].k_cache)
-        _check("cos", cos, torch.float32, (cos.shape[0], dims.head_dim // 2))
+        num_positions, num_tables = cos.shape[-2], cos.shape[0] if cos.dim() == 3 else 1
+        _check("cos", cos, torch.float32, (*cos.shape[:-1], dims.num_angles))
         _check("sin", sin, torch.float32, tuple(cos.shape))
+        if any(layer.table is not None and not 0 <= layer.table < num_tables for layer in layers):
+            raise ValueError(f"a layer's table is none of {num_tables}")
+        if query_scales is not None:
+            _check("query_scales", query_scales, torch.float32, (num_positions,))
         self._threads, self._library, self.dims = threads, threads.library, dims
-        self._held = (*layers, cos, sin)  # the kernels point into them
+        mixtures = [_mixture_struct(layer.mixture) for layer in layers]
+        self._held = (*layers, cos, sin, query_scales, mixtures)  # the kernels point into them
         self._num_layers = len(layers)
-        structs = (LayerStruct * len(layers))(*map(_layer_struct, layers))
-        dims_struct = _dims_struct(dims, layers, cos.shape[0])
+        structs = (LayerStruct * len(layers))(*map(_layer_struct, layers, mixtures))
+        dims_struct = _dims_struct(dims, layers, num_positions, query_scales)
         self._handle: int = self._library.decoder_create(
             threads.handle, ctypes.byref(dims_struct), structs, cos.data_ptr(), sin.data_ptr()
         )
@@ -201,7 +269,7 @@ class NativeDecoder:
         return batch, pointers
 
     def logits(self, hidden: Tensor, norm: Tensor, head: PackedLinear) -> Tensor:
-        """Return head(rms_norm(hidden [M, hidden_size])) with norm [hidden_size] -> [M, vocabulary], float32."""
+        """Return logits of hidden [M, hidden_size] by norm [hidden_size] and head: float32 [M, vocabulary]."""
         _check("hidden", hidden, torch.float32, (hidden.shape[0], self.dims.hidden_size))
         _check("norm", norm, torch.float32, (self.dims.hidden_size,))
         out = torch.empty(hidden.shape[0], head.num_outputs)
@@ -226,41 +294,134 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 
 def _check_layer(dims: DecoderDims, layer: DecoderLayer, index: int, first_cache: Tensor) -> None:
     q_size, kv_size = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
-    expected = {
-        "qkv": (q_size + 2 * kv_size, dims.hidden_size),
-        "o": (dims.hidden_size, q_size),
-        "gate_up": (2 * dims.ffn_size, dims.hidden_size),
-        "down": (dims.hidden_size, dims.ffn_size),
-    }
-    for name, shape in expected.items():
-        linear: PackedLinear = getattr(layer, name)
-        if (linear.num_outputs, linear.num_inputs) != shape or linear.is_gated != (name == "gate_up"):
-            raise ValueError(
-                f"layer {index}: {name} is {[linear.num_outputs, linear.num_inputs]}: expected {list(shape)}"
-            )
-    for name in ("attention_norm", "ffn_norm"):
-        _check(f"layer {index}: {name}", getattr(layer, name), torch.float32, (dims.hidden_size,))
-    for name in ("q_norm", "k_norm"):
-        if getattr(layer, name) is not None:
-            _check(f"layer {index}: {name}", getattr(layer, name), torch.float32, (dims.head_dim,))
+    _check_linear(f"layer {index}: qkv", layer.qkv, (q_size + 2 * kv_size, dims.hidden_size))
+    _check_linear(f"layer {index}: o", layer.o, (dims.hidden_size, q_size))
+    if layer.mixture is not None:
+        _check_mixture(dims, layer.mixture, index)
+    elif layer.gate_up is None or layer.down is None:
+        raise ValueError(f"layer {index}: neither gate_up and down nor a mixture")
+    else:
+        _check_expert(dims, PackedExpert(layer.gate_up, layer.down), dims.ffn_size, f"layer {index}")
+    _check_norms(dims, layer, index)
     if first_cache.dtype not in _CACHE_FORMATS:
         raise ValueError(f"k_cache is {first_cache.dtype}: expected float32, bfloat16, int16 or int8")
     num_blocks, block_size = first_cache.shape[0], first_cache.shape[-1]
     blocks, stored = (num_blocks, dims.num_kv_heads), stored_head_dim(dims.head_dim, first_cache.dtype)
     _check(f"layer {index}: k_cache", layer.k_cache, first_cache.dtype, (*blocks, stored, block_size))
     _check(f"layer {index}: v_cache", layer.v_cache, first_cache.dtype, (*blocks, block_size, stored))
-    if layer.window is not None and layer.window < 1:
-        raise ValueError(f"layer {index}: window is {layer.window}: expected at least 1")
+    for name in ("window", "chunk"):
+        if getattr(layer, name) is not None and getattr(layer, name) < 1:
+            raise ValueError(f"layer {index}: {name} is {getattr(layer, name)}: expected at least 1")
 
 
-def _layer_struct(layer: DecoderLayer) -> LayerStruct:
-    tensors = (layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm, layer.k_cache, layer.v_cache)
-    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    linears = (linear.struct for linear in (layer.qkv, layer.o, layer.gate_up, layer.down))
-    return LayerStruct(*linears, *pointers, layer.window or 0)
+def _check_norms(dims: DecoderDims, layer: DecoderLayer, index: int) -> None:
+    q_size, kv_size = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
+    for name in ("attention_norm", "ffn_norm", "attention_output_norm", "ffn_output_norm"):
+        if getattr(layer, name) is not None:
+            _check(f"layer {index}: {name}", getattr(layer, name), torch.float32, (dims.hidden_size,))
+    for name, size in (("q_norm", q_size), ("k_norm", kv_size)):
+        norm = getattr(layer, name)
+        if norm is not None:
+            _check(f"layer {index}: {name}", norm, torch.float32, (size if dims.norms_qk_rows else dims.head_dim,))
+        elif dims.norms_qk_rows:
+            raise ValueError(f"layer {index}: {name} is missing")
+    if layer.sinks is not None:
+        _check(f"layer {index}: sinks", layer.sinks, torch.float32, (dims.num_heads,))
 
 
-def _dims_struct(dims: DecoderDims, layers: Sequence[DecoderLayer], num_positions: int) -> DimsStruct:
+def _check_linear(name: str, linear: PackedLinear, shape: tuple[int, int], *, is_gated: bool = False) -> None:
+    if (linear.num_outputs, linear.num_inputs) != shape or linear.is_gated != is_gated:
+        raise ValueError(f"{name} is {[linear.num_outputs, linear.num_inputs]}: expected {list(shape)}")
+
+
+def _check_expert(dims: DecoderDims, expert: PackedExpert, size: int, name: str) -> None:
+    is_gated = dims.activation == "silu"
+    _check_linear(f"{name}: gate_up", expert.gate_up, (2 * size, dims.hidden_size), is_gated=is_gated)
+    _check_linear(f"{name}: down", expert.down, (dims.hidden_size, size))
+
+
+def _check_mixture(dims: DecoderDims, mixture: PackedMixture, index: int) -> None:
+    num_experts, first = len(mixture.experts), mixture.experts[0]
+    if not 1 <= mixture.num_active <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"layer {index}: {mixture.num_active} of {num_experts} experts, at most {MAX_EXPERTS}")
+    if num_experts % mixture.num_groups or not 1 <= mixture.num_active_groups <= mixture.num_groups:
+        raise ValueError(f"layer {index}: {mixture.num_active_groups} of {mixture.num_groups} groups")
+    if mixture.num_active > mixture.num_active_groups * num_experts // mixture.num_groups:
+        raise ValueError(f"layer {index}: its groups have fewer experts than {mixture.num_active}")
+    _check_linear(f"layer {index}: router", mixture.router, (num_experts, dims.hidden_size))
+    for number, expert in enumerate(mixture.experts):
+        _check_expert(dims, expert, first.down.num_inputs, f"layer {index}: expert {number}")
+        for name in ("gate_up", "down"):
+            one, other = getattr(expert, name).struct, getattr(first, name).struct
+            if (one.format, one.input) != (other.format, other.input):
+                raise ValueError(f"layer {index}: experts of several weight formats")
+    if mixture.correction is not None:
+        _check(f"layer {index}: correction", mixture.correction, torch.float32, (num_experts,))
+    if mixture.shared is not None:
+        _check_expert(dims, mixture.shared, mixture.shared.down.num_inputs, f"layer {index}: shared expert")
+    if mixture.shared_gate is not None:
+        _check_linear(f"layer {index}: shared_gate", mixture.shared_gate, (1, dims.hidden_size))
+
+
+def _mixture_struct(mixture: PackedMixture | None) -> tuple[MixtureStruct, object] | None:
+    """Return the kernels' view of a mixture, and what must live as long as it."""
+    if mixture is None:
+        return None
+    kind = LinearStruct * len(mixture.experts)
+    gate_up, down = kind(*(e.gate_up.struct for e in mixture.experts)), kind(*(e.down.struct for e in mixture.experts))
+    shared, none = mixture.shared, LinearStruct()
+    struct = MixtureStruct(
+        router=mixture.router.struct,
+        gate_up=ctypes.addressof(gate_up),
+        down=ctypes.addressof(down),
+        shared_gate_up=none if shared is None else shared.gate_up.struct,
+        shared_down=none if shared is None else shared.down.struct,
+        shared_gate=none if mixture.shared_gate is None else mixture.shared_gate.struct,
+        correction=_pointer(mixture.correction),
+        num_experts=len(mixture.experts),
+        num_active=mixture.num_active,
+        expert_size=mixture.experts[0].down.num_inputs,
+        shared_size=0 if shared is None else shared.down.num_inputs,
+        scoring=_SCORINGS[mixture.scoring],
+        num_groups=mixture.num_groups,
+        num_active_groups=mixture.num_active_groups,
+        is_normalized=mixture.is_normalized,
+        weighs_input=mixture.weighs_input,
+        scale=mixture.scale,
+    )
+    return struct, (gate_up, down)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _layer_struct(layer: DecoderLayer, mixture: tuple[MixtureStruct, object] | None) -> LayerStruct:
+    none = LinearStruct()
+    return LayerStruct(
+        qkv=layer.qkv.struct,
+        o=layer.o.struct,
+        gate_up=none if layer.gate_up is None else layer.gate_up.struct,
+        down=none if layer.down is None else layer.down.struct,
+        attention_norm=_pointer(layer.attention_norm),
+        ffn_norm=_pointer(layer.ffn_norm),
+        attention_output_norm=_pointer(layer.attention_output_norm),
+        ffn_output_norm=_pointer(layer.ffn_output_norm),
+        q_norm=_pointer(layer.q_norm),
+        k_norm=_pointer(layer.k_norm),
+        sinks=_pointer(layer.sinks),
+        mixture=None if mixture is None else ctypes.addressof(mixture[0]),
+        k_cache=layer.k_cache.data_ptr(),
+        v_cache=layer.v_cache.data_ptr(),
+        window=layer.window or 0,
+        chunk=layer.chunk or 0,
+        table=-1 if layer.table is None else layer.table,
+    )
+
+
+def _dims_struct(
+    dims: DecoderDims, layers: Sequence[DecoderLayer], num_positions: int, query_scales: Tensor | None
+) -> DimsStruct:
     num_blocks, block_size = layers[0].k_cache.shape[0], layers[0].k_cache.shape[-1]
     return DimsStruct(
         hidden=dims.hidden_size,
@@ -275,4 +436,17 @@ def _dims_struct(dims: DecoderDims, layers: Sequence[DecoderLayer], num_position
         cache_format=_CACHE_FORMATS[layers[0].k_cache.dtype],
         eps=dims.eps,
         scale=dims.scale,
+        rotary_dim=2 * dims.num_angles,
+        is_interleaved=dims.is_interleaved,
+        has_layer_norm=dims.has_layer_norm,
+        norms_qk_rows=dims.norms_qk_rows,
+        has_unit_qk_norm=dims.has_unit_qk_norm,
+        is_parallel=dims.is_parallel,
+        activation=_ACTIVATIONS[dims.activation],
+        softcap=dims.softcap,
+        residual_scale=dims.residual_scale,
+        embedding_scale=dims.embedding_scale,
+        logits_scale=dims.logits_scale,
+        logits_softcap=dims.logits_softcap,
+        query_scales=_pointer(query_scales),
     )

@@ -2,10 +2,19 @@
 
 from dataclasses import dataclass
 
+from kernels.activation import Activation
+
 
 @dataclass(frozen=True)
 class DecoderDims:
-    """Sizes of a decoder; scale multiplies the attention scores."""
+    """Sizes and ways of a decoder.
+
+    scale multiplies the attention scores; softcap bends them, 0 for none. The leading rotary_dim numbers of each head
+    are rotated (0 for all of them), in pairs side by side where is_interleaved. Norms are RMS norms, unless
+    has_layer_norm. norms_qk_rows: q_norm and k_norm are of all heads of a token together. has_unit_qk_norm: rotated
+    queries and keys are brought to unit root mean square. is_parallel: the feed-forward network reads what attention
+    reads. gate_up is packed as gated with silu alone.
+    """
 
     hidden_size: int
     num_heads: int
@@ -14,3 +23,20 @@ class DecoderDims:
     ffn_size: int
     eps: float
     scale: float
+    rotary_dim: int = 0
+    is_interleaved: bool = False
+    has_layer_norm: bool = False
+    norms_qk_rows: bool = False
+    has_unit_qk_norm: bool = False
+    is_parallel: bool = False
+    activation: Activation = "silu"
+    softcap: float = 0.0
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float = 0.0
+
+    @property
+    def num_angles(self) -> int:
+        """Pairs of numbers of a head that are rotated."""
+        return (self.rotary_dim or self.head_dim) // 2

@@ -21,13 +21,29 @@ class LinearStruct(ctypes.Structure):
     ]
 
 
+class MixtureStruct(ctypes.Structure):
+    """MidstreamMixture in csrc/api.h."""
+
+    _fields_: ClassVar = [
+        ("router", LinearStruct),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        *((name, LinearStruct) for name in ("shared_gate_up", "shared_down", "shared_gate")),
+        ("correction", c_void_p),
+        *((name, c_int32) for name in ("num_experts", "num_active", "expert_size", "shared_size", "scoring")),
+        *((name, c_int32) for name in ("num_groups", "num_active_groups", "is_normalized", "weighs_input")),
+        ("scale", c_float),
+    ]
+
+
 class LayerStruct(ctypes.Structure):
     """MidstreamLayer in csrc/api.h."""
 
     _fields_: ClassVar = [
         *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm", "k_cache", "v_cache")),
-        ("window", c_int32),
+        *((name, c_void_p) for name in ("attention_norm", "ffn_norm", "attention_output_norm", "ffn_output_norm")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "sinks", "mixture", "k_cache", "v_cache")),
+        *((name, c_int32) for name in ("window", "chunk", "table")),
     ]
 
 
@@ -39,6 +55,11 @@ class DimsStruct(ctypes.Structure):
         *((name, c_int32) for name in ("num_blocks", "block_size", "num_positions", "cache_format")),
         ("eps", c_float),
         ("scale", c_float),
+        *((name, c_int32) for name in ("rotary_dim", "is_interleaved", "has_layer_norm", "norms_qk_rows")),
+        *((name, c_int32) for name in ("has_unit_qk_norm", "is_parallel", "activation")),
+        *((name, c_float) for name in ("softcap", "residual_scale", "embedding_scale", "logits_scale")),
+        ("logits_softcap", c_float),
+        ("query_scales", c_void_p),
     ]
 
 

@@ -28,14 +28,33 @@ MidstreamPool* midstream_pool_create(int num_threads, const int* cpus);
 bool midstream_pool_use_tiles(MidstreamPool* pool);
 void midstream_pool_destroy(MidstreamPool* pool);
 
+// A mixture of experts in place of gate_up and down. Names and meanings are those of gpu_worker/models/description.py.
+struct MidstreamMixture {
+  MidstreamLinear router;                          // [num_experts, hidden]
+  const MidstreamLinear *gate_up, *down;           // [num_experts]
+  MidstreamLinear shared_gate_up, shared_down;     // where shared_size is not 0
+  MidstreamLinear shared_gate;                     // [1, hidden]; packed is null where there is none
+  const float* correction;                         // [num_experts] or null
+  int32_t num_experts, num_active, expert_size, shared_size;
+  int32_t scoring;                                 // 0 softmax, 1 softmax of the chosen, 2 sigmoid
+  int32_t num_groups, num_active_groups;
+  int32_t is_normalized, weighs_input;
+  float scale;
+};
+
 // One decoder layer. Pointers stay the caller's and must outlive the decoder.
 struct MidstreamLayer {
   MidstreamLinear qkv, o, gate_up, down;
-  const float *attention_norm, *ffn_norm;  // [hidden]
-  const float *q_norm, *k_norm;            // [head_dim] or null
+  const float *attention_norm, *ffn_norm;                // [hidden], before attention and feed-forward network; or null
+  const float *attention_output_norm, *ffn_output_norm;  // [hidden], after them; or null
+  const float *q_norm, *k_norm;                          // [head_dim], or of all heads (norms_qk_rows); or null
+  const float* sinks;                                    // [num_heads] or null
+  const MidstreamMixture* mixture;                       // or null
   // [num_blocks, num_kv_heads], each of [head_dim, block_size] or [block_size, head_dim] and, for integers, block_size scales.
   void *k_cache, *v_cache;
-  int32_t window;                          // keys that a query sees, itself included; 0 for all
+  int32_t window;  // keys that a query sees, itself included; 0 for all
+  int32_t chunk;   // a query sees no key before the last multiple of it; 0 for none
+  int32_t table;   // of rotary angles; -1 for no rotary embedding
 };
 
 struct MidstreamDims {
@@ -43,6 +62,14 @@ struct MidstreamDims {
   int32_t num_blocks, block_size, num_positions;
   int32_t cache_format;  // 0 float32, 1 bfloat16; 2 int16 and 3 int8, with a float scale for each token and head
   float eps, scale;
+  int32_t rotary_dim, is_interleaved;  // leading numbers of a head that are rotated, in pairs side by side or half apart
+  int32_t has_layer_norm;              // norms of layers subtract the mean
+  int32_t norms_qk_rows;               // q_norm and k_norm are of all heads of a token together
+  int32_t has_unit_qk_norm;            // rotated queries and keys are brought to unit root mean square
+  int32_t is_parallel;                 // the feed-forward network reads what attention reads
+  int32_t activation;                  // 0 silu, 1 gelu by tanh, 2 gelu, 3 relu, 4 clamped swiglu; gate_up is gated with silu alone
+  float softcap, residual_scale, embedding_scale, logits_scale, logits_softcap;  // soft caps: 0 for none
+  const float* query_scales;           // [num_positions], of layers without rotary embedding; or null
 };
 
 // Adds (x a^T) b to a linear layer of x. a [rank, k], null where the adapter leaves the layer alone; b [rank, n] with the
@@ -69,7 +96,7 @@ struct MidstreamBatch {
 
 struct MidstreamDecoder;
 
-// cos and sin are [num_positions, head_dim / 2].
+// cos and sin are [tables, num_positions, rotary_dim / 2].
 MidstreamDecoder* midstream_decoder_create(MidstreamPool* pool, const MidstreamDims* dims, const MidstreamLayer* layers,
                                            const float* cos, const float* sin);
 void midstream_decoder_destroy(MidstreamDecoder* decoder);
@@ -93,7 +120,7 @@ const char* midstream_decoder_choose(MidstreamDecoder* decoder, const MidstreamB
                                      const int32_t* token_ids, const MidstreamLinear* head, const float* norm,
                                      int32_t num_sampled, const int32_t* sampled, int32_t* best, float* highest);
 
-// out [m, head.n] = rms_norm(hidden [m, hidden]) head
+// out [m, head.n] = norm(hidden [m, hidden]) head, scaled and bent
 void midstream_decoder_logits(MidstreamDecoder* decoder, const MidstreamLinear* head, const float* norm, int m,
                               const float* hidden, float* out);
 

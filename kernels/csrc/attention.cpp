@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "row_ops.h"
+
 namespace midstream {
 namespace {
 
@@ -144,10 +146,10 @@ void multiply_vectors(int rows, int num_vectors, int k, const float* a, int64_t 
   }
 }
 
-// Hides the scores of keys that the query at this position does not see.
-void mask_scores(float* scores, int first_key, int num_keys, int position, int window) {
+// Hides the scores of keys that the query at this position does not see; oldest is the first that it sees.
+void mask_scores(float* scores, int first_key, int num_keys, int position, int oldest) {
   int end = std::min(position + 1 - first_key, num_keys);
-  int begin = window ? std::max(position + 1 - window - first_key, 0) : 0;
+  int begin = std::max(oldest - first_key, 0);
   for (int j = std::max(end, 0); j < num_keys; ++j) scores[j] = -kInfinity;
   for (int j = 0; j < std::min(begin, num_keys); ++j) scores[j] = -kInfinity;
 }
@@ -206,6 +208,11 @@ struct HeadState {
     std::fill_n(out, rows * padded_dim(tile.head_dim), 0.0f);
     std::fill_n(highest, rows, -kInfinity);
     std::fill_n(total, rows * kLanes, 0.0f);
+    if (tile.sinks)
+      for (int row = 0; row < rows; ++row) {
+        highest[row] = tile.sinks[kv_head * tile.group + row % tile.group] * kLog2E;
+        total[row * kLanes] = 1.0f;
+      }
     for_each_row(tile, kv_head, [&](int row, int query, int column) {
       const float* head = tile.q + query * tile.q_stride + column;
       for (int d = 0; d < tile.head_dim; ++d) q[row * tile.head_dim + d] = head[d] * scale;
@@ -240,12 +247,16 @@ void add_tile(const QueryTile& tile, const CachedTile<T>& cached, AttentionScrat
   float key_scales[kKeyTile], value_scales[kKeyTile];
   if (kIsScaled<T>) cached.copy_scales(key_scales, value_scales);
   int num_scores = num_vectors * kLanes, seen_by_all = tile.first_position + 1 - cached.first;
-  bool is_masked = seen_by_all < num_scores || tile.window;
+  bool is_masked = seen_by_all < num_scores || tile.window || tile.chunk;
   for (int row = 0; row < rows; ++row) {
     float* row_scores = scores + row * kKeyTile;
     if (kIsScaled<T>)
       for (int j = 0; j < num_scores; j += kLanes) multiply_vector(row_scores + j, load(key_scales + j));
-    if (is_masked) mask_scores(row_scores, cached.first, num_scores, tile.first_position + row / tile.group, tile.window);
+    if (tile.softcap) bend_row(row_scores, num_scores, tile.softcap * kLog2E);
+    if (is_masked) {
+      int position = tile.first_position + row / tile.group;
+      mask_scores(row_scores, cached.first, num_scores, position, tile.oldest(position));
+    }
     RowState{state.out + row * stride, state.total + row * kLanes, state.highest + row, stride}.template add_scores<kIsScaled<T>>(
         row_scores, num_vectors, value_scales);
   }
@@ -277,7 +288,7 @@ template <class T> void attend(const HeadCache& cache, const QueryTile& tile, At
   int rows = tile.count * tile.group, dim = tile.head_dim;
   for (int h = 0; h < tile.num_kv_heads; ++h) HeadState(scratch, h, rows, dim).start(tile, h);
   int num_keys = tile.first_position + tile.count;
-  int oldest = tile.window ? std::max(tile.first_position + 1 - tile.window, 0) : 0;
+  int oldest = tile.oldest(tile.first_position);
   for (int first = oldest / kKeyTile * kKeyTile; first < num_keys; first += kKeyTile)
     for (int h = 0; h < tile.num_kv_heads; ++h)
       add_tile(tile, CachedTile<T>{cache, h, dim, first, std::min(kKeyTile, num_keys - first)}, scratch,

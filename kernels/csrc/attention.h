@@ -1,5 +1,6 @@
 // Causal attention over a paged cache.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 #include <vector>
 
@@ -31,6 +32,15 @@ struct QueryTile {
   int first_position;  // of query 0 in its sequence
   float scale;
   int window;  // keys that a query sees, itself included; 0 for all
+  int chunk;   // no query sees keys before the last multiple of it; 0 for none
+  float softcap;       // bends scores s to softcap * tanh(s / softcap); 0 for none
+  const float* sinks;  // of the first of these heads: a score that takes weight and has no value; null for none
+
+  // The first key that a query at this position sees.
+  int oldest(int position) const {
+    int first = window ? std::max(position + 1 - window, 0) : 0;
+    return chunk ? std::max(first, position / chunk * chunk) : first;
+  }
 };
 
 // Scratch of one thread.

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "embedding.h"
@@ -57,8 +58,16 @@ MidstreamDecoder::MidstreamDecoder(MidstreamPool* pool, const MidstreamDims& dim
   size_t cache_bytes = static_cast<size_t>(dims_.num_blocks) * dims_.num_kv_heads * with_element(dims_.cache_format, [&](auto x) {
     return head_elements<decltype(x)>(dims_.head_dim, dims_.block_size) * sizeof(x);
   });
+  most_features_ = dims_.ffn;
   for (const MidstreamLayer& layer : layers_) {
     for (const MidstreamLinear* weight : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) pool_.use(*weight);
+    if (const MidstreamMixture* mixture = layer.mixture) {
+      for (const MidstreamLinear* weight : {&mixture->shared_gate_up, &mixture->shared_down}) pool_.use(*weight);
+      if (!largest_mixture_ || mixture->num_experts > largest_mixture_->num_experts) largest_mixture_ = mixture;
+      most_active_ = std::max(most_active_, mixture->num_active);
+      most_features_ = std::max(most_features_, mixture->shared_size);
+      expert_features_ = std::max(expert_features_, mixture->expert_size);
+    }
     ask_for_huge_pages(layer.k_cache, cache_bytes);
     ask_for_huge_pages(layer.v_cache, cache_bytes);
   }
@@ -91,13 +100,18 @@ const char* MidstreamDecoder::choose(const MidstreamBatch& batch, const Midstrea
   auto hidden = [&](int i) { return hidden_.data() + static_cast<int64_t>(i) * dims_.hidden; };
   threads_.run(num_threads(batch.num_tokens), [&](int thread) {
     threads_.for_each(batch.num_tokens, threads_.grain(batch.num_tokens),
-                      [&](int i) { embed_row(embedding, token_ids[i], dims_.hidden, hidden(i)); });
+                      [&](int i) {
+                        embed_row(embedding, token_ids[i], dims_.hidden, hidden(i));
+                        if (dims_.embedding_scale != 1.0f)
+                          for (int d = 0; d < dims_.hidden; ++d) hidden(i)[d] *= dims_.embedding_scale;
+                      });
     for (int i = 0; i < dims_.num_layers; ++i) run_layer(thread, i, batch, hidden_.data());
     threads_.for_each(num_sampled, threads_.grain(num_sampled), [&](int i) {
-      rms_norm_row(hidden(sampled[i]), norm, dims_.hidden, dims_.eps, normed_.row(i));
+      norm_row(hidden(sampled[i]), norm, normed_.row(i));
     });
     run_linear(thread, head, num_sampled, normed_, Output::kStore, head.n, logits_.data(), head.n);
     threads_.for_each(num_sampled, threads_.grain(num_sampled), [&](int i) {
+      finish_logits(logits_.data() + static_cast<int64_t>(i) * head.n, head.n);
       best[i] = find_highest(logits_.data() + static_cast<int64_t>(i) * head.n, head.n);
       highest[i] = logits_[static_cast<int64_t>(i) * head.n + best[i]];
     });
@@ -111,7 +125,14 @@ void MidstreamDecoder::logits(const MidstreamLinear& head, const float* norm, in
   threads_.run([&](int thread) {
     norm_rows(m, hidden, norm);
     run_linear(thread, head, m, normed_, Output::kStore, head.n, out, head.n);
+    threads_.for_each(m, threads_.grain(m), [&](int i) { finish_logits(out + static_cast<int64_t>(i) * head.n, head.n); });
   });
+}
+
+void MidstreamDecoder::finish_logits(float* logits, int n) const {
+  if (dims_.logits_scale != 1.0f)
+    for (int i = 0; i < n; ++i) logits[i] *= dims_.logits_scale;
+  if (dims_.logits_softcap) bend_row(logits, n, dims_.logits_softcap);
 }
 
 void MidstreamDecoder::Rows::reserve(int num_rows, int width) {
@@ -120,11 +141,23 @@ void MidstreamDecoder::Rows::reserve(int num_rows, int width) {
 }
 
 void MidstreamDecoder::reserve(int num_tokens) {
-  pool_.reserve(num_tokens, std::max({dims_.hidden, dims_.ffn, dims_.num_heads * dims_.head_dim}));
+  int num_rows = num_tokens;
+  if (largest_mixture_) {
+    plan_.reserve(num_tokens, largest_mixture_->num_experts, most_active_, group_alignment(pool_.quantized));
+    num_rows = std::max(num_tokens, plan_.max_places());
+    router_.reserve(num_tokens, std::max(1, largest_mixture_->num_experts));
+    gathered_.reserve(num_rows, dims_.hidden);
+    if (dims_.activation) expert_halves_.reserve(num_rows, 2 * expert_features_);
+    expert_gated_.reserve(num_rows, expert_features_);
+    expert_outputs_.reserve(num_rows, dims_.hidden);
+  }
+  pool_.reserve(num_rows, std::max({dims_.hidden, most_features_, expert_features_, dims_.num_heads * dims_.head_dim}));
   normed_.reserve(num_tokens, dims_.hidden);
   qkv_.reserve(num_tokens, qkv_width());
   attended_.reserve(num_tokens, dims_.num_heads * dims_.head_dim);
-  gated_.reserve(num_tokens, dims_.ffn);
+  gated_.reserve(num_tokens, most_features_);
+  if (dims_.activation) halves_.reserve(num_tokens, 2 * most_features_);
+  added_.reserve(num_tokens, dims_.hidden);
 }
 
 void MidstreamDecoder::prepare(const MidstreamBatch& batch) {
@@ -137,7 +170,8 @@ void MidstreamDecoder::prepare(const MidstreamBatch& batch) {
 int MidstreamDecoder::num_threads(int num_tokens) const {
   constexpr int64_t kProductsOfThread = 1 << 18, kLinearLayers = 4;
   int64_t heads = dims_.num_heads + dims_.num_kv_heads;
-  int64_t weights = static_cast<int64_t>(dims_.hidden) * (2 * heads * dims_.head_dim + 3 * dims_.ffn);
+  int64_t features = largest_mixture_ ? most_active_ * expert_features_ : dims_.ffn;
+  int64_t weights = static_cast<int64_t>(dims_.hidden) * (2 * heads * dims_.head_dim + 3 * features);
   return static_cast<int>(std::clamp<int64_t>(num_tokens * weights / kLinearLayers / kProductsOfThread, 1, threads_.size()));
 }
 
@@ -187,12 +221,94 @@ void MidstreamDecoder::run_layer(int thread, int index, const MidstreamBatch& ba
   threads_.for_each(m, threads_.grain(m), [&](int token) { rotate_and_store(layer, batch, token); });
   threads_.for_each(num_tasks, threads_.grain(num_tasks), [&](int i) { run_attention(thread, layer, batch, tasks_[i]); });
   lora = adapt(index, layer.o, attended_, {{&Lora::o, dims_.hidden}});
-  run_linear(thread, layer.o, m, attended_, Output::kAdd, dims_.hidden, hidden, dims_.hidden, lora);
-  norm_rows(m, hidden, layer.ffn_norm);
-  lora = adapt(index, layer.gate_up, normed_, {{&Lora::gate, dims_.ffn}, {&Lora::up, dims_.ffn}});
-  run_linear(thread, layer.gate_up, m, normed_, Output::kSiluMul, dims_.ffn, gated_.data.data(), gated_.stride, lora);
+  add_linear(thread, layer.o, m, attended_, layer.attention_output_norm, hidden, lora);
+  if (!dims_.is_parallel) norm_rows(m, hidden, layer.ffn_norm);
+  if (layer.mixture) return run_mixture(thread, layer, m, hidden);
+  run_gate(thread, layer.gate_up, m, dims_.ffn, adapt(index, layer.gate_up, normed_, {{&Lora::gate, dims_.ffn}, {&Lora::up, dims_.ffn}}));
   lora = adapt(index, layer.down, gated_, {{&Lora::down, dims_.hidden}});
-  run_linear(thread, layer.down, m, gated_, Output::kAdd, dims_.hidden, hidden, dims_.hidden, lora);
+  add_linear(thread, layer.down, m, gated_, layer.ffn_output_norm, hidden, lora);
+}
+
+// gated_ = activation of the gate's half of normed_ gate_up, times the other half.
+void MidstreamDecoder::run_gate(int thread, const MidstreamLinear& gate_up, int m, int size, const LoraRows* lora) {
+  if (!dims_.activation) {
+    run_linear(thread, gate_up, m, normed_, Output::kSiluMul, size, gated_.data.data(), gated_.stride, lora);
+    return;
+  }
+  run_linear(thread, gate_up, m, normed_, Output::kStore, 2 * size, halves_.data.data(), halves_.stride, lora);
+  threads_.for_each(m, threads_.grain(m), [&](int i) {
+    activate_row(dims_.activation, halves_.row(i), halves_.row(i) + size, size, gated_.row(i));
+  });
+}
+
+// hidden += a linear layer of x, normed and scaled.
+void MidstreamDecoder::add_linear(int thread, const MidstreamLinear& weight, int m, Rows& x, const float* norm, float* hidden,
+                                  const LoraRows* lora) {
+  if (!norm && dims_.residual_scale == 1.0f) {
+    run_linear(thread, weight, m, x, Output::kAdd, dims_.hidden, hidden, dims_.hidden, lora);
+    return;
+  }
+  run_linear(thread, weight, m, x, Output::kStore, dims_.hidden, added_.data.data(), added_.stride, lora);
+  add_rows(m, added_, norm, hidden);
+}
+
+void MidstreamDecoder::add_rows(int m, Rows& x, const float* norm, float* hidden) {
+  threads_.for_each(m, threads_.grain(m), [&](int i) {
+    float *row = x.row(i), *out = hidden + static_cast<int64_t>(i) * dims_.hidden;
+    if (norm) norm_row(row, norm, row);
+    for (int d = 0; d < dims_.hidden; ++d) out[d] += row[d] * dims_.residual_scale;
+  });
+}
+
+// hidden += what the experts of each row, and the shared one, make of normed_.
+void MidstreamDecoder::run_mixture(int thread, const MidstreamLayer& layer, int m, float* hidden) {
+  const MidstreamMixture& mixture = *layer.mixture;
+  int k = mixture.num_active, num_pairs = m * k, num_groups = plan_.max_groups(mixture, m), size = mixture.expert_size;
+  run_linear(thread, mixture.router, m, normed_, Output::kStore, mixture.num_experts, router_.data.data(), router_.stride);
+  threads_.for_each(m, threads_.grain(m), [&](int i) { plan_.choose(mixture, i, router_.row(i)); });
+  threads_.for_each(1, 1, [&](int) { plan_.sort(mixture, m); });
+  threads_.for_each(num_pairs, threads_.grain(num_pairs), [&](int pair) {
+    const float* from = normed_.row(pair / k);
+    float *to = gathered_.row(plan_.places()[pair]), factor = mixture.weighs_input ? plan_.weight(pair) : 1.0f;
+    for (int d = 0; d < dims_.hidden; ++d) to[d] = from[d] * factor;
+  });
+  auto run = [&](const MidstreamLinear* weights, Rows& x, Output output, int num_outputs, Rows& out) {
+    grouped_linear(threads_, pool_.linear_scratch[thread], pool_.quantized, weights, plan_.groups(), num_groups, plan_.places(),
+                   num_pairs, x.data.data(), x.stride, output, num_outputs, out.data.data(), out.stride);
+  };
+  if (dims_.activation) {
+    run(mixture.gate_up, gathered_, Output::kStore, 2 * size, expert_halves_);
+    threads_.for_each(num_pairs, threads_.grain(num_pairs), [&](int pair) {
+      int place = plan_.places()[pair];
+      float* halves = expert_halves_.row(place);
+      activate_row(dims_.activation, halves, halves + size, size, expert_gated_.row(place));
+    });
+  } else {
+    run(mixture.gate_up, gathered_, Output::kSiluMul, size, expert_gated_);
+  }
+  run(mixture.down, expert_gated_, Output::kStore, dims_.hidden, expert_outputs_);
+  threads_.for_each(m, threads_.grain(m), [&](int i) {
+    float* total = added_.row(i);
+    std::fill_n(total, dims_.hidden, 0.0f);
+    for (int pair = i * k; pair < (i + 1) * k; ++pair) {
+      const float* out = expert_outputs_.row(plan_.places()[pair]);
+      float weight = mixture.weighs_input ? 1.0f : plan_.weight(pair);
+      for (int d = 0; d < dims_.hidden; ++d) total[d] += out[d] * weight;
+    }
+  });
+  if (mixture.shared_size) {
+    run_gate(thread, mixture.shared_gate_up, m, mixture.shared_size, nullptr);
+    Rows& shared = gathered_;
+    if (mixture.shared_gate.packed)
+      run_linear(thread, mixture.shared_gate, m, normed_, Output::kStore, 1, router_.data.data(), router_.stride);
+    run_linear(thread, mixture.shared_down, m, gated_, Output::kStore, dims_.hidden, shared.data.data(), shared.stride);
+    threads_.for_each(m, threads_.grain(m), [&](int i) {
+      float weight = 1.0f;
+      if (mixture.shared_gate.packed) weight = static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(router_.row(i)[0]))));
+      for (int d = 0; d < dims_.hidden; ++d) added_.row(i)[d] += shared.row(i)[d] * weight;
+    });
+  }
+  add_rows(m, added_, layer.ffn_output_norm, hidden);
 }
 
 // The deltas of the step's adapters for a linear layer of x; null, at no cost, where the step has none.
@@ -203,10 +319,19 @@ const LoraRows* MidstreamDecoder::adapt(int index, const MidstreamLinear& weight
   return &lora_;
 }
 
+void MidstreamDecoder::norm_row(const float* x, const float* weight, float* out) const {
+  if (!weight) {
+    std::copy_n(x, dims_.hidden, out);
+  } else if (dims_.has_layer_norm) {
+    layer_norm_row(x, weight, dims_.hidden, dims_.eps, out);
+  } else {
+    rms_norm_row(x, weight, dims_.hidden, dims_.eps, out);
+  }
+}
+
 void MidstreamDecoder::norm_rows(int m, const float* x, const float* weight) {
-  threads_.for_each(m, threads_.grain(m), [&](int i) {
-    rms_norm_row(x + static_cast<int64_t>(i) * dims_.hidden, weight, dims_.hidden, dims_.eps, normed_.row(i));
-  });
+  threads_.for_each(m, threads_.grain(m),
+                    [&](int i) { norm_row(x + static_cast<int64_t>(i) * dims_.hidden, weight, normed_.row(i)); });
 }
 
 void MidstreamDecoder::run_linear(int thread, const MidstreamLinear& weight, int m, Rows& x, Output output, int num_outputs,
@@ -216,15 +341,24 @@ void MidstreamDecoder::run_linear(int thread, const MidstreamLinear& weight, int
 }
 
 void MidstreamDecoder::rotate_and_store(const MidstreamLayer& layer, const MidstreamBatch& batch, int token) {
-  int dim = dims_.head_dim, num_rotated = dims_.num_heads + dims_.num_kv_heads;
-  int64_t angles = static_cast<int64_t>(batch.positions[token]) * (dim / 2);
+  int dim = dims_.head_dim, num_rotated = dims_.num_heads + dims_.num_kv_heads, q_width = dims_.num_heads * dim;
+  int position = batch.positions[token];
+  bool rotates = layer.table >= 0;
+  int64_t angles = (static_cast<int64_t>(layer.table) * dims_.num_positions + position) * (dims_.rotary_dim / 2);
   float* row = qkv_.row(token);
+  if (dims_.norms_qk_rows) {
+    rms_norm_row(row, layer.q_norm, q_width, dims_.eps, row);
+    rms_norm_row(row + q_width, layer.k_norm, dims_.num_kv_heads * dim, dims_.eps, row + q_width);
+  }
   for (int h = 0; h < num_rotated; ++h) {
     const float* norm = h < dims_.num_heads ? layer.q_norm : layer.k_norm;
     float* head = row + h * dim;
-    if (norm) rms_norm_row(head, norm, dim, dims_.eps, head);
-    rotate_head(head, cos_ + angles, sin_ + angles, dim);
+    if (norm && !dims_.norms_qk_rows) rms_norm_row(head, norm, dim, dims_.eps, head);
+    if (rotates) rotate_head(head, cos_ + angles, sin_ + angles, dims_.rotary_dim, dims_.is_interleaved);
+    if (rotates && dims_.has_unit_qk_norm) unit_row(head, dim, dims_.eps);
   }
+  if (!rotates && dims_.query_scales)
+    for (int d = 0; d < q_width; ++d) row[d] *= dims_.query_scales[position];
   const float* k = row + dims_.num_heads * dim;
   const float* v = row + num_rotated * dim;
   with_element(dims_.cache_format,
@@ -260,6 +394,7 @@ void MidstreamDecoder::attend_task(int thread, const MidstreamLayer& layer, cons
   int before = batch.context_lens[task.sequence] - (batch.query_starts[task.sequence + 1] - task.first_query);
   int64_t column = static_cast<int64_t>(task.kv_head) * group_ * dim;
   QueryTile tile{qkv_.row(task.first_query) + column, attended_.row(task.first_query) + column, qkv_.stride, attended_.stride,
-                 task.num_queries, task.num_kv_heads, group_, dim, before, dims_.scale, layer.window};
+                 task.num_queries, task.num_kv_heads, group_, dim, before, dims_.scale, layer.window,
+                 layer.chunk, dims_.softcap, layer.sinks ? layer.sinks + task.kv_head * group_ : nullptr};
   attend<T>(cache, tile, attention_scratch_[thread]);
 }

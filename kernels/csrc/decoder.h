@@ -1,6 +1,7 @@
 // All layers of a decoder in one call.
 #pragma once
 #include "attention.h"
+#include "mixture.h"
 #include "pool.h"
 
 struct MidstreamDecoder {
@@ -34,7 +35,14 @@ struct MidstreamDecoder {
   void run_layer(int thread, int index, const MidstreamBatch& batch, float* hidden);
   const midstream::LoraRows* adapt(int index, const MidstreamLinear& weight, Rows& x,
                                    std::initializer_list<midstream::LoraPart> parts);
+  void norm_row(const float* x, const float* weight, float* out) const;
   void norm_rows(int m, const float* x, const float* weight);
+  void add_linear(int thread, const MidstreamLinear& weight, int m, Rows& x, const float* norm, float* hidden,
+                  const midstream::LoraRows* lora);
+  void add_rows(int m, Rows& x, const float* norm, float* hidden);
+  void run_gate(int thread, const MidstreamLinear& gate_up, int m, int size, const midstream::LoraRows* lora);
+  void run_mixture(int thread, const MidstreamLayer& layer, int m, float* hidden);
+  void finish_logits(float* logits, int n) const;
   void rotate_and_store(const MidstreamLayer& layer, const MidstreamBatch& batch, int token);
   template <class T> void store_cache(const MidstreamLayer& layer, int slot, const float* k, const float* v);
   template <class T> void attend_task(int thread, const MidstreamLayer& layer, const MidstreamBatch& batch,
@@ -52,6 +60,10 @@ struct MidstreamDecoder {
   std::vector<midstream::AttentionScratch> attention_scratch_;
   std::vector<AttentionTask> tasks_;
   midstream::LoraRows lora_;
-  Rows normed_, qkv_, attended_, gated_;
+  midstream::ExpertPlan plan_;
+  const MidstreamMixture* largest_mixture_ = nullptr;  // by experts; null: there is none
+  int most_active_ = 0, most_features_ = 0, expert_features_ = 0;
+  Rows normed_, qkv_, attended_, gated_, halves_, added_;
+  Rows router_, gathered_, expert_halves_, expert_gated_, expert_outputs_;
   std::vector<float> hidden_, logits_;  // of choose
 };

@@ -199,4 +199,48 @@ void linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantize
   }
 }
 
+int group_alignment(const QuantizedScratch& quantized) {
+  // Of tiles and of rows that meet in registers alike.
+  static_assert(kRowGroup % (3 * kTileRows) == 0 && 3 * kTileRows % kRowTile == 0);
+  return quantized.can_use_tiles ? 3 * kTileRows : kRowTile;
+}
+
+void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear* weights,
+                    const RowGroup* groups, int max_groups, const int* places, int num_rows, const float* x, int64_t ldx,
+                    Output output, int num_outputs, float* out, int64_t ldout) {
+  Format format = static_cast<Format>(weights->format);
+  Input input = static_cast<Input>(weights->input);
+  bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
+  // As many rows as a group has on average decide how to multiply; the bits are the same.
+  int usual_rows = std::max(1, num_rows / max_groups);
+  QuantizedRows rows = quantized.rows(usual_rows, weights->k, format, is_quantized ? input : Input::kFloats);
+  bool is_prepared = is_quantized || rows.has_tiles;
+  if (is_prepared)
+    pool.for_each(num_rows, pool.grain(num_rows),
+                  [&](int r) { rows.quantize(places[r], x + places[r] * ldx, has_nibbles(format)); });
+  float* sums = scratch.sums.data();
+  float* up = sums + scratch.sums.size() / 2;
+  int num_panels = round_up(num_outputs, kPanel) / kPanel, count = num_panels * max_groups;
+  pool.for_each(count, pool.grain(count), [&](int task) {
+    const RowGroup& group = groups[task / num_panels];
+    const MidstreamLinear& weight = weights[group.weight];
+    int i = task % num_panels, column = i * kPanel, width = std::min(kPanel, num_outputs - column);
+    const float* bias = weight.bias ? weight.bias + column : nullptr;
+    for (int first = group.first, end = group.first + group.count; first < end; first += kRowGroup) {
+      int m = std::min(kRowGroup, end - first);
+      QuantizedRows prepared = rows.from(first);
+      const float* input_rows = x + first * ldx;
+      if (rows.has_tiles) configure_tiles(std::min(m, kTileRows), num_weight_tiles(format));
+      auto sum = [&](int panel, float* to) {
+        sum_panel(weight, panel, m, input_rows, ldx, is_prepared ? &prepared : nullptr, scratch, to);
+      };
+      sum(is_gated ? 2 * i : i, sums);
+      if (is_gated) sum(2 * i + 1, up);
+      for (int r = 0; r < m; ++r)
+        write_row(output, sums + r * kPanel, is_gated ? up + r * kPanel : bias, width, out + (first + r) * ldout + column);
+    }
+  });
+  if (rows.has_tiles) release_tiles();
+}
+
 }  // namespace midstream

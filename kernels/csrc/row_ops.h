@@ -27,9 +27,94 @@ inline void rms_norm_row(const float* x, const float* weight, int width, float e
   for (int i = whole; i < width; ++i) out[i] = x[i] * inverse * weight[i];
 }
 
-// Turns the pairs (i, i + dim / 2) of one head in place; cos and sin have dim / 2 values.
-inline void rotate_head(float* head, const float* cos, const float* sin, int dim) {
+// out[width] = (x - mean) / deviation * weight, in an order that depends on width only.
+inline void layer_norm_row(const float* x, const float* weight, int width, float eps, float* out) {
+  int whole = width / kLanes * kLanes;
+  F total = zero();
+  for (int i = 0; i < whole; i += kLanes) total = add(load(x + i), total);
+  float mean = sum_lanes(total);
+  for (int i = whole; i < width; ++i) mean += x[i];
+  mean /= static_cast<float>(width);
+  F squares = zero();
+  for (int i = 0; i < whole; i += kLanes) {
+    F centered = sub(load(x + i), set1(mean));
+    squares = fma(centered, centered, squares);
+  }
+  float sum = sum_lanes(squares);
+  for (int i = whole; i < width; ++i) sum += (x[i] - mean) * (x[i] - mean);
+  float inverse = 1.0f / std::sqrt(sum / static_cast<float>(width) + eps);
+  for (int i = 0; i < width; ++i) out[i] = (x[i] - mean) * inverse * weight[i];
+}
+
+// Gives x / rms(x), in place.
+inline void unit_row(float* x, int width, float eps) {
+  float sum = 0;
+  for (int i = 0; i < width; ++i) sum += x[i] * x[i];
+  float inverse = 1.0f / std::sqrt(sum / static_cast<float>(width) + eps);
+  for (int i = 0; i < width; ++i) x[i] *= inverse;
+}
+
+// tanh by a function of the vector type, so that all rows have the same bits.
+inline F tanh(F x) {
+  F sign = sub(zero(), set1(1.0f)), size = max(x, mul(x, sign));
+  F shrunk = exp(mul(size, set1(-2.0f)));
+  F y = div(sub(set1(1.0f), shrunk), add(set1(1.0f), shrunk));
+  return as_float(bit_or(as_int(y), bit_and(as_int(x), set1_int(0x80000000u))));
+}
+
+// x = cap * tanh(x / cap), n numbers.
+inline void bend_row(float* x, int n, float cap) {
+  for (int i = 0; i < n; i += kLanes) {
+    float part[kLanes] = {};
+    int count = std::min(kLanes, n - i);
+    std::copy_n(x + i, count, part);
+    store(part, mul(set1(cap), tanh(mul(load(part), set1(1.0f / cap)))));
+    std::copy_n(part, count, x + i);
+  }
+}
+
+// out[width] = activation(gate[width]) * up[width]; numbers of activations are those of api.h.
+inline void activate_row(int activation, const float* gate, const float* up, int width, float* out) {
+  for (int i = 0; i < width; i += kLanes) {
+    float gates[kLanes] = {}, ups[kLanes] = {};
+    int count = std::min(kLanes, width - i);
+    std::copy_n(gate + i, count, gates);
+    std::copy_n(up + i, count, ups);
+    F g = load(gates), u = load(ups);
+    switch (activation) {
+      case 0: g = silu(g); break;
+      case 1: {
+        F inner = mul(set1(0.7978845608028654f), fma(mul(mul(g, g), g), set1(0.044715f), g));
+        g = mul(mul(set1(0.5f), g), add(set1(1.0f), tanh(inner)));
+        break;
+      }
+      case 2:
+        for (int j = 0; j < count; ++j) gates[j] = 0.5f * gates[j] * (1.0f + std::erf(gates[j] * 0.70710678f));
+        g = load(gates);
+        break;
+      case 3: g = max(zero(), g); break;
+      default: {
+        g = min(set1(7.0f), g);
+        g = div(g, add(set1(1.0f), exp(mul(g, set1(-1.702f)))));
+        u = add(min(set1(7.0f), max(set1(-7.0f), u)), set1(1.0f));
+      }
+    }
+    store(gates, mul(g, u));
+    std::copy_n(gates, count, out + i);
+  }
+}
+
+// Turns dim leading numbers of one head in place, in pairs (2 i, 2 i + 1) or (i, i + dim / 2); cos and sin have dim / 2 values.
+inline void rotate_head(float* head, const float* cos, const float* sin, int dim, bool is_interleaved) {
   int half = dim / 2;
+  if (is_interleaved) {
+    for (int i = 0; i < half; ++i) {
+      float first = head[2 * i], second = head[2 * i + 1];
+      head[2 * i] = first * cos[i] - second * sin[i];
+      head[2 * i + 1] = second * cos[i] + first * sin[i];
+    }
+    return;
+  }
   for (int i = 0; i < half; ++i) {
     float first = head[i], second = head[i + half];
     head[i] = first * cos[i] - second * sin[i];

@@ -24,6 +24,8 @@ from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.shard import Shard, shard_of
 from gpu_worker.parallel.shard_weights import ShardWeights
 from gpu_worker.parallel.tensor_ranks import TensorRanks
+from kernels import dispatch
+from kernels import triton as operations
 from midstream.model.families import SERVED_FAMILIES
 from midstream.model.folder import open_model_folder
 from tests.gpu_worker.adapters import adapted, make_lora, ref_of
@@ -269,11 +271,52 @@ def test_lora_gives_the_logits_of_peft(
     assert float((plain - wanted).abs().max()) > 100 * limit
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    family, settings = MODELS["qwen2_moe"]
+    make_tiny_model(folder, family, **{**settings, "moe_intermediate_size": 64})
+    return folder
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "q4"])
+def test_experts_are_kept_in_each_weight_format(mixture: Path, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of kernels agree, and threads change no bits."""
+    found = [
+        logits_of(
+            make_runner(mixture, weights=weights, kv="f32", activations="f32", **settings), monkeypatch, prompt(40), 40
+        )
+        for settings in ({"kernels": "torch"}, {"kernels": "native"}, {"kernels": "native", "num_threads": 3})
+    ]
+    (wanted, _), (logits, _), (threaded, _) = found
+    assert float((logits[0] - wanted[0]).abs().max()) <= 2 * TOLERANCE * float(wanted[0].abs().max())
+    assert all(map(torch.equal, logits, threaded))
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "llama4_text"])
+def test_triton_kernels_under_the_decoder_give_the_same_logits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the interpreter, on the path that a GPU takes."""
+    family, settings = MODELS[name]
+    make_tiny_model(tmp_path, family, **{**settings, "num_hidden_layers": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        wanted, _ = logits_of(make_runner(tmp_path, kernels="torch"), patch, prompt(20), 20)
+    monkeypatch.setattr(dispatch, "triton", operations, raising=False)
+    monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
+    runner = make_runner(tmp_path, kernels="torch")
+    driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
+    driver.step([driver.sequence(0, prompt(20))], [(0, 0, 20)])
+    driver.step(generation=[0])
+    for found, one in zip(recorder.logits, wanted, strict=False):
+        assert float((found - one).abs().max()) <= TOLERANCE * max(1.0, float(one.abs().max()))
+
+
 def test_the_table_of_models_says_how_it_is_served(runner: ModelRunner) -> None:
     model = runner.model
     served = next(item for item in SERVED_FAMILIES if model.description.architecture in item.types)
     assert served.is_own
-    assert isinstance(model.decoder, CpuDecoder) or served.on_cpu == "PyTorch operations"
+    assert isinstance(model.decoder, CpuDecoder) == (served.on_cpu == "CPU kernels")
     assert served.has_graphs == model.can_record
 
 

@@ -12,8 +12,10 @@ FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1
 # Shapes whose sizes are multiples of nothing, so that a read or write past an end is one past a buffer.
 PROGRAM = """
 import sys, torch
+from dataclasses import replace
 from pathlib import Path
-from kernels.cpu import DecoderDims, Embedding, Library, PackedLinear, WeightFormat
+from kernels.cpu import DecoderDims, DecoderLayer, Embedding, Library, NativeDecoder, PackedLinear, WeightFormat
+from kernels.cpu import PackedExpert, PackedMixture
 from kernels.cpu.self_check import find_difference
 from tests.kernels import libraries
 from tests.kernels.models import random_decoder
@@ -41,6 +43,55 @@ for lengths in ([1], [33, 1, 70], [5, 31]):
     steps = (batch.positions, batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables)
     best, highest = native.choose(tokens, *steps, sampled, table, torch.ones(41), head)
     assert 0 <= best[0] < 77 and highest.isfinite().all()
+
+
+def pack(rows, columns, is_gated=False, bias=None):
+    weight = torch.randn(rows, columns) * columns**-0.5
+    parts = weight.chunk(2) if is_gated else [weight]
+    return PackedLinear(sanitized, parts, WeightFormat.F32, bias, is_gated)
+
+
+def expert(size, is_gated):
+    biases = (None, None) if is_gated else (torch.randn(2 * size), torch.randn(41))
+    return PackedExpert(pack(2 * size, 41, is_gated, biases[0]), pack(41, size, bias=biases[1]))
+
+
+# Mixtures, and all that a decoder may have besides.
+for activation in ("silu", "clamped_swiglu", "gelu_tanh"):
+    is_gated = activation == "silu"
+    full = replace(
+        dims, activation=activation, rotary_dim=10, is_interleaved=True, norms_qk_rows=True, softcap=5.0,
+        residual_scale=0.5, logits_scale=0.3, logits_softcap=4.0, embedding_scale=2.0, has_layer_norm=not is_gated,
+    )
+    mixture = PackedMixture(
+        pack(6, 41), [expert(19, is_gated) for _ in range(6)], 3, "sigmoid", True, num_groups=3, num_active_groups=2,
+        correction=torch.randn(6), shared=expert(23, is_gated), shared_gate=pack(1, 41),
+    )
+    dense = expert(67, is_gated)
+    angles = torch.randn(2, 80, 5)
+    for lengths in ([1], [33, 1, 70]):
+        batch = paged_batch(lengths, lengths, 5)
+        caches = torch.zeros(2, 2, batch.num_blocks, 2, 24, 5)
+        layers = [
+            DecoderLayer(
+                qkv=pack(10 * 24, 41), o=pack(41, 6 * 24),
+                gate_up=None if i else dense.gate_up, down=None if i else dense.down, mixture=mixture if i else None,
+                attention_norm=None if i else torch.randn(41), ffn_norm=torch.randn(41),
+                attention_output_norm=torch.randn(41), ffn_output_norm=torch.randn(41),
+                q_norm=torch.randn(6 * 24), k_norm=torch.randn(2 * 24), sinks=torch.randn(6),
+                k_cache=caches[i, 0], v_cache=caches[i, 1].view(batch.num_blocks, 2, 5, 24),
+                chunk=16 if i else None, table=None if i else 1,
+            )
+            for i in range(2)
+        ]
+        native = NativeDecoder(models.threads("avx2", 2), full, layers, angles.cos(), angles.sin(), torch.rand(80))
+        steps = (batch.positions, batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables)
+        hidden = torch.randn(sum(lengths), 41)
+        native.forward_layers(hidden, *steps)
+        assert not hidden.isnan().any()
+        tokens, sampled = torch.zeros(sum(lengths)).int(), torch.tensor([sum(lengths) - 1]).int()
+        best, highest = native.choose(tokens, *steps, sampled, table, torch.ones(41), head)
+        assert abs(highest) <= 4
 print("clean")
 """
 

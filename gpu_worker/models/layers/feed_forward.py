@@ -48,7 +48,7 @@ class Experts:
         self._experts = experts
         self._stacks: tuple[_Stack, _Stack] | None = None
         first = experts[0].gate_up
-        if first.weight.is_cuda and first.scale is None:
+        if kernels.can_group(first.weight) and first.scale is None:
             self._stacks = _stack([e.gate_up for e in experts]), _stack([e.down for e in experts])
             for i, expert in enumerate(experts):
                 # Views, so that nothing is held twice.

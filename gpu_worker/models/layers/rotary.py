@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from midstream.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from gpu_worker.models.description import DecoderDescription
 
 _SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -46,6 +49,18 @@ def rotary_table(
         frequencies, magnitude = _longrope(frequencies, rope)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def query_scales(description: DecoderDescription) -> Tensor | None:
+    """Return what multiplies queries of layers without rotary embedding, float32 [positions]; None: nothing does.
+
+    It is looked up, because the logarithm's last bit depends on an element's place in a tensor.
+    """
+    scale = description.position_scale
+    if scale is None:
+        return None
+    steps = torch.floor(torch.arange(1, description.max_sequence_length + 1).float() / scale.floor_scale)
+    return torch.log1p(steps) * scale.scale + 1.0
 
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
