@@ -1,0 +1,48 @@
+"""What the documents name exists: files, headings, settings and commands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from midstream.cli import COMMANDS, PROGRAMS
+from midstream.config import KNOWN_SETTINGS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+# Read by the kernels, the tests, the compiler and the shell, not by a service's configuration.
+OTHER_VARIABLES = {"all_kills", "cpu_isa", "fuzz_messages", "fuzz_seed", "wheel_kernels", "run_dir"}
+
+
+def text_of(page: Path) -> str:
+    """The page without its fenced blocks, in which nothing is a link."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(text_of(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors_of(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_settings_and_commands_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = {name.lower() for name in re.findall(r"\bMIDSTREAM_([A-Z][A-Z_]*[A-Z])\b", text)}
+    assert named - KNOWN_SETTINGS - OTHER_VARIABLES == set()
+    commands = set(re.findall(r"^(?:[A-Z_]+=\S+ )*midstream (\w+)", text, re.MULTILINE))
+    assert commands - COMMANDS.keys() - PROGRAMS.keys() == set()
