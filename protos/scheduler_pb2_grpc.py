@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from protos import frames_pb2 as protos_dot_frames__pb2
+from protos import ledger_pb2 as protos_dot_ledger__pb2
 from protos import loads_pb2 as protos_dot_loads__pb2
 from protos import scheduler_pb2 as protos_dot_scheduler__pb2
 from protos import stats_pb2 as protos_dot_stats__pb2
@@ -52,6 +53,11 @@ class SchedulerStub(object):
                 '/midstream.v1.Scheduler/GetRequest',
                 request_serializer=protos_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
                 response_deserializer=protos_dot_scheduler__pb2.GetRequestResponse.FromString,
+                _registered_method=True)
+        self.GetLedger = channel.unary_unary(
+                '/midstream.v1.Scheduler/GetLedger',
+                request_serializer=protos_dot_ledger__pb2.GetLedgerRequest.SerializeToString,
+                response_deserializer=protos_dot_ledger__pb2.GetLedgerResponse.FromString,
                 _registered_method=True)
         self.DeleteRequest = channel.unary_unary(
                 '/midstream.v1.Scheduler/DeleteRequest',
@@ -139,6 +145,13 @@ class SchedulerServicer(object):
 
     def GetRequest(self, request, context):
         """A request that runs, has just finished, or is kept. NOT_FOUND when there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLedger(self, request, context):
+        """What requests took, in the order of their ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,6 +255,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.GetRequest,
                     request_deserializer=protos_dot_scheduler__pb2.GetRequestRequest.FromString,
                     response_serializer=protos_dot_scheduler__pb2.GetRequestResponse.SerializeToString,
+            ),
+            'GetLedger': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLedger,
+                    request_deserializer=protos_dot_ledger__pb2.GetLedgerRequest.FromString,
+                    response_serializer=protos_dot_ledger__pb2.GetLedgerResponse.SerializeToString,
             ),
             'DeleteRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRequest,
@@ -390,6 +408,33 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/GetRequest',
             protos_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
             protos_dot_scheduler__pb2.GetRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/GetLedger',
+            protos_dot_ledger__pb2.GetLedgerRequest.SerializeToString,
+            protos_dot_ledger__pb2.GetLedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ import collections.abc
 import grpc
 import grpc.aio
 import protos.frames_pb2
+import protos.ledger_pb2
 import protos.loads_pb2
 import protos.scheduler_pb2
 import protos.stats_pb2
@@ -41,6 +42,12 @@ class SchedulerStub:
         protos.scheduler_pb2.GetRequestResponse,
     ]
     """A request that runs, has just finished, or is kept. NOT_FOUND when there is none."""
+
+    GetLedger: grpc.UnaryUnaryMultiCallable[
+        protos.ledger_pb2.GetLedgerRequest,
+        protos.ledger_pb2.GetLedgerResponse,
+    ]
+    """What requests took, in the order of their ends."""
 
     DeleteRequest: grpc.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.DeleteRequestRequest,
@@ -129,6 +136,12 @@ class SchedulerAsyncStub:
         protos.scheduler_pb2.GetRequestResponse,
     ]
     """A request that runs, has just finished, or is kept. NOT_FOUND when there is none."""
+
+    GetLedger: grpc.aio.UnaryUnaryMultiCallable[
+        protos.ledger_pb2.GetLedgerRequest,
+        protos.ledger_pb2.GetLedgerResponse,
+    ]
+    """What requests took, in the order of their ends."""
 
     DeleteRequest: grpc.aio.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.DeleteRequestRequest,
@@ -223,6 +236,14 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[protos.scheduler_pb2.GetRequestResponse, collections.abc.Awaitable[protos.scheduler_pb2.GetRequestResponse]]:
         """A request that runs, has just finished, or is kept. NOT_FOUND when there is none."""
+
+    @abc.abstractmethod
+    def GetLedger(
+        self,
+        request: protos.ledger_pb2.GetLedgerRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.ledger_pb2.GetLedgerResponse, collections.abc.Awaitable[protos.ledger_pb2.GetLedgerResponse]]:
+        """What requests took, in the order of their ends."""
 
     @abc.abstractmethod
     def DeleteRequest(

@@ -40,6 +40,7 @@ from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.http_server import HostCheckedApp, HttpPort
+from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.responses.app import ResponsesApi
 from router.status import StatusFeed
@@ -117,6 +118,7 @@ async def serve(config: RouterConfig) -> None:
     pages.router.routes.extend(MessagesApi(front, prompts, bodies, chat).routes())
     responses = ResponsesApi(front, prompts, bodies, chat, kept, config.response_ttl_s)
     pages.router.routes.extend(responses.routes())
+    pages.router.routes.append(ledger_route(cells))
     pages.router.routes.extend(dashboard_routes(status))
     pages.router.routes.extend(page_routes())
     app = AuthenticatedApp(pages, authenticator, refuse)

@@ -82,6 +82,7 @@ _HTTP = (
     ("/detokenize", _GENERATE),
     ("/metrics", _OBSERVE),
     ("/dashboard/feed", _OBSERVE),
+    ("/ledger", _ADMIN),
 )
 
 

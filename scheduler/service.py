@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from midstream.clock import SteadyClock
@@ -23,10 +24,11 @@ from midstream.telemetry.tracing import Tracer
 from protos import recording_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.core.config import CoreConfig
 from scheduler.core.core import SchedulerCore
-from scheduler.core.events import DrainStarted
+from scheduler.core.events import DrainStarted, Recovered
 from scheduler.edge.dispatch import Dispatcher
 from scheduler.edge.engine import Engine, Observer
 from scheduler.edge.kept_requests import KeptRequests
+from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.metrics import SchedulerCollector
 from scheduler.edge.request_log import log_requests
@@ -109,6 +111,8 @@ class SchedulerService:
         self._http = HttpServer(config.host, config.http_port, self.metrics, progress.problems, progress.stalled)
         self.http_port = self._http.port
         self._tasks: list[asyncio.Task[None]] = []
+        self._kept: KeptRequests | None = None
+        self._ledger: Ledger | None = None
         self._recorder: Recorder | None = None
         self._tracer = Tracer.from_config(config, "scheduler")
 
@@ -143,10 +147,13 @@ class SchedulerService:
         self.engine.recover(contents.requests)
         self.metrics.registry.register(SchedulerCollector(core, self.dispatcher, self.journal))
         kept = KeptRequests(self.journal.documents, self.engine, self.limits, self.model.fingerprint)
+        ledger = self._open_ledger(contents.requests)
+        self._kept, self._ledger = kept, ledger
         servicer = SchedulerServicer(
             self.engine,
             adapters,
             kept,
+            ledger,
             model=self.model,
             limits=self.limits,
             cell=self.config.name or f"{self.config.host}:{self.port}",
@@ -156,7 +163,7 @@ class SchedulerService:
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, self.server.grpc)
         dispatching = self.dispatcher.run(self.engine.handle_worker_event, self.progress.loop("worker messages"))
         self._tasks.append(asyncio.create_task(dispatching, name="the loop of worker messages"))
-        self.server.depend_on(self._tasks[0])
+        self.server.depend_on(self._tasks[-1])
         if self.frames is not None:
             await self.frames.start()
         await self.server.start()
@@ -165,6 +172,17 @@ class SchedulerService:
             "serving",
             extra={"port": self.port, "worker_port": self.worker_port, "scheduler_epoch": contents.scheduler_epoch},
         )
+
+    def _open_ledger(self, recovered: Sequence[Recovered]) -> Ledger | None:
+        if not self.config.ledger_ttl_s:
+            return None
+        known = self.engine.core.lifecycle.requests
+        ids = [event.spec.request_id for event in recovered if event.finish is not None]
+        ended = [known[request_id] for request_id in ids if request_id in known]
+        documents, ttl_s = self.journal.documents, self.config.ledger_ttl_s
+        ledger = Ledger(documents, self.engine, ended, ttl_s=ttl_s, model=self.model.name)
+        self._tasks.append(asyncio.create_task(ledger.run(), name="ledger"))
+        return ledger
 
     def _observers(self) -> list[Observer]:
         observers: list[Observer] = [log_requests]
@@ -223,6 +241,10 @@ class SchedulerService:
         for task in self._tasks:
             task.cancel()
             await asyncio.wait((task,))
+        if self._kept is not None:
+            await self._kept.close()
+        if self._ledger is not None:
+            await self._ledger.close()
         self.engine.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)

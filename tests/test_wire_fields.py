@@ -33,6 +33,7 @@ MIRRORS = {"recording"}
 ALLOWED: dict[tuple[str, str] | str, str] = {
     "FramesOffer": "one module of midstream/ is both ends of it",
     ("SchedulerMessage", "heartbeat_ack"): "a worker reads that anything came at all",
+    "LedgerEntry": "the router shows all of its fields, as JSON",
     "RouterStatus": "the scheduler hands it as it is to the other routers",
 }
 

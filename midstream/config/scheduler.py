@@ -58,6 +58,7 @@ class SchedulerConfig(GrpcServiceConfig):
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")
     max_num_finished: int = setting(8192, "Finished requests that are kept.")
     max_finished_tokens: int = setting(16_777_216, "Prompt and output tokens of the finished requests that are kept.")
+    ledger_ttl_s: int = setting(90 * 24 * 3600, "Seconds that the ledger keeps what a request took; 0: no ledger.")
     journal: str = setting("log", "Where requests and tokens are kept.", choices=("off", "log", "sqlite", "postgres"))
     journal_path: str = setting(
         "",

@@ -57,7 +57,7 @@ class Engine:
         kv_events: The last KV events, as (group id, change), under their sequence numbers.
         num_failed_events: Messages of workers that the core failed at.
         on_joined: Told of each worker's connection and epoch, once the worker was told itself.
-        on_ended: Told of each request whose end is committed, and again where that end is amended.
+        on_ended: Told of each request whose end is committed, and again, with True, where that end is amended.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._uncommitted: dict[str, asyncio.Event] = {}
         self.on_joined: Callable[[bytes, int], None] = lambda *_: None
-        self.on_ended: Callable[[Request], None] = lambda _: None
+        self.on_ended: list[Callable[[Request, bool], None]] = []
 
     def now_ns(self) -> int:
         """The time that events carry."""
@@ -211,11 +211,12 @@ class Engine:
         amended = [entry.sequence.request for entry in entries if isinstance(entry, SequenceEnded)]
         ended = [request for request in amended if self.hub.is_over(request.request_id)]
         self.hub.publish(entries)
-        for request in ended:
-            self.on_ended(request)
-        for entry in entries:
-            if isinstance(entry, RequestEnded):
-                self.on_ended(entry.request)
+        for tell in self.on_ended:
+            for request in ended:
+                tell(request, True)
+            for entry in entries:
+                if isinstance(entry, RequestEnded):
+                    tell(entry.request, False)
         if self._uncommitted:
             for entry in entries:
                 if isinstance(entry, Accepted):

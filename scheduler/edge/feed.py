@@ -122,7 +122,9 @@ class FeedHub:
                 log.is_over = True
                 _wake(log)
             elif isinstance(entry, RequestForgotten):
-                self.logs.pop(entry.request.request_id, None)
+                known = self.logs.get(entry.request.request_id)
+                if known is not None and known.request is entry.request:  # else it was read back from what is kept
+                    del self.logs[entry.request.request_id]
 
     def _publish_tokens(self, entry: Emitted) -> None:
         logs = self.logs

@@ -48,7 +48,7 @@ class KeptRequests:
         self._limits = limits
         self._model_fingerprint = model_fingerprint
         self._writing: set[asyncio.Task[None]] = set()
-        engine.on_ended = self._keep
+        engine.on_ended.append(lambda request, _: self._keep(request))
         for request in engine.core.lifecycle.requests.values():
             if request.state is RequestState.FINISHED:
                 self._keep(request, is_recovered=True)
@@ -80,6 +80,12 @@ class KeptRequests:
         expires_ns = self._engine.now_ns() + _DELETED_NS
         await self._documents.put(_key(request_id), b"", expires_ns=expires_ns)
         self._engine.handle(AbortRequested(self._engine.now_ns(), request_id))
+
+    async def close(self) -> None:
+        """Write no more: what is missing is written when a scheduler starts again."""
+        for task in self._writing:
+            task.cancel()
+        await asyncio.gather(*self._writing, return_exceptions=True)
 
     def _keep(self, request: Request, *, is_recovered: bool = False) -> None:
         if request.spec.keep_ns and not request.spec.tensor_bytes:

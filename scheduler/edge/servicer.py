@@ -10,16 +10,26 @@ from dataclasses import replace
 from grpc.aio import ServicerContext
 
 import midstream
-from midstream.errors import InvalidArgumentError, NotFoundError
+from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from midstream.model.folder import ModelFolder
 from midstream.rpc.frames import FrameServer
-from protos import frames_pb2, generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
+from protos import (
+    frames_pb2,
+    generation_pb2,
+    ledger_pb2,
+    loads_pb2,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    stats_pb2,
+    status_pb2,
+)
 from scheduler.core.events import AbortRequested
 from scheduler.core.prefix_cache import CacheCleared
 from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.engine import Engine
 from scheduler.edge.feed_session import FeedFrames, FeedSession
 from scheduler.edge.kept_requests import KeptRequests
+from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.journal import LoadedAdapter
@@ -39,6 +49,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         engine: Engine,
         adapters: Adapters,
         kept: KeptRequests,
+        ledger: Ledger | None,
         *,
         model: ModelFolder,
         limits: ModelLimits,
@@ -52,6 +63,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             engine: The running scheduler.
             adapters: What requests can name.
             kept: Ended requests that are kept for long.
+            ledger: What requests took; None where it is off.
             model: What is served.
             limits: Of the model.
             cell: This scheduler's name among several.
@@ -62,6 +74,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._engine = engine
         self._adapters = adapters
         self._kept = kept
+        self._ledger = ledger
         self._model = model
         self._limits = limits
         self._cell = cell
@@ -140,6 +153,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         if self._frames is None:
             return frames_pb2.FramesOffer()
         return self._frames.offer(lambda connection: FeedFrames(self._engine, self._kept, connection))
+
+    async def GetLedger(  # noqa: N802
+        self,
+        request: ledger_pb2.GetLedgerRequest,
+        context: ServicerContext[ledger_pb2.GetLedgerRequest, ledger_pb2.GetLedgerResponse],
+    ) -> ledger_pb2.GetLedgerResponse:
+        """Return a part of the ledger."""
+        if self._ledger is None:
+            raise UnsupportedError("this scheduler keeps no ledger (--ledger-ttl-s 0)")
+        return await self._ledger.read(request.after)
 
     async def TokenFeed(  # noqa: N802
         self,

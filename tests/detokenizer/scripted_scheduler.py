@@ -10,7 +10,7 @@ from typing import Any
 from midstream.errors import NotFoundError
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
-from protos import frames_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
+from protos import frames_pb2, ledger_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
 from protos import generation_pb2 as pb
 
 END_ID = 2
@@ -136,6 +136,14 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.GetRequestResponse(
             request=script.request, has_started=bool(script.tokens), has_finished=is_over
         )
+
+    async def GetLedger(  # noqa: N802
+        self, request: ledger_pb2.GetLedgerRequest, context: Any
+    ) -> ledger_pb2.GetLedgerResponse:
+        if request.after:
+            return ledger_pb2.GetLedgerResponse()
+        entry = ledger_pb2.LedgerEntry(request_id="a", client_id="c", completion_tokens=3, finished_unix_ns=1 << 60)
+        return ledger_pb2.GetLedgerResponse(entries=[entry], next_after="7")
 
     async def DeleteRequest(  # noqa: N802
         self, request: scheduler_pb2.DeleteRequestRequest, context: Any

@@ -1,12 +1,13 @@
-"""Calls with idempotency keys, sent again and again while parts are killed: each runs once.
+"""Calls with idempotency keys, sent again while parts are killed: each runs once, and is in the ledger once.
 
-MIDSTREAM_IDEMPOTENT_CALLS=800 runs that many.
+IDEMPOTENT_CALLS=800 makes that many.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import sqlite3
@@ -19,16 +20,18 @@ import grpc.aio
 from midstream.client import AsyncClient
 from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
-from protos import service_pb2_grpc
+from protos import ledger_pb2, service_pb2_grpc
 from tests.faults.processes import ALL, Processes, until
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-NUM_CALLS = int(os.environ.get("MIDSTREAM_IDEMPOTENT_CALLS", "12"))
+NUM_CALLS = int(os.environ.get("IDEMPOTENT_CALLS", "12"))
 AT_ONCE = 16
 MAX_TOKENS = 40
-PAUSE_S = 1.0
+CLIENT = "retries"
+PAUSE_S = 0.5
+RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 @contextlib.asynccontextmanager
@@ -43,6 +46,7 @@ async def call(stub: Stub, number: int) -> list[int]:
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(values=[number % 1000]),
         max_tokens=MAX_TOKENS,
+        client_id=CLIENT,
         stopping=pb.StoppingConfig(ignore_eos=True),
         sampling=pb.SamplingConfig(temperature=0.0),
     )
@@ -53,24 +57,48 @@ async def call(stub: Stub, number: int) -> list[int]:
     return tokens
 
 
-async def test_each_key_runs_once_whatever_dies(processes: Processes, client: AsyncClient) -> None:
-    dice = random.Random(5)
-    num_tries = num_kills = 0
+async def is_whole(address: str) -> bool:
+    """Whether the router there has all parts behind it."""
+    async with AsyncClient([address], unavailable_timeout_s=1.0) as client:
+        info = await client.server_info()
+    return len(info.worker_groups) == 2 and len(info.detokenizers) == 2
 
-    async def answer(number: int) -> None:
-        """As a client with retries: what breaks, or takes too long, is sent again, to the other router."""
-        nonlocal num_tries
-        async with limit:
-            for attempt in range(100):
-                num_tries += 1
-                patience_s = dice.choice((0.1, 0.3, 30, 30))
-                with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
-                    async with asyncio.timeout(patience_s):
-                        tokens = await call(routers[(number + attempt) % 2], number)
+
+class Retries:
+    """A client that sends what breaks, or takes too long, again to the other router.
+
+    Attributes:
+        num_tries: Calls that it made.
+    """
+
+    def __init__(self, routers: list[Stub], dice: random.Random) -> None:
+        self.num_tries = 0
+        self._routers = routers
+        self._dice = dice
+        self._limit = asyncio.Semaphore(AT_ONCE)
+
+    async def answer(self, number: int) -> None:
+        """Calls until there is an answer, which is the right one."""
+        async with self._limit:
+            for attempt in range(300):
+                self.num_tries += 1
+                try:
+                    async with asyncio.timeout(self._dice.choice((0.1, 0.3, 30, 30))):
+                        tokens = await call(self._routers[(number + attempt) % 2], number)
+                except TimeoutError:
+                    continue
+                except grpc.aio.AioRpcError as error:
+                    if error.code() not in RETRIED:
+                        raise
+                    await asyncio.sleep(0.2)
+                else:
                     assert tokens == [(number % 1000 + 1 + i) for i in range(MAX_TOKENS)]
                     return
-                await asyncio.sleep(0.05)
             raise AssertionError(f"call {number} was never answered")
+
+
+async def test_each_key_runs_once_whatever_dies(processes: Processes, client: AsyncClient) -> None:
+    dice, num_kills = random.Random(5), 0
 
     async def disturb() -> None:
         nonlocal num_kills
@@ -79,26 +107,30 @@ async def test_each_key_runs_once_whatever_dies(processes: Processes, client: As
             await processes.kill(name)
             num_kills += 1
             processes.start(name)
+            for address in processes.routers:
+                await until(functools.partial(is_whole, address))
             await asyncio.sleep(PAUSE_S)
 
-    limit = asyncio.Semaphore(AT_ONCE)
     async with stubs(processes) as routers:
-        killer = asyncio.create_task(disturb())
+        retries, killer = Retries(routers, dice), asyncio.create_task(disturb())
         try:
-            await asyncio.gather(*map(answer, range(NUM_CALLS)))
+            await asyncio.gather(*map(retries.answer, range(NUM_CALLS)))
         finally:
             killer.cancel()
             await asyncio.gather(killer, return_exceptions=True)
         await processes.make_whole(client)
         for number in range(0, NUM_CALLS, 5):
-            await call(routers[0], number)
-    print(f"{NUM_CALLS} calls, {num_tries} tries, {num_kills} kills")
+            await retries.answer(number)
+    print(f"{NUM_CALLS} calls, {retries.num_tries} tries, {num_kills} kills")
     path = processes.journal_path.with_name(processes.journal_path.name + ".documents")
 
-    def is_kept_once() -> bool:
+    def is_counted_once() -> bool:
         with contextlib.closing(sqlite3.connect(path)) as documents:
-            ids = documents.execute("SELECT id FROM midstream_documents WHERE kind = 'request'").fetchall()
-        assert len(ids) <= NUM_CALLS
-        return len(ids) == NUM_CALLS
+            pages = documents.execute("SELECT data FROM midstream_documents WHERE kind = 'ledger'").fetchall()
+        entries = [entry for (page,) in pages for entry in ledger_pb2.LedgerPage.FromString(page).entries]
+        entries = [entry for entry in entries if entry.client_id == CLIENT]
+        assert len(entries) == len({entry.request_id for entry in entries}) <= NUM_CALLS
+        assert {entry.completion_tokens for entry in entries} <= {MAX_TOKENS}
+        return len(entries) == NUM_CALLS
 
-    await until(is_kept_once)
+    await until(is_counted_once)

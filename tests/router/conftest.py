@@ -37,6 +37,7 @@ from router.protocols.body_budget import BodyBudget
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.http_server import HttpPort
+from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.responses.app import ResponsesApi
 from router.status import StatusFeed
@@ -162,6 +163,7 @@ class Cluster:
         kept = KeptRequests(cells, unavailable_timeout_s)
         pages = OpenAiApi(front, self.prompts, Metrics(), list, bodies, chat, kept).app()
         pages.router.routes.extend(MessagesApi(front, self.prompts, bodies, chat).routes())
+        pages.router.routes.append(ledger_route(cells))
         pages.router.routes.extend(ResponsesApi(front, self.prompts, bodies, chat, kept, 3600).routes())
         pages.router.routes.extend([*dashboard_routes(status), *page_routes()])
         http = HttpPort(AuthenticatedApp(pages, authenticator, refuse), "127.0.0.1", 0)

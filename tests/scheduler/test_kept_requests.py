@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import grpc.aio
 import pytest
 
 from protos import scheduler_pb2
+from scheduler.core.effects import RequestForgotten
 from scheduler.core.events import StopWordFound
 from scheduler.core.request import FinishReason
+from scheduler.journal.documents import DocumentKey
 from tests.scheduler.cell import Cell, run_cell, until
 
 
@@ -46,7 +49,8 @@ async def delete(cell: Cell, request_id: str) -> None:
 
 
 def forgotten(cell: Cell, request_id: str) -> bool:
-    return request_id not in cell.service.engine.core.lifecycle.requests
+    engine = cell.service.engine
+    return request_id not in engine.core.lifecycle.requests and request_id not in engine.hub.logs
 
 
 def settings(tmp_path: Path, **fields: Any) -> dict[str, Any]:
@@ -135,3 +139,21 @@ async def test_a_stop_word_found_in_a_request_that_was_read_back_is_taken_in(tmp
         end = engine.core.lifecycle.requests["a"].sequences[0].end
         assert end is not None
         assert (end.reason, end.num_tokens, end.stop_word) == (FinishReason.STOP, 2, "x")
+
+
+async def test_a_request_that_is_read_back_before_its_end_is_committed_to_be_forgotten_stays(tmp_path: Path) -> None:
+    async with run_cell(**settings(tmp_path, finished_ttl_s=60.0)) as cell:
+        await cell.worker()
+        await cell.submit("a", [1, 2, 3], keep_s=600, detached=True)
+        tokens, _ = await read(cell, "a")
+        engine, key = cell.service.engine, DocumentKey("", "request", "a")
+        async with asyncio.timeout(20):
+            while await cell.service.journal.documents.get(key) is None:  # noqa: ASYNC110 (a thread writes it)
+                await asyncio.sleep(0.01)
+        old = engine.core.lifecycle.requests["a"]
+        engine.core.lifecycle.requests.forget(old)
+        engine.hub.logs.pop("a")
+        assert await get(cell, "a")
+        assert engine.core.lifecycle.requests["a"] is not old
+        engine.hub.publish([RequestForgotten(old)])
+        assert await read(cell, "a") == (tokens, 0)

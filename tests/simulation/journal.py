@@ -9,7 +9,7 @@ from collections.abc import Callable
 from midstream.clock import SteadyClock
 from protos import generation_pb2, journal_pb2
 from scheduler.journal import DeposedError, JournalContents, JournalEntry, JournalError
-from scheduler.journal.documents import DocumentKey, Documents
+from scheduler.journal.documents import Document, DocumentKey, Documents
 from scheduler.journal.sqlite_documents import SqliteDocuments
 from scheduler.journal.store import Store, StoredJournal, Transaction, unseal
 from scheduler.journal.threaded import ThreadedJournal
@@ -138,6 +138,12 @@ class NoDocuments(Documents):
 
     async def get(self, key: DocumentKey) -> None:
         return None
+
+    async def put(self, *arguments: object, **options: object) -> None:
+        return None
+
+    async def list(self, *arguments: object, **options: object) -> list[Document]:
+        return []
 
 
 class SimulatedJournal(ThreadedJournal):
