@@ -50,7 +50,7 @@ class Compiled:
     has_matrix_products: bool
 
 
-class _NoDevice:
+class NoDevice:
     """Stands in for the CUDA driver as far as compiling goes."""
 
     def get_current_target(self) -> GPUTarget:
@@ -68,7 +68,7 @@ class _NoDevice:
 
 def compile_cases(names: set[str]) -> Iterator[Compiled]:
     """Compiles the cases of these names; all, if there are none."""
-    driver.set_active(_NoDevice())
+    driver.set_active(NoDevice())
     made: list[tuple[str, Any]] = []
 
     def launch(function: JITFunction, grid: object) -> Callable[..., object]:

@@ -117,7 +117,19 @@ def _highest_reaching(ptr, num_tokens, count, mass, BLOCK: tl.constexpr, NUM_PAS
     return low
 
 
-@triton.jit
+# The parameters of rows come side by side in one copy, aligned as their number has it.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "seeds_ptr",
+        "sequence_indices_ptr",
+        "positions_ptr",
+        "out_ptr",
+    ]
+)
 def _sample(
     logits_ptr,
     probabilities_ptr,
