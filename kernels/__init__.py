@@ -4,11 +4,13 @@ The names here choose by the tensors' device; see `kernels.dispatch`.
 """
 
 from kernels.activation import Activation
+from kernels.block_weight import BlockWeight, block_weight
 from kernels.dispatch import (
     activate,
     add_lora,
     add_rms_norm,
     apply_rotary,
+    block_linear,
     can_group,
     can_sample,
     describe,
@@ -27,11 +29,14 @@ from kernels.quantized_kv import KvScales
 
 __all__ = [
     "Activation",
+    "BlockWeight",
     "KvScales",
     "activate",
     "add_lora",
     "add_rms_norm",
     "apply_rotary",
+    "block_linear",
+    "block_weight",
     "can_group",
     "can_sample",
     "describe",

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.activation import Activation
 from kernels.activation import activate as torch_activate
 from kernels.attention import paged_attention as torch_paged_attention
+from kernels.block_weight import BlockWeight
 from kernels.flash_attention import FlashAttention, load_flash_attention
 from kernels.grouped_linear import grouped_linear as torch_grouped_linear
 from kernels.grouped_linear import head_linear as torch_head_linear
@@ -105,6 +106,13 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     if _takes_triton(x):
         return triton.quantized_linear(x, weight, scale, bias, is_batch_invariant=_is_batch_invariant)
     return torch_quantized_linear(x, weight, scale, bias)
+
+
+def block_linear(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`: x [M, K], weight [N, K] in blocks, bias [N] -> [M, N]."""
+    if _takes_triton(x):
+        return triton.block_linear(x, weight, bias, is_batch_invariant=_is_batch_invariant)
+    return torch_linear(x, weight.dense().to(x.dtype), bias)
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Tensor, adapters: Tensor) -> None:

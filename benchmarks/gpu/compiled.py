@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import KvScales
+from kernels import BlockWeight, KvScales
 from kernels import triton as operations
+from kernels.block_weight import KINDS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -162,6 +164,13 @@ def _quantized_linear(num_rows: int) -> None:
     operations.quantized_linear(_meta(num_rows, 4096), _meta(4096, 4096, dtype=torch.int8), _floats(4096))
 
 
+def _block_linear(kind: str, num_rows: int) -> None:
+    num_bytes = 2048 if kind in KINDS[:2] else 4096
+    codes = _meta(4096, num_bytes, dtype=torch.uint8)
+    weight = BlockWeight(kind, codes, _meta(4096, 128), _meta(4096, 128), 32, 4096)
+    operations.block_linear(_meta(num_rows, 4096), weight)
+
+
 CASES: dict[str, Callable[[], object]] = {
     "decode, batch 64": lambda: _attend(64, 64),
     "decode, batch 1": lambda: _attend(1, 1, num_splits=16),
@@ -185,6 +194,7 @@ CASES: dict[str, Callable[[], object]] = {
     "int8 linear, 1 row": lambda: _quantized_linear(1),
     "int8 linear, 64 rows": lambda: _quantized_linear(64),
     "int8 linear, 2048 rows": lambda: _quantized_linear(2048),
+    **{f"{kind} blocks, {n} rows": partial(_block_linear, kind, n) for kind in KINDS for n in (1, 64, 2048)},
     "LoRA": lambda: operations.add_lora(
         _meta(64, 4096), _meta(64, 4096), _meta(8, 16, 4096), _meta(8, 4096, 16), _floats(8), _ints(64)
     ),

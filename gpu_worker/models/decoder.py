@@ -358,17 +358,26 @@ class TorchDecoder:
                 router.weight.dense().to(self._device), None if router.bias is None else router.bias.to(self._device)
             ),
             correction=None if weights.correction is None else weights.correction.to(self._device),
-            experts=Experts([self._plain(expert) for expert in weights.experts]),
+            experts=Experts([self._plain(expert, keeps_blocks=False) for expert in weights.experts]),
             shared=None if weights.shared is None else self._plain(weights.shared),
             shared_gate=None if weights.shared_gate is None else self._linear(weights.shared_gate),
         )
 
-    def _plain(self, weights: FeedForwardWeights) -> FeedForward:
-        d = self._description
-        return FeedForward(self._linear(weights.gate_up), self._linear(weights.down), d.activation)
+    def _plain(self, weights: FeedForwardWeights, *, keeps_blocks: bool = True) -> FeedForward:
+        return FeedForward(
+            self._linear(weights.gate_up, keeps_blocks=keeps_blocks),
+            self._linear(weights.down, keeps_blocks=keeps_blocks),
+            self._description.activation,
+        )
 
-    def _linear(self, weights: LinearWeights) -> Linear:
+    def _linear(self, weights: LinearWeights, *, keeps_blocks: bool = True) -> Linear:
         bias = self._placed(weights.bias)
+        # On a CPU they would be expanded in each step.
+        if keeps_blocks and self._device.type == "cuda" and (parts := weights.weight.as_blocks()):
+            placed = tuple(
+                (part.to(self._device), None if order is None else order.to(self._device)) for part, order in parts
+            )
+            return Linear(placed[0][0].codes, bias, parts=placed)
         if weights.weight.format == "int8":
             units, scale = int8_rows(weights.weight.source)
             return Linear(units.to(self._device), bias, scale.to(self._device))

@@ -23,6 +23,11 @@ ZERO_MASK = 0x1FF  # of INT4's scales
 MXFP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
+def fields_bytes(weight_format: WeightFormat) -> tuple[int, int]:
+    """Return the bytes of a block's fields, and of the whole block."""
+    return _FIELD_BYTES[weight_format], block_bytes(weight_format)
+
+
 def block_bytes(weight_format: WeightFormat) -> int:
     """Return the bytes of a block of 32 weights."""
     return _FIELD_BYTES[weight_format] + (BLOCK // 2 if weight_format in _NIBBLES else BLOCK)

@@ -6,6 +6,7 @@ on CPU tensors.
 
 from kernels.triton.activation import activate
 from kernels.triton.attention import paged_attention, segment_keys_for
+from kernels.triton.block_linear import block_linear
 from kernels.triton.grouped_linear import grouped_linear
 from kernels.triton.kv_store import store_kv
 from kernels.triton.linear import linear, quantized_linear
@@ -19,6 +20,7 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_rotary",
+    "block_linear",
     "grouped_linear",
     "linear",
     "paged_attention",

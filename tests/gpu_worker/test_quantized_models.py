@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpu_worker.models.families import describe
+from gpu_worker.models.layers.linear import Linear
 from gpu_worker.models.weights.decoder_weights import DecoderWeights
 from gpu_worker.models.weights.files import SafetensorsFiles
 from gpu_worker.models.weights.quantized import read_scheme
@@ -152,6 +153,20 @@ def test_parts_of_ranks_are_those_of_the_whole(
     q_rows = [part.qkv.weight.dense()[: num_rows // 2] for part in parts if part.qkv is not None]
     assert expected.qkv is not None
     assert torch.equal(torch.cat(q_rows), expected.qkv.weight.dense()[:num_rows])
+
+
+@pytest.mark.parametrize("name", ["gptq-order", "w8a16", "mxfp4", "fp8-blocks"])
+def test_layers_of_blocks_as_a_gpu_has_them(
+    name: str, quantized: Callable[[str], tuple[torch.nn.Module, Path]]
+) -> None:
+    folder = open_model_folder(str(quantized(name)[1]))
+    qkv = next(DecoderWeights(folder, describe(folder.config), "auto").layers()).qkv
+    assert qkv is not None
+    parts = qkv.weight.as_blocks()
+    assert len(parts) == (3 if name == "gptq-order" else 1)
+    x, bias = torch.randn(9, 128), torch.randn(qkv.weight.shape[0])
+    out = Linear(parts[0][0].codes, bias, parts=tuple(parts))(x)
+    torch.testing.assert_close(out, x @ qkv.weight.dense().T + bias, rtol=1e-5, atol=1e-4)
 
 
 def damage(name: str, change: Callable[[dict[str, Tensor]], object]) -> tuple[dict[str, Tensor], Scheme]:

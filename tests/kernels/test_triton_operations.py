@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import Activation, KvScales
+from gpu_worker.models.weights.block_rows import int4_weight
+from kernels import Activation, KvScales, block_weight
 from kernels import triton as operations
+from kernels.cpu import WeightFormat, dequantize_blocks
+from kernels.cpu.blocks import random_blocks
 from tests.kernels import exact
 
 EPSILON = {torch.float32: 1e-6, torch.float16: 1e-3}
@@ -147,3 +150,27 @@ def test_each_row_has_its_own_adapter(rows: int, rank: int, dtype: torch.dtype, 
     operations.add_lora(y, x, a, b, scaling, adapters)
     assert exact.error(y, exact.lora(before, x, a, b, scaling, adapters)) < EPSILON[dtype]
     assert torch.equal(y[adapters < 0], before[adapters < 0])
+
+
+@pytest.mark.parametrize("weight_format", [item for item in WeightFormat if item.has_blocks])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_blocks_are_unpacked(weight_format: WeightFormat, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = random_blocks(weight_format, 37, 256)
+    weight = block_weight(rows, weight_format, 256)
+    assert weight is not None
+    values = dequantize_blocks(rows, weight_format, 256)
+    torch.testing.assert_close(weight.dense(), values, rtol=1e-6, atol=1e-6)
+    x, bias = torch.randn(19, 256).to(dtype), torch.randn(37).to(dtype)
+    out = operations.block_linear(x, weight, bias)
+    assert exact.error(out, exact.linear(x, values.to(dtype), bias)) < EPSILON[dtype]
+    alone = operations.block_linear(x[3:4], weight, bias, is_batch_invariant=True)
+    assert torch.equal(alone, operations.block_linear(x, weight, bias, is_batch_invariant=True)[3:4])
+
+
+def test_scales_that_columns_share_are_held_once() -> None:
+    scale = torch.rand(5, 2).half()
+    rows = int4_weight(torch.randint(0, 16, (5, 256), dtype=torch.uint8), scale, torch.full((5, 2), 8)).source
+    weight = block_weight(rows, WeightFormat.INT4, 256)
+    assert weight is not None
+    assert (weight.group, weight.scale.shape, weight.scale.dtype) == (128, (5, 2), torch.float16)

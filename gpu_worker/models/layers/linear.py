@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from kernels import BlockWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +19,20 @@ class Linear:
         weight: [N, K]: floats of x's type, or int8.
         bias: [N].
         scale: Float32 [N], what one unit of an int8 row is worth.
+        parts: Instead of weight, whose rows they have together: blocks, and the columns of x that theirs meet.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: Tensor | None = None
+    parts: tuple[tuple[BlockWeight, Tensor | None], ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""
+        if self.parts:
+            outputs = [kernels.block_linear(x if order is None else x[:, order], part) for part, order in self.parts]
+            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            return out if self.bias is None else out + self.bias
         if self.scale is not None:
             return kernels.quantized_linear(x, self.weight, self.scale, self.bias)
         return kernels.linear(x, self.weight, self.bias)

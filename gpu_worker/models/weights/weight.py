@@ -10,6 +10,7 @@ import gguf
 import torch
 from torch import Tensor
 
+from kernels import BlockWeight, block_weight
 from kernels.cpu import WeightFormat as KernelFormat
 from kernels.cpu import dequantize_blocks
 
@@ -60,11 +61,6 @@ class Weight:
         """(num_rows, num_columns)."""
         return sum(part.shape[0] for part in self.parts) or self.source.shape[0], self.num_columns
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether it has blocks, in all its parts."""
-        return all(part.format in BLOCK_FORMATS for part in self.parts or (self,))
-
     def dense(self) -> Tensor:
         """The values that `format` stands for, float32 [num_rows, num_columns]."""
         if self.parts:
@@ -107,6 +103,16 @@ class Weight:
             blocks = gguf.quants.quantize(self.dense().numpy(), _TARGETS[target])
             return Weight(target, torch.from_numpy(blocks), self.num_columns)
         return Weight(target, self.dense(), self.num_columns)
+
+    def as_blocks(self) -> list[tuple[BlockWeight, Tensor | None]]:
+        """Its parts as the GPU kernels read them, with their input_order; none where one of them has no blocks."""
+        made = [
+            (block_weight(part.source, BLOCK_FORMATS[part.format], part.num_columns), part.input_order)
+            for part in self.parts or (self,)
+            if part.format in BLOCK_FORMATS
+        ]
+        blocks = [(blocks, order) for blocks, order in made if blocks is not None]
+        return blocks if len(blocks) == (len(self.parts) or 1) else []
 
     def gate_and_up(self) -> tuple[Weight, Weight]:
         """Its upper and its lower half, both of one format and order: f32 where those differ."""
