@@ -8,6 +8,7 @@ finished. Steps with rows that need more than a choice of tokens are done when t
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import time
 from collections import deque
@@ -27,8 +28,9 @@ from gpu_worker.batch.step import EMPTY, IntArray, RowLogProbs, Step, StepOutput
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.device_memory import WarmUpMemory
 from gpu_worker.features import Feature
-from gpu_worker.kv.cache import KvCache
+from gpu_worker.kv.cache import KvCache, block_bytes
 from gpu_worker.kv.shared_store import KvStore
+from gpu_worker.kv.tiers import KvTiers, TierFolder
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
 from gpu_worker.lora.cache import adapter_cache
 from gpu_worker.lora.rows import RowAdapters
@@ -46,7 +48,7 @@ from gpu_worker.speculation.drafts import Drafter
 from gpu_worker.speculation.verification import Answer, settle
 from gpu_worker.warm_up import CPU_NUM_TOKENS, FullBatches, warm_up_steps
 from midstream.config import WorkerConfig
-from midstream.errors import MidstreamError, UnsupportedError
+from midstream.errors import ConfigError, MidstreamError, UnsupportedError
 from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import ModelFolder
 
@@ -143,6 +145,7 @@ class ModelRunner:
         num_blocks = self._choose_num_blocks(self._warm_up())
         is_whole = leader is None and self._draft is None
         self._take_blocks(num_blocks, _shared_store(config, folder, self.model) if is_whole else None)
+        _open_tiers(config, folder, self.model, self.kv, is_whole=is_whole)
         if self._front is not None:
             self._record(self._front)
             # Takes the memory of the largest steps back from the device before a client would wait for that.
@@ -410,9 +413,45 @@ def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel)
     if model.description.latent is not None:
         logger.warning("the KV pool is not shared: a pool of latent vectors has no values")
         return None
-    # Blocks are equal only if the same code made them from the same numbers.
+    return KvStore(Path(config.shared_kv_folder), _block_kind(config, folder, model), model.description.num_layers)
+
+
+def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, kv: KvCache, *, is_whole: bool) -> None:
+    """Open the tiers below the pool that the settings ask for.
+
+    Args:
+        config: Settings.
+        folder: The model's.
+        model: The model.
+        kv: Its pool.
+        is_whole: The pool holds all layers and heads, and there is no draft model.
+
+    Raises:
+        ConfigError: Settings ask for tiers where there can be none, or a folder cannot be used.
+    """
+    host_folder = config.shared_kv_folder and f"{config.shared_kv_folder}/tier"
+    places = [("host", "host_kv_bytes", config.host_kv_bytes, host_folder)]
+    if config.disk_kv_folder:
+        places.append(("disk", "disk_kv_bytes", config.disk_kv_bytes, config.disk_kv_folder))
+    places = [place for place in places if place[2]]
+    if not places:
+        return
+    if model.device.type != "cpu" or not is_whole:
+        raise ConfigError("is for a CPU worker of one rank and without a draft model; use 0", field=places[0][1])
+    for _, setting, _, path in places:
+        if not path:
+            raise ConfigError("needs shared_kv_folder", field=setting)
+    kind = _block_kind(config, folder, model)
+    size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
+    tiers = [TierFolder(name, Path(path), kind, size, num_bytes) for name, _, num_bytes, path in places]
+    host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    name = hashlib.blake2b(repr((host, places, kind)).encode(), digest_size=12).hexdigest()
+    kv.use_tiers(lambda pool: KvTiers(tiers, name, pool))
+
+
+def _block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:
+    """All that makes blocks differ for the same tokens: they are equal only if the same code made them of the same."""
     windows = model.description.windows
     numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, windows)
     code = (midstream.__version__, config.weights, config.activations, config.kernels, config.implementation)
-    kind = (numbers, code, type(model.decoder).__name__)
-    return KvStore(Path(config.shared_kv_folder), repr(kind), model.description.num_layers)
+    return repr((numbers, code, type(model.decoder).__name__))

@@ -25,6 +25,7 @@ import psutil
 import torch
 
 from gpu_worker.batch.steps_in_flight import StepsInFlight
+from gpu_worker.kv.cache import block_bytes
 from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.lora.sizes import usual_adapter_bytes
 from gpu_worker.model_runner import ModelRunner
@@ -68,20 +69,26 @@ class Worker:
         metrics, progress = Metrics(), Progress()
         self._loop = progress.loop("compute", _STALL_S)
         registration = _registration(config, folder, self._runner, 1 if group is None else group.ranks.world_size)
+        tiers = self._runner.kv.tiers
+        if tiers is not None:
+            tiers.count(metrics)
         self._link = SchedulerLink(
             config.scheduler,
             registration,
             metrics,
             functools.partial(memory_usage, self._runner.model.device),
             self._runner.adapters,
-            KeptBlocks(self._runner.kv.block_hashes),
+            KeptBlocks(self._runner.kv.block_hashes, None if tiers is None else tiers.offer),
             credentials,
+            tiers,
         )
         self._in_flight = StepsInFlight(self._runner, self._link.inbox)
         self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
         self._steps = metrics.counter("worker_steps", "Steps executed.")
         self._tokens = metrics.counter("worker_tokens", "Tokens sampled.")
-        self._adopted = metrics.counter("worker_blocks_adopted", "KV blocks taken over from workers that died.")
+        self._adopted = metrics.counter(
+            "worker_blocks_adopted", "KV blocks taken over from workers that died, or fetched from tiers."
+        )
         self._step_seconds = metrics.histogram("worker_step_seconds", "Time of forward pass and sampling of a step.")
 
     def run(self) -> int:
@@ -175,6 +182,8 @@ def _registration(
         protocol_version=PROTOCOL_VERSION,
         lora_cache_bytes=runner.adapters.device_bytes,
         kv_store=runner.kv.store_name,
+        tier_store="" if runner.kv.tiers is None else runner.kv.tiers.name,
+        block_bytes=block_bytes(model.description, config.tokens_per_block, model.kv_dtype),
         attention_windows=[window or 0 for window in model.description.windows],
         max_attention_window=config.max_attention_window,
         max_loras=runner.adapters.device_bytes // usual_adapter_bytes(model.description, model.dtype.itemsize),

@@ -133,6 +133,9 @@ class Register(google.protobuf.message.Message):
     KV_STORE_FIELD_NUMBER: builtins.int
     ATTENTION_WINDOWS_FIELD_NUMBER: builtins.int
     MAX_ATTENTION_WINDOW_FIELD_NUMBER: builtins.int
+    TIER_STORE_FIELD_NUMBER: builtins.int
+    STORED_HASHES_FIELD_NUMBER: builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
     """Random, made anew each time the process starts."""
@@ -158,6 +161,12 @@ class Register(google.protobuf.message.Message):
     """
     max_attention_window: builtins.int
     """The worker's setting max_attention_window, which attention_windows keep to; 0: none. Must equal the scheduler's."""
+    tier_store: builtins.str
+    """Names the tiers below the KV pool, and the kind of their blocks; workers that give the same name share them. Empty:
+    there are none.
+    """
+    block_bytes: builtins.int
+    """Bytes of one block in all layers."""
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -173,6 +182,10 @@ class Register(google.protobuf.message.Message):
         """For each layer how many tokens a query attends to, itself included; 0: all before it. Blocks are given back only
         behind what no layer attends to.
         """
+
+    @property
+    def stored_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Hashes of the blocks that the tiers hold, as far as the worker knows."""
 
     def __init__(
         self,
@@ -198,8 +211,11 @@ class Register(google.protobuf.message.Message):
         kv_store: builtins.str = ...,
         attention_windows: collections.abc.Iterable[builtins.int] | None = ...,
         max_attention_window: builtins.int = ...,
+        tier_store: builtins.str = ...,
+        stored_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        block_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 
@@ -256,20 +272,32 @@ class Heartbeat(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     LAST_STEP_ID_FIELD_NUMBER: builtins.int
     MEMORY_FIELD_NUMBER: builtins.int
+    STORED_HASHES_FIELD_NUMBER: builtins.int
+    REMOVED_HASHES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     last_step_id: builtins.int
     """Last step that was finished; progress, not only life."""
     @property
     def memory(self) -> global___MemoryUsage: ...
+    @property
+    def stored_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Hashes whose blocks the tiers hold, and do not hold any more, since the registration or the last heartbeat. Lost with
+        a heartbeat: then a block is computed that could be fetched, or looked for in vain.
+        """
+
+    @property
+    def removed_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
         last_step_id: builtins.int = ...,
         memory: global___MemoryUsage | None = ...,
+        stored_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        removed_hashes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "last_step_id", b"last_step_id", "memory", b"memory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "last_step_id", b"last_step_id", "memory", b"memory", "removed_hashes", b"removed_hashes", "stored_hashes", b"stored_hashes"]) -> None: ...
 
 global___Heartbeat = Heartbeat
 

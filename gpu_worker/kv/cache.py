@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,13 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.batch.step import IntArray
-from gpu_worker.kv.shared_store import KvStore
+from gpu_worker.kv.shared_store import KvStore, PoolMemory
+from gpu_worker.kv.tiers import KvTiers
 from gpu_worker.models.description import DecoderDescription
 from kernels.cpu import stored_head_dim
 from midstream.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+OpenTiers = Callable[[PoolMemory], KvTiers]
 _CPU_SHARE = 0.25
 _CPU_MAX_BYTES = 4 << 30
 
@@ -51,6 +54,7 @@ class KvCache:
         )
         self._store = store
         self._memory = None
+        self.tiers: KvTiers | None = None
         if store is not None:
             self._memory = store.make_pool(num_blocks, int(np.prod(shape[2:])) * dtype.itemsize)
         if self._memory is None:
@@ -64,21 +68,35 @@ class KvCache:
             )
             self.block_hashes = self._memory.hashes
 
+    def use_tiers(self, open_tiers: OpenTiers) -> None:
+        """Store full blocks in tiers, and fetch blocks out of them. For a pool in host memory."""
+        shape = self.keys.shape[0], self.num_blocks
+        keys, values = (
+            cache.view(torch.uint8).numpy().reshape(*shape, int(np.prod(cache.shape[2:])) * cache.element_size())
+            for cache in (self.keys, self.values)
+        )
+        self.tiers = open_tiers(PoolMemory(self.block_hashes, keys, values))
+
     @property
     def store_name(self) -> str:
         """Of the store that others can take these blocks out of; empty: there is none."""
         return self._store.name if self._store is not None and self._memory is not None else ""
 
     def close(self) -> None:
-        """Takes it out of the store."""
+        """Take it out of the store, and store nothing more in tiers."""
+        if self.tiers is not None:
+            self.tiers.close()
         if self._store is not None:
             self._store.close()
 
     def adopt(self, hashes: NDArray[np.uint64], targets: IntArray) -> IntArray:
-        """Fills target blocks with what dead workers left under these hashes; returns those that were not found."""
-        if self._store is None or self._memory is None:
-            return targets
-        return self._store.fetch(hashes, targets, self._memory)
+        """Fill blocks with what dead workers left or tiers hold under these hashes; return those not found."""
+        missing = targets
+        if self._store is not None and self._memory is not None:
+            missing = self._store.fetch(hashes, targets, self._memory)
+        if self.tiers is not None and len(missing):
+            missing = self.tiers.fetch(hashes[np.isin(targets, missing)], missing)
+        return missing
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         """Copies whole blocks in all layers; all sources are read before any target is written."""

@@ -10,6 +10,8 @@ still run. The hashes may lie in memory that outlasts the process, see `kv_store
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,9 +21,16 @@ from protos import worker_pb2
 class KeptBlocks:
     """Used by the link's thread alone."""
 
-    def __init__(self, hashes: NDArray[np.uint64]) -> None:
-        """`hashes` [num_blocks] is where they are noted besides, all 0 at first."""
-        self._memory = hashes
+    def __init__(
+        self, hashes: NDArray[np.uint64], on_full: Callable[[list[tuple[int, int]]], None] | None = None
+    ) -> None:
+        """Know nothing yet.
+
+        Args:
+            hashes: [num_blocks], where they are noted besides, all 0 at first.
+            on_full: Called with blocks and their hashes when a step has filled them.
+        """
+        self._memory, self._on_full = hashes, on_full
         self._hashes: dict[int, int] = {}
         self._to_come: dict[int, dict[int, int]] = {}
 
@@ -44,6 +53,8 @@ class KeptBlocks:
             self._hashes |= new
             for block, value in new.items():
                 self._memory[block] = value
+            if new and self._on_full is not None:
+                self._on_full([*new.items()])
 
     def end_epoch(self) -> None:
         """Forgets steps in flight: whether they were done is unknown."""

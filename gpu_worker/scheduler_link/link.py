@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 
 from gpu_worker.batch.step import Step, StepOutput
 from gpu_worker.kv.kept_blocks import KeptBlocks
+from gpu_worker.kv.tiers import KvTiers
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.lora.messages import AdapterMessages
 from gpu_worker.scheduler_link.connection import LINK_EVENTS, Dialler
@@ -81,6 +82,7 @@ class SchedulerLink:
         adapters: AdapterCache[Any],
         kept: KeptBlocks,
         credentials: WorkerCredentials | None = None,
+        tiers: KvTiers | None = None,
     ) -> None:
         """Makes the link; `start` connects it.
 
@@ -92,13 +94,14 @@ class SchedulerLink:
             adapters: The worker's adapters.
             kept: What its blocks hold.
             credentials: Keys of the link; None: plain text.
+            tiers: Of the KV pool; None: there are none.
         """
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.epoch = 0
         self._address, self._register, self._memory = address, register, memory
         self._dialler = Dialler(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
-        self._kept = kept
+        self._kept, self._tiers = kept, tiers
         self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -217,6 +220,10 @@ class SchedulerLink:
                 last_step_id=self._last_finished,
                 memory=self._memory(),
             )
+            if self._tiers is not None:
+                changes = self._tiers.changes()
+                heartbeat.stored_hashes.extend(changes.stored)
+                heartbeat.removed_hashes.extend(changes.removed)
             self._send(dealer, worker_pb2.WorkerMessage(heartbeat=heartbeat))
             self._next_send = now + self._heartbeat_s
         elif not self._leaving:
@@ -225,6 +232,9 @@ class SchedulerLink:
                 self._register.incarnation = secrets.randbits(64)
                 self._kept.clear()
             self._kept.write(self._register)
+            if self._tiers is not None:
+                self._register.ClearField("stored_hashes")
+                self._register.stored_hashes.extend(self._tiers.hashes())
             is_sent = self._send(dealer, worker_pb2.WorkerMessage(register=self._register))
             self._next_send = now + (_REGISTER_INTERVAL_S if is_sent else _CONNECT_INTERVAL_S)
 

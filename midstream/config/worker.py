@@ -53,6 +53,15 @@ class WorkerConfig(ServiceConfig):
         "Folder in shared memory, of this user alone, that holds the KV pool of a CPU worker: should it die, others of "
         "the host take over what it had computed; empty: the pool dies with the process.",
     )
+    host_kv_bytes: int = setting(
+        0,
+        "Bytes of shared_kv_folder for full KV blocks beside the pool of a CPU worker, which stay when the pool evicts "
+        "them and when workers end; 0: none.",
+    )
+    disk_kv_folder: str = setting(
+        "", "Folder on a disk, of this user alone, for full KV blocks of CPU workers; empty: none. Outlives everything."
+    )
+    disk_kv_bytes: int = setting(16 << 30, "Bytes that the blocks of one model may take in disk_kv_folder.")
     max_batch_size: int = setting(256, "Sequences in one step.")
     max_num_tokens: int = setting(0, "Tokens in one step; 0: 2048 on a GPU, 256 on a CPU.")
     max_sequence_length: int = setting(0, "Prompt and output together; 0: as the model says.")

@@ -44,7 +44,7 @@ class KvCacheConfig:
         max_attention_window: Tokens attended to.
         sink_token_length: First tokens that stay attended to beside the window. Only 0 is implemented.
         free_gpu_memory_fraction: Share, 0 to 1, of the memory left after loading.
-        host_cache_size: Bytes of a second tier in host memory. Only 0 is implemented.
+        host_cache_size: Bytes of a second tier in host memory, for full blocks that the pool evicts.
         tokens_per_block: Size of a block.
     """
 
@@ -60,16 +60,16 @@ class KvCacheConfig:
         """Return the services' settings.
 
         Raises:
-            UnsupportedError: Sink tokens or a host tier.
+            UnsupportedError: Sink tokens.
         """
-        for name in ("sink_token_length", "host_cache_size"):
-            if getattr(self, name):
-                raise UnsupportedError("is not implemented; leave it at 0", field=f"kv_cache_config.{name}")
+        if self.sink_token_length:
+            raise UnsupportedError("is not implemented; leave it at 0", field="kv_cache_config.sink_token_length")
         return {
             "enable_block_reuse": self.enable_block_reuse,
             "max_kv_tokens": self.max_tokens,
             "max_attention_window": self.max_attention_window,
             "free_memory_fraction": self.free_gpu_memory_fraction,
+            "host_kv_bytes": self.host_cache_size,
             "tokens_per_block": self.tokens_per_block,
         }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from scheduler.core.adoption import AdoptedBlock, Adoption
+from scheduler.core.adoption import AdoptedBlock, Adoption, Adoptions
 from scheduler.core.block_manager import BlockManager, Retention
 from scheduler.core.config import CoreConfig
 from scheduler.core.prefix_cache import extend_hashes
@@ -65,7 +65,13 @@ class BlockTables:
     def _reuses(self, sequence: Sequence) -> bool:
         return self._enable_reuse and sequence.request.spec.is_cacheable
 
-    def fill(self, sequence: Sequence, leader: Sequence | None, adoption: Adoption | None = None) -> int:
+    def fill(
+        self,
+        sequence: Sequence,
+        leader: Sequence | None,
+        adoptions: Adoptions | None = None,
+        stored: Collection[int] | None = None,
+    ) -> int:
         """Gives a sequence blocks for all its known tokens.
 
         Precondition: they are available.
@@ -73,7 +79,8 @@ class BlockTables:
         Args:
             sequence: One without a table.
             leader: Another sequence of its request that has a table; they share the prompt's full blocks.
-            adoption: Where full blocks go that a dead worker may have left; None: there are none.
+            adoptions: Where full blocks go that a dead worker may have left, or tiers hold; None: there are none.
+            stored: Hashes of the blocks to adopt, as far as the sequence begins with them; None: any may be there.
 
         Returns:
             Leading blocks that others compute or computed.
@@ -95,8 +102,8 @@ class BlockTables:
         sequence.num_reserved = most if self.has_window else most - len(sequence.table)
         self.num_reserved_blocks += sequence.num_reserved
         self._promise(sequence, len(shared), known // block_size)
-        if adoption is not None and self._reuses(sequence):
-            self._adopt(sequence, adoption)
+        if adoptions is not None and self._reuses(sequence):
+            self._adopt(sequence, adoptions, stored)
         if leader is None:
             self.blocks.counts.missed += max(0, num_prompt_shared - len(shared)) if self._reuses(sequence) else 0
         return len(shared)
@@ -174,14 +181,23 @@ class BlockTables:
             cache.claim(sequence.table[first:end], sequence)
             sequence.next_publish = NO_RESULTS
 
-    def _adopt(self, sequence: Sequence, adoption: Adoption) -> None:
-        """Leaves the blocks that the sequence was to compute to an adoption; its last known token stays to compute."""
+    def _adopt(self, sequence: Sequence, adoptions: Adoptions, stored: Collection[int] | None) -> None:
+        """Leave the blocks that the sequence was to compute to adoptions; its last known token stays to compute."""
         end = (sequence.num_tokens - 1) // self.tokens_per_block
         for index in range(sequence.num_hit_blocks, end):
             block = sequence.table[index]
-            adoption.entries.append(AdoptedBlock(sequence, index, block))
-            self._prefix_cache.claim([block], adoption)
-        sequence.num_hit_blocks = max(sequence.num_hit_blocks, end)
+            if stored is not None and sequence.block_hashes[index] not in stored:
+                return
+            self._prefix_cache.claim([block], adoptions.add(AdoptedBlock(sequence, index, block)))
+            sequence.num_hit_blocks = index + 1
+
+    def still_wants(self, adoption: Adoption, entry: AdoptedBlock) -> bool:
+        """Return whether a block that waits for an adoption is still its sequence's; what is not, others compute."""
+        if not self._prefix_cache.is_claimed(entry.block, adoption):
+            return False
+        if not entry.is_held:
+            self._prefix_cache.abandon([entry.block], adoption)
+        return entry.is_held
 
     def settle(self, adoption: Adoption, missing: Collection[int]) -> None:
         """Takes in what an adoption came to: blocks that were found are computed, its sequences compute the others."""

@@ -87,6 +87,8 @@ class WorkerRegistered:
         lora_cache_bytes: Device memory for adapters. max_loras: How many usual ones that holds.
         kept_blocks: Blocks whose contents an earlier epoch left. kept_hashes: What they hold.
         kv_store: Groups of the same name can take over blocks of those among them that died; empty: of none.
+        tier_store: Groups of the same name share the tiers below their pools; empty: there are none.
+        stored_hashes: What the tiers hold. block_bytes: Of one block.
         attention_windows: For each layer how many tokens a query attends to, itself included; 0: all before it. Where
             it is empty, nothing is known, and all are taken to be attended to.
         max_attention_window: The setting that the windows keep to; 0: none.
@@ -113,6 +115,9 @@ class WorkerRegistered:
     kept_blocks: tuple[int, ...] = ()
     kept_hashes: tuple[int, ...] = ()
     kv_store: str = ""
+    tier_store: str = ""
+    stored_hashes: tuple[int, ...] = ()
+    block_bytes: int = 0
     attention_windows: tuple[int, ...] = ()
     max_attention_window: int = 0
 
@@ -127,13 +132,15 @@ class WorkerRegistered:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBeat:
-    """A heartbeat."""
+    """A heartbeat, with what was stored in the worker's tiers since the one before, and what was removed."""
 
     time_ns: int
     connection: bytes
     epoch: int
     last_step_id: int
     memory: tuple[int, int, int] = (0, 0, 0)  # bytes: host, device, pinned
+    stored_hashes: tuple[int, ...] = ()
+    removed_hashes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

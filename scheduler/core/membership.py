@@ -57,6 +57,7 @@ class Membership:
         self._num_registrations = 0
         # By group id: the incarnation whose link was lost, and the requests that were blamed for its death.
         self._lost: OrderedDict[str, tuple[int, list[str]]] = OrderedDict()
+        self._stored: dict[str, set[int]] = {}  # what tiers hold, by the name of their store
         self._standings = Standings()
         self._no_worker_since_ns = 0
 
@@ -76,7 +77,8 @@ class Membership:
         self._forgive(event)
         self._num_registrations += 1
         epoch = (self._config.scheduler_epoch << _REGISTRATION_BITS) + self._num_registrations
-        group = WorkerGroup(event, epoch, self._config, self._clock, self._clients, self._standings.of(event.group_id))
+        standing, stored = self._standings.of(event.group_id), self._note_stored(event)
+        group = WorkerGroup(event, epoch, self._config, self._clock, self._clients, standing, stored)
         self.groups[epoch] = group
         self._effects.append(GroupJoined(event.connection, event.group_id, epoch))
         self._note_kv_changes(group, [CacheCleared()])
@@ -84,6 +86,16 @@ class Membership:
         group.standing.last_seen_ns = self._clock.now_ns
         if group.is_held_off:
             self._timers.at(group.standing.held_until_ns, _take_a_turn)
+
+    def _note_stored(self, event: WorkerRegistered) -> set[int]:
+        """Note what the tiers of a worker hold; return all that is known of them."""
+        if not event.tier_store:
+            return set()
+        if not any(group.registration.tier_store == event.tier_store for group in self.groups.values()):
+            self._stored.pop(event.tier_store, None)
+        stored = self._stored.setdefault(event.tier_store, set())
+        stored.update(event.stored_hashes)
+        return stored
 
     def _problem(self, event: WorkerRegistered) -> tuple[str, str] | None:
         config = self._config
@@ -191,6 +203,7 @@ class Membership:
         adopting = group.adopting_requests
         for request in group.active:
             request.lost_store = group.registration.kv_store if request not in adopting else ""
+            request.may_fetch &= request not in adopting
         self.end_epoch(group, reason, tell=tell, culprit=culprit)
 
     def end_epoch(self, group: WorkerGroup, reason: str, *, tell: bool = True, culprit: Request | None = None) -> None:

@@ -312,6 +312,7 @@ class Request:
         group: The worker group whose blocks it holds; None while queued or finished.
         num_cached_tokens: Prompt tokens whose keys and values were in the cache when it first started.
         lost_store: Where the blocks may still lie that it held on a worker that died: the worker's kv_store.
+        may_fetch: Blocks of it may be looked for in tiers; not after a worker died while it did.
         died_on: Groups that died in a row while they ran it, without a new token in between.
         num_attached: Detokenizers that read its feed.
         last_ordinal: The last step that was counted in num_steps by its result.
@@ -329,6 +330,7 @@ class Request:
     num_preemptions: int = 0
     num_recoveries: int = 0
     lost_store: str = ""
+    may_fetch: bool = True
     died_on: list[str] = field(default_factory=list)
     num_steps: int = 0
     last_ordinal: int = -1

@@ -35,6 +35,8 @@ class StepBuilder:
         self._is_whole_generation = False
         self._draft_limits: dict[Sequence, int] = {}
         self._queue_latency_ns = 0
+        if group.adoptions:
+            group.adoptions.keep(group.tables.still_wants)
 
     @property
     def fitting_requests(self) -> list[Request]:
@@ -54,7 +56,7 @@ class StepBuilder:
     @property
     def is_empty(self) -> bool:
         """There is nothing to do."""
-        return not (self._context or self._generation or self._plan.beam_rows or self.group.adoption.entries)
+        return not (self._context or self._generation or self._plan.beam_rows or self.group.adoptions)
 
     def add_context(self, sequence: Sequence, max_tokens: int) -> int:
         """Runs the next chunk of a sequence's known tokens.
@@ -282,7 +284,8 @@ class StepBuilder:
         for block, value in group.prefix_cache.take_news():
             plan.hashed_blocks.append(block)
             plan.block_hashes.append(value)
-        plan.adopted_blocks, plan.adopted_hashes = group.adoption.blocks, group.adoption.hashes
+        adoption = group.adoptions.take()
+        plan.adopted_blocks, plan.adopted_hashes = adoption.blocks, adoption.hashes
         generation, rows = self._write_generation()
         num_scheduled = len(self._context) + len(generation)
         group.send(
@@ -297,7 +300,7 @@ class StepBuilder:
                 queue_latency_ns=self._queue_latency_ns,
                 num_empty_slots=max(0, group.batch_size - num_scheduled),
                 draft_limits=self._draft_limits,
-                adoption=group.adoption,
+                adoption=adoption,
             )
         )
         if group.num_waiting:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from scheduler.core.adoption import Adoption
+from scheduler.core.adoption import Adoptions
 from scheduler.core.block_manager import BlockManager
 from scheduler.core.block_tables import BlockTables
 from scheduler.core.config import CoreConfig
@@ -29,6 +29,8 @@ from scheduler.core.standing import Standing
 from scheduler.core.timers import Clock
 
 _BY_ROW = attrgetter("row")
+# What a step may copy from tiers or a dead worker's pool: a few hundredths of a second.
+_MAX_ADOPTED_BYTES, _MAX_ADOPTED_BLOCKS = 32 << 20, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,8 @@ class WorkerGroup:
         generating: Sequences in their generation phase, by row.
         generation_version: Changes whenever `generating` does.
         num_waiting: Sequences with rows that wait for each result before they run again.
-        adoption: Blocks that the next step asks the worker to look for in what dead ones left.
+        adoptions: Blocks that the next steps ask the worker to look for in what dead ones left, or in its tiers.
+        stored: Hashes of the blocks in its tiers, as far as is known; shared with groups that share the tiers.
         batch_size: Sequences started since the group was last empty.
     """
 
@@ -119,6 +122,7 @@ class WorkerGroup:
         clock: Clock,
         clients: Clients,
         standing: Standing | None = None,
+        stored: set[int] | None = None,
     ) -> None:
         self.group_id = registration.group_id
         self.connection = registration.connection
@@ -146,7 +150,9 @@ class WorkerGroup:
         self.num_on_worker = 0
         self.num_waiting = 0
         self.batch_size = 0
-        self.adoption = Adoption()
+        most = _MAX_ADOPTED_BYTES // registration.block_bytes if registration.block_bytes else _MAX_ADOPTED_BLOCKS
+        self.adoptions = Adoptions(max(most, 1))
+        self.stored = set[int]() if stored is None else stored
         self.in_flight: deque[InFlightStep] = deque()
         self.last_generation = LastGeneration()
         self.next_step_id = 1
@@ -171,10 +177,9 @@ class WorkerGroup:
         return self.standing.is_held(self._clock.now_ns)
 
     def send(self, step: InFlightStep) -> None:
-        """Put a step in flight, the adoption of which was the group's."""
+        """Put a step in flight."""
         self.in_flight.append(step)
         self.next_step_id += 1
-        self.adoption = Adoption()
 
     def deliver(self, event: StepDone) -> str | None:
         """Keep a result until it is its turn.
@@ -202,12 +207,17 @@ class WorkerGroup:
         step = self.in_flight.popleft()
         self.pace.note_result(step, event.time_ns)
         self.tables.settle(step.adoption, event.missing_blocks)
+        if event.missing_blocks:
+            asked = zip(step.adoption.blocks, step.adoption.hashes, strict=True)
+            self.stored.difference_update(value for block, value in asked if block in event.missing_blocks)
         return step
 
     def note_beat(self, event: WorkerBeat) -> bool:
         """Note a sign of life; False when a result is lost."""
         self.last_heard_ns = event.time_ns
         self.memory = event.memory
+        self.stored.difference_update(event.removed_hashes)
+        self.stored.update(event.stored_hashes)
         if not self.in_flight or event.last_step_id < self.in_flight[0].step_id:
             self._num_beats_ahead = 0
             return True
@@ -241,9 +251,8 @@ class WorkerGroup:
 
     @property
     def adopting_requests(self) -> set[Request]:
-        """Requests that wait for what a dead worker left."""
-        adoptions = [self.adoption, *(step.adoption for step in self.in_flight)]
-        return {request for adoption in adoptions for request in adoption.requests}
+        """Requests that wait for what a dead worker left, or for tiers."""
+        return self.adoptions.requests.union(*(step.adoption.requests for step in self.in_flight))
 
     @property
     def inflight_request_ids(self) -> frozenset[str]:
@@ -318,14 +327,16 @@ class WorkerGroup:
             request.state = RequestState.ACTIVE
             self.num_placed += 1
         leader = self._leader(request)
-        can_adopt = request.lost_store != "" and request.lost_store == self.registration.kv_store
+        was_lost_here = request.lost_store != "" and request.lost_store == self.registration.kv_store
+        adoptions = self.adoptions if was_lost_here or (self.stored and request.may_fetch) else None
+        stored = None if was_lost_here else self.stored
         num_found = 0
         waiting = request.waiting_sequences
         starting = waiting[:num_sequences]
         if len(starting) == len(waiting):
             request.lost_store = ""
         for sequence in starting:
-            num_blocks = self.tables.fill(sequence, leader, self.adoption if can_adopt else None)
+            num_blocks = self.tables.fill(sequence, leader, adoptions, stored)
             num_found = num_blocks if sequence is starting[0] else num_found
             self._take_row(sequence, ordinal)
             self.context.append(sequence)

@@ -220,11 +220,13 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
         message.heartbeat.epoch, message.heartbeat.last_step_id = event.epoch, event.last_step_id
         memory = message.heartbeat.memory
         memory.cpu_bytes, memory.gpu_bytes, memory.pinned_bytes = event.memory
+        message.heartbeat.stored_hashes.extend(event.stored_hashes)
+        message.heartbeat.removed_hashes.extend(event.removed_hashes)
     elif isinstance(event, WorkerLeft):
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
     else:
         for item in dataclasses.fields(event):
-            if item.name in ("features", "kept_blocks", "kept_hashes", "attention_windows"):
+            if item.name in ("features", "kept_blocks", "kept_hashes", "stored_hashes", "attention_windows"):
                 getattr(message.register, item.name).extend(getattr(event, item.name))
             elif item.name not in ("time_ns", "connection"):
                 setattr(message.register, item.name, getattr(event, item.name))

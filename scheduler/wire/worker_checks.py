@@ -56,7 +56,7 @@ def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
 
 
 def _check_registration(message: worker_pb2.Register) -> None:
-    for field in ("group_id", "model_fingerprint", "device", "dtype", "kv_store"):
+    for field in ("group_id", "model_fingerprint", "device", "dtype", "kv_store", "tier_store"):
         _check_text(field, getattr(message, field), MAX_NAME)
     if not message.group_id.isprintable():
         raise WrongMessageError("group_id has unprintable characters")
@@ -67,6 +67,7 @@ def _check_registration(message: worker_pb2.Register) -> None:
     _check_range("world_size", (message.world_size,), _MAX_COUNT)
     _check_range("max_loras", (message.max_loras,), _MAX_COUNT)
     _check_range("lora_cache_bytes", (message.lora_cache_bytes,), _MAX_BYTES)
+    _check_range("block_bytes", (message.block_bytes,), _MAX_BYTES)
 
 
 def _check_result(result: worker_pb2.StepResult) -> None:

@@ -39,7 +39,8 @@ def decode_worker_message(
     if kind == "heartbeat":
         beat = message.heartbeat
         memory = (beat.memory.cpu_bytes, beat.memory.gpu_bytes, beat.memory.pinned_bytes)
-        return WorkerBeat(time_ns, connection, beat.epoch, beat.last_step_id, memory)
+        stored, removed = tuple(beat.stored_hashes), tuple(beat.removed_hashes)
+        return WorkerBeat(time_ns, connection, beat.epoch, beat.last_step_id, memory, stored, removed)
     if kind == "register":
         return _registered(message.register, connection, time_ns)
     if kind == "leave":
@@ -74,6 +75,9 @@ def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -
         kept_blocks=tuple(message.kept_blocks),
         kept_hashes=tuple(message.kept_hashes),
         kv_store=message.kv_store,
+        tier_store=message.tier_store,
+        stored_hashes=tuple(message.stored_hashes),
+        block_bytes=message.block_bytes,
         attention_windows=tuple(message.attention_windows),
         max_attention_window=message.max_attention_window,
     )

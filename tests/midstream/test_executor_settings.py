@@ -49,7 +49,7 @@ def test_every_section_is_a_setting_of_a_service() -> None:
             max_attention_window=64,
             sink_token_length=0,
             free_gpu_memory_fraction=0.5,
-            host_cache_size=0,
+            host_cache_size=1 << 30,
             tokens_per_block=8,
         ),
         peft_cache_config=PeftCacheConfig(
@@ -88,6 +88,7 @@ def test_every_section_is_a_setting_of_a_service() -> None:
         "MIDSTREAM_LOGITS_POST_PROCESSORS": "a=m:A,batched=m.n:B",
         "MIDSTREAM_REPLICATE_POST_PROCESSORS": "False",
         "MIDSTREAM_NUM_THREADS": "1",
+        "MIDSTREAM_HOST_KV_BYTES": str(1 << 30),
     }
     assert {name.removeprefix("MIDSTREAM_").lower() for name in environment} <= KNOWN_SETTINGS
 
@@ -96,7 +97,6 @@ def test_every_section_is_a_setting_of_a_service() -> None:
     ("config", "error"),
     [
         (ExecutorConfig(kv_cache_config=KvCacheConfig(sink_token_length=4)), UnsupportedError),
-        (ExecutorConfig(kv_cache_config=KvCacheConfig(host_cache_size=1)), UnsupportedError),
         (ExecutorConfig(max_beam_width=0), InvalidArgumentError),
         (
             ExecutorConfig(logits_post_processor_config=LogitsPostProcessorConfig(processor_map={"a": "m"})),

@@ -104,6 +104,9 @@ class Harness:
             kept_blocks=tuple(kept.kept_blocks),
             kept_hashes=tuple(kept.kept_hashes),
             kv_store=more.pop("kv_store", ""),
+            tier_store=more.pop("tier_store", ""),
+            stored_hashes=more.pop("stored_hashes", ()),
+            block_bytes=more.pop("block_bytes", 0),
             attention_windows=more.pop("attention_windows", self._attention_windows),
             max_attention_window=more.pop("max_attention_window", self.config.max_attention_window),
         )

@@ -1,0 +1,373 @@
+"""Tiers below the KV pool: blocks in host memory and on disk, which outlive the pool's evictions and all processes.
+
+A tier is a folder, in shared memory or on a disk, with one file for each block, named by the hash that the scheduler
+gives its contents. The file's header repeats the kind and the hash, and a checksum covers header and contents. It is
+verified before a block is used: a file that is damaged, cut short or under another's name is a miss, and is removed.
+
+Workers of one kind on a host share the folders and need no locks: a file is written aside and then renamed, one block's
+contents are the same whoever computed it, and who opens a file that another removes reads it to its end. The index of
+what there is may be out of date for some seconds, which costs a miss or a second write.
+
+Blocks are stored when they are full, by a thread of their own, so that a step never waits for it; they are there before
+the pool evicts them. The scheduler is told which hashes are stored, and asks for blocks where it would have them
+computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import struct
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_worker.kv.shared_store import PoolMemory
+from midstream.errors import ConfigError
+from midstream.security.private_folder import is_private
+from midstream.telemetry import Metrics
+
+logger = logging.getLogger(__name__)
+
+# Format, kind, hash, bytes of contents; then the checksum of these and of the contents.
+_HEADER = struct.Struct("<8s16sQQ")
+_FORMAT = b"MSKVBLK1"
+_CHECKSUM_BYTES = 16
+_HEAD_BYTES = _HEADER.size + _CHECKSUM_BYTES
+# How often other workers' files are looked for, and how long a tier that cannot be written to is left alone.
+_SCAN_S, _PAUSE_S = 5.0, 10.0
+# Kinds that no worker opened for so long are removed: a model that is not served any more, an older version.
+_UNUSED_S = 7 * 86_400.0
+# Blocks that wait to be stored; the oldest are dropped, as they can be computed again.
+_MAX_WAITING = 8192
+
+Bytes = NDArray[np.uint8]
+
+
+class TierFolder:
+    """One tier's blocks of one kind.
+
+    Attributes:
+        name: Of the tier, in metrics.
+        num_hits, num_stored, num_evicted, num_damaged, num_errors, read_bytes, written_bytes: Since it was opened.
+    """
+
+    def __init__(self, name: str, folder: Path, kind: str, block_bytes: int, max_bytes: int) -> None:
+        """Open a folder, or make it.
+
+        Args:
+            name: Of the tier.
+            folder: Of this user alone; several kinds and workers share it.
+            kind: All that makes blocks differ in what they hold for the same tokens.
+            block_bytes: Of a block's contents.
+            max_bytes: That files of this kind may take.
+
+        Raises:
+            ConfigError: The folder is not this user's alone or cannot be used.
+        """
+        self.name = name
+        self.num_hits = self.num_stored = self.num_evicted = self.num_damaged = self.num_errors = 0
+        self.read_bytes = self.written_bytes = 0
+        self._kind = hashlib.blake2b(kind.encode(), digest_size=16).digest()
+        self._folder = folder / self._kind.hex()
+        self._block_bytes = block_bytes
+        self._max_blocks = max_bytes // (block_bytes + _HEAD_BYTES)
+        self._lock = threading.Lock()
+        self._index: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._news: dict[int, bool] = {}
+        self._paused_until = 0.0
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            is_ours = is_private(folder)
+            if is_ours:
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                os.utime(self._folder)
+                _remove_unused(folder)
+                self.scan()
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be used: {error}", field=f"{name}_kv_folder") from None
+        if not is_ours:
+            raise ConfigError(f"{folder} must be a folder of this user alone (mode 700)", field=f"{name}_kv_folder")
+
+    def __contains__(self, value: int) -> bool:
+        with self._lock:
+            return value in self._index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def take_all(self) -> set[int]:
+        """Return what is stored, as far as this worker knows; `take_news` begins with what comes after."""
+        with self._lock:
+            self._news.clear()
+            return set(self._index)
+
+    def take_news(self) -> dict[int, bool]:
+        """Return which hashes are stored (true) and not any more (false) since the last call."""
+        with self._lock:
+            news, self._news = self._news, {}
+            return news
+
+    def scan(self) -> None:
+        """Look at what there is, in the order of last use, also by other workers."""
+        found: list[tuple[int, int]] = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    _remove_left(entry)
+                    continue
+                with contextlib.suppress(ValueError, FileNotFoundError):
+                    found.append((entry.stat().st_mtime_ns, int(entry.name, 16)))
+        with self._lock:
+            before, self._index = self._index, OrderedDict((value, None) for _, value in sorted(found))
+            self._news |= dict.fromkeys(before.keys() - self._index.keys(), False)
+            self._news |= dict.fromkeys(self._index.keys() - before.keys(), True)
+
+    def put(self, value: int, contents: Bytes) -> bool:
+        """Store a block, in place of those not used for longest; return False where that failed or is paused."""
+        if time.monotonic() < self._paused_until or not self._max_blocks:
+            return False
+        header = _HEADER.pack(_FORMAT, self._kind, value, len(contents))
+        path, new = self._path(value), self._folder / f".{os.getpid()}-{threading.get_ident()}"
+        try:
+            self._make_room(self._max_blocks - 1)
+            file_number = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                data: list[Any] = [header, _checksum(header, contents), contents.data]
+                if os.writev(file_number, data) != _HEAD_BYTES + len(contents):
+                    raise OSError("the disk is full")
+            finally:
+                os.close(file_number)
+            new.rename(path)
+        except OSError as error:
+            self.num_errors += 1
+            self._paused_until = time.monotonic() + _PAUSE_S
+            logger.warning("cannot store KV blocks in the %s tier: %s", self.name, error)
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+            return False
+        with self._lock:
+            self._index[value] = None
+            self._news[value] = True
+        self.num_stored += 1
+        self.written_bytes += _HEAD_BYTES + len(contents)
+        return True
+
+    def get(self, value: int) -> Bytes | None:
+        """Return the contents of a block, verified; None where there is no such block or it is damaged."""
+        path = self._path(value)
+        try:
+            data = np.fromfile(path, dtype=np.uint8)
+        except FileNotFoundError:
+            self._forget(value)
+            return None
+        except OSError as error:
+            self.num_errors += 1
+            logger.warning("cannot read KV blocks of the %s tier: %s", self.name, error)
+            self._forget(value)
+            return None
+        self.read_bytes += len(data)
+        header = _HEADER.pack(_FORMAT, self._kind, value, self._block_bytes)
+        contents = data[_HEAD_BYTES:]
+        is_whole = len(contents) == self._block_bytes and data[: _HEADER.size].tobytes() == header
+        if not is_whole or data[_HEADER.size : _HEAD_BYTES].tobytes() != _checksum(header, contents):
+            self.num_damaged += 1
+            logger.warning("removed a damaged KV block of the %s tier", self.name)
+            self._forget(value)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            return None
+        self.num_hits += 1
+        self.touch(value)
+        return contents
+
+    def touch(self, value: int) -> None:
+        """Note that a block was used."""
+        with self._lock:
+            if value in self._index:
+                self._index.move_to_end(value)
+        now_ns = time.time_ns()  # finer than what the kernel gives a new file
+        with contextlib.suppress(OSError):
+            os.utime(self._path(value), ns=(now_ns, now_ns))
+
+    def _make_room(self, max_blocks: int) -> None:
+        while True:
+            with self._lock:
+                if len(self._index) <= max_blocks:
+                    return
+                value, _ = self._index.popitem(last=False)
+                self._news[value] = False
+            self._path(value).unlink(missing_ok=True)
+            self.num_evicted += 1
+
+    def _forget(self, value: int) -> None:
+        with self._lock:
+            if value in self._index:
+                del self._index[value]
+                self._news[value] = False
+
+    def _path(self, value: int) -> Path:
+        return self._folder / f"{value:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChanges:
+    """Hashes whose blocks are stored, and are not any more, since these were last asked for."""
+
+    stored: tuple[int, ...]
+    removed: tuple[int, ...]
+
+
+class KvTiers:
+    """A pool's tiers: stores its full blocks, and fetches blocks into it.
+
+    Attributes:
+        name: Equal for workers that share the tiers.
+    """
+
+    def __init__(self, tiers: Sequence[TierFolder], name: str, pool: PoolMemory) -> None:
+        """Begin to store.
+
+        Args:
+            tiers: The fastest first.
+            name: Equal for workers that share them.
+            pool: Blocks, and the hashes of what they hold at any moment (KeptBlocks).
+        """
+        self.name = name
+        self._tiers, self._pool = tiers, pool
+        self._waiting: deque[tuple[int, int]] = deque(maxlen=_MAX_WAITING)
+        self._wake, self._stopped = threading.Condition(), False
+        self._is_storing = False
+        self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
+        self._thread.start()
+
+    def offer(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Store blocks, each with the hash of what it holds, as long as it holds it."""
+        with self._wake:
+            self._waiting.extend(blocks)
+            self._wake.notify()
+
+    def fetch(self, hashes: NDArray[np.uint64], targets: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Fill target blocks with what is stored under these hashes; return the targets that were not found."""
+        missing = []
+        for value, target in zip(hashes.tolist(), targets.tolist(), strict=True):
+            contents = next((found for tier in self._tiers if (found := tier.get(value)) is not None), None)
+            if contents is None:
+                missing.append(target)
+                continue
+            keys, values = self._pool.keys[:, target], self._pool.values[:, target]
+            keys[:], values[:] = contents[: keys.size].reshape(keys.shape), contents[keys.size :].reshape(values.shape)
+        return np.array(missing, dtype=np.int32)
+
+    def hashes(self) -> set[int]:
+        """Return what is stored; `changes` begins with what comes after."""
+        return set[int]().union(*(tier.take_all() for tier in self._tiers))
+
+    def changes(self) -> StoreChanges:
+        """Return what changed since `hashes` or `changes` was last called."""
+        stored, removed = set[int](), set[int]()
+        for tier in self._tiers:
+            for value, is_stored in tier.take_news().items():
+                (stored if is_stored else removed).add(value)
+        stored |= {value for value in removed if any(value in tier for tier in self._tiers)}
+        return StoreChanges(tuple(stored), tuple(removed - stored))
+
+    def wait_until_stored(self, timeout_s: float) -> bool:
+        """Wait until everything that was offered is stored or dropped; return whether it is."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._waiting and not self._is_storing, timeout_s)
+
+    def close(self) -> None:
+        """Stop to store; what waits is dropped."""
+        with self._wake:
+            self._stopped = True
+            self._waiting.clear()
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        next_scan = time.monotonic() + _SCAN_S
+        while True:
+            with self._wake:
+                self._is_storing = False
+                self._wake.notify_all()
+                self._wake.wait_for(lambda: self._stopped or self._waiting, max(next_scan - time.monotonic(), 0))
+                if self._stopped:
+                    return
+                work = [self._waiting.popleft() for _ in range(min(len(self._waiting), 64))]
+                self._is_storing = bool(work)
+            for block, value in work:
+                self._store(block, value)
+            if time.monotonic() >= next_scan:
+                next_scan = time.monotonic() + _SCAN_S
+                for tier in self._tiers:
+                    with contextlib.suppress(OSError):
+                        tier.scan()
+
+    def _store(self, block: int, value: int) -> None:
+        lacking = [tier for tier in self._tiers if value not in tier]
+        for tier in self._tiers:
+            if tier not in lacking:
+                tier.touch(value)
+        if not lacking:
+            return
+        memory = self._pool
+        parts = (memory.keys[:, block], memory.values[:, block])
+        contents = np.concatenate([part.reshape(-1) for part in parts])
+        # A hash is wiped before its block may change, so it was the same all the while.
+        if int(memory.hashes[block]) != value:
+            return
+        for tier in lacking:
+            tier.put(value, contents)
+
+    def count(self, metrics: Metrics) -> None:
+        """Show hits, bytes and failures of each tier in the metrics."""
+        texts = {
+            "num_hits": ("worker_kv_tier_hits", "KV blocks fetched."),
+            "num_stored": ("worker_kv_tier_stored", "KV blocks stored."),
+            "num_evicted": ("worker_kv_tier_evicted", "KV blocks removed to make room."),
+            "num_damaged": ("worker_kv_tier_damaged", "KV blocks that failed verification and were removed."),
+            "num_errors": ("worker_kv_tier_errors", "Reads and writes that failed."),
+            "read_bytes": ("worker_kv_tier_read_bytes", "Bytes read."),
+            "written_bytes": ("worker_kv_tier_written_bytes", "Bytes written."),
+        }
+        for attribute, (name, text) in texts.items():
+            gauge = metrics.gauge(name, text, ("tier",))
+            for tier in self._tiers:
+                gauge.labels(tier.name).set_function(partial(getattr, tier, attribute))
+        blocks = metrics.gauge("worker_kv_tier_blocks", "KV blocks that are stored.", ("tier",))
+        for tier in self._tiers:
+            blocks.labels(tier.name).set_function(partial(len, tier))
+
+
+def _checksum(header: bytes, contents: Bytes) -> bytes:
+    digest = hashlib.blake2b(header, digest_size=_CHECKSUM_BYTES)
+    digest.update(contents.data)
+    return digest.digest()
+
+
+def _remove_left(entry: os.DirEntry[str]) -> None:
+    """Remove a file that was not written to its end, once nobody can be writing it any more."""
+    with contextlib.suppress(OSError):
+        if time.time() - entry.stat().st_mtime > 60:
+            Path(entry.path).unlink()
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove kinds that no worker opened for long; nothing else in the folder is ours."""
+    for kind in folder.iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if len(bytes.fromhex(kind.name)) == 16 and time.time() - kind.stat().st_mtime > _UNUSED_S:
+                for path in kind.iterdir():
+                    path.unlink()
+                kind.rmdir()

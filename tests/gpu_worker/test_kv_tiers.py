@@ -1,0 +1,208 @@
+"""Blocks below the pool: stored while they hold what their hash says, found again, and never wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu_worker.kv.shared_store import PoolMemory
+from gpu_worker.kv.tiers import KvTiers, StoreChanges, TierFolder
+from midstream.errors import ConfigError
+
+NUM_LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 40, 8
+BLOCK_BYTES = 2 * NUM_LAYERS * LAYER_BYTES
+FILE_BYTES = BLOCK_BYTES + 56
+# 10,000 once by hand.
+NUM_CORRUPTIONS = int(os.environ.get("MIDSTREAM_CORRUPTIONS", "300"))
+
+
+def pool(seed: int = 0) -> PoolMemory:
+    """A pool of random blocks, block i under the hash 100 + i."""
+    data = np.random.default_rng(seed).integers(0, 256, (2, NUM_LAYERS, NUM_BLOCKS, LAYER_BYTES), dtype=np.uint8)
+    return PoolMemory(np.arange(100, 100 + NUM_BLOCKS, dtype=np.uint64), data[0], data[1])
+
+
+def empty_pool() -> PoolMemory:
+    zeros = np.zeros((2, NUM_LAYERS, NUM_BLOCKS, LAYER_BYTES), dtype=np.uint8)
+    return PoolMemory(np.zeros(NUM_BLOCKS, dtype=np.uint64), zeros[0], zeros[1])
+
+
+def tier(folder: Path, num_blocks: int = 100, kind: str = "kind", name: str = "disk") -> TierFolder:
+    return TierFolder(name, folder, kind, BLOCK_BYTES, num_blocks * FILE_BYTES)
+
+
+def block(value: int) -> np.ndarray:
+    return np.random.default_rng(value).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+
+
+def store_all(folder: Path, memory: PoolMemory) -> None:
+    """A worker stores its whole pool and ends."""
+    tiers = KvTiers([tier(folder)], "store", memory)
+    tiers.offer([(i, 100 + i) for i in range(NUM_BLOCKS)])
+    assert tiers.wait_until_stored(30)
+    tiers.close()
+
+
+def fetch(folder: Path, memory: PoolMemory, hashes: list[int]) -> list[int]:
+    """Fetch into blocks 0, 1, …; return those that were not found."""
+    tiers = KvTiers([tier(folder)], "store", memory)
+    missing = tiers.fetch(np.array(hashes, dtype=np.uint64), np.arange(len(hashes), dtype=np.int32))
+    tiers.close()
+    return [int(target) for target in missing]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_blocks_are_found_again_after_the_worker_ended(tmp_path: Path) -> None:
+    before, after = pool(), empty_pool()
+    store_all(tmp_path / "tier", before)
+    assert fetch(tmp_path / "tier", after, [103, 999, 107]) == [1]
+    for target, source in ((0, 3), (2, 7)):
+        assert np.array_equal(after.keys[:, target], before.keys[:, source])
+        assert np.array_equal(after.values[:, target], before.values[:, source])
+    assert not after.keys[:, 1].any()
+
+
+def test_a_block_that_changed_before_it_was_stored_is_not_stored(tmp_path: Path) -> None:
+    memory = pool()
+    memory.hashes[2] = 0
+    store_all(tmp_path / "tier", memory)
+    assert {int(path.name, 16) for path in files(tmp_path)} == {100 + i for i in range(NUM_BLOCKS) if i != 2}
+
+
+def test_a_pool_without_values_is_stored(tmp_path: Path) -> None:
+    """Latent attention caches one vector a token."""
+    keys = pool().keys
+    memory = PoolMemory(pool().hashes, keys, np.zeros((NUM_LAYERS, NUM_BLOCKS, 0), dtype=np.uint8))
+    folder = TierFolder("disk", tmp_path / "tier", "kind", BLOCK_BYTES // 2, 1 << 20)
+    tiers = KvTiers([folder], "store", memory)
+    tiers.offer([(5, 105)])
+    assert tiers.wait_until_stored(30)
+    before = keys[:, 5].copy()
+    keys[:] = 0
+    assert tiers.fetch(np.array([105], dtype=np.uint64), np.array([1], dtype=np.int32)).tolist() == []
+    assert np.array_equal(keys[:, 1], before)
+    tiers.close()
+
+
+def test_kinds_never_share_a_block(tmp_path: Path) -> None:
+    mine, other = tier(tmp_path / "tier", kind="one model"), tier(tmp_path / "tier", kind="another model")
+    assert mine.put(7, block(7))
+    assert other.get(7) is None
+    # Not even where a file is moved by hand.
+    (file,) = files(tmp_path)
+    (folder,) = [path for path in (tmp_path / "tier").iterdir() if path != file.parent]
+    file.rename(folder / file.name)
+    other.scan()
+    assert other.get(7) is None
+    assert other.num_damaged == 1
+
+
+def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+    folder = tier(tmp_path / "tier", num_blocks=3)
+    for value in (1, 2, 3):
+        assert folder.put(value, block(value))
+    assert folder.get(1) is not None
+    assert folder.put(4, block(4))
+    assert (len(files(tmp_path)), folder.num_evicted) == (3, 1)
+    assert [value for value in (1, 2, 3, 4) if value in folder] == [1, 3, 4]
+
+
+def test_use_is_remembered_when_all_workers_ended(tmp_path: Path) -> None:
+    folder = tier(tmp_path / "tier", num_blocks=3)
+    for value in (1, 2, 3):
+        folder.put(value, block(value))
+    folder.touch(1)
+    again = tier(tmp_path / "tier", num_blocks=3)
+    assert again.put(4, block(4))
+    assert [value for value in (1, 2, 3, 4) if value in again] == [1, 3, 4]
+
+
+def test_changes_are_told_once(tmp_path: Path) -> None:
+    host, disk = tier(tmp_path / "host", 2, name="host"), tier(tmp_path / "disk", 3)
+    disk.put(50, block(50))
+    tiers = KvTiers([host, disk], "store", pool())
+    assert tiers.hashes() == {50}
+    assert tiers.changes() == StoreChanges((), ())
+    tiers.offer([(0, 100), (1, 101)])
+    assert tiers.wait_until_stored(30)
+    found = tiers.changes()
+    assert (set(found.stored), found.removed) == ({100, 101}, ())
+    tiers.offer([(2, 102)])  # host evicts 100, which disk still holds; disk evicts 50
+    assert tiers.wait_until_stored(30)
+    found = tiers.changes()
+    assert {102} <= set(found.stored) <= {100, 102}
+    assert found.removed == (50,)
+    tiers.close()
+
+
+def test_workers_find_each_others_blocks(tmp_path: Path) -> None:
+    one, other = tier(tmp_path / "tier"), tier(tmp_path / "tier")
+    one.put(5, block(5))
+    assert 5 not in other
+    other.scan()
+    assert other.take_news() == {5: True}
+    found = other.get(5)
+    assert found is not None
+    assert np.array_equal(found, block(5))
+    one._make_room(0)
+    assert other.get(5) is None
+    assert other.take_news() == {5: False}
+
+
+def test_a_full_disk_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", fail)
+    folder = tier(tmp_path / "tier")
+    assert not folder.put(1, block(1))
+    assert (folder.num_errors, files(tmp_path)) == (1, [])
+    assert not folder.put(2, block(2))
+    assert folder.num_errors == 1, "it is left alone for a while"
+
+
+def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="700"):
+        tier(tmp_path / "open")
+
+
+def test_damage_is_found_counted_and_removed(tmp_path: Path) -> None:
+    """Flipped bits, cut and lengthened files, files under another's name, other kinds', and what a crash leaves."""
+    rng = random.Random(1)
+    mine, others = tier(tmp_path / "tier"), tier(tmp_path / "tier", kind="another salt's")
+    for number in range(NUM_CORRUPTIONS):
+        value = 1000 + number
+        assert mine.put(value, block(value))
+        path = mine._path(value)
+        data = bytearray(path.read_bytes())
+        kind = rng.choice(["bit", "cut", "longer", "swapped", "other kind", "zeros", "empty"])
+        if kind == "bit":
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        elif kind == "cut":
+            del data[rng.randrange(1, len(data)) :]
+        elif kind == "longer":
+            data += bytes(rng.randint(1, 100))
+        elif kind == "swapped":
+            assert mine.put(1, block(1))
+            data[:] = mine._path(1).read_bytes()
+        elif kind == "other kind":
+            assert others.put(value, block(value))
+            data[:] = others._path(value).read_bytes()
+        elif kind == "zeros":
+            start = rng.randrange(len(data) - 60)
+            data[start:] = bytes(len(data) - start)
+        else:
+            data.clear()
+        path.write_bytes(data)
+        assert mine.get(value) is None, kind
+        assert mine.num_damaged == number + 1, kind
+        assert not path.exists()
+        assert value not in mine

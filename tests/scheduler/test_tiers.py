@@ -1,0 +1,130 @@
+"""Blocks that tiers hold are fetched in place of computing them, a few in each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scheduler.core.events import WorkerBeat
+from scheduler.core.request import FinishReason
+from tests.scheduler.fake_group import FakeGroup
+from tests.scheduler.harness import Harness
+
+PROMPT = list(range(100, 122))  # 5 blocks of 4 tokens and a half
+STEP_BYTES = 32 << 20
+
+
+def stored(**group: Any) -> tuple[Harness, FakeGroup]:
+    """A worker group that begins with nothing in its pool, and with the prompt's blocks in its tiers."""
+    harness = Harness(pipeline_depth=1)
+    first = harness.add_group("g")
+    harness.submit("first", PROMPT, 4)
+    harness.run()
+    harness.cut("g")
+    hashes = tuple(int(value) for value in first.hashes if value)
+    return harness, harness.add_group("h", tier_store="host", stored_hashes=hashes, **group)
+
+
+def test_a_new_request_begins_with_stored_blocks() -> None:
+    harness, group = stored()
+    harness.submit("a", [*PROMPT[:12], *range(300, 310)], 4)
+    harness.run()
+    assert group.num_adopted == 3
+    assert group.model.num_context_tokens == 22 - 12
+    assert harness.ended["a"] is FinishReason.LENGTH
+    harness.check_is_empty()
+
+
+def test_a_step_fetches_a_few() -> None:
+    harness, group = stored(block_bytes=STEP_BYTES // 2)
+    harness.submit("a", PROMPT, 4)
+    harness.turn()
+    asked = []
+    while group.batches and group.batches[0].adopted_blocks:
+        asked.append(len(group.batches[0].adopted_blocks))
+        harness.step("h")
+    assert asked == [2, 2, 1]
+    harness.run()
+    assert group.model.num_context_tokens == 22 - 20
+    harness.check_is_empty()
+
+
+def test_requests_that_share_a_prefix_fetch_it_once() -> None:
+    harness, group = stored()
+    for name in "abc":
+        harness.submit(name, PROMPT, 4)
+    harness.run()
+    assert group.num_adopted == 5
+    assert group.model.num_context_tokens == 3 * 2
+    harness.check_is_empty()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_blocks_that_are_given_back_before_they_were_fetched_are_not_written_to(num_steps: int) -> None:
+    harness, group = stored(block_bytes=STEP_BYTES, num_blocks=12)
+    harness.submit("a", PROMPT, 4)
+    harness.turn()
+    for _ in range(num_steps):
+        harness.step("h")
+    harness.core.lifecycle.end(harness.core.lifecycle.requests["a"], FinishReason.ABORT)
+    harness.submit("b", 40, 4)
+    harness.run()
+    assert harness.ended["b"] is FinishReason.LENGTH
+    assert group.num_adopted <= num_steps + 1
+    harness.check_is_empty()
+
+
+def test_one_who_shares_computes_what_the_first_left_unfetched() -> None:
+    harness, group = stored(block_bytes=STEP_BYTES)
+    for name in "ab":
+        harness.submit(name, PROMPT, 4)
+    harness.turn()
+    harness.core.lifecycle.end(harness.core.lifecycle.requests["a"], FinishReason.ABORT)
+    harness.run()
+    assert harness.ended["b"] is FinishReason.LENGTH
+    assert group.num_adopted <= 1
+    harness.check_is_empty()
+
+
+def test_what_is_not_found_is_computed_and_not_looked_for_again() -> None:
+    harness, group = stored()
+    group.store.clear()
+    harness.submit("a", PROMPT, 4)
+    harness.run()
+    assert (group.num_adopted, group.model.num_context_tokens) == (0, 22)
+    assert len(harness.group("h").stored) == 1  # of the first one's output
+    harness.check_is_empty()
+
+
+def test_heartbeats_tell_what_changed() -> None:
+    harness, group = stored()
+    known = set(harness.group("h").stored)
+    some = min(known)
+    connection = group.registration.connection
+    harness.handle(WorkerBeat(harness.now_ns, connection, group.epoch, 0, (0, 0, 0), (5,), (some,)))
+    assert harness.group("h").stored == known - {some} | {5}
+
+
+def test_groups_of_one_store_know_the_same() -> None:
+    harness, group = stored()
+    other = harness.add_group("i", tier_store="host", stored_hashes=(5,))
+    assert harness.group("i").stored is harness.group("h").stored
+    assert harness.group("h").stored == {5, *group.registration.stored_hashes}
+    for name in ("h", "i"):
+        harness.cut(name)
+    harness.add_group("j", tier_store="host", stored_hashes=(6,))
+    assert harness.group("j").stored == {6}
+    assert other.num_adopted == 0
+
+
+def test_a_worker_that_dies_while_it_fetches_is_not_followed_by_another() -> None:
+    harness, group = stored()
+    harness.submit("a", PROMPT, 4)
+    harness.turn()
+    assert group.batches[0].adopted_blocks
+    harness.cut("h")
+    heir = harness.add_group("i", tier_store="host", stored_hashes=group.registration.stored_hashes)
+    harness.run()
+    assert (heir.num_adopted, heir.model.num_context_tokens) == (0, 22)
+    harness.check_is_empty()
