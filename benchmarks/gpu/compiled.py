@@ -1,18 +1,18 @@
-"""Compiles the Triton kernels for a Hopper GPU where there is none: `python -m benchmarks.gpu.compiled [NAME ...]`.
+"""Compiles the Triton kernels without a GPU: `python -m benchmarks.gpu.compiled [--capability C] [NAME ...]`.
 
 The launchers run on meta tensors at the shapes of an 8B model, and each kernel that they would start is compiled for
-compute capability 9.0 with the tools in Triton's package. Prints one JSON object a line: registers and stack bytes of a
-thread, spills (local stores), shared memory of a program, and whether the matrix products are Hopper's own (HGMMA). It
-shows that the kernels compile, and what they ask for; not that they are right or fast.
+compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object a line:
+registers and stack bytes of a thread, spills (local stores), shared memory of a program, and whether the matrix
+products are Hopper's own (HGMMA). It shows that kernels compile and what they ask for, not that they are right.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -33,7 +33,8 @@ from kernels import BlockWeight, KvScales
 from kernels import triton as operations
 from kernels.block_weight import KINDS
 
-HOPPER = GPUTarget("cuda", 90, 32)
+# Compute capabilities of Ampere, Hopper and Blackwell.
+CAPABILITIES = (80, 90, 100)
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -55,8 +56,11 @@ class Compiled:
 class NoDevice:
     """Stands in for the CUDA driver as far as compiling goes."""
 
+    def __init__(self, capability: int = 90) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return HOPPER
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -68,9 +72,9 @@ class NoDevice:
         return torch.device("meta")
 
 
-def compile_cases(names: set[str]) -> Iterator[Compiled]:
-    """Compiles the cases of these names; all, if there are none."""
-    driver.set_active(NoDevice())
+def compile_cases(names: set[str], capability: int = 90) -> Iterator[Compiled]:
+    """Compile the cases of these names for a compute capability, times ten; all, if there are no names."""
+    driver.set_active(NoDevice(capability))
     made: list[tuple[str, Any]] = []
 
     def launch(function: JITFunction, grid: object) -> Callable[..., object]:
@@ -212,5 +216,9 @@ CASES: dict[str, Callable[[], object]] = {
 
 
 if __name__ == "__main__":
-    for found in compile_cases(set(sys.argv[1:])):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.compiled")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--capability", type=int, choices=CAPABILITIES, default=90)
+    options = parser.parse_args()
+    for found in compile_cases(set(options.names), options.capability):
         print(json.dumps(asdict(found)), flush=True)
