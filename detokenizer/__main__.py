@@ -37,7 +37,7 @@ async def serve(config: DetokenizerConfig) -> None:
     folder = open_model_folder(config.model)
     decoders = decoder_factory(Tokenizer(folder.path))
     progress, metrics = Progress(), Metrics()
-    num_tokens = metrics.counter("detokenized_tokens", "Tokens that came over the feeds.")
+    num_tokens = metrics.counter("detokenized_tokens", "Tokens received over the feeds.")
     detokenizer_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
     tls = Tls.from_config(config)
     tracer = Tracer.from_config(config, "detokenizer")

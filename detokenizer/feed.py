@@ -1,12 +1,12 @@
-"""The token feed: one stream to each scheduler, over which all requests' tokens come.
+"""The token feed: one stream to each scheduler, which carries the tokens of all requests.
 
 1. A router attaches a request; the pool sends `attach` on the feed of every scheduler (cell), since only the scheduler
-   knows which requests it has. Those that do not know it say so, and the one that does sends `opened`.
-2. Tokens come in batches, each everything new since the last; they go straight to the request's OutputStream.
-3. Where a stop word is found, `stop` goes up, and the end comes down as for any other sequence.
-4. When a feed breaks, it is opened again and everything that hung on it is attached anew. Tokens come from the first
-   one, and the streams drop what they have had. Where the scheduler stays away, streams fail, so that their routers try
-   elsewhere.
+   knows which requests it has. The owner replies with `opened`, the others that they do not have it.
+2. Tokens arrive in batches, each with everything new since the last; they go straight to the request's OutputStream.
+3. When a stop word is found, `stop` is sent, and the scheduler ends the sequence like any other.
+4. When a feed breaks, it is reopened and its requests are attached again. Tokens are resent from the first one, and the
+   streams drop those they already have. If the scheduler stays unreachable, the streams fail, so that their routers try
+   another detokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 
 logger = logging.getLogger(__name__)
 
-# How long streams wait for a lost scheduler before their routers are told.
+# How long streams wait for a lost scheduler before they fail.
 _LOST_GRACE_S = 2.0
 _Call = grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]
 
@@ -51,7 +51,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         self._streams: dict[int, OutputStream] = {}
 
     def attach(self, stream: OutputStream) -> None:
-        """Asks for a request's tokens, now or once the feed is open."""
+        """Subscribe to a request's tokens, now or once the feed is open."""
         self._streams[stream.feed_number] = stream
         if self.is_open:
             self._send(_attach(stream))
@@ -59,21 +59,21 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
             self._give_up_later([stream.feed_number])
 
     def detach(self, stream: OutputStream) -> None:
-        """Asks for no more; nothing happens if it was not attached."""
+        """Unsubscribe; no effect if it was not attached."""
         if self._streams.pop(stream.feed_number, None) is not None and self.is_open:
             self._send(pb.FeedCommand(detach=pb.FeedDetach(stream=stream.feed_number)))
 
     def close(self) -> None:
-        """The scheduler is not there any more: what hangs on it is attached elsewhere by its routers."""
+        """Fail the attached streams: the scheduler was removed, and routers attach elsewhere."""
         self.is_open = False
         self._give_up(list(self._streams))
 
     def has(self, stream: OutputStream) -> bool:
-        """Whether it is attached, or will be once the feed is open."""
+        """Return whether it is attached, or will be once the feed is open."""
         return stream.feed_number in self._streams
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
-        """Tells the scheduler where a sequence ends. After a reconnect the stop word is found again and told again."""
+        """Tell the scheduler where a sequence ends; after a reconnect the stop word is found and sent again."""
         stop = pb.FeedStop(
             stream=stream.feed_number, sequence_index=sequence_index, num_tokens=num_tokens, stop_word=stop_word
         )
@@ -101,7 +101,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         asyncio.get_running_loop().call_later(_LOST_GRACE_S, self._give_up, lost)
 
     def _give_up(self, lost: list[int]) -> None:
-        """Fails what hung on a feed that has not come back."""
+        """Fail the streams of a feed that did not reconnect."""
         for number in () if self.is_open else lost:
             stream = self._streams.get(number)
             if stream is not None:
@@ -134,15 +134,15 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
 
     @contextlib.contextmanager
     def _for_one(self, number: int) -> Iterator[OutputStream | None]:
-        """Gives what the feed calls `number`; an error meanwhile fails that stream, and no other on the feed."""
+        """Yield the stream with feed number `number`; an error in the body fails that stream alone."""
         stream = self._streams.get(number)
         try:
             yield stream
         except Exception as error:
             if stream is None:
                 raise
-            logger.exception("a stream cannot take what came for it", extra={"request_id": stream.request_id})
-            stream.fail(ExecutionError(f"its output cannot be used: {error}"))
+            logger.exception("cannot process output for a stream", extra={"request_id": stream.request_id})
+            stream.fail(ExecutionError(f"invalid output: {error}"))
 
     def _push_tokens(self, batch: pb.FeedBatch) -> None:
         token_ids, offsets, streams = batch.token_ids[:], batch.token_offsets[:], self._streams
@@ -157,8 +157,8 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
                 try:
                     stream.push(self, sequence_index, offset, token_ids[start : start + length])
                 except Exception as error:
-                    logger.exception("a stream cannot take its tokens", extra={"request_id": stream.request_id})
-                    stream.fail(ExecutionError(f"its tokens cannot be used: {error}"))
+                    logger.exception("cannot process tokens for a stream", extra={"request_id": stream.request_id})
+                    stream.fail(ExecutionError(f"invalid tokens: {error}"))
             start += length
         self._pool.count_tokens(len(token_ids))
 
@@ -185,7 +185,7 @@ class FeedPool:
         on_detach: Callable[[OutputStream], None] = lambda _: None,
         transport: str = "grpc",
     ) -> None:
-        """`on_detach` is told of each stream whose router asks for no more; `transport` is as in the configuration."""
+        """`on_detach` is called with each stream that its router detached; `transport` is the setting's value."""
         self.transport = transport
         self.max_message_bytes = max_message_bytes
         self.tls = tls
@@ -199,7 +199,7 @@ class FeedPool:
         self._waiting: dict[int, OutputStream] = {}  # attached, not claimed yet
 
     async def run(self) -> None:
-        """Keeps feeds open until cancelled."""
+        """Keep feeds open until cancelled."""
         try:
             await self._discovery.run()
             await asyncio.Event().wait()
@@ -208,31 +208,31 @@ class FeedPool:
                 task.cancel()
 
     def server_name(self, target: str) -> str:
-        """Name that the certificate of a scheduler must carry; empty: its address."""
+        """Name that a scheduler's certificate must carry; empty: its address."""
         return self._discovery.name_of(target)
 
     def attach(self, stream: OutputStream) -> None:
-        """Asks all schedulers for a request."""
+        """Subscribe to a request at all schedulers."""
         self._waiting[stream.feed_number] = stream
         for feed in self.feeds.values():
             feed.attach(stream)
 
     def detach(self, stream: OutputStream) -> None:
-        """Asks for no more of it."""
+        """Unsubscribe from it."""
         self._on_detach(stream)
         self._waiting.pop(stream.feed_number, None)
         for feed in self.feeds.values():
             feed.detach(stream)
 
     def claim(self, stream: OutputStream, owner: SchedulerFeed) -> None:
-        """`owner` has the request, so nobody else does."""
+        """Detach the request from all schedulers but `owner`, which has it."""
         if self._waiting.pop(stream.feed_number, None) is not None:
             for feed in self.feeds.values():
                 if feed is not owner:
                     feed.detach(stream)
 
     def refused(self, stream: OutputStream, opened: pb.FeedOpened) -> None:
-        """A scheduler does not have the request, or has lost it, or it cannot be resumed."""
+        """Handle a scheduler that does not have the request, lost it, or cannot resume it."""
         error = from_proto(opened.error)
         if isinstance(error, NotFoundError) and any(feed.has(stream) for feed in self.feeds.values()):
             return

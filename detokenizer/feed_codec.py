@@ -1,4 +1,4 @@
-"""Translates what schedulers say on their feeds into the detokenizer's plain types."""
+"""Convert the feed's protobuf messages into the detokenizer's own types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protos import scheduler_pb2 as pb
 
 
 def sequence_end_from_proto(end: pb.FeedSequenceEnd) -> SequenceEnd:
-    """How a sequence ended; an end without a reason is an error."""
+    """Return how a sequence ended; an end without a reason is an error."""
     return SequenceEnd(
         end.sequence_index,
         finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR,
@@ -20,7 +20,7 @@ def sequence_end_from_proto(end: pb.FeedSequenceEnd) -> SequenceEnd:
 
 
 def opened_from_proto(opened: pb.FeedOpened, end_ids: tuple[int, ...]) -> Opened:
-    """What a request asks of its text; `end_ids` are the model's, where it names none itself."""
+    """Return a request's text options; `end_ids` are the model's, used when it names none."""
     stopping, output = opened.stopping, opened.output
     ends = (stopping.end_id,) if stopping.HasField("end_id") else end_ids
     rules = TextRules(

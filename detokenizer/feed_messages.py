@@ -1,4 +1,4 @@
-"""What a scheduler says of a request on its feed, as plain types."""
+"""Messages of the token feed as plain types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from midstream.chunk import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a scheduler says of a request when its tokens begin to flow."""
+    """The first message for a request, sent before its tokens."""
 
     num_sequences: int
     rules: TextRules
@@ -24,7 +24,7 @@ class Opened:
 class SequenceEnd:
     """How a sequence ended; `num_tokens` is the length of its output without the prompt.
 
-    A cumulative log probability is the scheduler's word, of beams; else it is the sum of the tokens'.
+    The cumulative log probability is set by the scheduler for beams; otherwise it is the sum over the tokens.
     """
 
     sequence_index: int

@@ -1,7 +1,7 @@
-"""Text of tokens as they come, at a constant cost per token, and never a broken character.
+"""Incremental decoding: constant cost per token, and never a broken character.
 
-A token stands for bytes; text is what their concatenation says in UTF-8. So a decoder keeps the bytes of an unfinished
-character and nothing else, and the texts of all chunks together are exactly what the tokenizer decodes from all tokens.
+A token stands for bytes; the text is their concatenation decoded as UTF-8. So a decoder keeps only the bytes of an
+unfinished character, and the concatenated chunks equal what the tokenizer decodes from all tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from midstream.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Tokens that form no character together; a character has 4 bytes. Bounds what each further token costs.
+# Most tokens held without a complete character (one has 4 bytes at most); bounds the cost of each further token.
 _MAX_WAITING = 32
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -26,21 +26,21 @@ class TextDecoder(Protocol):
     """State of one sequence."""
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Text that these tokens made certain."""
+        """Return the text that these tokens make final."""
 
     def finish(self) -> str:
-        """Text of what is left, with U+FFFD for bytes that form no character. Nothing may be decoded after it."""
+        """Return the remaining text, with U+FFFD for incomplete bytes; the decoder must not be used after it."""
 
 
 class DecoderFactory(Protocol):
-    """Opens decoders; holds the byte table that they share."""
+    """Creates decoders, and holds the byte table that they share."""
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
         """A decoder at the beginning of a text."""
 
 
 def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
-    """Return the decoders for a tokenizer: tables of our own where it decodes in a known way, else the library's."""
+    """Return the decoders for a tokenizer: our own tables for known decoders, else the library's."""
     steps: list[dict[str, Any]] = tokenizer.decoder.get("decoders", [tokenizer.decoder])
     kinds = [str(step.get("type")) for step in steps]
     if kinds == ["ByteLevel"]:
@@ -52,7 +52,7 @@ def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
         and (len(steps) == 3 or strip.items() <= steps[3].items())
     ):
         return ByteFallbackFactory(tokenizer, strip_first_space=len(steps) == 4)
-    logger.info("text is decoded by the tokenizers library: its decoder is %s", " + ".join(kinds))
+    logger.info("decoding text with the tokenizers library (decoder: %s)", " + ".join(kinds))
     return LibraryFactory(tokenizer)
 
 
@@ -101,7 +101,7 @@ class ByteFallbackFactory:
 
 
 class _ByteFallbackDecoder:
-    """The tokenizer decodes a run of byte tokens as a whole, so none of it is certain before the run ends."""
+    """Decode a run of byte tokens as a whole, as the tokenizer does: none of it is final before the run ends."""
 
     __slots__ = ("_pieces", "_run", "_strip")
 
@@ -140,7 +140,7 @@ class _ByteFallbackDecoder:
 
 
 class LibraryFactory:
-    """Any other decoder, or none, by the library's own incremental decoding."""
+    """Any other decoder, or none, through the library's incremental decoding."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -151,7 +151,7 @@ class LibraryFactory:
 
 
 class _LibraryDecoder:
-    """Keeps the tokens whose text was given last, which say how the next ones are joined, and those that wait."""
+    """Keeps the last emitted tokens, which decide how the next ones are joined, and the pending ones."""
 
     __slots__ = ("_before", "_skip", "_step", "_tokenizer", "_waiting")
 
@@ -171,7 +171,7 @@ class _LibraryDecoder:
         self._waiting.append(token_id)
         try:
             text = self._step(token_id)
-        except Exception:  # noqa: BLE001 (the library raises plain Exception: this token changes text that was given)
+        except Exception:  # noqa: BLE001 (the library raises plain Exception when a token changes emitted text)
             return self._flush()
         if text:
             self._before, self._waiting = self._waiting, []
@@ -180,7 +180,7 @@ class _LibraryDecoder:
         return text or ""
 
     def _flush(self) -> str:
-        """The text of the tokens that wait, whatever follows."""
+        """Return the text of the pending tokens, whatever follows."""
         before = self._text(self._before)
         text = self._text(self._before + self._waiting)
         text = text[len(before) :] if text.startswith(before) else self._text(self._waiting)
@@ -193,12 +193,12 @@ class _LibraryDecoder:
 
 
 def _ids(tokenizer: Tokenizer) -> range:
-    # Added tokens may lie beyond the count of entries when ids have gaps.
+    # With gaps in the ids, added tokens may have ids above the number of entries.
     return range(max(tokenizer.vocab_size, max(tokenizer.special_ids, default=-1) + 1))
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Printable bytes stand for themselves; the others, in order, for the characters from 256 on."""
+    """Return the byte of each character: printable bytes are themselves, the others follow from 256 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

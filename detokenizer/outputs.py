@@ -1,7 +1,7 @@
-"""What comes of one sequence beside its tokens: log probabilities and tensors, each exactly once.
+"""A sequence's log probabilities and tensors, each delivered exactly once.
 
-When a feed is opened anew, all of it comes again. Log probabilities are counted, since their rows belong to consecutive
-tokens; tensors say themselves where they lie.
+When a feed is reopened, all of it is sent again. Log probabilities are counted, since their rows belong to consecutive
+tokens; tensors carry their position.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from midstream.extras import CONTEXT, Extras, LogProbs, Tensor, TensorCursor
 
 
 class OutputCursor:
-    """How much has come.
+    """How much was received.
 
     Attributes:
-        cumulative_log_prob: Of the output tokens whose log probabilities have come; None while there are none.
+        cumulative_log_prob: Over the output tokens whose log probabilities were received; None before the first.
     """
 
     def __init__(self) -> None:
@@ -27,22 +27,22 @@ class OutputCursor:
         self._num_repeated_rows = 0
 
     def reopen(self) -> None:
-        """Everything will come again."""
+        """Expect everything to be sent again."""
         self._num_repeated_rows = self._num_prompt_rows
 
     def new(self, extras: Extras, token_offset: int, from_token: int, end: int | None) -> Extras | None:
-        """What is new of `extras` and is to be shown; None where that is nothing.
+        """Return the part of `extras` that is new and to be delivered; None if empty.
 
         Args:
-            extras: Of the tokens from `token_offset` on, all of which have come.
+            extras: Of the tokens from `token_offset` on, all of which were received.
             token_offset: Index in the output.
-            from_token: Log probabilities of tokens before it are not shown.
-            end: Length of the output, where that is known.
+            from_token: Log probabilities of tokens before it are not delivered.
+            end: Length of the output, if known.
         """
         log_probs = self._rows(extras.log_probs, token_offset, from_token, end) if extras.log_probs else None
         prompt = self._prompt_rows(extras.prompt_log_probs) if extras.prompt_log_probs else None
         if from_token > 0:
-            prompt = None  # the reader has it: it came with the first token
+            prompt = None  # delivered with the first token
         tensors = extras.tensors if end is None else tuple(_before(extras.tensors, end))
         found = self._tensors.new(replace(extras, log_probs=log_probs, prompt_log_probs=prompt, tensors=tensors))
         return None if found == Extras() else found

@@ -1,4 +1,4 @@
-"""Text of one sequence as a pure function of its tokens: E(k) is the text that is certain after k tokens.
+"""Text of one sequence as a pure function of its tokens: E(k) is the text that is final after k tokens.
 
 Held back are unfinished characters, possible beginnings of stop words, and the text of a last token that may turn out
 to be the end or stop token. The chunk for tokens [a, b) carries E(b) - E(a), however the tokens arrived.
@@ -45,9 +45,9 @@ class SequenceText:
     """State of one sequence.
 
     Attributes:
-        num_tokens: Tokens taken so far.
-        stop_at: Number of tokens up to the one that completed a stop word; None so far.
-        prompt_text: What the prompt made certain; the caller shows it first.
+        num_tokens: Tokens processed so far.
+        stop_at: Number of tokens up to the one that completed a stop word; None before that.
+        prompt_text: Final text of the prompt; the caller delivers it first.
     """
 
     __slots__ = ("_decoder", "_held", "_rules", "_scanner", "num_tokens", "prompt_text", "stop_at")
@@ -71,7 +71,7 @@ class SequenceText:
         return self._scanner.match if self._scanner else None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes the next tokens and returns the text that they made certain.
+        """Process the next tokens and return the text that they make final.
 
         When a stop word is found among them, `stop_at` is set and tokens from there on do not count.
 
@@ -92,7 +92,7 @@ class SequenceText:
         return self._shown(self._scan(token_ids, last - len(token_ids), self._decoder, self._scanner))
 
     def finish(self, *, ends_with_stop_token: bool) -> str:
-        """The rest of the text, once the sequence has ended; a token that waited may still complete a stop word."""
+        """Return the rest of the text of an ended sequence; a pending token may still complete a stop word."""
         if self._decoder is None or self.stop_at is not None:
             return ""
         text = ""
@@ -109,7 +109,7 @@ class SequenceText:
         return self._shown(text + self._decoder.finish())
 
     def _scan(self, token_ids: Sequence[int], before: int, decoder: TextDecoder, scanner: StopWordScanner) -> str:
-        """Token by token, because the match must name the token that completed it. `before` tokens came earlier."""
+        """Scan token by token, to find the one that completes a match; `before` tokens were processed earlier."""
         parts: list[str] = []
         for count, token_id in enumerate(token_ids, before + 1):
             parts.append(scanner.scan(decoder.decode((token_id,)), can_stop=count >= self._rules.min_tokens))

@@ -1,4 +1,4 @@
-"""What the detokenizer offers routers: one stream for each, by gRPC or frames, with the text of all its requests."""
+"""The detokenizer's service: one stream per router, over gRPC or frames, with the text of all its requests."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 
 logger = logging.getLogger(__name__)
 
-# Of one message to a router, less those of the last request in it.
+# Of one message to a router; its last request may exceed it.
 _MAX_TENSOR_BYTES = 8 << 20
 
 
 class RouterConnection:
-    """What one router has attached. Streams mark themselves ready; `collect` takes everything ready in one batch."""
+    """One router's streams; they mark themselves ready, and `collect` returns all ready output in one batch."""
 
     def __init__(self, pool: FeedPool, wake: Callable[[], None]) -> None:
-        """`wake` is called when there is something to collect."""
+        """`wake` is called when there is output to collect."""
         self.streams: dict[int, OutputStream] = {}
         self._pool = pool
         self._wake = wake
         self._ready: dict[int, OutputStream] = {}
 
     def mark_ready(self, stream: OutputStream) -> None:
-        """The stream has something to take."""
+        """Mark a stream ready."""
         self._ready[stream.number] = stream
         self._wake()
 
     def collect(self) -> pb.StreamBatch | None:
-        """Return what is ready, one chunk per sequence; streams that are done are forgotten. None: nothing is."""
+        """Return the ready output, one chunk per sequence, and drop finished streams; None if nothing is ready."""
         if not self._ready:
             return None
         ready, self._ready = self._ready, {}
@@ -67,13 +67,13 @@ class RouterConnection:
         return batch if batch.chunks else None
 
     def detach(self, number: int) -> OutputStream | None:
-        """Forgets a stream."""
+        """Drop a stream."""
         self._ready.pop(number, None)
         return self.streams.pop(number, None)
 
 
 class _FramesHandler:
-    """Serves one router over frames."""
+    """A router's connection over frames."""
 
     def __init__(self, servicer: DetokenizerServicer, connection: FrameConnection) -> None:
         self._servicer = servicer
@@ -85,11 +85,11 @@ class _FramesHandler:
         return self._router.collect()
 
     def take(self, body: bytes) -> None:
-        """Obey a command."""
+        """Handle a command."""
         self._servicer.obey(pb.StreamCommand.FromString(body), self._router)
 
     def lose(self, error: Exception | None) -> None:
-        """The router has left."""
+        """Handle the router's disconnect."""
         self._servicer.disconnect(self._router)
 
 
@@ -99,7 +99,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
     def __init__(
         self, pool: FeedPool, decoders: DecoderFactory, max_pending_bytes: int, frames: FrameServer | None = None
     ) -> None:
-        """`frames` takes the connections of routers that ask for frames; None: they get none."""
+        """`frames` accepts frame connections; None: routers use gRPC."""
         self._frames = frames
         self._pool = pool
         self._decoders = decoders
@@ -111,30 +111,30 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
 
     @property
     def num_attached(self) -> int:
-        """Streams that are open now."""
+        """Number of open streams."""
         return sum(len(connection.streams) for connection in self._connections)
 
     async def drain(self) -> None:
-        """Takes no new streams and returns when those that are open have ended."""
+        """Reject new streams, and return when the open ones have ended."""
         self._is_draining = True
         self.check_drained()
         await self._drained.wait()
 
     def connect(self, wake: Callable[[], None]) -> RouterConnection:
-        """Serve another router."""
+        """Add a router."""
         connection = RouterConnection(self._pool, wake)
         self._connections[connection] = None
         return connection
 
     def disconnect(self, connection: RouterConnection) -> None:
-        """Serve a router no more."""
+        """Remove a router."""
         if self._connections.pop(connection, self) is None:
             for stream in connection.streams.values():
                 self._pool.detach(stream)
             self.check_drained()
 
     async def OpenStream(self, request: OpenFramesRequest, context: object) -> FramesOffer:  # noqa: N802
-        """Offer frames in place of Stream."""
+        """Offer a connection over frames, in place of Stream; empty if frames are disabled."""
         if self._frames is None:
             return FramesOffer()
         return self._frames.offer(lambda connection: _FramesHandler(self, connection))
@@ -142,10 +142,10 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
     async def Stream(  # type: ignore[override]  # noqa: N802 (it writes to the context)
         self, request_iterator: object, context: grpc.aio.ServicerContext[pb.StreamCommand, pb.StreamBatch]
     ) -> None:
-        """Serves one router until it leaves."""
+        """Serve one router until it disconnects."""
         ready = asyncio.Event()
         connection = self.connect(ready.set)
-        # Tells the router that the stream is open, before there is anything to send.
+        # Signals the open stream to the router before there is output.
         await context.send_initial_metadata(())
         try:
             async with asyncio.TaskGroup() as group:
@@ -168,7 +168,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
             self.check_drained()
 
     def obey(self, command: pb.StreamCommand, connection: RouterConnection) -> None:
-        """Carry out what a router asks for."""
+        """Handle a router's command."""
         kind = command.WhichOneof("command")
         if kind == "attach":
             attach = command.attach
@@ -195,6 +195,6 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
                 self.check_drained()
 
     def check_drained(self) -> None:
-        """Note when a drain is over."""
+        """Set the drained event once no stream is open."""
         if self._is_draining and not self.num_attached:
             self._drained.set()

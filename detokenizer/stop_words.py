@@ -1,8 +1,8 @@
-"""Finds stop words in text that comes in pieces.
+"""Finds stop words in text that arrives in pieces.
 
 The match that ends first in the text wins, and of those that end together the longest. That depends on the text alone,
 so it does not matter where tokens or chunks were cut. An Aho-Corasick automaton gives a constant cost per character,
-and its state says exactly how much text must be held back: the longest end that is the beginning of a stop word.
+and its state tells exactly how much text to hold back: the longest suffix that is a prefix of a stop word.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A beginning of one or more stop words.
+    """A prefix of one or more stop words.
 
-    Attributes:
-        held: Length of the longest end of it that more text can make a stop word.
-        children: Next character -> node index.
-        word: The longest stop word that ends here; empty when none does.
-        fallback: Node of its longest proper end that is a beginning too.
+        Attributes:
+    held: Length of its longest suffix that may still become a stop word.
+            children: Next character -> node index.
+            word: The longest stop word that ends here; empty when none does.
+    fallback: Node of its longest proper suffix that is a prefix of a stop word.
     """
 
     held: int
@@ -33,28 +33,28 @@ class StopWords:
     """The automaton for a set of words. Immutable, shared by scanners."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
-        """Builds it; `words` are not empty."""
+        """Build it; no word may be empty."""
         self.nodes = _build(words)
         self.first_characters = frozenset(word[0] for word in words)
 
 
 @functools.lru_cache(maxsize=256)
 def stop_words(words: tuple[str, ...]) -> StopWords:
-    """The automaton for `words`; recent ones are kept."""
+    """Return the automaton for `words`; recent ones are cached."""
     return StopWords(words)
 
 
 class StopWordScanner:
     """Scans one sequence's text.
 
-    Attributes:
-        match: The stop word that was found; None so far.
+        Attributes:
+    match: The stop word that was found; None before that.
     """
 
     __slots__ = ("_held", "_keep_match", "_node", "_words", "match")
 
     def __init__(self, words: StopWords, *, keep_match: bool) -> None:
-        """With `keep_match`, the text that is let through ends with the match, else before it."""
+        """With `keep_match`, the text includes the match; otherwise it ends before it."""
         self._words = words
         self._keep_match = keep_match
         self._node = 0
@@ -62,7 +62,7 @@ class StopWordScanner:
         self.match: str | None = None
 
     def scan(self, text: str, *, can_stop: bool = True) -> str:
-        """Takes the next piece and returns the text that is certain now.
+        """Scan the next piece and return the text that is final now.
 
         Args:
             text: The piece.
@@ -90,7 +90,7 @@ class StopWordScanner:
         return text[:certain]
 
     def finish(self) -> str:
-        """Text held back in vain; the sequence has ended."""
+        """Return the text held back; the sequence has ended."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""What the detokenizer tells of traced requests: a span for each stream of their output to a router."""
+"""Tracing: a span for each traced request's output stream to a router."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from midstream.telemetry.tracing import TraceParent, Tracer
 
 
 class StreamTraces:
-    """Looks at streams that are over."""
+    """Records spans of finished streams."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def note(self, stream: OutputStream) -> None:
-        """Takes in a stream that nobody reads any more."""
+        """Record the span of a stream that was detached."""
         parent = TraceParent.sampled(stream.trace_parent)
         if parent is None:
             return

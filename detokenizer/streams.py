@@ -1,8 +1,8 @@
 """One request's output for one router, from an offset on.
 
-A stream reads its request's tokens from the first one, because the state of the text follows from all of them, and
-shows those from the router's offset on. What is ready waits in one chunk per sequence, which grows while the router is
-slow: there is no queue. Tokens that come again (the scheduler restarted, the feed was opened anew) are dropped here.
+A stream reads its request's tokens from the first one, because the decoder's state depends on all of them, and delivers
+those from the router's offset on. Ready output is held in one chunk per sequence, which grows while the router is
+slow: there is no queue. Repeated tokens (the scheduler restarted, the feed was reopened) are dropped here.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Sink(Protocol):
     """The router's connection."""
 
     def mark_ready(self, stream: OutputStream) -> None:
-        """The stream has something to take, or an error."""
+        """Signal that the stream has output or an error."""
 
 
 class Upstream(Protocol):
     """The feed that a stream's tokens come from."""
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
-        """Tells the scheduler where a sequence ends."""
+        """Tell the scheduler where a sequence ends."""
 
 
 @dataclass(slots=True)
@@ -46,9 +46,9 @@ class _Sequence:
     from_token: int
     pending: Chunk | None = None
     has_ended: bool = False
-    num_dropped: int = 0  # tokens that the scheduler counts and that lie behind the stop word
+    num_dropped: int = 0  # tokens after the stop word, which the scheduler counts
     outputs: OutputCursor = field(default_factory=OutputCursor)
-    early: list[tuple[int, Extras]] = field(default_factory=list)  # outputs of tokens that have not come
+    early: list[tuple[int, Extras]] = field(default_factory=list)  # outputs of tokens not yet received
     all_ids: list[int] = field(default_factory=list)
     all_text: str = ""
 
@@ -60,9 +60,10 @@ class OutputStream:
         number: The router's number for it.
         request_id: The request.
         feed_number: The feeds' number for it.
-        error: Why it ended without a final chunk; None so far.
-        is_done: Everything was taken, or it failed.
-        attached_ns: When it was made. first_output_ns: When output was first taken, 0 so far; Unix nanoseconds.
+        error: Why it ended without a final chunk; None if it did not.
+        is_done: All output was delivered, or it failed.
+        attached_ns: Creation time, Unix nanoseconds.
+        first_output_ns: Time of the first delivered output, Unix nanoseconds; 0 before that.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class OutputStream:
         decoders: DecoderFactory,
         max_pending_bytes: int,
     ) -> None:
-        """Shows each sequence from its entry in `from_token_by_sequence` on; those without one from `from_token`."""
+        """Deliver each sequence from its entry in `from_token_by_sequence` on; those without one from `from_token`."""
         self.number = number
         self.request_id = request_id
         self.feed_number = feed_number
@@ -96,12 +97,12 @@ class OutputStream:
 
     @property
     def trace_parent(self) -> str:
-        """As in GenerateRequest; empty while no scheduler has said it."""
+        """As in GenerateRequest; empty until the request is opened."""
         return self._opened.trace_parent if self._opened is not None else ""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come, of all sequences."""
+        """Number of tokens received, over all sequences."""
         return sum(sequence.text.num_tokens for sequence in self._sequences)
 
     @property
@@ -110,7 +111,7 @@ class OutputStream:
         return self._opened is not None
 
     def open(self, opened: Opened) -> None:
-        """The request is known. Again after the feed was opened anew: all that came will come again."""
+        """Handle the feed's `opened`; after a reconnect all output is sent again."""
         if self._opened is not None:
             for sequence in self._sequences:
                 sequence.outputs.reopen()
@@ -125,13 +126,13 @@ class OutputStream:
             self._sequences.append(sequence)
             prompt = opened.rules.prompt_ids
             if prompt:
-                # The offset may lie inside the prompt: the text of what comes before it is worked out and left out.
+                # The offset may lie inside the prompt: text before it is decoded and not delivered.
                 head = SequenceText(_with_prompt(opened.rules, prompt[:offset]), self._decoders).prompt_text
                 self._add(index, sequence, 0, prompt, sequence.text.prompt_text, head)
         self._flush()
 
     def push(self, upstream: Upstream, sequence_index: int, token_offset: int, token_ids: Sequence[int]) -> None:
-        """New tokens of a sequence; those that it has already are dropped."""
+        """Add a sequence's tokens; those already received are dropped."""
         if self._opened is None or sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[sequence_index]
@@ -140,7 +141,7 @@ class OutputStream:
         if not token_ids or text.stop_at is not None or sequence.has_ended:
             return
         if token_offset > text.num_tokens:
-            self.fail(UnavailableError(f"the feed left out tokens {text.num_tokens} to {token_offset}"))
+            self.fail(UnavailableError(f"the feed skipped tokens {text.num_tokens} to {token_offset}"))
             return
         first, offset = text.num_tokens, self._num_prompt + text.num_tokens
         head = tail = ""
@@ -160,12 +161,12 @@ class OutputStream:
             self._show(sequence.pending)
 
     def add_outputs(self, sequence_index: int, token_offset: int, extras: Extras) -> None:
-        """Log probabilities and tensors, for tokens from `token_offset` on."""
+        """Add log probabilities and tensors of tokens from `token_offset` on."""
         if self._opened is None or sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[sequence_index]
         if token_offset >= sequence.text.num_tokens and sequence.text.stop_at is None and not sequence.has_ended:
-            # Its token, which comes with the next batch, may lie behind a stop word.
+            # Its token arrives with the next batch, and may follow a stop word.
             sequence.early.append((token_offset, extras))
             return
         from_token = max(sequence.from_token - self._num_prompt, 0)
@@ -183,7 +184,7 @@ class OutputStream:
             self.add_outputs(sequence_index, token_offset, extras)
 
     def end_sequence(self, end: SequenceEnd) -> None:
-        """A sequence has ended; its last text comes out."""
+        """End a sequence and release its last text."""
         if self._opened is None or end.sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[end.sequence_index]
@@ -191,13 +192,13 @@ class OutputStream:
             return
         text = sequence.text
         if text.num_tokens < end.num_tokens and text.stop_at is None:
-            self.fail(UnavailableError(f"the feed left out tokens {text.num_tokens} to {end.num_tokens}"))
+            self.fail(UnavailableError(f"the feed skipped tokens {text.num_tokens} to {end.num_tokens}"))
             return
         include_stop = self._opened.rules.include_stop
         rest = text.finish(ends_with_stop_token=isinstance(end.matched_stop, int) and not include_stop)
         reason, matched = end.reason, end.matched_stop
         if text.stop_at is not None:
-            # The stop word stands, also where the scheduler heard of it too late.
+            # The stop word holds even if the scheduler learned of it too late.
             reason, matched = FinishReason.STOP, text.stop_word
             sequence.num_dropped = max(end.num_tokens - text.stop_at, 0)
         self._add(end.sequence_index, sequence, self._end_offset(sequence), (), rest, "")
@@ -209,7 +210,7 @@ class OutputStream:
         self._flush()
 
     def end(self, usage: Usage | None, perf_metrics: PerfMetrics | None, error: MidstreamError | None) -> None:
-        """The request has ended: the last sequence's final chunk is the request's."""
+        """End the request: the last sequence's final chunk is the request's."""
         if self._opened is None or self._has_ended:
             return
         for index, sequence in enumerate(self._sequences):
@@ -231,13 +232,13 @@ class OutputStream:
         self._flush()
 
     def fail(self, error: MidstreamError) -> None:
-        """It ends here without a final chunk."""
+        """End the stream without a final chunk."""
         if self.error is None and not self.is_done:
             self.error = error
             self._sink.mark_ready(self)
 
     def take(self) -> list[Chunk]:
-        """Everything that is ready to be sent; sets `is_done` with the final chunk."""
+        """Return all ready output, and set `is_done` with the final chunk."""
         if self._opened is None:
             return []
         chunks = []
@@ -258,12 +259,12 @@ class OutputStream:
         return chunks
 
     def _end_offset(self, sequence: _Sequence) -> int:
-        """Length of the sequence's output so far, or the router's offset where that lies beyond."""
+        """Return the length of the sequence's output so far, or the router's offset if that is larger."""
         count = sequence.text.num_tokens if sequence.text.stop_at is None else sequence.text.stop_at
         return max(self._num_prompt + count, sequence.from_token)
 
     def _is_ready(self, sequence: _Sequence) -> bool:
-        """The final chunk of the last sequence waits for the request's end, whose usage it carries."""
+        """Return whether output may be sent; the last final chunk waits for the end, as it carries the usage."""
         if sequence.has_ended:
             return self._has_ended or not all(other.has_ended for other in self._sequences)
         return self._opened is not None and self._opened.is_streaming
@@ -271,7 +272,7 @@ class OutputStream:
     def _add(
         self, index: int, sequence: _Sequence, offset: int, token_ids: Sequence[int], text: str, hidden_text: str
     ) -> None:
-        """Puts output from `offset` on in the pending chunk, less what lies before the router's offset.
+        """Add output from `offset` on to the pending chunk, without the part before the router's offset.
 
         `hidden_text` is the part of `text` that belongs to tokens before it.
         """

@@ -75,7 +75,7 @@ async def serve(config: RouterConfig) -> None:
         share_prefix_cache=config.share_prefix_cache,
         adapter_root=config.adapter_root,
     )
-    metrics.gauge("num_live_detokenizers", "Detokenizers that can be used.").set_function(lambda: pool.num_live)
+    metrics.gauge("num_live_detokenizers", "Detokenizers available.").set_function(lambda: pool.num_live)
     watchers = watcher_limits()
     calls = CallLimits(watchers, config.max_concurrent_streams, config.max_streams_per_client)
     admit = admit_within(calls, authenticator)
@@ -94,7 +94,7 @@ async def serve(config: RouterConfig) -> None:
     )
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
     limits = StreamLimits(config.max_concurrent_streams, config.max_streams_per_client)
-    metrics.gauge("num_open_streams", "Streams of clients that are open.").set_function(lambda: limits.num_open)
+    metrics.gauge("num_open_streams", "Open client streams.").set_function(lambda: limits.num_open)
     traces = RequestTraces(tracer, config.trace_ratio) if tracer is not None else None
     seen = RouterMetrics(metrics, logs_requests=config.access_log)
     front = FrontDoor(runner, seen, server.draining, limits, traces)

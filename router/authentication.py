@@ -1,9 +1,9 @@
-"""Who calls: by bearer token, by client certificate, or nobody in particular.
+"""Authentication of callers by bearer token or client certificate.
 
-Both front doors ask here before anything else: gRPC through `admit`, HTTP through `AuthenticatedApp`. Who an
-authenticated caller is becomes its requests' client id, whatever they say, and a part of their request ids inside, so
-that nobody but an admin can resume, abort or probe what is another's. What a caller may do is said by its roles
-(permissions.py). Health and pages, which contain no data, are open to all.
+Every gRPC call passes `admit`, and every HTTP request `AuthenticatedApp`, before anything else. An authenticated
+caller's name becomes the client id of its requests, whatever they set, and part of their internal request ids, so that
+only an admin can resume, abort or probe another caller's requests. Roles determine what a caller may do
+(permissions.py). Health and pages, which contain no data, need no credentials.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from router.permissions import (
 logger = logging.getLogger(__name__)
 
 _OPEN_METHODS = "/grpc.health.v1.Health/"
-# Pages contain no data; what they show they ask for with a token.
+# Pages contain no data; they fetch it with a token.
 _OPEN_PATHS = frozenset({"/health", "/live", "/dashboard", "/", "/docs"})
 _OPEN_PREFIXES = ("/dashboard/static/", "/static/")
 _MIN_TOKEN_CHARACTERS = 16
 _LOOK_INTERVAL_S = 1.0
 _MAX_CLIENT_ID = 128
-# A request id as it is inside the system, and in its logs.
+# An internal request id, as in the logs.
 _INNER_ID = re.compile(r".*@[0-9a-f]{16}", re.DOTALL)
 
 _EntryT = TypeVar("_EntryT")
@@ -58,11 +58,11 @@ _EntryT = TypeVar("_EntryT")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls.
+    """The caller of a request.
 
     Attributes:
-        name: The client id of an authenticated caller, else the address that the call comes from.
-        is_authenticated: Whether a token or a certificate says so.
+        name: The client id of an authenticated caller, else the address of the connection.
+        is_authenticated: Whether a token or a certificate identifies it.
         roles: What it may do.
     """
 
@@ -71,16 +71,16 @@ class Caller:
     roles: frozenset[Role] = ALL_ROLES
 
     def scope(self, request_id: str) -> str:
-        """Return a request's id inside the system: an authenticated caller's cannot be another's.
+        """Return a request's internal id, which no two authenticated callers share.
 
-        An admin names others' requests by the inner ids, which logs and status show.
+        An admin names others' requests by their internal ids, which logs and status show.
         """
         if not self.is_authenticated or (Role.ADMIN in self.roles and _INNER_ID.fullmatch(request_id)):
             return request_id
         return f"{request_id}@{self._digest()}"
 
     def salt(self, cache_salt: str) -> str:
-        """Return the cache salt with which an authenticated caller shares prefixes with nobody else."""
+        """Return the cache salt that separates an authenticated caller's prefixes from all others."""
         return f"{cache_salt}@{self._digest()}" if self.is_authenticated else cache_salt
 
     def require(self, roles: frozenset[Role]) -> None:
@@ -93,13 +93,13 @@ class Caller:
         return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
 
 
-# Outside of a door, where nothing was asked.
+# Outside of a call, where nothing was authenticated.
 _NOBODY = Caller()
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=_NOBODY)
 
 
 class _WatchedFile(Generic[_EntryT]):
-    """Lines of a file, which is read again when it changes; a changed file that is not usable is not taken."""
+    """Lines of a file, reloaded when it changes; an invalid change is logged and ignored."""
 
     field: str
 
@@ -115,7 +115,7 @@ class _WatchedFile(Generic[_EntryT]):
         self._looked_at = time.monotonic()
 
     def entries(self) -> dict[bytes, _EntryT]:
-        """Return what the file holds now."""
+        """Return the file's current entries."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_INTERVAL_S:
             self._looked_at = now
@@ -124,9 +124,9 @@ class _WatchedFile(Generic[_EntryT]):
                 if signature != self._signature:
                     self._signature = signature
                     self._entries = self._read()
-                    logger.info("took %d entries of %s", len(self._entries), self._path)
+                    logger.info("loaded %d entries from %s", len(self._entries), self._path)
             except ConfigError as error:
-                logger.warning("%s is not usable, so its old contents stay: %s", self._path, error)
+                logger.warning("%s is invalid; keeping its previous contents: %s", self._path, error)
         return self._entries
 
     def _parse(self, words: list[str]) -> tuple[bytes, _EntryT]:
@@ -153,7 +153,7 @@ class _WatchedFile(Generic[_EntryT]):
             try:
                 key, entry = self._parse(words)
                 if entries.setdefault(key, entry) != entry:
-                    raise InvalidArgumentError("an earlier line says otherwise")
+                    raise InvalidArgumentError("conflicts with an earlier line")
             except InvalidArgumentError as error:
                 raise ConfigError(f"{self._path}, line {number}: {error.message}", field=self.field) from None
         if not entries:
@@ -171,7 +171,7 @@ class TokenFile(_WatchedFile[tuple[str, frozenset[Role]]]):
     field = "auth_tokens"
 
     def caller_of(self, token: str) -> Caller | None:
-        """Return whom a token stands for; takes the same time whatever token it is."""
+        """Return the caller of a token, in constant time."""
         digest, found = _digest(token), None
         for known, entry in self.entries().items():
             if hmac.compare_digest(known, digest):
@@ -180,30 +180,30 @@ class TokenFile(_WatchedFile[tuple[str, frozenset[Role]]]):
 
     def _parse(self, words: list[str]) -> tuple[bytes, tuple[str, frozenset[Role]]]:
         if len(words) not in (2, 3) or len(words[1]) > _MAX_CLIENT_ID:
-            raise InvalidArgumentError("it is not TOKEN CLIENT_ID [ROLE,...]")
+            raise InvalidArgumentError("expected TOKEN CLIENT_ID [ROLE,...]")
         if len(words[0]) < _MIN_TOKEN_CHARACTERS:
-            raise InvalidArgumentError(f"a token has at least {_MIN_TOKEN_CHARACTERS} characters")
+            raise InvalidArgumentError(f"a token must have at least {_MIN_TOKEN_CHARACTERS} characters")
         roles = parse_roles(words[2], "") if len(words) == 3 else DEFAULT_ROLES
         return _digest(words[0]), (words[1], roles)
 
 
 class RoleFile(_WatchedFile[frozenset[Role]]):
-    """Roles of clients that are known by certificates: lines of `CLIENT_ID ROLE,...`."""
+    """Roles of clients authenticated by certificate: lines of `CLIENT_ID ROLE,...`."""
 
     field = "auth_roles"
 
     def roles_of(self, client: str) -> frozenset[Role]:
-        """Return a client's roles; those of one that is not listed are generate and observe."""
+        """Return a client's roles; generate and observe if it is not listed."""
         return self.entries().get(client.encode(), DEFAULT_ROLES)
 
     def _parse(self, words: list[str]) -> tuple[bytes, frozenset[Role]]:
         if len(words) != 2:
-            raise InvalidArgumentError("it is not CLIENT_ID ROLE,...")
+            raise InvalidArgumentError("expected CLIENT_ID ROLE,...")
         return words[0].encode(), parse_roles(words[1], "")
 
 
 class Authenticator:
-    """Finds out who calls."""
+    """Authenticates callers."""
 
     def __init__(
         self,
@@ -213,13 +213,13 @@ class Authenticator:
         roles: RoleFile | None = None,
         anonymous_roles: frozenset[Role] | None = None,
     ) -> None:
-        """Know callers by tokens or by the names in their certificates; without either everyone is let in.
+        """Authenticate callers by token or by certificate name; without either all callers are accepted.
 
         Args:
             tokens: Bearer tokens.
-            by_certificate: Whether certificates say who calls.
-            roles: Roles of those.
-            anonymous_roles: Roles of callers without credentials; by default all where everyone is let in, else none.
+            by_certificate: Whether to authenticate by client certificate.
+            roles: Roles of clients authenticated by certificate.
+            anonymous_roles: Roles of callers without credentials; by default all without authentication, else none.
         """
         self._tokens = tokens
         self._by_certificate = by_certificate
@@ -229,19 +229,19 @@ class Authenticator:
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> Authenticator:
-        """Return what the configuration asks for.
+        """Return the authenticator that the configuration sets.
 
         Raises:
             ConfigError: It contradicts itself, or a file is not usable.
         """
         if config.auth_tokens and config.auth != "token":
-            raise ConfigError(f"is given, and auth is {config.auth}", field="auth_tokens")
+            raise ConfigError(f"is set, but auth is {config.auth}", field="auth_tokens")
         if config.auth_roles and config.auth != "mtls":
-            raise ConfigError(f"is given, and auth is {config.auth}", field="auth_roles")
+            raise ConfigError(f"is set, but auth is {config.auth}", field="auth_roles")
         if config.auth == "token" and not config.auth_tokens:
-            raise ConfigError("is empty, and auth is token", field="auth_tokens")
+            raise ConfigError("must be set when auth is token", field="auth_tokens")
         if config.auth == "mtls" and not (config.tls and config.tls_require_client_cert):
-            raise ConfigError("mtls needs tls and tls_require_client_cert", field="auth")
+            raise ConfigError("mtls requires tls and tls_require_client_cert", field="auth")
         return cls(
             tokens=TokenFile(config.auth_tokens) if config.auth == "token" else None,
             by_certificate=config.auth == "mtls",
@@ -252,9 +252,9 @@ class Authenticator:
     def admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Set `current_caller` for a gRPC call.
 
-        Raises:
-            UnauthenticatedError: Nobody knows the caller.
-            PermissionDeniedError: It lacks the role that the method needs.
+                Raises:
+        UnauthenticatedError: The caller is unknown.
+                    PermissionDeniedError: It lacks the role that the method needs.
         """
         address = context.peer().rpartition(":")[0]
         if method.startswith(_OPEN_METHODS):
@@ -278,9 +278,9 @@ class Authenticator:
 
         Args:
             authorization: The header or metadata of that name; empty where there is none.
-            certificate_names: Common names of the certificate that was shown and checked.
-            address: Where the call comes from.
-            roles: It needs one of these.
+            certificate_names: Common names of the verified client certificate.
+            address: The client's address.
+            roles: Roles of which the caller needs one.
 
         Raises:
             UnauthenticatedError: No credentials, or wrong ones.
@@ -302,19 +302,19 @@ class Authenticator:
                 raise UnauthenticatedError("authorization must be `Bearer TOKEN`")
             caller = self._tokens.caller_of(token.strip())
             if caller is None:
-                raise UnauthenticatedError("the token is not known here")
+                raise UnauthenticatedError("unknown token")
             return caller
         name = next(iter(certificate_names), "") if self._by_certificate else ""
         if self._by_certificate and (name or not is_anonymous_enough):
             if not 0 < len(name) <= _MAX_CLIENT_ID:
-                raise UnauthenticatedError("a client certificate with a common name is needed")
+                raise UnauthenticatedError("a client certificate with a common name is required")
             allowed = self._roles.roles_of(name) if self._roles is not None else DEFAULT_ROLES
             return Caller(name, is_authenticated=True, roles=allowed)
         return Caller(address, roles=self._anonymous_roles)
 
 
 class AuthenticatedApp:
-    """An ASGI application behind the authenticator."""
+    """ASGI middleware that authenticates requests."""
 
     def __init__(
         self,
@@ -322,18 +322,18 @@ class AuthenticatedApp:
         authenticator: Authenticator,
         refuse: Callable[[MidstreamError, Scope, Receive, Send], Awaitable[None]],
     ) -> None:
-        """`refuse` answers in place of `app`."""
+        """`refuse` sends the error response of a rejected request."""
         self._app = app
         self._authenticator = authenticator
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Handle one request."""
         if scope["type"] == "http" and not _is_open(scope["path"]):
             values = [value for key, value in scope["headers"] if key == b"authorization"]
             authorization = values[-1].decode("latin-1") if values else ""
             if not values:
-                # As Anthropic's clients send a key.
+                # Anthropic's clients send the key this way.
                 keys = [value for key, value in scope["headers"] if key == b"x-api-key"]
                 authorization = f"Bearer {keys[-1].decode('latin-1')}" if keys else ""
             client = scope.get("client")
@@ -359,9 +359,9 @@ def _anonymous_roles(config: RouterConfig) -> frozenset[Role] | None:
     if not config.anonymous_roles:
         return None if config.auth != "none" or is_loopback(config.host) else DEFAULT_ROLES
     roles = parse_roles(config.anonymous_roles, "anonymous_roles")
-    # Request ids of callers without a name could be those of callers that have one.
+    # An anonymous caller could choose an authenticated caller's request id.
     if config.auth != "none" and not roles <= {Role.OBSERVE}:
-        raise ConfigError(f"may only be observe where auth is {config.auth}", field="anonymous_roles")
+        raise ConfigError(f"may only be observe when auth is {config.auth}", field="anonymous_roles")
     return roles
 
 

@@ -1,4 +1,4 @@
-"""Which role each method of each door needs."""
+"""The roles that each gRPC method and HTTP path needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_ROLES = frozenset({Role.GENERATE, Role.OBSERVE})
 _GENERATE = frozenset({Role.GENERATE})
 _OBSERVE = frozenset({Role.OBSERVE})
 _ADMIN = frozenset({Role.ADMIN})
-# What clients of either kind ask first: which model, and whether it is ready.
+# Model information and readiness, which all clients query first.
 _ANY = ALL_ROLES
 
 _METHODS = {
@@ -87,20 +87,20 @@ _HTTP = (
 
 
 def roles_for_method(method: str) -> frozenset[Role]:
-    """Return the roles of which a caller of a gRPC method needs one; a method that is not listed is an admin's."""
+    """Return the roles of which a caller of a gRPC method needs one; unlisted methods need admin."""
     return _GRPC.get(method, _ADMIN)
 
 
 def roles_for_path(path: str) -> frozenset[Role]:
-    """Return the roles of which a caller of an HTTP path needs one; a path that is not listed is an admin's."""
+    """Return the roles of which a caller of an HTTP path needs one; unlisted paths need admin."""
     return next((roles for prefix, roles in _HTTP if path.startswith(prefix)), _ADMIN)
 
 
 def parse_roles(text: str, field: str) -> frozenset[Role]:
     """Return the roles in a comma-separated list.
 
-    Raises:
-        ConfigError: One is unknown, or there is none.
+        Raises:
+    ConfigError: One is unknown, or the list is empty.
     """
     names = [name.strip() for name in text.split(",")]
     try:
@@ -111,5 +111,5 @@ def parse_roles(text: str, field: str) -> frozenset[Role]:
 
 
 def name_roles(roles: Iterable[Role]) -> str:
-    """Return the roles as an error message lists them."""
+    """Format roles for an error message."""
     return " or ".join(role for role in Role if role in frozenset(roles))

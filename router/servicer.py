@@ -42,7 +42,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
     ) -> None:
         """Runs a request and streams its output."""
         if request.attachment:
-            raise InvalidArgumentError("is not for clients", field="attachment")
+            raise InvalidArgumentError("must not be set by clients", field="attachment")
         key = key_of(context.invocation_metadata() or ())
         if key:
             make_repeatable(request, request_id_of(key, "Generate"))

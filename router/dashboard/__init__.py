@@ -1,8 +1,8 @@
-"""The dashboard: a page that shows what every part does, and the feed that it reads.
+"""The dashboard: a page that shows the state of every part, and its feed.
 
-The page asks nobody but this router: its style and scripts lie beside it, and its policy lets the browser load nothing
-else. The feed is the stream of GetStatus as server-sent events, a JSON object each, and asks for what the router asks
-its callers for; the page sends a bearer token along that its reader has typed.
+The page loads from this router alone: its styles and scripts are served here, and its content security policy forbids
+anything else. The feed is the stream of GetStatus as server-sent events, a JSON object each, with the router's
+authentication; the page sends the bearer token that its user typed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADERS = {
 
 
 def dashboard_routes(status: StatusFeed) -> list[Route]:
-    """`/dashboard`, what it loads, and `/dashboard/feed`."""
+    """Return `/dashboard`, its static files, and `/dashboard/feed`."""
 
     async def feed(request: Request) -> Response:
         states = status.watch()
@@ -51,9 +51,9 @@ def dashboard_routes(status: StatusFeed) -> list[Route]:
 
 
 def page(path: Path) -> Response:
-    """Return what answers with a file of ours, under a policy that lets it load nothing but others of ours."""
+    """Return an ASGI app for a static file, with a content security policy that allows only our own files."""
     media_type, _ = mimetypes.guess_type(path.name)
-    # An ASGI application by itself; bodies are held, so that a request opens no file.
+    # The body is kept in memory, so that a request opens no file.
     return Response(path.read_bytes(), headers=_HEADERS, media_type=media_type)
 
 
@@ -63,7 +63,7 @@ async def _events(
     yield _event(first)
     with contextlib.suppress(
         MidstreamError
-    ):  # the router drains; the page connects anew, to another where there is one
+    ):  # the router is draining; the page reconnects, to another router if there is one
         async for state in states:
             yield _event(state)
 

@@ -1,6 +1,6 @@
-"""The pages that a browser finds on the HTTP port: a chat at `/`, the API at `/docs`; and `/version`.
+"""Pages on the HTTP port: a chat at `/`, the API reference at `/docs`; and `/version`.
 
-The pages need no token; they contain no data. What they ask the API for, they ask with a token that their reader types.
+The pages need no token, since they contain no data; they call the API with the token that their user types.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STATIC = Path(__file__).with_name("static")
 
 
 def page_routes() -> list[Route]:
-    """Return `/`, `/docs`, what they load, and `/version`."""
+    """Return `/`, `/docs`, their static files, and `/version`."""
 
     async def version(request: Request) -> Response:
         return JSONResponse({"version": __version__})

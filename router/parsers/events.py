@@ -1,4 +1,4 @@
-"""What a parser finds in a model's text."""
+"""Events that a parser finds in a model's text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers."""
+    """More of the model's reasoning before its answer."""
 
     text: str
 
@@ -23,10 +23,10 @@ class ReasoningDelta:
 class CallBegin:
     """A tool call begins.
 
-    Attributes:
-        index: Which call of the sequence, from 0.
-        name: The tool, one of those offered.
-        call_id: What the model itself calls it; None in formats without ids.
+        Attributes:
+            index: Which call of the sequence, from 0.
+            name: The tool, one of those offered.
+    call_id: The model's own id of the call; None in formats without ids.
     """
 
     index: int
@@ -53,7 +53,7 @@ Event = TextDelta | ReasoningDelta | CallBegin | CallArguments | CallEnd
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """The events with adjacent deltas of a kind made one, and empty ones left out."""
+    """Merge adjacent deltas of a kind, and drop empty ones."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None

@@ -1,4 +1,4 @@
-"""The formats by name, and which of them a model writes: told by its chat template, or by its architecture."""
+"""The formats by name, and how to detect a model's format from its chat template or architecture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _plain_id(digest: bytes, name: str, index: int) -> str:
 
 
 def _short_id(digest: bytes, name: str, index: int) -> str:
-    # Mistral's templates refuse any other.
+    # Mistral's templates reject other ids.
     number = int.from_bytes(digest, "little")
     return "".join(_BASE36[number // 36**place % 36] for place in range(9))
 
@@ -58,12 +58,12 @@ class ToolFormat:
     """How a model writes tool calls.
 
     Attributes:
-        script: Reads them.
-        marks: Begin and end calls; where they are special tokens, text must keep special tokens.
-        ends_reasoning: Of the marks those that nobody writes within reasoning.
-        make_id: A call's id as the model's template wants it, of 16 random bytes, the tool's name and the index.
-        grammar: Of calls that follow a schema, by the model's template; None: none can be given.
-        arguments_are_text: The model's template takes the arguments of earlier calls as text, not as an object.
+        script: Parses them.
+        marks: Begin and end calls; if they are special tokens, the text must keep special tokens.
+        ends_reasoning: The marks that never occur within reasoning.
+        make_id: Makes a call's id as the template expects it, from 16 random bytes, the tool's name and the index.
+        grammar: Grammar of calls that follow a schema, by the model's template; None: not available.
+        arguments_are_text: The model's template expects the arguments of earlier calls as text, not as an object.
     """
 
     script: Script
@@ -99,7 +99,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         invoke.minimax, (invoke.MINIMAX_BEGIN, invoke.MINIMAX_END), (invoke.MINIMAX_BEGIN,)
     ),
 }  # fmt: skip
-# gpt-oss's reasoning is in its channels: one script reads both.
+# gpt-oss's reasoning is in its channels: one script parses both.
 REASONING_FORMATS: dict[str, ThinkTags | None] = {
     "think": ThinkTags("<think>", "</think>"),
     "deepseek_r1": ThinkTags("<think>", "</think>", is_always_open=True),
@@ -111,7 +111,7 @@ REASONING_FORMATS: dict[str, ThinkTags | None] = {
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Models that a format is taken for: by architecture, or by all of these in the template and none of those."""
+    """Rule that selects a format: by architecture, or by text that the template contains and does not contain."""
 
     name: str
     contains: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class _Row:
     architectures: tuple[str, ...] = ()
 
 
-# The first row that fits counts.
+# The first matching rule applies.
 _TOOL_ROWS = (
     _Row("openai", ("<|channel|>", "<|message|>"), architectures=("gpt_oss",)),
     _Row("deepseek_v32", ("｜DSML｜",)),
@@ -148,7 +148,7 @@ _REASONING_ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """How the served model writes calls and reasoning; None where that is not known, and such text is the answer."""
+    """How the served model writes calls and reasoning; None if unknown, and then all text is the answer."""
 
     tools: ToolFormat | None = None
     reasoning: ThinkTags | None = None
@@ -156,7 +156,7 @@ class ModelFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What begins and ends calls and reasoning."""
+        """Marks that begin and end calls and reasoning."""
         tools = self.tools.marks if self.tools else ()
         reasoning = (self.reasoning.opening, self.reasoning.closing) if self.reasoning else ()
         return (*tools, *reasoning, *(harmony.MARKS if self.has_channels else ()))
@@ -173,16 +173,16 @@ class ModelFormat:
         return Machine(after_thinking(self.reasoning, answer, ends), offer)
 
     def call_id(self, request_id: str, sequence: int, index: int, name: str) -> str:
-        """The id of a call that the model gave none: the same wherever and whenever its text is parsed."""
+        """Return a deterministic id for a call to which the model gave none, the same whenever its text is parsed."""
         digest = hashlib.blake2b(f"{request_id}/{sequence}/{index}".encode(), digest_size=16).digest()
         return (self.tools.make_id if self.tools else _plain_id)(digest, name, index)
 
 
 def format_of(folder: ModelFolder, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ModelFormat:
-    """The format of a model, or the one that is configured for it.
+    """Return a model's format, or the one that is configured for it.
 
     Raises:
-        ConfigError: A name that is not known.
+        ConfigError: Unknown name.
     """
     tools = _choose(tool_parser, "tool_parser", tuple(TOOL_FORMATS), _TOOL_ROWS, folder)
     reasoning = _choose(reasoning_parser, "reasoning_parser", tuple(REASONING_FORMATS), _REASONING_ROWS, folder)
@@ -196,7 +196,7 @@ def _choose(name: str, field: str, names: tuple[str, ...], rows: tuple[_Row, ...
         fits = (row.name for row in rows if _fits(row, template, folder.architecture))
         return next(fits, "none")
     if name != "none" and name not in names:
-        raise ConfigError(f"{name!r} is not one of auto, none, {', '.join(names)}", field=field)
+        raise ConfigError(f"{name!r} must be one of auto, none, {', '.join(names)}", field=field)
     return name
 
 

@@ -14,7 +14,7 @@ def between(opening: str, closing: str, quote: str) -> Script:
     def script(machine: Machine) -> Steps[None]:
         while (yield from machine.text_until(opening)):
             body = ""
-            # A closing tag within a string closes nothing.
+            # A closing tag within a string does not count.
             while True:
                 part, mark = yield from machine.take_until(quote, closing)
                 body += part + mark

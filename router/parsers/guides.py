@@ -1,8 +1,8 @@
-"""Grammars that hold calls to their tools' schemas, in the format that the model itself writes.
+"""Grammars that constrain calls to their tools' schemas, in the model's own format.
 
-They are Lark as llguidance reads it. Text is free until a call begins; from there on the grammar decides, so that
-`auto` stays the model's choice and its arguments still fit. A mark that is one token of the tokenizer is that token in
-the grammar, for text never matches it.
+They are written in llguidance's Lark dialect. Text is free until a call begins; from there on the grammar applies, so
+that with `auto` the model chooses whether to call, and its arguments match the schema. A mark that is a single token is
+that token in the grammar, since text never matches it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from router.parsers.machine import Schema
 
-# As json.dumps writes: white space left to a model may be all that a small one writes.
+# As json.dumps writes: with free white space a small model may write nothing else.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = r"TEXT: /(.|\n)*/"
 _SPACE = r"SPACE: /\s*/"
@@ -24,12 +24,12 @@ _SPACE = r"SPACE: /\s*/"
 class CallGrammar:
     """How a format writes calls whose arguments are JSON.
 
-    Attributes:
-        begin: Text before the first call, or the first part of it; free text ends here.
-        opening: Text before a call's arguments; NAME stands for the tool and NUMBER for digits.
-        closing: Text after a call's arguments.
-        separator: Text between calls of a section; None: a section has one call.
-        end: Text after the last call of a section.
+        Attributes:
+    begin: Text before the first call, or its first part; ends the free text.
+            opening: Text before a call's arguments; NAME stands for the tool and NUMBER for digits.
+            closing: Text after a call's arguments.
+            separator: Text between calls of a section; None: a section has one call.
+            end: Text after the last call of a section.
     """
 
     begin: str
@@ -48,15 +48,15 @@ def auto_guide(
     max_calls: int | None,
     thinking: tuple[str, str] | None,
 ) -> str:
-    """Lark for free text with calls in it.
+    """Return a Lark grammar for free text with calls in it.
 
-    Args:
-        grammar: The model's format.
-        tools: Schemas of parameters, by name.
-        strict: Tools whose arguments follow their schema; those of others are any object.
-        tokens: Marks that are one token, with its id.
-        max_calls: 1: at most one call; None: any number.
-        thinking: Marks of the model's reasoning, where they may come first.
+        Args:
+            grammar: The model's format.
+            tools: Schemas of parameters, by name.
+    strict: Tools whose arguments must match their schema; others take any object.
+            tokens: Marks that are one token, with its id.
+            max_calls: 1: at most one call; None: any number.
+            thinking: Marks of the model's reasoning, where they may come first.
     """
     strict = frozenset(strict)
     spell = _Speller(tokens)
@@ -77,13 +77,13 @@ def auto_guide(
         lines.append(f"section: begin {section} {spell(grammar.end)}")
     answer = f"section{'?' if max_calls == 1 else '*'} TEXT"
     if thinking is not None and spell.first_token(thinking[0]):
-        # TEXT does not match these tokens, and the model may still think.
+        # TEXT does not match these tokens, and the model may still reason.
         answer = f"(TEXT {spell(thinking[0])})? (TEXT {spell(thinking[1])})? {answer}"
     return "\n".join([f"start: {answer}", *lines, _TEXT])
 
 
 def after_thinking(schema: Schema, closing: str, tokens: Mapping[str, int]) -> str:
-    """Lark for reasoning that is open, then JSON of a schema."""
+    """Return a Lark grammar for the rest of the reasoning, then JSON of a schema."""
     spell = _Speller(tokens)
     if spell.first_token(closing):
         lines = ["start: TEXT " + spell(closing) + " SPACE " + _json(schema)]
@@ -97,7 +97,7 @@ def _json(schema: Schema) -> str:
 
 
 class _Speller:
-    """Writes text as Lark's literals, marks among it as tokens."""
+    """Spells text as Lark literals, with marks as tokens."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
@@ -105,12 +105,12 @@ class _Speller:
         self._split = re.compile("|".join([*marks, "NUMBER"]))
 
     def first_token(self, text: str) -> int | None:
-        """The token that `text` begins with."""
+        """Return the token that `text` begins with."""
         found = self._split.match(text)
         return self._tokens.get(found[0]) if found else None
 
     def __call__(self, text: str) -> str:
-        """The terms for `text`; nothing for none."""
+        """Return the terms for `text`; empty for empty text."""
         terms, position = [], 0
         for found in self._split.finditer(text):
             terms.append(_literal(text[position : found.start()]))

@@ -1,6 +1,6 @@
 """gpt-oss (Harmony): messages, each with a header (`<|channel|>` and maybe a recipient) and a body.
 
-`analysis` is reasoning, `final` the answer, `commentary` a preamble to it; what is sent to `functions.NAME` is a call.
+`analysis` is reasoning, `final` the answer, `commentary` a preamble to it; a message to `functions.NAME` is a call.
 The prompt ends with `<|start|>assistant`, so that the text begins within a header.
 """
 
@@ -15,17 +15,17 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-# What a header that breaks off may look like.
+# An incomplete header.
 _HEADER = re.compile(r"[\w.\s=]*(<\|(channel|constrain)\|>[\w.\s=]*)*")
 
 
 def script(machine: Machine) -> Steps[None]:
-    """Reads message after message."""
+    """Parse a sequence of messages."""
     while True:
         space = yield from machine.take_space()
         begin = yield from machine.accept(START, CHANNEL, "to=functions.")
         if begin is None:
-            # Not in the format: what there is up to the next message is the answer.
+            # Malformed: text up to the next message is the answer.
             machine.unread(space)
             mark = yield from machine.text_until(START, CHANNEL, *ENDS)
             if mark is None:
@@ -45,7 +45,7 @@ def _body(machine: Machine, header: str) -> Steps[None]:
     if recipient:
         body, mark = yield from machine.take_until(*ENDS, START)
         arguments = arguments_text(body or "{}")
-        # Of a malformed call the body is shown; its header is markup.
+        # Show a malformed call's body; its header is markup.
         machine.settle(None if arguments is None else [Call(recipient[1], arguments)], body)
     elif channel and channel[1] == "analysis":
         mark = yield from machine.copy_until(machine.reasoning, *ENDS, START)

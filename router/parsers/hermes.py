@@ -9,9 +9,9 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 def script(machine: Machine) -> Steps[None]:
-    """Reads content and calls."""
+    """Parse content and calls."""
     while (yield from machine.text_until(OPENING)):
-        # A closing tag within a string of the arguments closes nothing.
+        # A closing tag within a string of the arguments does not count.
         space = yield from machine.take_space()
         body, is_complete = "", False
         if (yield from machine.peek()) == "{":

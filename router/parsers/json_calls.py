@@ -8,7 +8,7 @@ from router.parsers.machine import Call, parse_json
 
 
 def read_call(value: object) -> Call | None:
-    """The call that a JSON value is; Llama says `parameters` where the others say `arguments`."""
+    """Return the call in a JSON value; Llama uses `parameters`, the others `arguments`."""
     if not isinstance(value, dict):
         return None
     name = value.get("name")
@@ -30,7 +30,7 @@ def read_call(value: object) -> Call | None:
 
 
 def read_calls(text: str) -> list[Call] | None:
-    """The calls of the JSON object, or array of objects, that `text` is."""
+    """Return the calls in `text`, a JSON object or an array of objects."""
     try:
         value = parse_json(text)
     except ValueError:

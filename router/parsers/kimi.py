@@ -17,7 +17,7 @@ def _read(body: str, offer: Offer) -> Call | None:
     found, arguments = _ID.fullmatch(call_id.strip()), arguments_text(text)
     if not separator or found is None or arguments is None:
         return None
-    # The template writes the id of a past call as it is, so the model's own must come back to it.
+    # The template renders the ids of past calls unchanged, so the model must see its own.
     return Call(found[1], arguments, call_id.strip())
 
 

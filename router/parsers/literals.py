@@ -1,4 +1,4 @@
-"""Values as models write them outside of JSON: Python literals, and Gemma's with its own quotes. Nothing is run."""
+"""Parses values that are not JSON: Python literals, and Gemma's with its own quotes. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _CODED = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})")
 
 
 class LiteralError(ValueError):
-    """The text is no literal."""
+    """The text is not a literal."""
 
 
 class Literals:
-    """Reads literals from a text, one after another.
+    """Parses a text's literals one by one.
 
-    Attributes:
-        position: Of the next character.
+        Attributes:
+    position: Index of the next character.
     """
 
     def __init__(self, text: str, quote: str = "") -> None:
-        """`quote` is a mark that begins and ends strings without escapes, beside Python's quotes."""
+        """`quote` delimits strings without escapes, in addition to Python's quotes."""
         self.position = 0
         self._text = text
         self._quote = quote
         self._depth = 0
 
     def skip(self, mark: str = "") -> bool:
-        """Skips white space, and then `mark`; whether it was there."""
+        """Skip white space and then `mark`; return whether it was there."""
         while self._text[self.position : self.position + 1].isspace():
             self.position += 1
         if not mark or not self._text.startswith(mark, self.position):
@@ -47,7 +47,7 @@ class Literals:
         return True
 
     def expect(self, mark: str) -> None:
-        """Skips white space and `mark`.
+        """Skip white space and `mark`.
 
         Raises:
             LiteralError: It is not there.
@@ -56,12 +56,12 @@ class Literals:
             raise LiteralError(f"{mark} expected at {self.position}")
 
     def at_end(self) -> bool:
-        """Whether nothing but white space follows."""
+        """Return whether only white space follows."""
         self.skip()
         return self.position == len(self._text)
 
     def word(self) -> str:
-        """A name; dots and hyphens are part of it.
+        """Return the next name, which may contain dots and hyphens.
 
         Raises:
             LiteralError: There is none.
@@ -70,10 +70,10 @@ class Literals:
         return self._match(_WORD)
 
     def value(self) -> object:
-        """The next value.
+        """Return the next value.
 
         Raises:
-            LiteralError: It is none, or is nested too deeply.
+            LiteralError: It is not a literal, or is nested too deeply.
         """
         self._depth += 1
         if self._depth > _MAX_DEPTH:
@@ -98,12 +98,12 @@ class Literals:
         if _WORD.match(self._text, self.position):
             name = self.word()
             if name not in _WORDS:
-                raise LiteralError(f"{name} is no literal")
+                raise LiteralError(f"{name} is not a literal")
             return _WORDS[name]
         return self._number()
 
     def items(self, end: str) -> list[object]:
-        """Values up to `end`, which is consumed."""
+        """Return the values up to `end`, which is consumed."""
         values: list[object] = []
         while not self.skip(end):
             values.append(self.value())
@@ -113,7 +113,7 @@ class Literals:
         return values
 
     def fields(self, end: str, separator: str = ":") -> dict[str, object]:
-        """Keys, bare or quoted, and values, up to `end`, which is consumed."""
+        """Return keys (bare or quoted) and values up to `end`, which is consumed."""
         values: dict[str, object] = {}
         while not self.skip(end):
             self.skip()
@@ -134,16 +134,16 @@ class Literals:
             number = float(text)
             if not text.lstrip("+-").isdigit():
                 if abs(number) == float("inf"):
-                    raise LiteralError("is no number")
+                    raise LiteralError("is not a number")
                 return number
             return int(text)
         except (ValueError, OverflowError):
-            raise LiteralError("is no number") from None
+            raise LiteralError("is not a number") from None
 
     def _quoted(self) -> str:
         end = self._text.find(self._quote, self.position)
         if end == -1:
-            raise LiteralError("a string does not end")
+            raise LiteralError("unterminated string")
         text = self._text[self.position : end]
         self.position = end + len(self._quote)
         return text
@@ -154,7 +154,7 @@ class Literals:
         while True:
             end, escape = text.find(quote, self.position), text.find("\\", self.position)
             if end == -1:
-                raise LiteralError("a string does not end")
+                raise LiteralError("unterminated string")
             if escape == -1 or end < escape:
                 parts.append(text[self.position : end])
                 self.position = end + len(quote)
@@ -169,7 +169,7 @@ class Literals:
             self.position = coded.end()
             number = int(next(filter(None, coded.groups())), 16)
             if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-                raise LiteralError("is no character")
+                raise LiteralError("is not a character")
             return chr(number)
         mark = self._text[self.position : self.position + 1]
         self.position += 1
@@ -180,6 +180,6 @@ class Literals:
     def _match(self, pattern: re.Pattern[str]) -> str:
         found = pattern.match(self._text, self.position)
         if found is None:
-            raise LiteralError(f"nothing known at {self.position}")
+            raise LiteralError(f"unexpected text at {self.position}")
         self.position = found.end()
         return found[0]

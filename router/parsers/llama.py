@@ -17,14 +17,14 @@ _BETWEEN = (";", ",", TAG)
 
 
 def script(machine: Machine) -> Steps[None]:
-    """Reads calls where the text begins with one, and after each tag."""
+    """Parse calls at the beginning of the text and after each tag."""
     yield from bare_calls(machine, TAG)
     while tag := (yield from machine.text_until(TAG)):
         yield from bare_calls(machine, tag, is_tagged=True)
 
 
 def bare_calls(machine: Machine, tag: str, *, is_tagged: bool = False) -> Steps[None]:
-    """Reads JSON that is nothing but calls; puts back what begins otherwise."""
+    """Parse JSON that consists of calls; put back anything else."""
     raw = tag if is_tagged else ""
     raw += yield from machine.take_space()
     if not is_tagged and (yield from machine.accept(tag)):
@@ -47,7 +47,7 @@ def bare_calls(machine: Machine, tag: str, *, is_tagged: bool = False) -> Steps[
 
 
 def _start(machine: Machine) -> Steps[str]:
-    """Nothing where calls may come next; else the beginning of the text, consumed, which shows that none do."""
+    """Consume and return the text that rules out calls here; empty if calls may follow."""
     raw = ""
     if (yield from machine.accept("[")):
         raw += "[" + (yield from machine.take_space())

@@ -1,4 +1,4 @@
-"""The machine that every format runs on: it holds text until what it is can be told, and no longer.
+"""The parsing machine behind every format: it holds text back only until its meaning is decided.
 
 A format is a script, a generator that reads through the machine's own generators:
 
@@ -7,8 +7,8 @@ A format is a script, a generator that reads through the machine's own generator
             body, _ = yield from machine.take_until("</tool_call>")
             machine.settle(read_calls(body), raw)
 
-Each of those waits (a bare `yield`) only while the text so far does not decide, and takes the same decision however
-the text arrives. A call is held until it is whole, because a malformed one must come out as the text that it is.
+Each of those waits (a bare `yield`) only while the text so far is ambiguous, and decides the same however the text is
+split. A call is held until it is complete, because a malformed one must be emitted as text.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call as a format reads it.
+    """A call as parsed by a format.
 
-    Attributes:
-        name: The tool.
-        arguments: JSON text of an object.
-        call_id: What the model calls it, if it does.
+        Attributes:
+            name: The tool.
+            arguments: JSON text of an object.
+    call_id: The model's own id of the call, if any.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a request offers a model.
+    """What a request offers the model.
 
-    Attributes:
-        tools: JSON schema of the parameters of each tool, by name.
-        max_calls: Calls after so many, and all text after them, are dropped; None: no limit.
-        is_thinking: The prompt has opened the reasoning.
+        Attributes:
+            tools: JSON schema of the parameters of each tool, by name.
+    max_calls: Further calls, and all text after them, are dropped; None: no limit.
+            is_thinking: The prompt has opened the reasoning.
     """
 
     tools: Mapping[str, Schema]
@@ -75,20 +75,20 @@ class Machine:
         self._held = ""
         self._is_ended = False
         self._has_finished = False
-        self._space = ""  # left out before the last marker
+        self._space = ""  # trimmed before the last marker
         self._num_calls = 0
         self._events: list[Event] = []
         self._script = script(self)
         self._resume()
 
     def feed(self, text: str) -> list[Event]:
-        """What `text`, which goes on where the last ended, made certain."""
+        """Feed the next piece of text, and return the events that it makes final."""
         self._held += text
         self._resume()
         return self._take()
 
     def finish(self) -> list[Event]:
-        """What is certain now that no more text comes."""
+        """End the text, and return the last events."""
         self._is_ended = True
         self._resume()
         return self._take()
@@ -104,7 +104,7 @@ class Machine:
         events, self._events = joined(self._events), []
         return events
 
-    # What scripts say.
+    # Output of scripts.
 
     def text(self, text: str) -> None:
         """Emits content."""
@@ -117,7 +117,7 @@ class Machine:
             self._events.append(ReasoningDelta(text))
 
     def open_call(self, name: str) -> None:
-        """Begins a call whose arguments follow as they are written."""
+        """Begin a call whose arguments are streamed."""
         self._events.append(CallBegin(self._num_calls, name))
 
     def arguments(self, text: str) -> None:
@@ -130,9 +130,9 @@ class Machine:
         self._num_calls += 1
 
     def settle(self, calls: Sequence[Call] | None, raw: str) -> bool:
-        """Emits the calls that `raw` is; as text where it is none, or one of a tool that is not offered.
+        """Emit `calls`; emit `raw` as text if there are none, or if one names a tool that is not offered.
 
-        Returns whether they were calls.
+        Return whether they were calls.
         """
         space, self._space = self._space, ""
         if not calls or not all(call.name in self.offer.tools for call in calls):
@@ -153,7 +153,7 @@ class Machine:
     def _is_full(self) -> bool:
         return self.offer.max_calls is not None and self._num_calls >= self.offer.max_calls
 
-    # What scripts read.
+    # Input of scripts.
 
     def text_until(self, *markers: str) -> Steps[str | None]:
         """Emits content up to the first of `markers`; see `copy_until`."""
@@ -179,7 +179,7 @@ class Machine:
             yield
 
     def take_until(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Text up to the first of `markers`, and that marker, both consumed; all text and "" at the end."""
+        """Consume and return the text up to the first of `markers`, and the marker; all text and "" at the end."""
         margin = max(map(len, markers)) - 1
         start = 0
         while True:
@@ -192,7 +192,7 @@ class Machine:
             yield
 
     def take_balanced(self, *stops: str, quotes: str = '"') -> Steps[tuple[str, bool]]:
-        """The text that comes next, from its opening bracket to the matching one, and whether it is complete.
+        """Consume and return the text from an opening bracket to the matching one, and whether it is complete.
 
         Incomplete: text up to a stop outside of strings (the stop stays), or to the end.
         """
@@ -225,7 +225,7 @@ class Machine:
                 yield
 
     def take_run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """What comes next of the characters of `pattern`, a repeated class, consumed; it is complete."""
+        """Consume and return all next characters that match `pattern`, a repeated class."""
         while True:
             found = pattern.match(self._held)
             size = found.end() if found else 0
@@ -234,7 +234,7 @@ class Machine:
             yield
 
     def accept(self, *literals: str) -> Steps[str | None]:
-        """Consumes and returns that of `literals` which comes next; None where none does."""
+        """Consume and return the one of `literals` that comes next; None if none does."""
         while True:
             for literal in literals:
                 if self._held.startswith(literal):
@@ -244,17 +244,17 @@ class Machine:
             yield
 
     def take_space(self) -> Steps[str]:
-        """The white space that comes next, consumed; it is complete."""
+        """Consume and return all white space that comes next."""
         return (yield from self.take_run(_SPACE))
 
     def peek(self) -> Steps[str]:
-        """The next character, not consumed; empty at the end."""
+        """Return the next character without consuming it; empty at the end."""
         while not self._held and not self._is_ended:
             yield
         return self._held[:1]
 
     def unread(self, text: str) -> None:
-        """Puts consumed text back."""
+        """Put consumed text back."""
         self._held = text + self._held
 
     def _consume(self, size: int) -> str:
@@ -263,7 +263,7 @@ class Machine:
 
 
 def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
-    """Where the first of `markers` is, and which; the end of the text and "" where there is none."""
+    """Return the position of the first of `markers`, and the marker; the end of the text and "" if there is none."""
     position, found = len(text), ""
     for marker in markers:
         at = text.find(marker, start, position + len(marker))
@@ -273,7 +273,7 @@ def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]
 
 
 def _overlap(text: str, markers: Sequence[str]) -> int:
-    """Characters at the end of `text` that may become one of `markers`."""
+    """Return the number of characters at the end of `text` that may become one of `markers`."""
     longest = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), longest, -1):
@@ -284,12 +284,12 @@ def _overlap(text: str, markers: Sequence[str]) -> int:
 
 
 def refuse_constant(name: str) -> object:
-    """For json's `parse_constant`: NaN and the infinities, which Python reads and JSON has not."""
-    raise ValueError(f"{name} is not a JSON number")
+    """Reject NaN and infinities, which Python's json accepts; for `parse_constant`."""
+    raise ValueError(f"{name} is not valid in JSON")
 
 
 def parse_json(text: str) -> object:
-    """The value that `text` is.
+    """Return the JSON value in `text`.
 
     Raises:
         ValueError: It is not JSON.
@@ -301,7 +301,7 @@ def parse_json(text: str) -> object:
 
 
 def arguments_text(text: str) -> str | None:
-    """`text` without the white space around it, where it is a JSON object; None where it is not."""
+    """Return `text` stripped if it is a JSON object, else None."""
     text = text.strip()
     try:
         return text if isinstance(parse_json(text), dict) else None

@@ -13,7 +13,7 @@ MARK, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 def script(machine: Machine) -> Steps[None]:
-    """Reads content, and calls after each mark."""
+    """Parse content, and calls after each mark."""
     space = yield from machine.take_space()
     mark = yield from machine.accept(MARK)
     machine.unread(space + (mark or ""))
@@ -31,7 +31,7 @@ def script(machine: Machine) -> Steps[None]:
 
 
 def _named(machine: Machine, raw: str) -> Steps[bool]:
-    """Reads `name[ARGS]{...}` or `name{...}`."""
+    """Parse `name[ARGS]{...}` or `name{...}`."""
     call_id: str | None = None
     name, mark = yield from machine.take_until(CALL_ID, ARGS, "{", MARK)
     raw += name + mark

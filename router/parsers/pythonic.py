@@ -16,7 +16,7 @@ START, END = "<|python_start|>", "<|python_end|>"
 
 
 def script(machine: Machine) -> Steps[None]:
-    """Reads calls where the text begins with them."""
+    """Parse calls at the beginning of the text."""
     raw = yield from machine.take_space()
     opening = yield from machine.accept(START)
     if opening:
@@ -38,7 +38,7 @@ def script(machine: Machine) -> Steps[None]:
 
 
 def _start(machine: Machine) -> Steps[str]:
-    """Nothing where a list of calls may come next; else its beginning, consumed, which shows that none does."""
+    """Consume and return the text that rules out a list of calls here; empty if one may follow."""
     raw = (yield from machine.accept("[")) or ""
     raw += yield from machine.take_space()
     name = yield from machine.take_run(_NAME)
@@ -49,7 +49,7 @@ def _start(machine: Machine) -> Steps[str]:
 
 
 def _read(text: str) -> list[Call] | None:
-    """The calls of a list."""
+    """Return the calls of a list."""
     reader, calls = Literals(text), list[Call]()
     try:
         reader.expect("[")

@@ -13,7 +13,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 
 
 def script(machine: Machine) -> Steps[None]:
-    """Reads content and calls; the outer tags may be missing, which happens."""
+    """Parse content and calls; models sometimes omit the outer tags."""
     while mark := (yield from machine.text_until(_OPENING, _FUNCTION)):
         raw = mark
         if mark == _OPENING:
@@ -34,12 +34,12 @@ def script(machine: Machine) -> Steps[None]:
 
 
 def _read(body: str, offer: Offer) -> Call | None:
-    """The call in `NAME>` and its parameters."""
+    """Return the call in `NAME>` and its parameters."""
     name, mark, rest = body.partition(">")
     name = name.strip()
     position, values = 0, []
     while found := _PARAMETER.match(rest, position):
-        # The template puts each value on lines of its own.
+        # The template puts each value on its own lines.
         value = found[2].removeprefix("\n").removesuffix("\n")
         values.append((found[1].strip(), value))
         position = found.end()

@@ -11,10 +11,10 @@ from router.parsers.machine import Machine, Script, Steps
 class ThinkTags:
     """How a model marks its reasoning.
 
-    Attributes:
-        opening: Written by the model, or by the template at the end of the prompt.
-        closing: Ends it.
-        is_always_open: The model thinks first even where nothing opens the reasoning (DeepSeek R1).
+        Attributes:
+            opening: Written by the model, or by the template at the end of the prompt.
+            closing: Ends it.
+    is_always_open: The model reasons first even without an opening tag (DeepSeek R1).
     """
 
     opening: str
@@ -22,18 +22,18 @@ class ThinkTags:
     is_always_open: bool = False
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether a prompt ends within the reasoning."""
+        """Return whether a prompt ends within the reasoning."""
         return self.is_always_open or prompt.rstrip().endswith(self.opening.rstrip())
 
 
 def plain(machine: Machine) -> Steps[None]:
-    """All text is the answer."""
+    """Treat all text as the answer."""
     return
     yield
 
 
 def after_thinking(tags: ThinkTags, answer: Script, call_marks: tuple[str, ...]) -> Script:
-    """Reads reasoning, then the answer by `answer`. One of `call_marks` ends reasoning that was not closed."""
+    """Parse reasoning, then the answer with `answer`; one of `call_marks` ends reasoning that was not closed."""
 
     def script(machine: Machine) -> Steps[None]:
         space = yield from machine.take_space()

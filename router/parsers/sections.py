@@ -1,4 +1,4 @@
-"""Calls that stand in a section of their own: DeepSeek, Kimi, MiniMax."""
+"""Calls within a section: DeepSeek, Kimi, MiniMax."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from router.parsers.machine import Call, Machine, Offer, Script, Steps
 
 
 def section(begin: str, end: str, call: str, call_end: str, read: Callable[[str, Offer], Call | None]) -> Script:
-    """The script for a format whose section lies between `begin` and `end`, each call in it between the other two.
+    """Return the script of a format with sections between `begin` and `end`, and calls between `call` and `call_end`.
 
-    `read` returns the call that the text between `call` and `call_end` is.
+    `read` returns the call in the text between `call` and `call_end`.
     """
 
     def script(machine: Machine) -> Steps[None]:
@@ -19,13 +19,13 @@ def section(begin: str, end: str, call: str, call_end: str, read: Callable[[str,
                 yield from machine.take_space()
 
     def calls(machine: Machine) -> Steps[bool]:
-        """Reads a section; whether it ended with calls and nothing else."""
+        """Parse a section; return whether it contained only calls."""
         raw, is_call = begin, False
         while True:
             raw += yield from machine.take_space()
             mark = yield from machine.accept(call, end)
             if mark is None:
-                # Neither a call nor the end: the text goes on until one of them.
+                # Neither a call nor the end: emit text up to either.
                 rest, mark = yield from machine.take_until(call, end)
                 raw += rest
             if mark == call:

@@ -1,4 +1,4 @@
-"""Arguments that models write as text between tags, without JSON's quotes: what they are, by the tool's schema."""
+"""Converts arguments written as text between tags, without JSON's quotes, by the tool's schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORDS: dict[str, object] = {"true": True, "false": False, "null": None, "none":
 
 
 def arguments_of(values: Iterable[tuple[str, str]], schema: Schema) -> str:
-    """JSON text of the arguments that a model wrote, by name."""
+    """Return a call's arguments as a JSON object."""
     properties = schema.get("properties")
     known = properties if isinstance(properties, Mapping) else {}
     arguments = {name: _value(text, known.get(name)) for name, text in values}
@@ -32,7 +32,7 @@ def _value(text: str, schema: object) -> object:
     if kinds == {"string"}:
         return text
     stripped = text.strip()
-    # Templates that print values as Python does write True and None.
+    # Templates that print Python values write True and None.
     if stripped.lower() in _WORDS and kinds & {"boolean", "null"}:
         return _WORDS[stripped.lower()]
     try:
@@ -43,7 +43,7 @@ def _value(text: str, schema: object) -> object:
 
 
 def _kinds(schema: object) -> set[str]:
-    """The JSON types that a schema allows; empty where it does not say."""
+    """Return the JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")

@@ -102,16 +102,16 @@ class Cell:
                     raise error_from_rpc(error) from None
                 is_late = deadline is not None and loop.time() >= deadline
                 if is_late and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise DeadlineError("the request's deadline passed while it was handed over") from None
+                    raise DeadlineError("the request's deadline passed before a scheduler accepted it") from None
                 if loop.time() + delay > give_up_at:
-                    raise UnavailableError(f"the scheduler does not take requests: {error.details()}") from None
+                    raise UnavailableError(f"the scheduler is not accepting requests: {error.details()}") from None
                 if self.is_gone:
                     raise UnavailableError(f"the scheduler at {self.name} is gone") from None
-                logger.info("submit to %s: %s; trying again", self.name, error.details(), extra={"attempt": attempt})
+                logger.info("submit to %s failed: %s; retrying", self.name, error.details(), extra={"attempt": attempt})
             else:
                 if answer.attached:
                     extra = {"request_id": request.request_id, "attempt": attempt}
-                    logger.debug("%s has the request already", self.name, extra=extra)
+                    logger.debug("%s already has the request", self.name, extra=extra)
                 return answer
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
@@ -151,7 +151,7 @@ class Cells:
         """
         cells = [cell for cell in self.cells.values() if cell.is_up] or list(self.cells.values())
         if not cells:
-            raise UnavailableError("no scheduler is known")
+            raise UnavailableError("no scheduler found")
         if len(cells) == 1:
             return cells[0]
         least = min(cells, key=lambda cell: cell.load)
@@ -166,7 +166,7 @@ class Cells:
         """
         cells = sorted(self.cells.values(), key=lambda cell: not cell.is_up)
         if not cells:
-            raise UnavailableError("no scheduler is known")
+            raise UnavailableError("no scheduler found")
         return cells[0]
 
     @property

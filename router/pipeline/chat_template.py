@@ -139,7 +139,7 @@ class _Process:
                 view = view[self._process.stdin.write(view) :]
             (size,) = LENGTH.unpack(self._read(LENGTH.size, give_up_at))
             if size > _MAX_ANSWER_BYTES:
-                raise _BrokenError("writes too much")
+                raise _BrokenError("produces too much output")
             answer: dict[str, str] = json.loads(self._read(size, give_up_at))
         except BrokenPipeError:
             raise _BrokenError(self._end()) from None
@@ -162,7 +162,7 @@ class _Process:
         """Why it ended."""
         if self._process.wait() == -signal.SIGPROF:
             return f"takes longer than {CPU_LIMIT_S:g} s"
-        return "ended its process"
+        return "crashed its process"
 
     def close(self) -> None:
         """Ends it."""

@@ -109,7 +109,7 @@ class Generation:
                 link = avoid.link if avoid else None
                 self._attachment = await self._runner.pool.attach(self.stream, avoid=link)
         except TimeoutError:
-            raise UnavailableError("no detokenizer can be reached") from None
+            raise UnavailableError("no detokenizer is reachable") from None
 
     async def _recover(self, error: UnavailableError | NotFoundError) -> None:
         """Attaches at another detokenizer, and submits again what its scheduler has forgotten."""
@@ -119,7 +119,7 @@ class Generation:
         is_forgotten = isinstance(error, NotFoundError)
         if now >= self._give_up_at or (is_forgotten and self._request is None):
             raise error
-        logger.info("attaching anew: %s", error.message)
+        logger.info("reattaching: %s", error.message)
         lost, self._attachment = self._attachment, None
         if lost is not None:
             lost.detach()
@@ -210,7 +210,7 @@ class Runner:
         """
         timeout_s = _shorter(timeout_s, request.timeout_ms / 1000 if request.HasField("timeout_ms") else None)
         if timeout_s is not None and timeout_s <= 0:
-            raise DeadlineError("the deadline had passed on arrival")
+            raise DeadlineError("the deadline passed before the request arrived")
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         check_request(request, self.model, self._max_beam_width)
         for path, field in ((request.lora.path, "lora.path"), (request.prompt_tuning.path, "prompt_tuning.path")):

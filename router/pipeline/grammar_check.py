@@ -64,7 +64,7 @@ class GrammarChecker:
         problem = self._checked.get(guide)
         if problem is None:
             if not is_available():
-                raise UnsupportedError("this router lacks the library for grammars", field="guided_decoding")
+                raise UnsupportedError("the grammar library is not installed on this router", field="guided_decoding")
             if self._num_waiting >= MAX_WAITING:
                 raise OverloadedError("too many grammars wait to be checked", field=_FIELD)
             self._num_waiting += 1

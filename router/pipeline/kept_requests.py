@@ -60,7 +60,7 @@ class KeptRequests:
             if others and (is_late or not isinstance(others[0], UnavailableError)):
                 raise others[0]
             if is_late:
-                raise UnavailableError("no scheduler is known")
+                raise UnavailableError("no scheduler found")
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
 

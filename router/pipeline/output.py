@@ -47,7 +47,7 @@ class RouterMetrics:
             "inter_token_latency_seconds", "Time per token after the first."
         )
         self.request: Histogram = metrics.histogram("e2e_request_latency_seconds", "Arrival to last output.")
-        self.success: Counter = metrics.counter("request_success", "Requests that ended.", ("finished_reason",))
+        self.success: Counter = metrics.counter("request_success", "Ended requests.", ("finished_reason",))
         self.tokens: Counter = metrics.counter("relayed_tokens", "Tokens sent to clients.")
 
     def log_end(self, reason: str, duration_s: float, first_s: float | None, num_tokens: int) -> None:

@@ -165,11 +165,11 @@ def check_adapter_path(path: str, root: str, field: str) -> None:
     """
     current_caller.get().require(frozenset({Role.ADMIN}))
     if not root:
-        reason = "paths are not taken, as --adapter-root is not set; name an adapter that is loaded"
+        reason = "adapter paths need --adapter-root; name a loaded adapter instead"
         raise InvalidArgumentError(reason, field=field)
     # Where symbolic links lead is the workers' to check, whose files they are.
     if not PurePath(os.path.normpath(path)).is_relative_to(os.path.normpath(root)) or "\0" in path:
-        raise InvalidArgumentError("is not below the folder of adapters (--adapter-root)", field=field)
+        raise InvalidArgumentError("is outside the adapter folder (--adapter-root)", field=field)
 
 
 def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None) -> None:
@@ -276,14 +276,14 @@ def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
     for additional in output.additional_outputs:
         field = "output.additional_outputs.name"
         if additional.HasField("probe_width"):
-            raise InvalidArgumentError("is not for clients", field="output.additional_outputs.probe_width")
+            raise InvalidArgumentError("must not be set by clients", field="output.additional_outputs.probe_width")
         check_name(additional.name, field)
         if _ADDITIONAL_OUTPUT.fullmatch(additional.name):
             kind, _, number = additional.name.partition(".")
             _at_most(int(number), model.num_layers if kind == "hidden_states" else MAX_TOPK_LOGITS, field)
     names = [additional.name for additional in output.additional_outputs]
     if len(set(names)) < len(names):
-        raise InvalidArgumentError("must not come twice", field="output.additional_outputs.name")
+        raise InvalidArgumentError("must not be repeated", field="output.additional_outputs.name")
 
 
 def _probe_widths(features: Iterable[str]) -> Iterator[tuple[str, int]]:
@@ -309,7 +309,7 @@ def _check_features(request: pb.GenerateRequest, model: ModelFolder) -> None:
         _at_least_one(len(request.lora.name), "lora.name")
         check_name(request.lora.name, "lora.name")
         if request.lora.HasField("resolved"):
-            raise InvalidArgumentError("is not for clients", field="lora.resolved")
+            raise InvalidArgumentError("must not be set by clients", field="lora.resolved")
     check_name(request.prompt_tuning.name, "prompt_tuning.name")
     if request.HasField("speculative"):
         if request.speculative.method not in (1, 2):
@@ -336,7 +336,7 @@ def _check_words(words: Iterable[str], limit: int, field: str) -> None:
     _at_most(len(words), limit, field)
     for word in words:
         if not word:
-            raise InvalidArgumentError("must not hold an empty word", field=field)
+            raise InvalidArgumentError("must not contain an empty word", field=field)
         if len(word) > MAX_STOP_WORD_CHARACTERS:
             raise InvalidArgumentError(
                 f"holds a word of {len(word)} characters; at most {MAX_STOP_WORD_CHARACTERS}", field=field

@@ -73,7 +73,7 @@ class ClientStream:
         if self.is_final or self.overflowed or not chunk.adds_to(expected):
             return
         if chunk.token_offset > expected:
-            self.fail(UnavailableError(f"a chunk left out tokens {expected} to {chunk.token_offset}"))
+            self.fail(UnavailableError(f"a chunk skipped tokens {expected} to {chunk.token_offset}"))
             return
         if self._ends.repeats(chunk):
             return

@@ -53,14 +53,14 @@ class Renderer:
             for part in self._template.generate(variables):
                 size += len(part)
                 if size > MAX_OUTPUT_CHARACTERS:
-                    return {"error": "writes too much"}
+                    return {"error": "produces too much output"}
                 parts.append(part)
             return {"text": "".join(parts)}
         except jinja2.TemplateError as error:
             return {"error": f"refuses: {str(error)[:500]}"}
         except MemoryError:
             parts.clear()
-            return {"error": "takes too much memory"}
+            return {"error": "uses too much memory"}
         except Exception as error:  # noqa: BLE001 (whatever a template does, it is its own fault)
             return {"error": f"fails: {str(error)[:500] or type(error).__name__}"}
 

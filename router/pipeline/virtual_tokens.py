@@ -26,13 +26,13 @@ def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder) -> Non
         return
     if has_embeddings:
         if request.HasField("prompt_tuning"):
-            raise InvalidArgumentError("cannot be together with prompt_tuning", field="prompt_embeddings")
+            raise InvalidArgumentError("must not be set together with prompt_tuning", field="prompt_embeddings")
         _check_tensor(request.prompt_embeddings, model, "prompt_embeddings")
     elif tuning.HasField("resolved"):
-        raise InvalidArgumentError("is not for clients", field="prompt_tuning.resolved")
+        raise InvalidArgumentError("must not be set by clients", field="prompt_tuning.resolved")
     elif tuning.HasField("table"):
         if tuning.path:
-            raise InvalidArgumentError("is for a named adapter", field="prompt_tuning.path")
+            raise InvalidArgumentError("needs a named adapter", field="prompt_tuning.path")
         _check_tensor(tuning.table, model, "prompt_tuning.table")
     elif not tuning.name:
         raise InvalidArgumentError("must have a name or a table", field="prompt_tuning")

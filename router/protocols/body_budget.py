@@ -49,7 +49,7 @@ class BodyBudget:
             self.num_bytes + num_bytes > _BODIES * self.max_body_bytes
             or self._by_client[client] + num_bytes > _BODIES_PER_CLIENT * self.max_body_bytes
         ):
-            raise OverloadedError("too many bytes of requests are on their way", retry_after_ms=_RETRY_AFTER_MS)
+            raise OverloadedError("too many bytes of incomplete requests in memory", retry_after_ms=_RETRY_AFTER_MS)
         self.num_bytes += num_bytes
         self._by_client[client] += num_bytes
 

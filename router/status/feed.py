@@ -68,7 +68,7 @@ class StatusFeed:
                     await self._ask()
                 except Exception:
                     # A defect here or there; the feed must not stand still for it.
-                    logger.exception("the state could not be made out")
+                    logger.exception("cannot collect the status")
                 # Python 3.11's wait_for loses a cancellation that comes as its time is up.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s):

@@ -38,14 +38,14 @@ class Parts:
         is_complete = silent.isdisjoint(self._seen)
         parts = list(here.values())
         # A standby does not answer either.
-        parts += [_part(key, PartStatus.UNKNOWN, "has not answered yet") for key in silent - self._seen.keys()]
+        parts += [_part(key, PartStatus.UNKNOWN, "has not responded yet") for key in silent - self._seen.keys()]
         for key, (seen_s, part) in list(self._seen.items()):
             if key in here:
                 continue
             if is_complete or part.kind == "scheduler":
                 parts.append(_part(key, PartStatus.LOST, f"last seen {now_s - seen_s:.0f} s ago"))
             else:
-                parts.append(_part(key, PartStatus.UNKNOWN, "its scheduler does not answer"))
+                parts.append(_part(key, PartStatus.UNKNOWN, "its scheduler does not respond"))
         for key, part in here.items():
             self._seen[key] = now_s, part
         return sorted(parts, key=lambda part: (_ORDER.index(part.kind), natural(part.name)))
@@ -64,7 +64,7 @@ def router_part(router: status_pb2.RouterStatus) -> PartStatus:
     if router.is_draining:
         state = PartStatus.DRAINING
     elif router.problems:
-        state, detail = PartStatus.DEGRADED, f"stands still: {', '.join(router.problems)}"
+        state, detail = PartStatus.DEGRADED, f"stalled: {', '.join(router.problems)}"
     elif router.num_live_detokenizers < router.num_detokenizers or not router.num_detokenizers:
         state = PartStatus.DEGRADED
         detail += f", reaches {router.num_live_detokenizers} of {router.num_detokenizers} detokenizers"

@@ -127,7 +127,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
         request.chat.template_variables_json = json.dumps(variables)
     _output_format(body, request)
     if tools.choice != "auto" and request.HasField("guided_decoding"):
-        raise InvalidArgumentError("demands a call, which output_config.format contradicts", field="tool_choice")
+        raise InvalidArgumentError("requires a call, which conflicts with output_config.format", field="tool_choice")
     body.choice("service_tier", ("auto", "standard_only"))
     conversation = Conversation(request, tools, model)
     return MessagesJob(conversation, request.model, bool(body.flag("stream")), is_shown, reading.breakpoints)
@@ -188,7 +188,7 @@ def _tools(body: Body, reading: _Reading) -> Tools:
     strict = set()
     for tool in body.objects("tools"):
         if tool.text("type") not in (None, "custom"):
-            raise UnsupportedError("only tools of the client are supported", field=tool.path("type"))
+            raise UnsupportedError("only client tools are supported", field=tool.path("type"))
         name, schema = tool.text("name"), tool.get("input_schema")
         if not name:
             raise InvalidArgumentError("must be set", field=tool.path("name"))

@@ -173,7 +173,7 @@ def check_outputs(names: Sequence[str]) -> frozenset[str]:
     """
     for name in names:
         if name not in OUTPUTS:
-            raise InvalidArgumentError(f"there is no output {name!r}", field="outputs")
+            raise InvalidArgumentError(f"unknown output {name!r}", field="outputs")
     return frozenset(names or OUTPUTS)
 
 
@@ -204,7 +204,7 @@ async def native_request(
     parts = {name: tensor.row(index, rows) for name, tensor in inputs.items()}
     for name, tensor in parts.items():
         if name not in INPUTS:
-            raise InvalidArgumentError("there is no such input", field=name)
+            raise InvalidArgumentError("unknown input", field=name)
         INPUTS[name].fill(request, tensor)
     await _fill_bias(request, parts, prompts)
     return request

@@ -166,7 +166,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             while (response := await responses.get()) is not None:
                 yield response
             if is_broken:
-                raise InvalidArgumentError("what came is no ModelInferRequest")
+                raise InvalidArgumentError("the message is not a ModelInferRequest")
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -255,7 +255,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     def _check_model(self, name: str, version: str) -> None:
         if name not in (_ALIAS, self._model.name) or version not in ("", _VERSION):
             wanted = f"{name} version {version}" if version else name
-            raise NotFoundError(f"{wanted!r} is not served; {self._model.name!r} is", field="model_name")
+            raise NotFoundError(f"{wanted!r} is not served here; the model is {self._model.name!r}", field="model_name")
 
     def _response(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
         return pb.ModelInferResponse(model_name=request.model_name, model_version=_VERSION, id=request.id)

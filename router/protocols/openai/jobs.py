@@ -134,7 +134,7 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     request.chat.messages.extend(chat_messages(body))
     tools = read_tools(body)
     if tools.choice != "auto" and request.HasField("guided_decoding"):
-        raise InvalidArgumentError("demands a call, which response_format contradicts", field="tool_choice")
+        raise InvalidArgumentError("requires a call, which conflicts with response_format", field="tool_choice")
     prompt_follows = body.flag("add_generation_prompt")
     if prompt_follows is not None:
         request.chat.add_generation_prompt = prompt_follows
@@ -215,7 +215,7 @@ def _best_of(body: Body, request: pb.GenerateRequest) -> int:
     if best_of < shown:
         raise InvalidArgumentError("must be at least n", field="best_of")
     if body.flag("stream"):
-        raise InvalidArgumentError("only the end tells which are best: not with stream", field="best_of")
+        raise InvalidArgumentError("must not be set with stream: the best are known only at the end", field="best_of")
     request.sampling.num_return_sequences = best_of
     if not request.output.HasField("log_probs"):
         request.output.log_probs = 0

@@ -50,7 +50,9 @@ class Models:
             return self._card()
         adapter = await self._adapter(name)
         if adapter is None:
-            raise NotFoundError(f"{name[:MAX_NAME]!r} is not served; {self._model.name!r} is", field="model")
+            raise NotFoundError(
+                f"{name[:MAX_NAME]!r} is not served here; the model is {self._model.name!r}", field="model"
+            )
         return self._adapter_card(adapter)
 
     async def resolve(self, requests: Iterable[pb.GenerateRequest]) -> None:

@@ -63,7 +63,7 @@ def document(model: ModelFolder) -> Part:
         "name": "Last-Event-ID",
         "in": "header",
         "schema": _TEXT,
-        "description": "Id of the last event that was read: the stream goes on after it, at any router.",
+        "description": "Id of the last event received; the stream resumes after it, on any router.",
     }
     version = {
         "name": "anthropic-version",
@@ -83,38 +83,38 @@ def document(model: ModelFolder) -> Part:
     detokenize = {"model": names, "tokens": tokens}
     named = {"name": "name", "in": "path", "required": True, "schema": text}
     paths = {
-        "/v1/completions": {"post": _post("Completes prompts.", completion, ["prompt"], stream=True) | _with(event_id)},
+        "/v1/completions": {"post": _post("Complete prompts.", completion, ["prompt"], stream=True) | _with(event_id)},
         "/v1/chat/completions": {
-            "post": _post("Answers a conversation.", chat, ["messages"], stream=True) | _with(event_id)
+            "post": _post("Complete a conversation.", chat, ["messages"], stream=True) | _with(event_id)
         },
         "/v1/messages": {
             "post": _post(
-                "Answers a conversation, as Anthropic's API does.", messages, ["messages", "max_tokens"], stream=True
+                "Complete a conversation (Anthropic's Messages API).", messages, ["messages", "max_tokens"], stream=True
             )
             | _with(version)
         },
         "/v1/messages/count_tokens": {
-            "post": _post("Counts the tokens of a conversation.", counted, ["messages"]) | _with(version)
+            "post": _post("Count the tokens of a conversation.", counted, ["messages"]) | _with(version)
         },
         "/v1/responses": {
-            "post": _post("Answers, and stores the answer.", _responses_fields(names), ["input"], stream=True)
+            "post": _post("Create a response and store it.", _responses_fields(names), ["input"], stream=True)
         },
         "/v1/responses/input_tokens": {
-            "post": _post("Counts the tokens of an input.", {"model": names, "input": _INPUT}, ["input"])
+            "post": _post("Count the tokens of an input.", {"model": names, "input": _INPUT}, ["input"])
         },
         "/v1/responses/{response_id}": {
             "get": _get("A stored response, or its events after `starting_after`.") | _with(*stored),
-            "delete": _get("Deletes a stored response.") | _with(stored[0]),
+            "delete": _get("Delete a stored response.") | _with(stored[0]),
         },
         "/v1/responses/{response_id}/cancel": {
-            "post": _get("Ends a background response.") | _with(stored[0]),
+            "post": _get("Cancel a background response.") | _with(stored[0]),
         },
         "/v1/responses/{response_id}/input_items": {"get": _get("The items of its input.") | _with(stored[0])},
         "/tokenize": {"post": _post("Token ids of a text or a conversation.", tokenize, [])},
         "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
         "/v1/models": {"get": _get("The model and the adapters that are loaded on it.")},
-        "/v1/models/{name}": {"get": _get("One of them.") | _with(named)},
-        "/health": {"get": _get("Whether this router works; 503 where it does not.")},
+        "/v1/models/{name}": {"get": _get("A model or adapter by name.") | _with(named)},
+        "/health": {"get": _get("Health of this router; 503 when it cannot serve.")},
         "/metrics": {"get": _get("Prometheus' metrics.", "text/plain")},
         "/openapi.json": {"get": _get("This document.")},
     }
@@ -347,6 +347,6 @@ def _responses(media_type: str) -> Part:
         content[media_type] = {"schema": _TEXT}
     failed = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {
-        "200": {"description": "What was asked for.", "content": content},
-        "default": {"description": "What is wrong, and with which parameter.", "content": failed},
+        "200": {"description": "Success.", "content": content},
+        "default": {"description": "Error, with the parameter that caused it.", "content": failed},
     }

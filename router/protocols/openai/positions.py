@@ -89,5 +89,5 @@ def read_event_id(text: str, num_prompts: int) -> tuple[str, list[Position]]:
     """
     name, *parts = text.split("/")
     if len(parts) != num_prompts or not all(map(_PART.fullmatch, parts)):
-        raise InvalidArgumentError("is not an event of such a stream", field="Last-Event-ID")
+        raise InvalidArgumentError("is not an event id of this stream", field="Last-Event-ID")
     return unquote(name), [Position(part) for part in parts]

@@ -105,7 +105,7 @@ class Reply(Response):
 
     def _read_positions(self, text: str) -> None:
         if not self._job.is_stream:
-            raise InvalidArgumentError("is of a stream, which this request is not", field="Last-Event-ID")
+            raise InvalidArgumentError("is set, but the request does not stream", field="Last-Event-ID")
         self._job.request_id, self._positions = read_event_id(text, len(self._job.requests))
 
     async def _whole(self, outputs: list[Output]) -> Mapping[str, object]:

@@ -21,9 +21,9 @@ def native_request(request: oe.GenerateRequest, metadata: Iterable[tuple[str, st
         UnsupportedError: Media, sessions of other engines' caches, or a kind of guide or candidates that is not there.
     """
     if request.media:
-        raise UnsupportedError("this engine takes text and tokens alone", field="media")
+        raise UnsupportedError("only text and tokens are supported", field="media")
     if request.HasField("kv") and request.kv.HasField("session"):
-        raise UnsupportedError("this engine takes over no other engine's cache", field="kv.session")
+        raise UnsupportedError("KV caches of other engines are not supported", field="kv.session")
     if request.kv.bypass_prefix_cache:
         raise UnsupportedError("the prefix cache is on or off for the whole service", field="kv.bypass_prefix_cache")
     native = pb.GenerateRequest(
@@ -84,7 +84,7 @@ def _fill_output(response: oe.ResponseOptions, native: pb.GenerateRequest) -> No
 
 def _num_candidates(selection: oe.CandidateTokenSelection, field: str) -> int:
     if selection.WhichOneof("selection") in ("token_ids", "all"):
-        raise UnsupportedError("only the likeliest candidates can be had (top_n)", field=field)
+        raise UnsupportedError("only the most likely candidates are supported (top_n)", field=field)
     return selection.top_n
 
 
@@ -106,7 +106,7 @@ def _guide(guided: oe.GuidedDecoding) -> pb.GuidedDecodingConfig:
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=f"root ::= {rule}")
     if kind is None:
         raise InvalidArgumentError("must be set", field="guided.guide")
-    raise UnsupportedError("this kind of guide is not there", field=f"guided.{kind}")
+    raise UnsupportedError("this kind of guide is not supported", field=f"guided.{kind}")
 
 
 def _priority(metadata: Iterable[tuple[str, str | bytes]]) -> int:

@@ -162,7 +162,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
     async def Abort(self, request: oe.AbortRequest, context: object) -> oe.AbortResponse:  # noqa: N802
         """Ends one request."""
         if request.WhichOneof("target") != "request_id":
-            raise UnsupportedError("requests are aborted one by one, by their ids", field="target")
+            raise UnsupportedError("abort requests one at a time, by request id", field="target")
         was_running = await self._front.abort(request.request_id)
         return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED if was_running else oe.ABORT_STATUS_ALREADY_FINISHED)
 

@@ -133,7 +133,7 @@ def _reasoning(item: Body) -> str:
     try:
         return base64.b64decode(hidden, validate=True).decode()
     except (binascii.Error, ValueError):
-        raise InvalidArgumentError("was not made here", field=item.path("encrypted_content")) from None
+        raise InvalidArgumentError("was not issued by this service", field=item.path("encrypted_content")) from None
 
 
 def _call_id(item: Body) -> str:

@@ -94,7 +94,7 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     _refuse_values(body)
     tools, custom = _tools(body)
     if tools.choice != "auto" and request.HasField("guided_decoding"):
-        raise InvalidArgumentError("demands a call, which text.format contradicts", field="tool_choice")
+        raise InvalidArgumentError("requires a call, which conflicts with text.format", field="tool_choice")
     return ResponseJob(
         Conversation(request, tools, model),
         _echo(body),
