@@ -18,7 +18,7 @@ from midstream.extras import Tensor
 
 
 class Source:
-    """Two requests, of which the second is stopped once it has begun."""
+    """Send two requests and stop the second once it has started."""
 
     def __init__(self) -> None:
         short, endless = SamplingParams(max_tokens=8), SamplingParams(max_tokens=4000, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Chat: turns are rendered with the model's own template, and the answer becomes the next turn."""
+"""Chat: render the turns with the model's template and append each answer as the next turn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The executor, as in TensorRT-LLM's documentation: several prompts at once, a future, and streams, also asynchronous.
+"""The executor, as in TensorRT-LLM's documentation: several prompts at once, a future, and sync and async streams.
 
-Without an address `GenerationExecutor.create("smollm2")` starts a service of its own.
+Without an address `GenerationExecutor.create("smollm2")` starts its own service.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Guided decoding: output that follows a JSON schema, any JSON, an expression, or a grammar."""
+"""Guided decoding: output constrained by a JSON schema, any JSON, a regular expression, or a grammar."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""LoRA: an adapter is loaded from a PEFT folder, named by a request beside one without, and unloaded.
+"""LoRA: load an adapter from a PEFT folder, run one request with it and one without, and unload it.
 
-Give a folder of your own as the second argument; else a random adapter of the embedded model is made.
+Pass your own folder as the second argument; otherwise a random adapter for the embedded model is created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_LAYERS, HIDDEN_SIZE, RANK = 30, 576, 4
 
 
 def make_adapter(folder: Path) -> Path:
-    """Writes a random adapter of all query projections, as PEFT writes adapters."""
+    """Write a random adapter for all query projections in PEFT's format."""
     generator, tensors = np.random.default_rng(0), {}
     for layer in range(NUM_LAYERS):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{{}}.weight"

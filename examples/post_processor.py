@@ -1,4 +1,4 @@
-"""A logits post-processor: code of one's own, chosen by its name, which sees the tokens so far and the client's id.
+"""A logits post-processor: your own code, selected by name, called with the tokens so far and the client id.
 
 `count_up` is in the package tests/gpu_worker/example_post_processor; install it where the workers run. It makes each
 token the one before it plus the length of the client's id.

@@ -1,4 +1,4 @@
-"""Prompt tuning and prompt embeddings: a request's own virtual tokens, and a prompt that is embeddings alone."""
+"""Prompt tuning and prompt embeddings: virtual tokens sent with a request, and a prompt made only of embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses of any request, in one loop; a request that is aborted; the scheduler's statistics."""
+"""Responses of several requests in one loop, an aborted request, and the scheduler's statistics."""
 
 from __future__ import annotations
 

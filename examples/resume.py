@@ -1,4 +1,4 @@
-"""Resume: a client leaves in the middle of a detached request; another takes it up at the offset that was reached."""
+"""Resume: a client disconnects from a detached request, and another client resumes it at the last offset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler is told: priority, deadline, whose request it is, who shares prefixes, which blocks to keep."""
+"""Scheduling options: priority, deadline, client id, cache salt, and KV block retention."""
 
 from __future__ import annotations
 

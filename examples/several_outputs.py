@@ -1,4 +1,4 @@
-"""Several outputs: independent sequences that share the prompt's blocks; a seed makes them come again."""
+"""Several outputs: independent sequences that share the prompt's blocks; a seed makes them reproducible."""
 
 from __future__ import annotations
 

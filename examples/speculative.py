@@ -1,4 +1,4 @@
-"""Speculative decoding: drafts looked up in the prompt; the same output in fewer steps."""
+"""Speculative decoding with prompt lookup: the same output in fewer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steering: banned words, biases, penalties, n-grams that may not repeat, and a top-p that decays."""
+"""Logits processing: banned words, biases, penalties, no-repeat n-grams, and top-p decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping: at words, at tokens, not before some number of tokens, or not at the model's end at all."""
+"""Stop conditions: stop words, stop tokens, a minimum length, and ignoring the end-of-sequence token."""
 
 from __future__ import annotations
 

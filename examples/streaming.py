@@ -1,4 +1,4 @@
-"""Plain streaming: text goes to the screen as it is made."""
+"""Plain streaming: print text as it is generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors and times: logits of prompt and output, hidden states of a layer, the highest logits, perf metrics."""
+"""Tensors and metrics: prompt and output logits, hidden states of a layer, top logits, performance metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A piece of one sequence's output, as detokenizers send it, routers relay it and clients see it."""
+"""A piece of one sequence's output, as sent by detokenizers, relayed by routers and seen by clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REASONS: dict[int, FinishReason] = {number: reason for reason, number in _REASO
 
 
 def finish_reason_from_proto(number: int) -> FinishReason | None:
-    """The reason that a protobuf number stands for; None when it is not set."""
+    """Return the reason for a protobuf enum value; None if unset."""
     return _REASONS.get(number)
 
 
@@ -66,7 +66,7 @@ _PERF_FIELDS = tuple(PerfMetrics.__dataclass_fields__)
 
 @dataclass(slots=True)
 class Chunk:
-    """Consecutive tokens of one sequence and the text that they made certain.
+    """Consecutive tokens of one sequence and the text that they complete.
 
     Attributes:
         sequence_index: Which sequence of the request.
@@ -78,9 +78,9 @@ class Chunk:
         finish_reason: Set on a sequence's final chunk.
         matched_stop: The stop word, or the id of the stop token, that ended the sequence.
         usage: Set on the final chunk.
-        extras: Log probabilities and tensors, where asked for.
-        cumulative_log_prob: Of the whole sequence, on its final chunk, where asked for.
-        perf_metrics: On the final chunk, where asked for.
+        extras: Log probabilities and tensors, if requested.
+        cumulative_log_prob: Of the whole sequence, on its final chunk, if requested.
+        perf_metrics: On the final chunk, if requested.
         error: Why the request ended in error.
     """
 
@@ -104,18 +104,18 @@ class Chunk:
         return self.token_offset + len(self.token_ids)
 
     def adds_to(self, num_tokens: int) -> bool:
-        """Whether it brings anything to a reader who has `num_tokens` tokens of the sequence."""
+        """Return whether the chunk has anything new for a reader with `num_tokens` tokens of the sequence."""
         if self.is_sequence_final or self.next_offset > num_tokens or (self.extras is not None and self.extras.tensors):
             return True
         return not self.token_ids and self.token_offset == num_tokens
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes."""
+        """Approximate size in memory, in bytes."""
         return 256 + 4 * len(self.token_ids) + 2 * len(self.text) + (self.extras.num_bytes if self.extras else 0)
 
     def append(self, later: Chunk) -> None:
-        """Takes in the chunk that follows; one that begins at or before this one (all tokens so far) replaces it.
+        """Append the following chunk; one that begins at or before this one (all tokens so far) replaces it.
 
         Precondition: Same sequence, and later.token_offset <= self.next_offset.
         """
@@ -135,7 +135,7 @@ class Chunk:
             self.perf_metrics, self.error = later.perf_metrics, later.error
 
     def cut(self, max_tensor_bytes: int) -> tuple[Chunk, Chunk | None]:
-        """The chunk with so many bytes of tensors at most, and one with the rest, which then is the final one."""
+        """Split off what exceeds so many bytes of tensors; return both chunks, of which the second is the final one."""
         if self.extras is None or len(self.extras.tensors) < 2:
             return self, None
         extras, rest = self.extras.cut(max_tensor_bytes)
@@ -145,20 +145,20 @@ class Chunk:
         return first, replace(self, token_offset=self.next_offset, token_ids=(), text="", extras=rest)
 
     def pieces(self, max_tensor_bytes: int) -> Iterator[Chunk]:
-        """The chunk in messages of so many bytes of tensors at most."""
+        """Return the chunk as messages with at most so many bytes of tensors each."""
         rest: Chunk | None = self
         while rest is not None:
             piece, rest = rest.cut(max_tensor_bytes)
             yield piece
 
     def to_proto(self, request_id: str) -> pb.GenerateResponse:
-        """The message."""
+        """Return the message."""
         response = pb.GenerateResponse(request_id=request_id)
         self.fill(response)
         return response
 
     def fill(self, response: pb.GenerateResponse) -> None:
-        """Sets the fields of an empty message; in place, because that costs a third."""
+        """Set the fields of an empty message in place, at a third of the cost of a copy."""
         if self.sequence_index:
             response.sequence_index = self.sequence_index
         response.token_offset = self.token_offset
@@ -195,7 +195,7 @@ class Chunk:
 
     @staticmethod
     def from_proto(response: pb.GenerateResponse) -> Chunk:
-        """Copies out of the message."""
+        """Build this from the protobuf message."""
         chunk = Chunk(response.sequence_index, response.token_offset, response.token_ids[:], response.text)
         if response.tensors or response.HasField("log_probs") or response.HasField("prompt_log_probs"):
             chunk.extras = extras_from_proto(response)
@@ -215,7 +215,7 @@ class Chunk:
 
 
 class SequenceEnds:
-    """Sequences of a stream whose ends have been shown: who attaches or resumes behind an end is told of it again."""
+    """Sequences of a stream whose end was already sent: it is sent again after an attach or resume behind it."""
 
     __slots__ = ("_shown",)
 
@@ -223,9 +223,9 @@ class SequenceEnds:
         self._shown: set[int] = set()
 
     def repeats(self, chunk: Chunk) -> bool:
-        """Whether a chunk says nothing but an end that was shown.
+        """Return whether a chunk only repeats an end that was already sent.
 
-        One that also ends the request is not a repetition, but loses the text of the end that was shown.
+        One that also ends the request is no repetition, but its already sent text is removed.
         """
         if chunk.sequence_index in self._shown:
             if not chunk.token_ids:
@@ -237,17 +237,17 @@ class SequenceEnds:
 
 
 def usage_from_proto(usage: pb.Usage) -> Usage:
-    """Copies out of the message."""
+    """Build this from the protobuf message."""
     return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
 
 
 def perf_metrics_from_proto(metrics: pb.PerfMetrics) -> PerfMetrics:
-    """Copies out of the message."""
+    """Build this from the protobuf message."""
     return PerfMetrics(*(getattr(metrics, name) for name in _PERF_FIELDS))
 
 
 def matched_stop_from_proto(message: pb.GenerateResponse | scheduler_pb2.FeedSequenceEnd) -> str | int | None:
-    """The stop word or stop token that ended the sequence."""
+    """Return the stop word or stop token that ended the sequence."""
     if message.matched_stop_word:
         return message.matched_stop_word
     return message.matched_stop_token_id if message.HasField("matched_stop_token_id") else None

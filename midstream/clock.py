@@ -1,4 +1,4 @@
-"""Time inside a process: it never jumps. Wall time is for the wire and the disk, and converted where these are met."""
+"""Monotonic time inside a process. Wall time is used only on the wire and on disk, and converted there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SteadyClock:
     def __init__(
         self, wall_ns: Callable[[], int] | None = None, monotonic_ns: Callable[[], int] | None = None, boot_id: str = ""
     ) -> None:
-        """Starts at the present.
+        """Start at the present.
 
         Args:
             wall_ns: Unix nanoseconds; default: the system's.
@@ -34,23 +34,23 @@ class SteadyClock:
         self._jumped_ns = 0
 
     def now_ns(self) -> int:
-        """The time."""
+        """Return the time."""
         return self._monotonic_ns() + self._offset_ns
 
     def to_unix_ns(self, time_ns: int) -> int:
-        """What the wall clock, as it goes now, shows or would have shown at a time; 0, "did not happen", stays 0."""
+        """Convert a time to Unix time by the current wall clock; 0 ("did not happen") stays 0."""
         return time_ns + self._jump_ns() if time_ns else 0
 
     def from_unix_ns(self, unix_ns: int) -> int:
-        """The time at which the wall clock, as it goes now, shows `unix_ns`; 0 stays 0."""
+        """Convert Unix time by the current wall clock to this clock's time; 0 stays 0."""
         return unix_ns - self._jump_ns() if unix_ns else 0
 
     def to_monotonic_ns(self, time_ns: int) -> int:
-        """A time by the monotonic clock, which all processes of the same `boot_id` share."""
+        """Return a time by the monotonic clock, which all processes of the same `boot_id` share."""
         return time_ns - self._offset_ns
 
     def from_monotonic_ns(self, monotonic_ns: int) -> int:
-        """The inverse of `to_monotonic_ns`."""
+        """Return the inverse of `to_monotonic_ns`."""
         return monotonic_ns + self._offset_ns
 
     def _jump_ns(self) -> int:

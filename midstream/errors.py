@@ -41,7 +41,7 @@ class MidstreamError(Exception):
         self.field = field
 
     def to_proto(self) -> pb.ErrorInfo:
-        """The error as it crosses the wire."""
+        """Return the error as it crosses the wire."""
         from protos import generation_pb2 as pb
 
         return pb.ErrorInfo(code=self.code.value, message=self.message, field=self.field)
@@ -140,10 +140,10 @@ _BY_CODE: dict[int, type[MidstreamError]] = {leaf.code.value: leaf for leaf in _
 
 
 def from_status(code: int, message: str, field: str = "") -> MidstreamError:
-    """The error that a gRPC status number stands for; an unknown number is an ExecutionError."""
+    """Return the error that a gRPC status number stands for; an unknown number is an ExecutionError."""
     return _BY_CODE.get(code, ExecutionError)(message, field=field)
 
 
 def from_proto(info: pb.ErrorInfo) -> MidstreamError:
-    """The error that `info` carries."""
+    """Return the error that `info` carries."""
     return from_status(info.code, info.message, info.field)

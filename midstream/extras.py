@@ -25,7 +25,7 @@ class LogProbs:
 
     @staticmethod
     def from_proto(message: pb.LogProbs) -> LogProbs:
-        """Copies out of the message."""
+        """Build this from the protobuf message."""
         return LogProbs(
             tuple(message.token_log_probs),
             message.top_k,
@@ -35,7 +35,7 @@ class LogProbs:
         )
 
     def to_proto(self) -> pb.LogProbs:
-        """The message."""
+        """Return the message."""
         return pb.LogProbs(
             token_log_probs=self.token_log_probs,
             top_k=self.top_k,
@@ -56,7 +56,7 @@ class LogProbs:
         )
 
     def first(self, num_rows: int) -> LogProbs:
-        """The first rows alone."""
+        """Return the first rows alone."""
         last = num_rows * self.top_k
         return LogProbs(
             self.token_log_probs[:num_rows],
@@ -100,7 +100,7 @@ class Tensor:
 
     @staticmethod
     def from_proto(message: pb.Tensor) -> Tensor:
-        """Copies out of the message."""
+        """Build this from the protobuf message."""
         dtype = pb.Tensor.Dtype.Name(message.dtype).removeprefix("DTYPE_").lower()
         shape = tuple(message.shape)
         return Tensor(message.name, dtype, shape, message.data, message.data_offset, message.is_last)
@@ -116,7 +116,7 @@ class Tensor:
         return replace(self, shape=(count, *self.shape[1:]), data=self.data[: count * row_bytes])
 
     def to_proto(self) -> pb.Tensor:
-        """The message."""
+        """Return the message."""
         return pb.Tensor(
             name=self.name,
             dtype=pb.Tensor.Dtype.Value(f"DTYPE_{self.dtype.upper()}"),
@@ -147,7 +147,7 @@ class Extras:
         return sum(len(tensor.data) for tensor in self.tensors)
 
     def cut(self, max_tensor_bytes: int) -> tuple[Extras, Extras | None]:
-        """Everything but the tensors' pieces beyond `max_tensor_bytes`, at least one piece; and those."""
+        """Return everything but the tensors' pieces beyond `max_tensor_bytes`, at least one piece; and those."""
         num_bytes = 0
         for count, tensor in enumerate(self.tensors):
             num_bytes += len(tensor.data)
@@ -168,7 +168,7 @@ def _join(first: LogProbs | None, second: LogProbs | None) -> LogProbs | None:
 
 
 def extras_from_proto(message: pb.GenerateResponse | scheduler_pb2.FeedOutputs) -> Extras:
-    """Copies out of the message."""
+    """Build this from the protobuf message."""
     return Extras(
         LogProbs.from_proto(message.log_probs) if message.HasField("log_probs") else None,
         LogProbs.from_proto(message.prompt_log_probs) if message.HasField("prompt_log_probs") else None,
@@ -183,7 +183,7 @@ class TensorCursor:
         self._ends: dict[str, int] = {}
 
     def new(self, extras: Extras) -> Extras | None:
-        """What the reader does not have yet; None where that is nothing."""
+        """Return what the reader does not have yet; None where that is nothing."""
         if not extras.tensors:
             return extras
         kept = []
@@ -215,7 +215,7 @@ _VALUE_BYTES = 4
 
 
 def tensor_bytes(request: pb.GenerateRequest, num_prompt_tokens: int, vocab_size: int, hidden_size: int) -> int:
-    """Bytes of all tensors that a request asks for, when each sequence has its max_tokens."""
+    """Return bytes of all tensors that a request asks for, when each sequence has its max_tokens."""
     output = request.output
     num_output_tokens = request.max_tokens * max(request.sampling.num_return_sequences, request.sampling.beam_width, 1)
     num_values = output.return_context_logits * num_prompt_tokens * vocab_size

@@ -25,7 +25,7 @@ def num_compute_threads(root: Path = _ROOT, cpus: Collection[int] | None = None)
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """The logical processors of the core that has this one."""
+    """Return the logical processors of the core that has this one."""
     folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     for name in ("core_cpus_list", "thread_siblings_list"):
         if text := _read(folder / name):

@@ -40,7 +40,7 @@ class Steps:
         self._is_terminal = sys.stdout.isatty()
 
     def run(self, title: str, commands: Sequence[Sequence[str]]) -> None:
-        """Runs `commands` as one step.
+        """Run `commands` as one step.
 
         Raises:
             SetupError: One of them failed.
@@ -106,7 +106,7 @@ def _environment() -> dict[str, str]:
 
 
 def has_environment(venv: Path) -> bool:
-    """Whether `venv` holds an interpreter that runs and has pip."""
+    """Return whether `venv` holds an interpreter that runs and has pip."""
     python = venv / "bin" / "python"
     if not python.exists():
         return False
@@ -114,7 +114,7 @@ def has_environment(venv: Path) -> bool:
 
 
 def set_up(venv: Path, root: Path) -> None:
-    """Installs this checkout, its requirements as pinned in constraints.txt, and the embedded model into `venv`.
+    """Install this checkout, its requirements as pinned in constraints.txt, and the embedded model into `venv`.
 
     Raises:
         SetupError: A step failed.
@@ -148,9 +148,11 @@ def set_up(venv: Path, root: Path) -> None:
 
 
 def main() -> int:
-    """The command; 1 when a step failed."""
+    """Run the command; return 1 if a step failed."""
     parser = argparse.ArgumentParser(prog="midstream.setup_env", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--venv", type=Path, default=Path(".venv"), help="Where the environment is made. [.venv]")
+    parser.add_argument(
+        "--venv", type=Path, default=Path(".venv"), help="Directory of the virtual environment. [.venv]"
+    )
     arguments = parser.parse_args()
     start = time.monotonic()
     try:

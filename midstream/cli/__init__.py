@@ -16,41 +16,41 @@ import midstream
 from midstream.errors import MidstreamError
 from midstream.python_process import python_command, python_environment
 
-# Name -> (module, what it does). Only the module of the command that was asked for is imported.
+# Name -> (module, help). Only the module of the requested command is imported.
 COMMANDS = {
     "up": ("midstream.cli.up", "start everything on this machine"),
-    "serve": ("midstream.cli.serve", "serve a model: the same, with the model as its argument"),
-    "status": ("midstream.cli.status", "show what runs: addresses, epochs, health"),
-    "down": ("midstream.cli.down", "stop everything, letting streams finish"),
+    "serve": ("midstream.cli.serve", "serve a model: `up` with the model as argument"),
+    "status": ("midstream.cli.status", "show running parts: addresses, epochs, health"),
+    "down": ("midstream.cli.down", "stop everything after streams finish"),
     "generate": ("midstream.cli.generate", "stream the answer to one prompt"),
     "chat": ("midstream.cli.chat", "hold a conversation"),
     "keys": ("midstream.cli.keys", "make a key pair for the link between scheduler and workers"),
     "certificates": ("midstream.cli.certificates", "make certificates for parts and clients"),
-    "models": ("midstream.cli.models", "list the families of models that are served, and how"),
-    "prepare": ("midstream.cli.prepare", "lay down a model folder"),
-    "doctor": ("midstream.cli.doctor", "check this machine, and name a cure for each fault"),
+    "models": ("midstream.cli.models", "list the supported model families"),
+    "prepare": ("midstream.cli.prepare", "prepare a model folder"),
+    "doctor": ("midstream.cli.doctor", "check this machine and suggest a fix for each problem"),
     "demo": ("midstream.cli.demo", "start everything, stream a few answers at once, stop"),
     "bench": ("midstream.cli.bench.command", "measure a running service"),
     "lora": ("midstream.cli.lora", "load, unload and list adapters"),
     "top": ("midstream.cli.top.command", "watch requests, batches, KV blocks and every part, live"),
-    "stats": ("midstream.cli.stats", "show what the scheduler's iterations did"),
+    "stats": ("midstream.cli.stats", "show statistics of the scheduler's iterations"),
 }
-# Name -> (module, what it does). Processes of their own, as services are not imported here; all arguments are theirs.
+# Name -> (module, help). Run as separate processes, since services are not imported here; they parse all arguments.
 PROGRAMS = {
-    "router": ("router", "run a router by itself; --help lists its settings"),
-    "scheduler": ("scheduler", "run a scheduler by itself"),
-    "worker": ("gpu_worker", "run a worker by itself"),
-    "detokenizer": ("detokenizer", "run a detokenizer by itself"),
-    "replay": ("scheduler.replay.replay", "run a recorded scheduler again, as it was or with changes"),
+    "router": ("router", "run a single router; --help lists its settings"),
+    "scheduler": ("scheduler", "run a single scheduler"),
+    "worker": ("gpu_worker", "run a single worker"),
+    "detokenizer": ("detokenizer", "run a single detokenizer"),
+    "replay": ("scheduler.replay.replay", "replay a scheduler recording, unchanged or with other settings"),
     "simulate": ("scheduler.replay.replay.simulator", "run the scheduler with simulated workers, to plan capacity"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line `arguments`, by default this process's.
+    """Run the command line `arguments`, by default this process's.
 
     Returns:
-        The exit status: 0, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
+        The exit status: 0, 1 for an error, 2 for a usage error, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in PROGRAMS:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         sys.stderr.close()
         return 1
     except OSError as error:

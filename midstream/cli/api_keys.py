@@ -1,7 +1,7 @@
 """API keys of a service on this machine: `midstream up --api-key KEY`.
 
-Keys go to a file in the run directory, as command lines are for every user to read. Commands that find the service by
-its run directory use a key of their own from there.
+Keys are stored in a file in the run directory, because every user can read command lines. Commands that find the
+service by its run directory read their own key there.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from pathlib import Path
 from midstream.cli.run_dir import RunDir
 from midstream.errors import ConfigError
 
-# As routers ask for.
+# The minimum that routers accept.
 _MIN_CHARACTERS = 16
 
 
 def use_api_keys(run_dir: RunDir, keys: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Write `keys` where routers read them, and a further one for this user's commands.
+    """Write `keys` where routers read them, plus one for this user's commands.
 
     Returns:
-        The variables that make routers ask for a key; none without keys.
+        The variables that make routers require a key; empty without keys.
 
     Raises:
-        ConfigError: A key cannot be sent as a bearer token, or the environment already says how clients are known.
+        ConfigError: A key cannot be sent as a bearer token, or the environment already configures authentication.
     """
     if not keys:
-        # A detached service starts with the variables that its parent command has made here.
+        # A detached service starts with the variables that its parent command has set here.
         if environment.get("MIDSTREAM_AUTH_TOKENS") != str(run_dir.api_keys):
             run_dir.token.unlink(missing_ok=True)
         return {}
     if environment.get("MIDSTREAM_AUTH_TOKENS") or environment.get("MIDSTREAM_AUTH", "token") != "token":
         raise ConfigError(
-            "MIDSTREAM_AUTH and MIDSTREAM_AUTH_TOKENS already say how clients are known", field="--api-key"
+            "MIDSTREAM_AUTH and MIDSTREAM_AUTH_TOKENS already configure authentication", field="--api-key"
         )
     lines = []
     for number, key in enumerate(keys, 1):

@@ -1,4 +1,4 @@
-"""`midstream certificates`: an authority, and certificates of parts and clients that it signs."""
+"""`midstream certificates`: create a CA and certificates for parts and clients, signed by it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     parser.add_argument(
         "names",
         nargs="+",
         metavar="NAME",
-        help=f"Whose they are: {', '.join(PARTS)} are certificates of parts, any other name is a client's.",
+        help=f"Names to issue certificates for: {', '.join(PARTS)} are parts; any other name is a client.",
     )
-    parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="Where they go. [here]")
+    parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="Output directory. [.]")
     parser.add_argument(
         "--host",
         action="append",
         default=[],
         metavar="NAME",
-        help="Host name or address at which a part is called; may repeat. [localhost, 127.0.0.1]",
+        help="Host name or address of a part; repeatable. [localhost, 127.0.0.1]",
     )
-    parser.add_argument("--days", type=int, default=365, metavar="N", help="How long they are valid. [365]")
+    parser.add_argument("--days", type=int, default=365, metavar="N", help="Validity in days. [365]")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     for name in arguments.names:
         if not re.fullmatch(r"[\w.-]{1,64}", name):
-            raise ConfigError("is made of 1 to 64 letters, digits, and . _ -", field="NAME")
+            raise ConfigError("must be 1 to 64 letters, digits, or . _ -", field="NAME")
     if shutil.which("openssl") is None:
-        raise ConfigError("the program openssl is needed", field="certificates")
+        raise ConfigError("the openssl program is required; install it", field="certificates")
     folder: Path = arguments.output
     folder.mkdir(parents=True, exist_ok=True)
     days = str(arguments.days)
@@ -48,14 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
                  "-subj", "/CN=midstream authority")  # fmt: skip
     for name in arguments.names:
         _issue(folder, name, arguments.host or ["localhost", "127.0.0.1"], days)
-    print(f"authority: {folder / 'ca.pem'} (its key, ca.key, signs others: keep it apart)")
+    print(f"authority: {folder / 'ca.pem'} (keep its key, ca.key, secret: it signs other certificates)")
     for name in arguments.names:
         print(f"{name}: {folder / name}.pem and {folder / name}.key")
     return 0
 
 
 def extensions(name: str, hosts: list[str]) -> str:
-    """Return the extensions of a certificate as openssl reads them."""
+    """Return a certificate's extensions in openssl's configuration format."""
     usage = "clientAuth"
     names = f"DNS:{name}.client"
     if name in PARTS:
@@ -78,7 +78,7 @@ def _issue(folder: Path, name: str, hosts: list[str], days: str) -> None:
 
 
 def _openssl(folder: Path, *arguments: str) -> None:
-    # Keys are for their owner alone.
+    # Only the owner may read keys.
     command = ["openssl", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, umask=0o077)
     if done.returncode != 0:

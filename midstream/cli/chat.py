@@ -11,17 +11,17 @@ from midstream.cli.connect import add_connection, add_sampling, open_client, sam
 from midstream.cli.pace import Pace
 from midstream.errors import MidstreamError, UnsupportedError
 
-_HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C cuts an answer short."
+_HELP = "/reset clears the conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     add_sampling(parser, temperature=0.6, max_tokens=512)
     add_connection(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command until the user leaves."""
+    """Run the command until the user exits."""
     console = Console(highlight=False)
     console.print(asyncio.run(_greeting(arguments)), style="bold")
     console.print(_HELP, style="dim", soft_wrap=True)
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """The turns so far; a turn that fails is forgotten."""
+    """The turns so far; a failed turn is dropped."""
 
     def __init__(self, arguments: argparse.Namespace, console: Console) -> None:
         self._arguments = arguments
@@ -51,18 +51,18 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all turns."""
+        """Clear all turns."""
         system = self._arguments.system
         self._turns = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> None:
-        """Streams the answer to `text`."""
+        """Stream the answer to `text`."""
         turns = [*self._turns, {"role": "user", "content": text}]
         pieces: list[str] = []
         pace = Pace()
         try:
             asyncio.run(self._answer(turns, pieces, pace))
-        except KeyboardInterrupt:  # leaving the call has aborted the request; what was said stands
+        except KeyboardInterrupt:  # leaving the call has aborted the request; keep the partial answer
             self._console.print(" (cut)", style="dim")
         except MidstreamError as error:
             self._console.print(str(error), style="red")

@@ -1,4 +1,4 @@
-"""How commands that talk to a service find its routers, and the flags that they share."""
+"""Router discovery and common flags of the commands that talk to a service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from midstream.rpc.target import check_target
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say which service is meant."""
+    """Add the flags that select the service."""
     parser.add_argument(
         "--address",
         action="append",
@@ -25,7 +25,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, max_tokens: int) -> None:
-    """Adds the flags that say how tokens are chosen and when to stop; a default of None is the service's own."""
+    """Add the sampling and stop flags; None leaves the default to the service."""
     parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"[{max_tokens}]")
     default = "the model's" if temperature is None else str(temperature)
     parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy. [{default}]")
@@ -51,14 +51,16 @@ def add_sampling(parser: argparse.ArgumentParser, *, temperature: float | None, 
     )
     parser.add_argument("--min-tokens", type=int, metavar="N", help="Generate at least N tokens. [0]")
     parser.add_argument("--seed", type=int, metavar="N", help="The same seed gives the same answer. [random]")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="End before this text; repeatable.")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="Stop before this text; repeatable."
+    )
     parser.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="Text to forbid; repeatable.")
     parser.add_argument("--lora", default="", metavar="NAME", help="Name of a loaded adapter (see `midstream lora`).")
     parser.add_argument("--system", default="", metavar="TEXT", help="System message, for models with a chat template.")
 
 
 def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
-    """The parameters that the flags of `add_sampling` ask for."""
+    """Return the sampling parameters given by the flags of `add_sampling`."""
     return SamplingParams(
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
@@ -77,11 +79,11 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def router_addresses(arguments: argparse.Namespace) -> list[str]:
-    """Routers to talk to.
+    """Return the addresses of the routers.
 
     Raises:
         InvalidArgumentError: An address is not HOST:PORT.
-        UnavailableError: None was named, and nothing runs.
+        UnavailableError: No address was given and no service is running.
     """
     if arguments.address:
         return [check_target(address) for address in arguments.address]
@@ -93,7 +95,7 @@ def router_addresses(arguments: argparse.Namespace) -> list[str]:
 
 
 def open_client(arguments: argparse.Namespace) -> AsyncClient:
-    """A client of the service that is meant; close it.
+    """Return a client of the selected service; the caller closes it.
 
     Raises:
         UnavailableError: No service is running.

@@ -1,4 +1,4 @@
-"""How commands are let in where a service asks for certificates or a token."""
+"""Credentials of commands, for services that require certificates or a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midstream.security.tls import Tls
 
 
 class Credentials(TypedDict):
-    """What `AsyncClient` and `open_channel` take."""
+    """The credential arguments of `AsyncClient` and `open_channel`."""
 
     tls: Tls | None
     server_name: str
@@ -22,25 +22,28 @@ class Credentials(TypedDict):
 
 
 def add_credentials(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how to be let in; what is not given is read from the services' own variables."""
-    parser.add_argument(
-        "--tls", action=argparse.BooleanOptionalAction, default=None, help="Speak TLS. [as MIDSTREAM_TLS]"
-    )
+    """Add the credential flags; they default to the services' variables."""
+    parser.add_argument("--tls", action=argparse.BooleanOptionalAction, default=None, help="Use TLS. [MIDSTREAM_TLS]")
     for name, text in (
-        ("tls-ca", "Authorities of the routers' certificates."),
-        ("tls-cert", "Certificate to show."),
-        ("tls-key", "Its private key."),
-        ("token-file", "File that holds the bearer token to send."),
+        ("tls-ca", "CA certificates that the routers' certificates are checked against."),
+        ("tls-cert", "Client certificate."),
+        ("tls-key", "Private key of the client certificate."),
+        ("token-file", "File with the bearer token."),
     ):
         variable = "MIDSTREAM_" + name.replace("-", "_").upper()
         parser.add_argument(
             f"--{name}", default=os.environ.get(variable, ""), metavar="FILE", help=f"{text} [{variable}]"
         )
-    parser.add_argument("--server-name", default="", metavar="NAME", help="Name in the certificates. [the address]")
+    parser.add_argument(
+        "--server-name",
+        default="",
+        metavar="NAME",
+        help="Server name to expect in the routers' certificates. [the address]",
+    )
 
 
 def credentials_of(arguments: argparse.Namespace) -> Credentials:
-    """Return what the flags of `add_credentials` name; for a service found by its run directory, the token kept there.
+    """Return the credentials given by the flags; the token defaults to the one in the service's run directory.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -64,5 +67,5 @@ def _read_token(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}", field="token_file") from None
     if not token or len(token.split()) > 1:
-        raise ConfigError(f"{path} does not hold one token", field="token_file")
+        raise ConfigError(f"{path} must contain exactly one token", field="token_file")
     return token

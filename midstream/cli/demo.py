@@ -1,6 +1,6 @@
-"""`midstream demo`: start every part, stream a few answers at once, say how fast each was, and stop.
+"""`midstream demo`: start every part, stream several answers at once, print their speed, and stop.
 
-With `--kill` parts are killed meanwhile (kill_demo.py).
+With `--kill`, parts are killed while answers stream (kill_demo.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_TOKENS = 120
 
 @dataclass(slots=True)
 class Answer:
-    """One prompt and what has come back so far."""
+    """One prompt and its answer so far."""
 
     prompt: str
     text: str = ""
@@ -51,13 +51,13 @@ class Answer:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="PATH", help="Model folder or .gguf file. [smollm2]")
     parser.add_argument("--routers", type=int, default=2, metavar="N", help="[2]")
     parser.add_argument("--detokenizers", type=int, default=2, metavar="N", help="[2]")
     parser.add_argument("--workers", type=int, metavar="N", help="[1, with --kill 2]")
     parser.add_argument("--kill", action="store_true", help="Kill parts while answers stream; compare every token.")
-    parser.add_argument("--kills", type=int, default=8, metavar="N", help="With --kill: how many. [8]")
+    parser.add_argument("--kills", type=int, default=8, metavar="N", help="With --kill: number of kills. [8]")
     parser.add_argument("--record", type=Path, metavar="FILE", help="With --kill: write the view as an animated SVG.")
 
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         return asyncio.run(_demo(topology, console, begin, kill))
     status = asyncio.run(_demo(topology, console, begin, functools.partial(_answer, console)))
     console.print(
-        "\nNow yours:  . .venv/bin/activate  &&  midstream up --detach  &&  midstream chat", style="dim", markup=False
+        "\nTry it:  . .venv/bin/activate  &&  midstream up --detach  &&  midstream chat", style="dim", markup=False
     )
     return status
 

@@ -1,4 +1,4 @@
-"""Several answers side by side as they come: panels on a terminal, numbered lines elsewhere."""
+"""Show several streaming answers side by side: panels on a terminal, numbered lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_HEIGHT = 14
 
 
 class ShownAnswer(Protocol):
-    """What the view reads."""
+    """The part of an answer that the view reads."""
 
     prompt: str
     text: str
@@ -51,17 +51,17 @@ class DemoView:
         self._live.stop()
 
     def advance(self, index: int) -> None:
-        """Answer `index` has grown."""
+        """Show new text of answer `index`."""
         if not self._console.is_terminal:
             self._print_lines(index, is_whole=False)
 
     def finish(self, index: int) -> None:
-        """Answer `index` is whole."""
+        """Show that answer `index` is complete."""
         if not self._console.is_terminal:
             self._print_lines(index, is_whole=True)
 
     def _print_lines(self, index: int, *, is_whole: bool) -> None:
-        """Prints the lines of an answer that cannot change any more."""
+        """Print the completed lines of an answer."""
         paragraphs = self._answers[index].text.splitlines()
         lines = [line for paragraph in paragraphs for line in textwrap.wrap(paragraph, _LINE_WIDTH)]
         settled = len(lines) if is_whole else max(0, len(lines) - 1)

@@ -47,7 +47,7 @@ class RunDisplay:
         self._live.stop()
 
     def show(self, state: RunState) -> None:
-        """Shows `state`."""
+        """Show `state`."""
         self._state = state
         if self._live.is_started:
             return

@@ -1,4 +1,4 @@
-"""`midstream doctor`: checks what a service needs of this machine, and names a cure for each fault."""
+"""`midstream doctor`: check this machine's prerequisites and suggest a fix for each problem."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PACKAGES = {
 
 
 class Verdict(StrEnum):
-    """How a check ended: `slow` runs, and is worth mending; with `fault` a service does not run here."""
+    """Result of a check: with `slow` a service runs but below its speed; with `fault` it does not run."""
 
     GOOD = "good"
     SLOW = "slow"
@@ -49,7 +49,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found; `cure` says what to do, where something is to be done."""
+    """Finding of one check; `cure` is the suggested fix, empty if none is needed."""
 
     name: str
     verdict: Verdict
@@ -58,16 +58,16 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     parser.add_argument("model", nargs="?", default=EMBEDDED_MODEL, metavar="MODEL", help=f"{MODEL_HELP} [smollm2]")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     add_run_dir(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; 1 when a service would not run here."""
+    """Run the command; 1 when a service would not run here."""
     console = Console(highlight=False)
-    with console.status("Looking at this machine (the kernels may be compiled now)"):
+    with console.status("Checking this machine (this may compile the kernels)"):
         findings = list(examine(arguments.model, RunDir(arguments.run_dir)))
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(model: str, run_dir: RunDir) -> Iterator[Finding]:
-    """Look at everything that a service on this machine needs."""
+    """Run all checks."""
     yield _python()
     yield _settings()
     yield from _packages()
@@ -137,14 +137,14 @@ def _compute() -> Iterator[Finding]:
             if not machine.cuda
             else (f"update the driver for CUDA {machine.cuda}, or install a PyTorch for the driver's; see nvidia-smi")
         )
-        yield Finding("GPU", Verdict.SLOW, f"PyTorch {machine.torch} finds none, and nvidia-smi is here", cure)
+        yield Finding("GPU", Verdict.SLOW, f"PyTorch {machine.torch} finds none, but nvidia-smi is installed", cure)
     else:
-        yield Finding("GPU", Verdict.GOOD, f"none; PyTorch {machine.torch} runs on the processor")
+        yield Finding("GPU", Verdict.GOOD, f"none; PyTorch {machine.torch} runs on the CPU")
 
 
 def _kernel_cure() -> str:
     if shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++"):
-        return "a processor with AVX2, FMA and F16C runs the kernels"
+        return "the kernels need a CPU with AVX2, FMA and F16C"
     return "install g++ for about 15 times the speed (apt-get install g++)"
 
 
@@ -152,18 +152,18 @@ def _memory(model: str) -> Finding:
     available = available_memory()
     wanted = _MIN_MEMORY_BYTES
     if not is_hub_name(model):
-        with contextlib.suppress(MidstreamError, OSError):  # the check of the model says why
+        with contextlib.suppress(MidstreamError, OSError):  # the check of the model reports the reason
             wanted += sum(file.stat().st_size for file in open_model_folder(model).weight_files)
     text = f"{available / _GIB:.1f} GiB free; the services and the weights take about {wanted / _GIB:.1f}"
     if available < wanted:
         return Finding(
-            "memory", Verdict.FAULT, text, "free memory, raise the container's limit, or take a smaller model"
+            "memory", Verdict.FAULT, text, "free memory, raise the container's limit, or use a smaller model"
         )
     return Finding("memory", Verdict.GOOD, text)
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that are left to this process, by the machine and by its cgroup."""
+    """Return the bytes of memory available to this process, limited by the machine and its cgroup."""
     facts = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
     available = int(facts["MemAvailable"].split()[0]) << 10
     for limit, used in (
@@ -180,8 +180,8 @@ def available_memory(root: Path = Path("/")) -> int:
 
 def _shared_memory(folder: Path) -> Finding:
     if not os.access(folder, os.W_OK):
-        cure = "mount a tmpfs at /dev/shm; without it a worker's death costs its KV cache"
-        return Finding("shared memory", Verdict.SLOW, f"{folder} cannot be written", cure)
+        cure = "mount a tmpfs at /dev/shm; without it a worker crash loses its KV cache"
+        return Finding("shared memory", Verdict.SLOW, f"{folder} is not writable", cure)
     free = shutil.disk_usage(folder).free
     text = f"{free / _GIB:.1f} GiB free in {folder}"
     if free < _MIN_SHARED_BYTES:
@@ -206,7 +206,9 @@ def _ports(run_dir: RunDir) -> Iterator[Finding]:
         return
     if taken:
         text = f"in use on {config.host}: {', '.join(taken)}"
-        yield Finding("ports", Verdict.FAULT, text, "stop what listens there, or give other ports (0: any free one)")
+        yield Finding(
+            "ports", Verdict.FAULT, text, "stop the process that uses them, or choose other ports (0: any free one)"
+        )
     else:
         yield Finding(
             "ports", Verdict.GOOD, f"gRPC {config.port} and HTTP {config.http_port} of {config.host} are free"
@@ -228,9 +230,7 @@ def _model(model: str) -> Finding:
 def _disk(path: Path) -> Finding:
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not os.access(existing, os.W_OK):
-        return Finding(
-            "run folder", Verdict.FAULT, f"{existing} cannot be written", "give --run-dir, or MIDSTREAM_HOME"
-        )
+        return Finding("run folder", Verdict.FAULT, f"{existing} is not writable", "give --run-dir, or MIDSTREAM_HOME")
     free = shutil.disk_usage(existing).free
     text = f"{free / _GIB:.1f} GiB free at {path}"
     if free < _MIN_DISK_BYTES:

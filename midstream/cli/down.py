@@ -1,4 +1,4 @@
-"""`midstream down`: stops what `midstream up` started."""
+"""`midstream down`: stop a service started by `midstream up`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TIMEOUT_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     add_run_dir(parser)
-    parser.add_argument("--now", action="store_true", help="Cut streams that are still running.")
+    parser.add_argument("--now", action="store_true", help="Stop at once, without waiting for streams.")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; stopping what does not run is no error."""
+    """Run the command; it is no error if nothing is running."""
     run_dir, console = RunDir(arguments.run_dir), Console(highlight=False)
     state = run_dir.read_state()
     if state is None or not run_dir.is_supervised():

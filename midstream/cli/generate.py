@@ -1,4 +1,4 @@
-"""`midstream generate`: one prompt in, its answer out as it comes."""
+"""`midstream generate`: stream the answer to one prompt."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from midstream.cli.pace import Pace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
-    parser.add_argument("prompt", metavar="PROMPT", help="The text, or `-` for standard input.")
-    parser.add_argument(
-        "--raw", action="store_true", help="Continue the text as it stands, without the model's chat template."
-    )
+    """Add the command's flags."""
+    parser.add_argument("prompt", metavar="PROMPT", help="Prompt text, or `-` for standard input.")
+    parser.add_argument("--raw", action="store_true", help="Continue the raw text, without the model's chat template.")
     add_sampling(parser, temperature=None, max_tokens=256)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="The request's deadline. [none]")
     add_connection(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command: the text goes to standard output, its speed to a terminal's standard error."""
+    """Run the command: the text goes to standard output, its speed to a terminal's standard error."""
     pace = asyncio.run(_generate(arguments))
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:

@@ -1,4 +1,4 @@
-"""Asks a process's /health how it is."""
+"""Query a process's /health endpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TIMEOUT_S = 2.0
 
 
 async def probe_health(address: str) -> str | None:
-    """What is wrong with the process whose HTTP port is at `address`; None when nothing is.
+    """Return why the process at `address` is unhealthy; None if it is healthy.
 
     Args:
         address: HOST:PORT.
@@ -27,18 +27,18 @@ async def probe_health(address: str) -> str | None:
 
 
 async def is_alive(address: str) -> bool:
-    """Whether the process at `address` gets on, be it that it serves, waits or drains."""
+    """Return whether the process at `address` is alive: serving, waiting or draining."""
     answer = await _get(address, "/live")
-    # Any other answer, also one that knows no such path, shows that its loop runs.
+    # Any other answer, even 404, shows that its loop runs.
     return isinstance(answer, bytes) and b" 503 " not in answer.split(b"\r\n", 1)[0]
 
 
 async def _get(address: str, path: str) -> bytes | str:
-    """The answer, or what is wrong."""
+    """Return the response, or the reason that there is none."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            # A port that speaks TLS answers nothing to plain text.
+            # A TLS port does not answer plain text.
             plain = await _ask(host, int(port), path, None)
             return plain or await _ask(host, int(port), path, _any_certificate())
     except TimeoutError:

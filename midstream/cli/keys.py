@@ -10,19 +10,19 @@ from midstream.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
-    parser.add_argument("name", metavar="NAME", help="Whose they are: the files are NAME.key and NAME.key_secret.")
-    parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="Where they go. [here]")
+    """Add the command's flags."""
+    parser.add_argument("name", metavar="NAME", help="Base name of the key files, NAME.key and NAME.key_secret.")
+    parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="Output directory. [.]")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     if not re.fullmatch(r"[\w.-]+", arguments.name):
-        raise ConfigError("is made of letters, digits, and . _ -", field="name")
+        raise ConfigError("must be letters, digits, or . _ -", field="name")
     try:
         from midstream.security.curve import make_key_pair
     except ImportError as error:
         raise ConfigError(f"needs `pip install midstream[scheduler]` ({error})", field="keys") from None
     public, secret = make_key_pair(arguments.output, arguments.name)
-    print(f"public key: {public}\nsecret key: {secret} (of {arguments.name} alone)")
+    print(f"public key: {public}\nsecret key: {secret} (keep it on {arguments.name} only)")
     return 0

@@ -1,6 +1,6 @@
 """`midstream demo --kill`: kill one part after the other while answers stream, and compare every token.
 
-1. Each prompt is answered once while nobody is killed: the reference, token for token.
+1. Each prompt is answered once without kills; these token ids are the reference.
 2. A few streams answer the same prompts again and again. Meanwhile parts are killed (SIGKILL), one kind after the
    other; the next kill waits until every part is ready again.
 3. Each finished answer is compared with its reference. The exit status is 1 unless all are identical.
@@ -22,7 +22,7 @@ from midstream.cli.pace import Pace
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunState
 from midstream.errors import MidstreamError
 
-# (prompt, temperature): greedy and sampled answers alike are the same each time, since a seed fixes every draw.
+# (prompt, temperature): sampled answers are reproducible too, because the seed is fixed.
 PROMPTS = (
     ("What is the capital of France, and what is it known for?", 0.0),
     ("Tell a very short story about a lighthouse keeper.", 0.8),
@@ -66,7 +66,7 @@ class Kill:
     """One killed part; times are of the monotonic clock, in seconds.
 
     Attributes:
-        longest_gap_s: Longest time in which one of the streams then open brought nothing.
+        longest_gap_s: Longest time without output on any stream open at the time.
     """
 
     name: str
@@ -77,13 +77,13 @@ class Kill:
 
 
 class KillDemo:
-    """Run streams, kill parts meanwhile, and compare the answers.
+    """Run streams while parts are killed, and compare the answers.
 
     Attributes:
-        current: What each stream answers now.
+        current: The answer in progress on each stream.
         kills: In order.
         num_identical: Finished answers that equal their reference.
-        differences: What differed, a line each.
+        differences: One line per difference.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class KillDemo:
         self._is_over = False
 
     async def run(self) -> bool:
-        """Run both parts; whether every answer was identical and every kill was made.
+        """Run both phases; return whether every answer was identical and every kill was made.
 
         Raises:
             MidstreamError: A request failed before anything was killed.

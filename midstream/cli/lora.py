@@ -14,20 +14,20 @@ from midstream.client.info import LoraInfo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     load = actions.add_parser("load", help="load an adapter from a PEFT folder that every worker can read")
-    load.add_argument("name", help="What requests will name.")
-    load.add_argument("path", help="The folder: adapter_config.json and adapter_model.safetensors.")
-    unload = actions.add_parser("unload", help="let no more requests name an adapter")
+    load.add_argument("name", help="Name of the adapter in requests.")
+    load.add_argument("path", help="PEFT folder with adapter_config.json and adapter_model.safetensors.")
+    unload = actions.add_parser("unload", help="unload an adapter; new requests can no longer use it")
     unload.add_argument("name")
-    shown = actions.add_parser("list", help="show what is loaded")
+    shown = actions.add_parser("list", help="list loaded adapters")
     for action in (load, unload, shown):
         add_connection(action)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     if arguments.action == "load":
         arguments.path = str(Path(arguments.path).absolute())
     asyncio.run(_run(arguments))

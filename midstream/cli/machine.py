@@ -1,4 +1,4 @@
-"""Asks gpu_worker.machine, in a process of its own, what this machine computes with."""
+"""Query the compute resources of this machine from gpu_worker.machine in a subprocess."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a worker would compute with; the limits are 0 where they were not measured.
+    """Compute resources of a worker on this machine; unmeasured limits are 0.
 
     Attributes:
         cuda: Version of CUDA that PyTorch was built for; empty: none.
-        kernels: Instruction set of the CPU kernels that run; empty: none do.
-        reasons: Why better kernels do not run.
+        kernels: Instruction set of the CPU kernels in use; empty: none.
+        reasons: Why faster kernels are not used.
     """
 
     torch: str
@@ -34,7 +34,7 @@ class Machine:
 
 
 def ask_machine(*, with_limits: bool = False) -> Machine:
-    """Return what a worker would run with.
+    """Return the resources that a worker would use.
 
     Raises:
         ExecutionError: Workers cannot run here; the message ends with the cause.

@@ -1,4 +1,4 @@
-"""`midstream models`: the families of models that are served, and how."""
+"""`midstream models`: list the supported model families."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.table import Table
 
 from midstream.model.families import HEADINGS, SERVED_FAMILIES, rows
 
-_WIDTH = 180  # where nobody's terminal says
+_WIDTH = 180  # without a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     parser.add_argument("--json", action="store_true", help="Print JSON, one object per line.")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     if arguments.json:
         for family in SERVED_FAMILIES:
             print(json.dumps(asdict(family)))
@@ -32,5 +32,5 @@ def run(arguments: argparse.Namespace) -> int:
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)
     console.print(table)
-    console.print("\nOther causal language models run by transformers' code where it hands its attention out.")
+    console.print("\nOther causal language models run in transformers, if it lets Midstream replace their attention.")
     return 0

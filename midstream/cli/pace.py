@@ -1,4 +1,4 @@
-"""How fast an answer comes."""
+"""Speed of a streaming answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from midstream.chunk import Chunk
 
 @dataclass(slots=True)
 class Pace:
-    """Follows one stream from the moment it is made.
+    """Measures the speed of one stream, starting at construction.
 
     Attributes:
         num_tokens: Tokens so far.
@@ -32,7 +32,7 @@ class Pace:
         self._started = self._clock()
 
     def note(self, chunk: Chunk) -> None:
-        """A chunk came just now."""
+        """Record a chunk that has just arrived."""
         if chunk.token_ids:
             self.last_s = self._clock() - self._started
             self.num_tokens += len(chunk.token_ids)
@@ -43,7 +43,7 @@ class Pace:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second after the first chunk; 0 while there is no second."""
+        """Tokens per second after the first chunk; 0 before the second chunk."""
         if self.first_s is None or self.last_s <= self.first_s:
             return 0.0
         return (self.num_tokens - self._num_first) / (self.last_s - self.first_s)

@@ -1,4 +1,4 @@
-"""`midstream prepare`: lays down a model folder. `midstream up` does it by itself."""
+"""`midstream prepare`: create a model folder. `midstream up` does this automatically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from midstream.python_process import python_command, python_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     parser.add_argument(
         "source",
         nargs="?",
@@ -24,19 +24,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"A Hugging Face folder, a .gguf file, or `{EMBEDDED_MODEL}`. [{EMBEDDED_MODEL}]",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="A new folder to copy it to. [where services find it by itself]"
+        "--output", type=Path, metavar="FOLDER", help="New folder to copy it to. [the cache that services use]"
     )
     parser.add_argument(
         "--weights",
         choices=("int4", "int8"),
         help="Quantize its linear layers: int4 in groups of 32, int8 by rows. Writes a compressed-tensors checkpoint "
-        "to --output, and reports what that does to the perplexity of a text.",
+        "to --output, and reports the change in perplexity on a text.",
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="That text. [the topics of Python's help()]")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="Text file for the perplexity. [the topics of Python's help()]"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     console = Console(highlight=False)
     if arguments.weights:
         return _quantize(arguments, console)
@@ -50,11 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _quantize(arguments: argparse.Namespace, console: Console) -> int:
-    """Has the worker's code do it, which has torch."""
+    """Quantize in a worker process, which has torch."""
     if arguments.output is None:
         raise ConfigError("--weights needs --output, a new folder for the quantized model", field="output")
     if arguments.text is not None and not arguments.text.is_file():
-        raise ConfigError(f"there is no file {arguments.text}", field="text")
+        raise ConfigError(f"no such file: {arguments.text}", field="text")
     flags = ["--weights", arguments.weights, *(("--text", str(arguments.text.resolve())) if arguments.text else ())]
     model = arguments.source if arguments.source == EMBEDDED_MODEL else str(Path(arguments.source).resolve())
     command = python_command("gpu_worker.quantize", model, str(arguments.output.resolve()), *flags)
@@ -76,7 +78,7 @@ def _quantize(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _describe(folder: ModelFolder, console: Console) -> None:
-    console.print(f"[bold]{folder.name}[/bold] lies in {folder.path}")
+    console.print(f"[bold]{folder.name}[/bold] is in {folder.path}")
     console.print(
         f"{folder.architecture}, {folder.num_layers} layers of width {folder.hidden_size}, "
         f"{folder.vocab_size:,} tokens, {folder.max_sequence_length:,} positions, {folder.weights_format}"

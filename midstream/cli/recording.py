@@ -1,4 +1,4 @@
-"""Record what a terminal view shows as an animated SVG, which plays where a picture is shown, without scripts."""
+"""Record a terminal view as an animated SVG, which plays as an image, without scripts."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class SvgRecording:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for another frame."""
+        """Return whether another frame is due."""
         return not self._frames or time.monotonic() - self._frames[-1][0] >= self._interval_s
 
     def add(self, view: RenderableType) -> None:
-        """Keep what `view` shows now."""
+        """Record what `view` shows now."""
         console = Console(
             width=self.WIDTH,
             height=self.HEIGHT,
@@ -52,7 +52,7 @@ class SvgRecording:
         self._frames.append((time.monotonic(), frame))
 
     def write(self, path: Path) -> None:
-        """Write all frames as one looping picture, each shown for its original duration."""
+        """Write all frames as one looping animation with their original durations."""
         starts = [at_s for at_s, _ in self._frames]
         total_s = starts[-1] - starts[0] + 4 * self._interval_s
         groups, styles, size = [], [], (0.0, 0.0)

@@ -1,10 +1,10 @@
-"""The run directory: what runs on this machine, on disk, so that other commands and a later start can see it.
+"""The run directory: the state of a service on this machine, for other commands and a later start.
 
-RUN_DIR/state.json   written by the supervisor at each change, replaced as a whole
-RUN_DIR/lock         held by the supervisor as long as it lives, so that a stale state is never taken for a live one
+RUN_DIR/state.json   written by the supervisor at each change, replaced atomically
+RUN_DIR/lock         held by the supervisor while it runs, so that stale state is recognised
 RUN_DIR/logs/        one file per process
-RUN_DIR/journal/     requests and tokens, unless MIDSTREAM_JOURNAL says otherwise; RUN_DIR/journal.documents beside it
-RUN_DIR/api-keys     what routers take from clients, with `midstream up --api-key`
+RUN_DIR/journal/     requests and tokens, unless MIDSTREAM_JOURNAL is set; RUN_DIR/journal.documents beside it
+RUN_DIR/api-keys     keys that routers accept from clients, with `midstream up --api-key`
 RUN_DIR/token        the key that this user's commands send to them
 """
 
@@ -26,7 +26,7 @@ from midstream.model.folder import midstream_home
 
 
 class ProcessPhase(StrEnum):
-    """Where a process is in its life."""
+    """Phase of a process."""
 
     STARTING = "starting"
     READY = "ready"
@@ -45,9 +45,9 @@ class ProcessState:
         name: Unique in the run, such as `worker-0`.
         kind: The Python package that runs: router, scheduler, gpu_worker or detokenizer.
         addresses: HOST:PORT by protocol (`grpc`, `http`, `zmq`).
-        pid: 0 while it does not run.
-        started_ticks: The kernel's start time of `pid`, which tells it from a later process of the same number.
-        detail: What it does or what is wrong with it, for the display.
+        pid: 0 while it is not running.
+        started_ticks: The kernel's start time of `pid`, which distinguishes it from a later process with the same pid.
+        detail: Current activity or error, for display.
         num_restarts: Starts after the first.
     """
 
@@ -65,7 +65,7 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """All that one supervisor runs. `phase` is starting, ready, stopping, stopped or failed."""
+    """The processes of one supervisor. `phase` is starting, ready, stopping, stopped or failed."""
 
     model: str
     phase: ProcessPhase
@@ -75,12 +75,12 @@ class RunState:
     error: str = ""
 
     def of_kind(self, kind: str) -> list[ProcessState]:
-        """The processes of one kind, in order."""
+        """Return the processes of one kind, in order."""
         return [process for process in self.processes if process.kind == kind]
 
 
 class RunDir:
-    """A run directory, whether something runs in it or not."""
+    """A run directory, with or without a running service."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,12 +94,12 @@ class RunDir:
         self._lock: TextIOWrapper | None = None
 
     def acquire(self) -> None:
-        """Becomes the one supervisor of this directory, until the process ends or `release`.
+        """Lock the directory for this supervisor until `release` or the end of the process.
 
         Raises:
-            ConfigError: Another one runs here.
+            ConfigError: Another supervisor holds the lock.
         """
-        for folder in (self.path, self.logs):  # logs, state and journal are nobody else's business
+        for folder in (self.path, self.logs):  # logs, state and journal are private
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.stat().st_uid == os.geteuid():
                 folder.chmod(0o700)
@@ -116,13 +116,13 @@ class RunDir:
         self._lock = lock
 
     def release(self) -> None:
-        """Gives the directory up."""
+        """Release the directory."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def is_supervised(self) -> bool:
-        """Whether a supervisor lives here."""
+        """Return whether a supervisor is running here."""
         if not self._lock_file.exists():
             return False
         with self._lock_file.open("a") as lock:
@@ -133,13 +133,13 @@ class RunDir:
         return False
 
     def write_state(self, state: RunState) -> None:
-        """Replaces the state as a whole."""
+        """Write the state atomically."""
         temporary = self._state_file.with_suffix(".new")
         temporary.write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
         temporary.replace(self._state_file)
 
     def read_state(self) -> RunState | None:
-        """The state last written, also of a run that is over; None when there never was one."""
+        """Return the state last written, even if that run has ended; None if there is none."""
         try:
             text = self._state_file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -151,7 +151,7 @@ class RunDir:
 
 
 def orphans(state: RunState | None) -> list[ProcessState]:
-    """Return the parts that still run; without a supervisor nobody starts them again when they end."""
+    """Return the parts that are still running; without a supervisor they are not restarted."""
     return [process for process in state.processes if is_alive(process)] if state is not None else []
 
 
@@ -169,18 +169,18 @@ def default_run_dir() -> Path:
 
 
 def run_dir_flag(path: Path) -> str:
-    """Return the flag that makes other commands find the service of `path`; empty where they find it by themselves."""
+    """Return the --run-dir flag that selects `path`; empty if it is the default."""
     return "" if path == default_run_dir() else f" --run-dir {shlex.quote(str(path))}"
 
 
 def not_running(path: Path) -> str:
-    """Return what to say where nothing runs in `path`."""
+    """Return the message for a run directory without a running service."""
     flag = run_dir_flag(path)
     return f"No Midstream service is running in {path}. Start one with: midstream up --detach{flag}"
 
 
 def started_ticks(pid: int) -> int:
-    """When the kernel started process `pid`, in clock ticks since boot; 0 when there is none (or only its corpse)."""
+    """Return the start time of process `pid` in clock ticks since boot; 0 if it does not exist (or is a zombie)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -189,5 +189,5 @@ def started_ticks(pid: int) -> int:
 
 
 def is_alive(process: ProcessState) -> bool:
-    """Whether the very process that the state names still runs."""
+    """Return whether the process named in the state is still running (not another one with its pid)."""
     return process.pid > 0 and started_ticks(process.pid) == process.started_ticks != 0

@@ -1,4 +1,4 @@
-"""`midstream serve MODEL`: `midstream up` with the model in the place where other servers take it."""
+"""`midstream serve MODEL`: `midstream up` with the model as a positional argument."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from midstream.cli.up import run as run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_service_flags(parser)

@@ -1,4 +1,4 @@
-"""`midstream stats`: what the scheduler's iterations did, under the names of TensorRT-LLM."""
+"""`midstream stats`: statistics of the scheduler's iterations, under TensorRT-LLM's names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from midstream.cli.connect import add_connection, open_client
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     parser.add_argument("--follow", action="store_true", help="Show iterations as they end, until Ctrl-C.")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="With --follow, at most one in this time. [1]"
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="With --follow, minimum seconds between iterations shown. [1]",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON, one object per line.")
     add_connection(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     asyncio.run(_show(arguments))
     return 0
 

@@ -1,4 +1,4 @@
-"""`midstream status`: what runs, where, since when, and how it is."""
+"""`midstream status`: running parts with address, uptime and health."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from protos import loads_pb2, scheduler_pb2_grpc
 
 _TIMEOUT_S = 2.0
 UNSUPERVISED = (
-    "The supervisor has ended: these processes still serve, but none is restarted when it ends. "
-    "`midstream up{flag}` replaces them, on the same journal; `midstream down{flag}` stops them."
+    "The supervisor has ended: these processes still serve, but are no longer restarted. "
+    "`midstream up{flag}` replaces them and keeps the journal; `midstream down{flag}` stops them."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """One process as it is now. `health` is `serving` or what is wrong; `epoch` is set for those that have one."""
+    """Current state of one process. `health` is `serving` or the problem; `epoch` is set for parts that have one."""
 
     process: ProcessState
     health: str
@@ -46,14 +46,14 @@ class ProcessStatus:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     add_credentials(parser)
     add_run_dir(parser)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; 1 when nothing runs."""
+    """Run the command; return 1 if no service is running."""
     run_dir = RunDir(arguments.run_dir)
     state = run_dir.read_state()
     is_supervised = run_dir.is_supervised()
@@ -91,7 +91,7 @@ async def _ask_health(process: ProcessState) -> str:
 
 
 async def _ask_epochs(state: RunState, credentials: Credentials) -> dict[str, int]:
-    """Epochs by process name, as the scheduler knows them."""
+    """Return the scheduler's epochs by process name."""
     (scheduler,) = state.of_kind("scheduler")
     async with open_channel(scheduler.addresses["grpc"], **credentials) as channel:
         stub = cast("scheduler_pb2_grpc.SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
@@ -105,7 +105,7 @@ async def _ask_epochs(state: RunState, credentials: Credentials) -> dict[str, in
 def _table(statuses: list[ProcessStatus]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "pid", "health", "up", "restarts", "epoch", "addresses"):
-        # Long reasons wrap; what is copied stays whole.
+        # Long reasons wrap; addresses, which users copy, do not.
         table.add_column(column, no_wrap=column != "health", overflow="fold")
     for status in statuses:
         process = status.process

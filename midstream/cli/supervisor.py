@@ -1,11 +1,10 @@
-"""Runs the processes of a service on this machine: starts them, watches their health, restarts what dies, stops all.
+"""Run the processes of a service on this machine: start, monitor, restart and stop them.
 
-A process's life: it is started and `starting` until its /health first answers 200, then `ready`, or `unhealthy` while
-/health says otherwise. When it dies it is `restarting` after a pause that doubles with each death and is forgotten
-once it has been ready for a second. One that was ready and hangs (it does not answer, or its loops stand still) is
-killed after _MAX_HANG_S. Only a process that dies before everything was ready once ends the whole run: its settings are
-wrong.
-To stop, routers go first, so that streams in progress can finish behind them; the scheduler goes last.
+A process is `starting` until /health first answers 200, then `ready`, or `unhealthy` while /health fails. When it exits
+it is `restarting` after a backoff that doubles with each exit and is reset once it has been ready for a second.
+A process that was ready and hangs (no answer, or a stalled loop) is killed after _MAX_HANG_S. If a process exits before
+the whole service was ready for the first time, the run fails: its settings are wrong.
+On shutdown routers stop first, so that their streams can finish; the scheduler stops last.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _PROBE_INTERVAL_S = 0.2
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 10.0
 _MAX_HANG_S = 30.0
-# More than the services' own limit for draining; and the time of those with nothing to drain, whose kill loses nothing.
+# Longer than the services' drain timeout; and the limit for parts with nothing to drain, which are safe to kill.
 _STOP_TIMEOUT_S, _QUICK_STOP_S = 40.0, 2.0
 _STOP_ORDER = (
     (("router",), _STOP_TIMEOUT_S),
@@ -49,7 +48,7 @@ class Supervisor:
     """
 
     def __init__(self, run_dir: RunDir, model: str, specs: Sequence[ProcessSpec], observer: Observer) -> None:
-        """Takes the run directory.
+        """Take the run directory.
 
         Args:
             run_dir: Where state and logs go.
@@ -68,10 +67,10 @@ class Supervisor:
         self.state = RunState(model, ProcessPhase.STARTING, os.getpid(), time.time(), ())
 
     async def run(self, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
-        """Runs everything until `stop` is set; then, or when the start fails, stops everything.
+        """Run everything until `stop` is set; then, or if the start fails, stop everything.
 
         Args:
-            stop: Set it to end the run; set it, clear it and set it again to kill what does not stop.
+            stop: Set it to end the run; clear it and set it again to kill processes that have not stopped.
             ready: Is set when every process is ready for the first time.
 
         Raises:
@@ -99,7 +98,7 @@ class Supervisor:
             self._run_dir.release()
 
     def kill(self) -> None:
-        """Ends what is left of the processes without letting them finish."""
+        """Kill the remaining processes."""
         for process in self._processes:
             process.send(signal.SIGKILL)
 
@@ -119,9 +118,9 @@ class Supervisor:
                 await asyncio.wait_for(stop.wait(), _PROBE_INTERVAL_S)
 
     async def _stop_all(self) -> None:
-        """Stop routers first, so that streams can finish. Without workers a scheduler has nothing left to wait for.
+        """Stop routers first, so that streams can finish; a scheduler without workers has nothing to wait for.
 
-        Before the service is ready nothing streams: what the journal holds goes on at the next start.
+        Before the service is ready there are no streams; requests in the journal continue at the next start.
         """
         for process in self._processes:
             process.stopping.set()
@@ -144,7 +143,7 @@ class Supervisor:
 
 
 class _Process:
-    """One process and its successors."""
+    """One process and its restarts."""
 
     def __init__(self, spec: ProcessSpec, log: Path, changed: Callable[[], None]) -> None:
         self.spec = spec
@@ -158,7 +157,7 @@ class _Process:
         self.log.write_bytes(b"")
 
     async def live(self) -> None:
-        """Starts the process, and starts it again whenever it has ended, until `stopping` is set."""
+        """Start the process and restart it whenever it exits, until `stopping` is set."""
         while not self.stopping.is_set():
             code = await self._run_once()
             if self.stopping.is_set():
@@ -172,7 +171,7 @@ class _Process:
         self._update(phase=ProcessPhase.STOPPED, pid=0, detail="")
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask the process to end, and kill it when it takes longer than `timeout_s`."""
+        """Terminate the process; kill it after `timeout_s`."""
         if not self.state.pid:
             return
         self._update(phase=ProcessPhase.STOPPING, detail="finishing its streams")
@@ -184,7 +183,7 @@ class _Process:
             await self._exited.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal, if the process still runs."""
+        """Send a signal if the process is still running."""
         if is_alive(self.state):
             os.kill(self.state.pid, number)
 
@@ -225,7 +224,7 @@ class _Process:
                 hangs_since = None
             elif time.monotonic() - (hangs_since := hangs_since or time.monotonic()) > _MAX_HANG_S:
                 self.send(signal.SIGKILL)
-            # Ready for a second, it has served: whatever ends it now, it does not fail to start.
+            # Ready for a second: a later exit is not a failure to start.
             if problem is None and self.state.phase is ProcessPhase.READY:
                 self._backoff_s = _FIRST_BACKOFF_S
             if self.state.phase is not ProcessPhase.STOPPING:
@@ -249,7 +248,7 @@ class _Process:
 
 
 def stop_orphans(state: RunState | None) -> int:
-    """Kills what an earlier supervisor left behind when it was killed itself.
+    """Kill processes left behind by a supervisor that was killed.
 
     Returns:
         How many processes.

@@ -1,4 +1,4 @@
-"""Which processes make up a service on this machine, at which addresses, with which flags."""
+"""The processes of a service on this machine, with their addresses and flags."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from midstream.python_process import python_command
 from midstream.security.private_folder import is_private
 
 HOST = "127.0.0.1"
-# Below the range from which the kernel gives ports to outgoing connections: a restarted process finds its port free.
+# Below the kernel's ephemeral port range, so that a restarted process finds its port free.
 _SPARE_PORTS = range(20_000, 32_000)
 # The largest count of each part that one machine can reasonably carry.
 _MAX_REPLICAS = 64
-# Only routers have ports for clients, whatever MIDSTREAM_HOST says.
+# Only routers have ports for clients, regardless of MIDSTREAM_HOST.
 _INNER = ("--host", HOST)
 
 
@@ -91,7 +91,7 @@ def plan_processes(
 
     Args:
         topology: What to run.
-        num_cores: Cores to share among workers; default: those that affinity and quota leave to this process.
+        num_cores: Cores to share among workers; default: those allowed by affinity and quota.
         is_free: Whether a port can be listened on; default: `reserve_port`.
         journal_path: Where a journal on this machine goes; empty: as the environment says.
 
@@ -134,7 +134,7 @@ def plan_processes(
 
 
 def check_ports(topology: Topology) -> None:
-    """Raise ConfigError where a port that the topology names is in use; takes none."""
+    """Raise ConfigError if a port given in the topology is in use; reserve none."""
     for flag, port in (("--port", topology.port), ("--http-port", topology.http_port)):
         if port and not is_free_port(port, topology.host):
             raise _port_in_use(flag, port, topology.host)
@@ -148,13 +148,13 @@ def reachable(host: str) -> str:
 
 def _port_in_use(flag: str, port: int, host: str) -> ConfigError:
     return ConfigError(
-        f"port {port} of {host} is in use; stop what listens there, or choose another port (0: any free one)",
+        f"port {port} on {host} is in use; stop the process that uses it, or choose another port (0: any free one)",
         field=flag,
     )
 
 
 def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, ports: _Ports) -> list[ProcessSpec]:
-    """The processes of one worker: rank 0 has the worker's name."""
+    """Return the processes of one worker: rank 0 has the worker's name."""
     stages = topology.pipeline_parallel
     world_size = topology.tensor_parallel * stages
     threads = max(1, cores // (topology.num_workers * world_size))
@@ -185,7 +185,7 @@ def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, port
 
 
 def _shared_memory() -> str:
-    """Where workers on this machine leave KV blocks to each other; empty: nowhere, or as the environment says."""
+    """Return the shared KV folder for workers on this machine; empty: none, or set by the environment."""
     if "MIDSTREAM_SHARED_KV_FOLDER" in os.environ:
         return ""
     folder = Path(f"/dev/shm/midstream-{os.geteuid()}")  # noqa: S108 (others' folders are not taken)
@@ -197,7 +197,7 @@ def _shared_memory() -> str:
 
 
 class _Ports:
-    """Hands out ports that nobody listens on, each once."""
+    """Hands out free ports, each once."""
 
     def __init__(self, is_free: Callable[[int], bool]) -> None:
         self._is_free = is_free
@@ -209,7 +209,7 @@ class _Ports:
             if port not in self._taken and self._is_free(port):
                 self._taken.add(port)
                 return port
-        raise ConfigError("no free port was found")
+        raise ConfigError("no free port found")
 
 
 class _Addresses:
@@ -226,7 +226,7 @@ class _Addresses:
         return port
 
     def add_public(self, flag: str, port: int | None) -> int:
-        """Take a port for clients: exactly `port` where it is above 0."""
+        """Return a port for clients: exactly `port` if it is above 0."""
         protocol, default = {"--port": ("grpc", RouterConfig.port), "--http-port": ("http", RouterConfig.http_port)}[
             flag
         ]
@@ -239,15 +239,15 @@ class _Addresses:
         return "--http-port", str(self.add("http"))
 
 
-# Ports of this process's plans; for each a socket is open whose name tells other supervisors of it.
+# Ports reserved by this process; for each, an open named socket marks it as reserved for other supervisors.
 _reserved: set[int] = set()
 
 
 def reserve_port(port: int) -> bool:
-    """Takes a port for as long as this process lives; False where somebody listens, or another supervisor has taken it.
+    """Reserve a port for the lifetime of this process; return False if it is in use or reserved by another supervisor.
 
-    From a plan until its parts listen is seconds, and a killed part listens no more: another supervisor that starts in
-    between takes other ports.
+    Parts start to listen seconds after they are planned, and a killed part does not listen; the reservation keeps
+    another supervisor from choosing the port meanwhile.
     """
     if not is_free_port(port):
         return False
@@ -265,7 +265,7 @@ def reserve_port(port: int) -> bool:
 
 
 def is_free_port(port: int, host: str = HOST) -> bool:
-    """Return whether nobody listens on `port` of `host`.
+    """Return whether `port` on `host` is free.
 
     Raises:
         ConfigError: `host` is not an address of this machine.

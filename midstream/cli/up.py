@@ -1,4 +1,4 @@
-"""`midstream up`: every part of the service as processes of this machine."""
+"""`midstream up`: run every part of the service as a process on this machine."""
 
 from __future__ import annotations
 
@@ -33,51 +33,62 @@ MODEL_HELP = "Folder, .gguf file, or name on the Hugging Face Hub (ORG/NAME)."
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag that names the run."""
+    """Add the --run-dir flag."""
     default = default_run_dir()
     parser.add_argument(
-        "--run-dir", type=Path, default=default, help=f"State and logs; one service runs in each. [{default}]"
+        "--run-dir",
+        type=Path,
+        default=default,
+        help=f"Directory for state and logs; one service per directory. [{default}]",
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="MODEL", help=f"{MODEL_HELP} [smollm2, embedded]")
     add_service_flags(parser)
 
 
 def add_service_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of commands that start a service, without its model."""
+    """Add the flags of commands that start a service, without its model."""
     parser.add_argument("--revision", default="", help="Branch, tag or commit of a model on the Hugging Face Hub.")
     parser.add_argument("--host", metavar="ADDRESS", help="Address that routers listen on. [MIDSTREAM_HOST, 127.0.0.1]")
     parser.add_argument("--port", type=int, metavar="N", help="gRPC port; 0: any free one. [MIDSTREAM_PORT, 50051]")
     parser.add_argument(
         "--http-port", type=int, metavar="N", help="HTTP port; 0: any free one. [MIDSTREAM_HTTP_PORT, 8000]"
     )
-    parser.add_argument("--served-model-name", default="", metavar="NAME", help="Its name in the API. [the model's]")
+    parser.add_argument("--served-model-name", default="", metavar="NAME", help="Model name in the API. [the model's]")
     parser.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="Ask clients for this bearer token; repeatable."
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="Require this bearer token from clients; repeatable.",
     )
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument("--detokenizers", type=int, default=1, metavar="N", help="[1]")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="Each with its share of the cores. [1]")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="Ranks that divide a layer. [1]")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="Stages of layers. [1]")
-    parser.add_argument("--detach", action="store_true", help="Return when it is ready; `midstream down` stops it.")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="Number of workers, which share the cores. [1]"
+    )
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="Tensor parallel ranks. [1]")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="Pipeline stages. [1]")
+    parser.add_argument(
+        "--detach", action="store_true", help="Return once the service is ready; `midstream down` stops it."
+    )
     add_run_dir(parser)
     parser.epilog = (
-        "Any setting of the services can be given as a variable: MIDSTREAM_MAX_BATCH_SIZE=64 midstream up. "
+        "Any service setting can be set by a variable: MIDSTREAM_MAX_BATCH_SIZE=64 midstream up. "
         "`midstream scheduler --help` lists those of the scheduler, and so on. Only routers listen on --host; other "
-        "parts stay on the loopback address."
+        "parts use the loopback address."
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     check_environment(os.environ)
     topology = _topology(arguments)
     run_dir, console = RunDir(arguments.run_dir), Console(highlight=False)
-    run_dir.acquire()  # refuses at once when something runs here
+    run_dir.acquire()  # fails at once if a service is running here
     run_dir.release()
     check_ports(topology)
     name = f"{arguments.model}@{arguments.revision}" if arguments.revision else arguments.model
@@ -85,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.update(use_api_keys(run_dir, arguments.api_key, os.environ))
     if not is_loopback(topology.host) and os.environ.get("MIDSTREAM_AUTH", "none") == "none":
         console.print(
-            f"Routers listen on {topology.host} and ask for no credentials; --api-key asks for a key.", style="yellow"
+            f"Routers listen on {topology.host} without authentication; --api-key requires a key.", style="yellow"
         )
     if arguments.detach:
         return _run_detached(arguments.model, topology, run_dir, console)
@@ -109,7 +120,7 @@ def _topology(arguments: argparse.Namespace) -> Topology:
 
 
 def prepare_model(model: str, console: Console) -> str:
-    """Open the model before the services do, so that a download or the first preparation is seen.
+    """Open the model before the services do, so that a download or the first preparation is visible.
 
     Returns:
         What services open: the folder, where the model comes from the Hub.
@@ -125,7 +136,7 @@ def prepare_model(model: str, console: Console) -> str:
 
 
 def how_to_talk(state: RunState, run_dir: Path) -> str:
-    """Where a running service is, and what to type next."""
+    """Return the service's addresses and the next commands to try."""
     routers = state.of_kind("router")
     grpc = ", ".join(router.addresses["grpc"] for router in routers)
     http = ", ".join(f"http://{router.addresses['http']}" for router in routers)
@@ -159,7 +170,7 @@ async def _run(name: str, topology: Topology, run_dir: RunDir, console: Console)
         if ready.is_set():
             stack.pop_all().close()
             console.print(how_to_talk(supervisor.state, run_dir.path), soft_wrap=True)
-            console.print("Ctrl-C stops it; a second one cuts streams that still run.", style="dim")
+            console.print("Ctrl-C stops it; a second Ctrl-C stops without waiting for streams.", style="dim")
         await running
     console.print("Stopped.", style="dim")
     return 0
@@ -206,14 +217,14 @@ def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Conso
 
 
 def why_not_started(log: Path, status: int | None) -> str:
-    """Return what a supervisor that ended left as the reason; a full disk takes no log."""
+    """Return why the supervisor ended, from its log, which a full disk may have cut."""
     text = log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
     if text:
-        return f"it did not start; {log} ends with\n{text}"
+        return f"the service did not start; {log} ends with\n{text}"
     free = shutil.disk_usage(log.parent).free
     return (
-        f"it did not start (exit status {status}) and could write no reason to {log}; "
-        f"{free >> 20} MiB are free there; --run-dir names another folder"
+        f"the service did not start (exit status {status}) and could not write to {log}; "
+        f"{free >> 20} MiB are free there; choose another directory with --run-dir"
     )
 
 

@@ -1,4 +1,4 @@
-"""The Python client: `AsyncClient` and `Client` stream from any router, and go on at another when theirs is lost."""
+"""The Python client: `AsyncClient` and `Client` stream from any router and fail over to another."""
 
 from __future__ import annotations
 

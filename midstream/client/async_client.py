@@ -52,16 +52,16 @@ class AsyncClient:
         server_name: str = "",
         token: str = "",
     ) -> None:
-        """Opens no connection yet.
+        """Open no connection yet.
 
         Args:
-            addresses: Routers as `host:port` or `dns:///host:port`; requests take turns, and go on at another when one
-                is lost.
+            addresses: Routers as `host:port` or `dns:///host:port`, used in turn; a request continues at
+                another router when its own is lost.
             unavailable_timeout_s: How long a stream without a deadline waits for a router.
             max_message_bytes: Largest message, each way.
             tls: `Tls(ca=FILE)`, with `cert` and `key` where routers ask for a client's certificate; None: plain text.
             server_name: Name that routers' certificates carry, where that is not their address.
-            token: Bearer token, where routers ask for one. Send none in plain text over a network.
+            token: Bearer token, if routers require one. Do not send it over a network without TLS.
         """
         addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         if not addresses:
@@ -87,7 +87,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes all connections; streams in progress end."""
+        """Close all connections; streams in progress end."""
         for channel in self._channels:
             await channel.close()
 
@@ -116,7 +116,7 @@ class AsyncClient:
         kv_retention: KvRetention | None = None,
         speculative: Drafts | None = None,
     ) -> AsyncStream:
-        """Runs a request; it is sent at the stream's first iteration.
+        """Run a request; it is sent at the stream's first iteration.
 
         Args:
             prompt: Text to continue.
@@ -128,19 +128,19 @@ class AsyncClient:
             request_id: At most 128 characters; made where it is empty.
             timeout_s: The request's deadline.
             streaming: False: one chunk per sequence, at its end.
-            priority: -100..100, higher runs sooner.
-            client_id: Whose request it is, for fairness.
+            priority: -100..100; higher runs first.
+            client_id: Client that the request belongs to, for fairness.
             cache_salt: Prefixes are shared only with requests of the same salt.
-            detached: The request goes on when nobody listens; come back with `resume`.
+            detached: The request continues without a listener; reattach with `resume`.
             lora: Name of a LoRA adapter that was loaded.
-            guided: What the output must look like.
-            logits_post_processor: Name of a post-processor that the workers have.
+            guided: Constraint on the output's format.
+            logits_post_processor: Name of a post-processor installed on the workers.
             prompt_adapter: Name of a prompt-tuning adapter that was loaded.
             prompt_tuning_table: Or its virtual tokens [count, hidden size], such as a numpy array of float32 or
                 float16. Token id vocabulary size + i is row i; a prompt without such ids begins with all rows.
             prompt_embeddings: The prompt itself [tokens, hidden size], in place of the first four arguments.
             kv_retention: Which of its cached blocks are kept longer.
-            speculative: Drafts of tokens, which change the speed alone.
+            speculative: Speculative decoding, which affects only the speed.
 
         Raises:
             InvalidArgumentError: Not exactly one input, or a value of the wrong type. Ranges are the router's to check.
@@ -159,14 +159,14 @@ class AsyncClient:
         if prompt_embeddings is None:
             set_input(request, prompt, token_ids, messages, tools)
         elif any(item is not None for item in (prompt, token_ids, messages)):
-            raise InvalidArgumentError("is the prompt; give no other", field="prompt_embeddings")
+            raise InvalidArgumentError("is the prompt; leave the other inputs unset", field="prompt_embeddings")
         else:
             request.prompt_embeddings.CopyFrom(tensor_of(prompt_embeddings, "prompt_embeddings"))
         if lora:
             with naming("lora"):
                 request.lora.name = lora
         if prompt_adapter and prompt_tuning_table is not None:
-            raise InvalidArgumentError("cannot be together with prompt_tuning_table", field="prompt_adapter")
+            raise InvalidArgumentError("cannot be combined with prompt_tuning_table", field="prompt_adapter")
         if prompt_adapter:
             with naming("prompt_adapter"):
                 request.prompt_tuning.name = prompt_adapter
@@ -184,7 +184,7 @@ class AsyncClient:
         return self.stream(request, timeout_s=timeout_s)
 
     def stream(self, request: pb.GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
-        """Runs a request given as the message itself, for fields that `generate` does not name."""
+        """Run a request given as the message itself, for fields that `generate` does not name."""
         request.request_id = request.request_id or uuid.uuid4().hex
         return AsyncStream(
             request.request_id,
@@ -196,7 +196,7 @@ class AsyncClient:
         )
 
     def resume(self, request_id: str, from_token: int = 0, *, timeout_s: float | None = None) -> AsyncStream:
-        """The rest of a running or recently finished request, from a token offset on."""
+        """Return the rest of a running or recently finished request, from a token offset on."""
         return AsyncStream(
             request_id,
             None,
@@ -208,12 +208,12 @@ class AsyncClient:
         )
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request; whether it was running."""
+        """Abort a request; return whether it was running."""
         request = loads_pb2.AbortRequest(request_id=request_id)
         return (await self._ask(lambda stub: stub.Abort(request, timeout=_CALL_TIMEOUT_S))).was_running
 
     async def model_info(self, model: str = "") -> ModelInfo:
-        """The served model.
+        """Return the served model.
 
         Raises:
             NotFoundError: Another one is served.
@@ -222,12 +222,12 @@ class AsyncClient:
         return ModelInfo.from_proto(await self._ask(lambda stub: stub.GetModelInfo(request, timeout=_CALL_TIMEOUT_S)))
 
     async def server_info(self) -> ServerInfo:
-        """The running system."""
+        """Return the running system."""
         request = loads_pb2.GetServerInfoRequest()
         return ServerInfo.from_proto(await self._ask(lambda stub: stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S)))
 
     async def loads(self) -> list[CellLoad]:
-        """How busy each cell is."""
+        """Return how busy each cell is."""
         request = loads_pb2.GetLoadsRequest()
         response = await self._ask(lambda stub: stub.GetLoads(request, timeout=_CALL_TIMEOUT_S))
         return [CellLoad.from_proto(load) for load in response.cells]
@@ -250,13 +250,13 @@ class AsyncClient:
             raise error_from_rpc(error) from None
 
     async def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
-        """Where requests are, running or recently finished; without those that are not known."""
+        """Return where requests are, running or recently finished; without those that are not known."""
         request = stats_pb2.GetRequestStatsRequest(request_ids=request_ids)
         answer = await self._ask(lambda stub: stub.GetRequestStats(request, timeout=_CALL_TIMEOUT_S))
         return list(answer.requests)
 
     async def status(self, *, follow: bool = False) -> AsyncIterator[status_pb2.SystemStatus]:
-        """What every part does: now, or with `follow` about once a second; the first one brings the last minutes."""
+        """Yield the system's status: once, or with `follow` about once a second; the first has the last minutes."""
         try:
             async for status in self._next_stub().GetStatus(status_pb2.GetStatusRequest(stream=follow)):
                 yield status
@@ -264,7 +264,7 @@ class AsyncClient:
             raise error_from_rpc(error) from None
 
     async def load_lora(self, name: str, path: str) -> LoraInfo:
-        """Loads an adapter, LoRA or prompt tuning, from a PEFT folder that every worker can read.
+        """Load an adapter, LoRA or prompt tuning, from a PEFT folder that every worker can read.
 
         Raises:
             InvalidArgumentError: It does not fit the model; names the file, and the tensor or setting in it.
@@ -275,7 +275,7 @@ class AsyncClient:
         return LoraInfo.from_proto(response.lora)
 
     async def unload_lora(self, name: str) -> None:
-        """Lets no more requests name an adapter.
+        """Unload an adapter; new requests can no longer use it.
 
         Raises:
             NotFoundError: It is not loaded.
@@ -284,7 +284,7 @@ class AsyncClient:
         await self._ask(lambda stub: stub.UnloadLora(request, timeout=_CALL_TIMEOUT_S))
 
     async def loras(self) -> list[LoraInfo]:
-        """The adapters that requests can name."""
+        """Return the adapters that requests can name."""
         request = loads_pb2.ListLorasRequest()
         response = await self._ask(lambda stub: stub.ListLoras(request, timeout=_CALL_TIMEOUT_S))
         return [LoraInfo.from_proto(lora) for lora in response.loras]
@@ -293,7 +293,7 @@ class AsyncClient:
         return next(self._stubs)
 
     async def _ask(self, call: Callable[[Stub], Awaitable[_T]]) -> _T:
-        """The answer of the first router that is up."""
+        """Return the answer of the first available router."""
         for left in reversed(range(self._num_routers)):
             try:
                 return await call(self._next_stub())

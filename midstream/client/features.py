@@ -1,4 +1,4 @@
-"""What a request may use beside sampling: grammars, drafts, retention of its cached blocks."""
+"""Request options besides sampling: guided decoding, speculative decoding, KV block retention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _METHODS: dict[str, pb.SpeculativeConfig.Method.ValueType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """What the output must look like: one of the four.
+    """Constraint on the output's format; set exactly one.
 
     Attributes:
         json: True: any JSON object or array.
@@ -59,8 +59,8 @@ class Drafts:
     """Speculative decoding.
 
     Attributes:
-        method: `prompt_lookup`: what followed the last tokens where they came before; `draft_model`: the workers'
-            smaller model.
+        method: `prompt_lookup`: what followed an earlier occurrence of the last tokens; `draft_model`: the workers'
+            draft model.
         num_draft_tokens: Drafts that a step verifies, 1..16.
         max_ngram_size: Prompt look-up: longest run of last tokens that is looked for; None: 3.
     """

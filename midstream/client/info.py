@@ -1,4 +1,4 @@
-"""What a service says of itself, as plain types. Fields are documented in protos/loads.proto."""
+"""Service information as plain types. Fields are documented in protos/loads.proto."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelInfo:
 
     @staticmethod
     def from_proto(info: pb.ModelInfo) -> ModelInfo:
-        """Copies out of the message."""
+        """Build this from the protobuf message."""
         return ModelInfo(
             info.model,
             info.architecture,
@@ -82,7 +82,7 @@ class ServerInfo:
 
     @staticmethod
     def from_proto(info: pb.ServerInfo) -> ServerInfo:
-        """Copies out of the message."""
+        """Build this from the protobuf message."""
         groups = (
             WorkerGroupInfo(
                 group.group_id,
@@ -130,7 +130,7 @@ class CellLoad:
 
     @staticmethod
     def from_proto(load: pb.CellLoad) -> CellLoad:
-        """Copies out of the message."""
+        """Build this from the protobuf message."""
         return CellLoad(
             load.cell,
             load.scheduler_epoch,
@@ -155,5 +155,5 @@ class LoraInfo:
 
     @staticmethod
     def from_proto(info: pb.LoraInfo) -> LoraInfo:
-        """Copies out of the message."""
+        """Build this from the protobuf message."""
         return LoraInfo(info.name, info.path, info.rank, info.num_virtual_tokens, info.num_bytes)

@@ -1,4 +1,4 @@
-"""What a caller may ask for, and the message that asks for it."""
+"""Request parameters and their conversion to the protobuf message."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SamplingParams:
     detokenize: bool = True
 
     def fill(self, request: pb.GenerateRequest) -> None:
-        """Sets the request's fields.
+        """Set the request's fields.
 
         Raises:
             InvalidArgumentError: A value that its field cannot hold.
@@ -109,7 +109,7 @@ class SamplingParams:
 
 
 def set_fields(message: pb_message.Message, **values: object) -> None:
-    """Sets a message's fields, but for those whose value is None.
+    """Set a message's fields, but for those whose value is None.
 
     Raises:
         InvalidArgumentError: A value that its field cannot hold.
@@ -122,7 +122,7 @@ def set_fields(message: pb_message.Message, **values: object) -> None:
 
 @contextlib.contextmanager
 def naming(field: str) -> Iterator[None]:
-    """Makes InvalidArgumentError of what a message says to a value that `field` cannot hold."""
+    """Convert the exception for a value that `field` cannot hold to InvalidArgumentError."""
     try:
         yield
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
@@ -130,7 +130,7 @@ def naming(field: str) -> Iterator[None]:
 
 
 def words_of(words: str | Sequence[str]) -> Sequence[str]:
-    """One word or several, as several."""
+    """Return one or several words as a list."""
     return [words] if isinstance(words, str) else words
 
 
@@ -141,7 +141,7 @@ _OUTPUT_FIELDS = sorted(_OWN_FIELDS.intersection(pb.OutputConfig.DESCRIPTOR.fiel
 
 
 class Array(Protocol):
-    """What numpy's arrays have."""
+    """The part of numpy's array interface that is used."""
 
     @property
     def dtype(self) -> object:
@@ -156,7 +156,7 @@ class Array(Protocol):
 
 
 def tensor_of(values: Array, field: str) -> pb.Tensor:
-    """The array as a message.
+    """Return the array as a message.
 
     Raises:
         InvalidArgumentError: It is no array, or of a type that requests do not hold.
@@ -173,7 +173,7 @@ def set_input(
     messages: Sequence[Message] | None,
     tools: Sequence[Mapping[str, object]] | None,
 ) -> None:
-    """Sets the one input that is given.
+    """Set the one input that is given.
 
     Raises:
         InvalidArgumentError: None or several are given, or a value is not of its type.

@@ -54,7 +54,7 @@ class Result:
         return self.sequences[0].finish_reason
 
     def add(self, chunk: Chunk) -> None:
-        """Takes in the next chunk; one with everything so far replaces what was there."""
+        """Append the next chunk; one with all output so far replaces the previous output."""
         while len(self.sequences) <= chunk.sequence_index:
             self.sequences.append(SequenceResult())
         sequence = self.sequences[chunk.sequence_index]

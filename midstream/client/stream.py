@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # How a call ends when its router dies or drains; CANCELLED by the server, since our own cancel is never read.
 _BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5
-# After this long without output a router is asked whether it answers at all, and left where it does not.
+# After this long without output the router is probed, and replaced if it does not answer.
 _SILENCE_S, _ANSWER_S = 2.0, 3.0
 
 
@@ -54,7 +54,7 @@ class AsyncStream:
         from_token: int = 0,
         has_other_routers: bool = False,
     ) -> None:
-        """Begins at the first iteration. Without a `request` it resumes at `from_token`.
+        """Begin at the first iteration. Without a `request` it resumes at `from_token`.
 
         With other routers to go to, one that stands still is left after some seconds.
         """
@@ -82,7 +82,7 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Chunk:
-        """The next chunk.
+        """Return the next chunk.
 
         Raises:
             StopAsyncIteration: After the final chunk of a request that ended well or was aborted.
@@ -113,7 +113,7 @@ class AsyncStream:
             return chunk
 
     async def _read(self, call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]) -> object:
-        """Return what comes next; None where the call broke, and another is to be opened."""
+        """Return the next message; None if the call broke and must be reopened."""
         try:
             response = await call.read()
         except grpc.aio.AioRpcError as error:
@@ -129,7 +129,7 @@ class AsyncStream:
         return response
 
     async def result(self) -> Result:
-        """Everything, once the request has ended.
+        """Wait for the end of the request and return the whole output.
 
         Raises:
             MidstreamError: The request was refused, failed, or passed its deadline.
@@ -140,11 +140,11 @@ class AsyncStream:
         return result
 
     async def text(self) -> str:
-        """Text of the first sequence, once the request has ended."""
+        """Wait for the end of the request and return the text of the first sequence."""
         return (await self.result()).text
 
     def cancel(self) -> None:
-        """Leaves the stream; the request is aborted unless it is detached."""
+        """Leave the stream; the request is aborted unless it is detached."""
         self._stop_watching()
         if self._call is not None:
             self._call.cancel()
@@ -172,7 +172,7 @@ class AsyncStream:
         return call
 
     async def _watch(self, stub: Stub, call: grpc.aio.Call) -> None:
-        """Cancel the call once its router answers nothing: it may stand still behind an open connection."""
+        """Cancel the call when its router stops answering: it may hang while the connection stays open."""
         loop = asyncio.get_running_loop()
         while not call.done():
             await asyncio.sleep(max(self._last_read + _SILENCE_S - loop.time(), 0.1))

@@ -35,16 +35,16 @@ class Stream:
             self._run(_cancel(self._stream))
 
     def result(self) -> Result:
-        """Everything, once the request has ended."""
+        """Wait for the end of the request and return the whole output."""
         result: Result = self._run(self._stream.result())
         return result
 
     def text(self) -> str:
-        """Text of the first sequence, once the request has ended."""
+        """Wait for the end of the request and return the text of the first sequence."""
         return self.result().text
 
     def cancel(self) -> None:
-        """Leaves the stream; the request is aborted unless it is detached."""
+        """Leave the stream; the request is aborted unless it is detached."""
         self._run(_cancel(self._stream))
 
 
@@ -52,7 +52,7 @@ class Client:
     """Talks to the routers of a service; use it as a context manager. Methods are AsyncClient's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes what AsyncClient takes."""
+        """Accept the arguments of AsyncClient."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-client", daemon=True)
         self._thread.start()
@@ -70,46 +70,46 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes all connections and ends the thread."""
+        """Close all connections and end the thread."""
         self._run(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request; whether it was running."""
+        """Abort a request; return whether it was running."""
         return self._run(self._client.abort(request_id))
 
     def model_info(self, model: str = "") -> ModelInfo:
-        """The served model."""
+        """Return the served model."""
         return self._run(self._client.model_info(model))
 
     def server_info(self) -> ServerInfo:
-        """The running system."""
+        """Return the running system."""
         return self._run(self._client.server_info())
 
     def loads(self) -> list[CellLoad]:
-        """How busy each cell is."""
+        """Return how busy each cell is."""
         return self._run(self._client.loads())
 
     def load_lora(self, name: str, path: str) -> LoraInfo:
-        """Loads an adapter."""
+        """Load an adapter."""
         return self._run(self._client.load_lora(name, path))
 
     def unload_lora(self, name: str) -> None:
-        """Lets no more requests name an adapter."""
+        """Unload an adapter; new requests can no longer use it."""
         self._run(self._client.unload_lora(name))
 
     def loras(self) -> list[LoraInfo]:
-        """The adapters that requests can name."""
+        """Return the adapters that requests can name."""
         return self._run(self._client.loras())
 
     def iteration_stats(self) -> list[dict[str, object]]:
-        """The latest iteration's statistics, one entry per cell."""
+        """Return the latest iteration's statistics, one entry per cell."""
         return self._run(_collect(self._client))
 
     def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
-        """Where requests are, running or recently finished."""
+        """Return where requests are, running or recently finished."""
         return self._run(self._client.request_stats(request_ids))
 
     def _streaming(self, method: Callable[_P, AsyncStream]) -> Callable[_P, Stream]:

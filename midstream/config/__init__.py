@@ -43,7 +43,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def load_config(config_class: type[ServiceConfigT], program: str) -> ServiceConfigT:
-    """The configuration of this process, from its command line and environment.
+    """Return the configuration of this process, from its command line and environment.
 
     Raises:
         ConfigError: An unknown variable, or a value that does not parse.

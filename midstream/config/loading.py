@@ -28,7 +28,7 @@ def parse_config(
     program: str,
     known: frozenset[str] = frozenset(),
 ) -> ConfigT:
-    """Builds `config_class` from flags, then variables, then defaults.
+    """Build `config_class` from flags, then variables, then defaults.
 
     A field `max_num_tokens` is the flag `--max-num-tokens` and the variable `MIDSTREAM_MAX_NUM_TOKENS`.
 

@@ -204,7 +204,7 @@ class GenerationExecutor:
         prompt_embeddings: Array | None = None,
         speculative_config: NGramDecodingConfig | DraftTargetDecodingConfig | None = None,
     ) -> GenerationResult:
-        """Runs one prompt, given as tokens or text; see GenerationRequest for the arguments."""
+        """Run one prompt, given as tokens or text; see GenerationRequest for the arguments."""
         return self.submit(
             GenerationRequest(
                 prompt_token_ids,
@@ -246,7 +246,7 @@ class GenerationExecutor:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> GenerationResult | list[GenerationResult]:
-        """Runs one prompt or several at once, and waits until all have ended.
+        """Run one prompt or several at once, and wait until all have ended.
 
         Args:
             prompt_token_ids: One prompt, or a sequence of them.
@@ -273,7 +273,7 @@ class GenerationExecutor:
         return results[0] if is_one else results
 
     def abort_request(self, request_id: int) -> None:
-        """Ends a request; its result says `abort`. One that has ended is left as it is."""
+        """End a request; its result says `abort`. One that has ended is left as it is."""
         if request_id in self._results:
             self._run(self._client.abort(self._wire_id(request_id)))
 
@@ -284,7 +284,7 @@ class GenerationExecutor:
     def await_responses(
         self, request_id: int | None = None, timeout: float | timedelta | None = None
     ) -> list[Response]:
-        """What has come and nobody has read yet, of one request or of all; waits until there is something.
+        """Return unread responses of one request or of all; wait until there is one.
 
         Args:
             request_id: Of a request whose final response has not been taken; None: any.
@@ -346,7 +346,7 @@ class GenerationExecutor:
         return found
 
     def shutdown(self) -> None:
-        """Ends what still runs, and the services that `create` started."""
+        """Abort running requests and stop the services that `create` started."""
         if self._closed:
             return
         self._closed = True

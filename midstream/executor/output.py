@@ -74,11 +74,11 @@ class CompletionOutput:
         }
 
     def whole_tensors(self) -> dict[str, Tensor]:
-        """All tensors by name; those of the prompt begin with `context_`."""
+        """Return all tensors by name; those of the prompt begin with `context_`."""
         return join_tensors(self.tensors)
 
     def add(self, chunk: Chunk) -> None:
-        """Takes in the next chunk; one with everything so far replaces what was there."""
+        """Append the next chunk; one with all output so far replaces the previous output."""
         if chunk.token_ids and chunk.token_offset < len(self.token_ids):
             known = len(self.token_ids)
             self.text_diff += chunk.text.removeprefix(self.text)
@@ -99,7 +99,7 @@ class CompletionOutput:
 
 
 def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | object) -> list[dict[int, Logprob]]:
-    """One mapping per row: the token's own log probability, where the token is known, and those of the likeliest."""
+    """Return one mapping per row: the log probability of the token, if known, and of the top alternatives."""
     ids = list(token_ids) if isinstance(token_ids, list | tuple) else []
     result = []
     for row, log_prob in enumerate(rows.token_log_probs):

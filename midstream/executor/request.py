@@ -59,7 +59,7 @@ class KvCacheRetentionConfig:
     decode_duration_ms: int | None = None
 
     def to_proto(self) -> pb.KvRetentionConfig:
-        """The message."""
+        """Return the message."""
         config = pb.KvRetentionConfig(
             decode_priority=self.decode_retention_priority, decode_duration_ms=self.decode_duration_ms
         )
@@ -86,7 +86,7 @@ class NGramDecodingConfig:
     max_matching_ngram_size: int = 3
 
     def to_proto(self) -> pb.SpeculativeConfig:
-        """The message."""
+        """Return the message."""
         config = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP)
         native.set_fields(config, num_draft_tokens=self.max_draft_len, max_ngram_size=self.max_matching_ngram_size)
         return config
@@ -99,7 +99,7 @@ class DraftTargetDecodingConfig:
     max_draft_len: int = 4
 
     def to_proto(self) -> pb.SpeculativeConfig:
-        """The message."""
+        """Return the message."""
         config = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_DRAFT_MODEL)
         native.set_fields(config, num_draft_tokens=self.max_draft_len)
         return config
@@ -174,7 +174,7 @@ class GenerationRequest:
     id: int = 0
 
     def to_proto(self) -> pb.GenerateRequest:
-        """The native request, without its id.
+        """Return the native request, without its id.
 
         Raises:
             InvalidArgumentError: A value that its field cannot hold. Ranges are the router's to check.
@@ -210,7 +210,7 @@ class GenerationRequest:
 
     @property
     def is_beam_search(self) -> bool:
-        """Whether all beams come together at the end."""
+        """Return whether all beams come together at the end."""
         params = self.sampling_params
         return (params.beam_width or (params.n if params.use_beam_search else None) or 1) > 1
 

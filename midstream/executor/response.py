@@ -83,7 +83,7 @@ class Response:
     error: MidstreamError | None = None
 
     def has_error(self) -> bool:
-        """Whether the request has failed; nothing follows then."""
+        """Return whether the request has failed; nothing follows then."""
         return self.error is not None
 
     @property
@@ -93,7 +93,7 @@ class Response:
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing follows."""
+        """Return whether nothing follows."""
         return self.error is not None or (self.result is not None and self.result.is_final)
 
 

@@ -68,7 +68,7 @@ class ResultQueue:
         return output
 
     def empty(self) -> bool:
-        """Whether `get` would wait or raise."""
+        """Return whether `get` would wait or raise."""
         return not self._result.has_arrived
 
 
@@ -127,12 +127,12 @@ class GenerationResult:
 
     @property
     def streaming(self) -> bool:
-        """Whether output comes as it is made."""
+        """Return whether output comes as it is made."""
         return self.request.streaming
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended; what it brought may not have been read yet."""
+        """Return whether the request has ended; what it brought may not have been read yet."""
         return self._ended
 
     @property
@@ -145,7 +145,7 @@ class GenerationResult:
         return RequestState.PENDING if self._ask_state is None else self._ask_state(self.request.id)
 
     def result(self, timeout: float | None = None) -> CompletionOutput:
-        """The first sequence, once the request has ended; all of them are in `outputs`.
+        """Return the first sequence, once the request has ended; all of them are in `outputs`.
 
         Args:
             timeout: Seconds.
@@ -225,7 +225,7 @@ class GenerationResult:
         return bool(self._arrived)
 
     def _unended(self) -> Future[None] | None:
-        """What to wait for; None once the request has ended."""
+        """Return what to wait for; None once the request has ended."""
         with self._lock:
             return None if self._ended else self._news
 
@@ -268,7 +268,7 @@ class GenerationResult:
         return output
 
     def _prompt_ids(self) -> list[int]:
-        """The prompt's tokens whose log probabilities come next; those of text are not known here."""
+        """Return the prompt's tokens whose log probabilities come next; those of text are not known here."""
         return self.request.known_token_ids[1 + len(self.prompt_logprobs) :]
 
     def _wake(self) -> None:

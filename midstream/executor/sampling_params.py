@@ -28,7 +28,7 @@ class GuidedDecodingParams:
     grammar: str | None = None
 
     def to_proto(self) -> pb.GuidedDecodingConfig:
-        """The message.
+        """Return the message.
 
         Raises:
             InvalidArgumentError: None or several are given.
@@ -75,7 +75,7 @@ class SamplingParams(native.SamplingParams):
     logits_processor: str = ""
 
     def fill(self, request: pb.GenerateRequest) -> None:
-        """Sets the request's fields.
+        """Set the request's fields.
 
         Raises:
             InvalidArgumentError: A value that its field cannot hold.

@@ -70,7 +70,7 @@ class GrammarServer:
         return len(self._compiled)
 
     def check(self, guide: Guide) -> str:
-        """What is wrong with a guide; empty: nothing."""
+        """Return what is wrong with a guide; empty: nothing."""
         try:
             compile_guide(guide, self._tokenizer)
         except GuideError as error:
@@ -94,7 +94,7 @@ class GrammarServer:
         return states, bytes(masks)
 
     def _note(self, item: dict[str, Any]) -> None:
-        """Opens a row, or adds tokens to it."""
+        """Open a row, or add tokens to it."""
         if "guide" in item:
             guide = Guide(*item["guide"])
             self._rows[item["row"]] = _Row(guide, item["end_ids"], item["tokens"])
@@ -113,7 +113,7 @@ class GrammarServer:
         return found
 
     def _advance(self, row: _Row, deadline: float) -> str:
-        """Brings the row's matcher up to its tokens."""
+        """Bring the row's matcher up to its tokens."""
         if row.matcher is None:
             compilation = self._compilation(row.guide)
             try:
@@ -131,7 +131,7 @@ class GrammarServer:
         return self._problem(row)
 
     def _mask(self, row: _Row) -> bytes:
-        """One bit for each token, lowest first: whether it may come next."""
+        """Return one bit for each token, lowest first: whether it may come next."""
         assert row.matcher is not None
         size = -(-self._tokenizer.vocab_size // 8)
         if row.has_ended:
@@ -153,7 +153,7 @@ class GrammarServer:
 
 
 def main() -> None:
-    """Serves one connection."""
+    """Serve one connection."""
     number, file, vocab_size, end_ids, memory_bytes, limit_s = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -20,12 +20,12 @@ class GuideError(Exception):
 
 
 def load_tokenizer(file: Path, vocab_size: int, end_ids: list[int]) -> llguidance.LLTokenizer:
-    """The tokenizer in a tokenizer.json, padded to the model's vocabulary."""
+    """Return the tokenizer in a tokenizer.json, padded to the model's vocabulary."""
     return llguidance.LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=end_ids)
 
 
 def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-    """A matcher before the first token.
+    """Return a matcher before the first token.
 
     Raises:
         GuideError: The guide cannot be read, or is more than the library's limits allow.

@@ -26,7 +26,7 @@ class Guide:
 
 
 def send(connection: socket.socket, header: object, data: bytes = b"") -> None:
-    """Sends a message.
+    """Send a message.
 
     Raises:
         OSError: The other side is gone, or does not take it in time.
@@ -36,7 +36,7 @@ def send(connection: socket.socket, header: object, data: bytes = b"") -> None:
 
 
 def receive(connection: socket.socket) -> tuple[object, bytes]:
-    """The next message.
+    """Return the next message.
 
     Raises:
         OSError: The other side is gone, or has sent nothing in time.

@@ -18,7 +18,7 @@ _START_LIMIT_S = 60.0
 
 
 def is_available() -> bool:
-    """Whether the library for grammars is installed."""
+    """Return whether the library for grammars is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 
@@ -26,7 +26,7 @@ class GrammarProcess:
     """One process for one model's tokenizer. Not for several threads at once."""
 
     def __init__(self, folder: ModelFolder, *, limit_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> None:
-        """Starts it; returns before it is ready.
+        """Start the process; return before it is ready.
 
         Args:
             folder: The model.
@@ -51,7 +51,7 @@ class GrammarProcess:
         other.close()
 
     def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Whether it has loaded its tokenizer.
+        """Return whether it has loaded its tokenizer.
 
         Raises:
             OSError: It has died.
@@ -62,7 +62,7 @@ class GrammarProcess:
         return self._is_ready
 
     def check(self, guide: Guide) -> str:
-        """What is wrong with a guide; empty: nothing.
+        """Return what is wrong with a guide; empty: nothing.
 
         Raises:
             OSError: The process died or took too long over it; kill it.
@@ -74,7 +74,7 @@ class GrammarProcess:
         return str(answer)
 
     def ask_masks(self, items: list[dict[str, object]]) -> None:
-        """Asks for the masks of rows, as child.py describes; `take_masks` answers. Precondition: it is ready.
+        """Ask for the masks of rows, as child.py describes; `take_masks` answers. Precondition: it is ready.
 
         Raises:
             OSError: The process died; kill it.
@@ -82,7 +82,7 @@ class GrammarProcess:
         send(self._connection, {"rows": items})
 
     def take_masks(self) -> tuple[list[str], bytes]:
-        """The answer to `ask_masks`.
+        """Return the answer to `ask_masks`.
 
         Raises:
             OSError: The process died or took too long over it; kill it.
@@ -92,7 +92,7 @@ class GrammarProcess:
         return states, masks
 
     def kill(self) -> None:
-        """Ends it."""
+        """End it."""
         self._connection.close()
         self._process.kill()
         self._process.wait()

@@ -29,7 +29,7 @@ class ServedFamily:
 
     @property
     def is_own(self) -> bool:
-        """Whether our own code computes it: with LoRA adapters and tensor ranks."""
+        """Return whether our own code computes it: with LoRA adapters and tensor ranks."""
         return self.on_cpu != "transformers"
 
     @property

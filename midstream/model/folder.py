@@ -88,7 +88,7 @@ class ModelFolder:
 
 
 def open_model_folder(model: str) -> ModelFolder:
-    """Opens `model`, preparing it on first use; safe when several processes do so at once.
+    """Open `model`, preparing it on first use; safe when several processes do so at once.
 
     Args:
         model: `smollm2` (the embedded model), a .gguf file, a folder, or a name on the Hugging Face Hub (hub.py).
@@ -113,7 +113,7 @@ def open_model_folder(model: str) -> ModelFolder:
 
 
 def prepare_model_folder(model: str, target: Path) -> ModelFolder:
-    """Lays down `model` in the new folder `target` and opens it.
+    """Create a folder for `model` at `target` and open it.
 
     Raises:
         ConfigError: As in `open_model_folder`, or `target` exists.
@@ -128,12 +128,12 @@ def prepare_model_folder(model: str, target: Path) -> ModelFolder:
 
 
 def midstream_home() -> Path:
-    """Where everything lies that nobody named a place for: $MIDSTREAM_HOME, by default ~/.cache/midstream."""
+    """Return the default data directory: $MIDSTREAM_HOME, or ~/.cache/midstream."""
     return Path(os.environ.get("MIDSTREAM_HOME") or "~/.cache/midstream").expanduser()
 
 
 def models_home() -> Path:
-    """Where prepared folders lie: $MIDSTREAM_HOME/models, by default ~/.cache/midstream/models."""
+    """Return the directory of prepared model folders: $MIDSTREAM_HOME/models, or ~/.cache/midstream/models."""
     return midstream_home() / "models"
 
 
@@ -350,7 +350,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def staging_folder(target: Path) -> Iterator[Path]:
-    """A folder that becomes `target` when the block ends well, and vanishes when it does not."""
+    """Yield a temporary folder that is renamed to `target` on success and removed on failure."""
     safe = re.sub(r"[^\w.-]", "_", target.name)
     staging = Path(tempfile.mkdtemp(prefix=f".{safe}.", dir=target.parent))
     try:

@@ -26,7 +26,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """Loads `tokenizer.json` of the model folder `path`.
+        """Load `tokenizer.json` of the model folder `path`.
 
         Raises:
             ConfigError: The file is missing or damaged.
@@ -52,12 +52,12 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` follows the tokenizer's own rules (a BOS, usually)."""
+        """Return token ids of `text`; `add_special_tokens` follows the tokenizer's own rules (a BOS, usually)."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids that it does not know give nothing."""
+        """Return text of `token_ids`; ids that it does not know give nothing."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def open_stream(self, before: Sequence[int] = (), *, skip_special_tokens: bool) -> Callable[[int], str | None]:
@@ -69,7 +69,7 @@ class Tokenizer:
         return functools.partial(stream.step, self._tokenizer)
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's entry of an id, in the tokenizer's own alphabet; None where it has none."""
+        """Return the vocabulary's entry of an id, in the tokenizer's own alphabet; None where it has none."""
         return self._tokenizer.id_to_token(token_id)
 
     @functools.cached_property

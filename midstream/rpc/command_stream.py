@@ -1,7 +1,7 @@
-"""One side of a stream that many requests share: commands go up, batches come down.
+"""Client side of a stream shared by many requests: commands go up, batches come down.
 
-It is opened again whenever it breaks, so whoever builds on it says what hangs on it anew, or gives it up. It goes over
-frames where both sides have them, else over a gRPC stream.
+It is reopened whenever it breaks; subclasses then send their state again or fail it. It uses frames if both sides
+support them, else a gRPC stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _RECONNECT_S = 0.1
 _ASK_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
-# Frames that were offered and could not be reached so often in a row are taken to be kept out, by a firewall or a mesh.
+# After this many failed connections in a row, frames are assumed to be blocked by a firewall or a mesh.
 _MAX_FAILURES = 3
 
 CommandT = TypeVar("CommandT", bound=Message)
@@ -92,7 +92,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
     @abstractmethod
     def _take(self, batch: BatchT) -> None:
-        """Handle what came."""
+        """Handle a batch."""
 
     @abstractmethod
     def _lose(self) -> None:
@@ -103,7 +103,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         return None
 
     def _greet(self) -> None:
-        """Send what the other side is to know first; the stream is open."""
+        """Send the initial state on a newly opened stream."""
 
     def _send(self, command: CommandT) -> None:
         if self._connection is not None:
@@ -125,7 +125,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
                     extra = {self._kind: self.target, "reason": str(group.exceptions[0])[:200]}
                     logger.log(level, "no stream to %s %s", self._kind, self.target, extra=extra)
                 except* Exception:
-                    # A defect here or there; the stream must not stand still for it.
+                    # A bug on either side must not stall the stream.
                     logger.exception("the stream to %s %s failed", self._kind, self.target)
                 finally:
                     self.is_open = False
@@ -199,7 +199,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         """Commands are few, and wait for nothing."""
 
     def lose(self, error: Exception | None) -> None:
-        """The connection for frames is gone."""
+        """Handle the loss of the frames connection."""
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(error)
 
@@ -228,7 +228,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             call.cancel()
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
-        """Raise TimeoutError once the other side answers nothing: it may stand still behind an open connection."""
+        """Raise TimeoutError when the other side stops answering: it may hang while the connection stays open."""
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             await asyncio.sleep(_ASK_S)
@@ -247,6 +247,6 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
 
 def _is_cancelled() -> bool:
-    """Whether this task is to end, though what it met first was an error: a task group raises its errors alone."""
+    """Return whether this task was cancelled, even if an error came first: a task group raises only the errors."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

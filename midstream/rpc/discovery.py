@@ -1,4 +1,4 @@
-"""Which addresses a setting such as `a:1,b:2` or `dns:///name:port` stands for, now and as that changes."""
+"""Resolve settings such as `a:1,b:2` or `dns:///name:port` to addresses, and follow changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Discovery:
     """
 
     def __init__(self, targets: str, *, field: str, on_change: Callable[[list[str]], None]) -> None:
-        """Parses `targets`, comma-separated; names behind `dns:///` are resolved anew every second.
+        """Parse `targets`, comma-separated; names behind `dns:///` are resolved anew every second.
 
         Args:
             targets: The setting.
@@ -44,11 +44,11 @@ class Discovery:
                 raise ConfigError(f"{target!r} is not host:port", field=field)
 
     def name_of(self, address: str) -> str:
-        """The host name behind which an address was found, which its certificate carries; empty: the address's own."""
+        """Return the host name that resolved to an address, for its certificate; empty: the address itself."""
         return self._names.get(address, "")
 
     async def run(self) -> None:
-        """Resolves for as long as it runs; ends at once where there is nothing to resolve anew."""
+        """Re-resolve names until cancelled; return at once if there are none."""
         while True:
             addresses = await self._resolve()
             if addresses != self.addresses:
@@ -69,7 +69,7 @@ class Discovery:
             try:
                 infos = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
             except OSError as error:
-                # A name without addresses is a service scaled to nothing, or a resolver at fault: what we had stands.
+                # No addresses: a service scaled to zero, or a resolver failure. Keep the previous ones.
                 logger.warning("cannot resolve %s: %s", target, error)
                 found.update(dict.fromkeys(self.addresses))
                 continue

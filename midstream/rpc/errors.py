@@ -30,7 +30,7 @@ _AdmitCall = Callable[[_Context], Callable[[], None] | None]
 
 
 def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
-    """The error that a failed call stands for, with its field and retry hint."""
+    """Return the error that a failed call stands for, with its field and retry hint."""
     code: grpc.StatusCode = error.code()
     metadata: Any = error.trailing_metadata() or ()  # pairs, in the synchronous and the asynchronous API alike
     trailing = {str(key): str(value) for key, value in metadata}
@@ -46,7 +46,7 @@ def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
 
 
 def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
-    """What a call that fails with `error` sends after its status."""
+    """Return what a call that fails with `error` sends after its status."""
     metadata: list[tuple[str, str]] = []
     if error.field:
         metadata.append((FIELD_KEY, _printable(error.field)))
@@ -66,7 +66,7 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wraps a method's handler."""
+        """Wrap a method's handler."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -123,7 +123,7 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def _printable(field: str) -> str:
-    """What metadata can carry: some fields have names that a client chose."""
+    """Return what metadata can carry: some fields have names that a client chose."""
     return "".join(character if " " <= character <= "~" else "?" for character in field[:_MAX_FIELD_CHARACTERS])
 
 

@@ -62,10 +62,10 @@ class FrameHandler(Protocol):
         """Handle a message; an error closes the connection."""
 
     def resume(self) -> None:
-        """The connection can be written to again."""
+        """Handle that the connection is writable again."""
 
     def lose(self, error: Exception | None) -> None:
-        """The connection is gone, by an error or because it was closed. Called once."""
+        """Handle the end of the connection, by an error or by close. Called once."""
 
 
 class FrameConnection(asyncio.Protocol):
@@ -433,7 +433,7 @@ class _Counted:
 
 
 def _is_own(connection: FrameConnection) -> bool:
-    """Whether the other end may be trusted, where it is a Unix socket: of this user, or of root."""
+    """Return whether the other end may be trusted, where it is a Unix socket: of this user, or of root."""
     return connection.peer_uid() in (None, 0, os.geteuid())
 
 

@@ -1,4 +1,4 @@
-"""Health by progress: a process whose loop hangs is not healthy, however alive it looks. Answered as grpc.health.v1."""
+"""Health by progress, served as grpc.health.v1: a process whose loop hangs is unhealthy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WATCH_INTERVAL_S = 0.25
 
 
 class LoopProgress:
-    """One loop's sign of life: it calls `touch` whenever it gets on, and `idle` before it waits for something to do."""
+    """Heartbeat of one loop, which calls `touch` when it makes progress and `idle` before it waits for work."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.name = name
@@ -24,16 +24,16 @@ class LoopProgress:
         self._since: float | None = None  # None: idle
 
     def touch(self) -> None:
-        """The loop moves; it must touch again, or become idle, within its time limit."""
+        """Report progress; call it again, or `idle`, within the time limit."""
         self._since = time.monotonic()
 
     def idle(self) -> None:
-        """The loop waits, with nothing to do."""
+        """Report that the loop waits for work."""
         self._since = None
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the loop has had work in hand for longer than its time limit."""
+        """Return whether the loop has had work in hand for longer than its time limit."""
         since = self._since
         return since is not None and time.monotonic() - since > self._timeout_s
 
@@ -49,13 +49,13 @@ class Progress:
         self._reasons: set[str] = set()
 
     def loop(self, name: str, timeout_s: float = 5.0) -> LoopProgress:
-        """Watches another loop, idle at first."""
+        """Watch another loop, idle at first."""
         loop = LoopProgress(name, timeout_s)
         self._loops.append(loop)
         return loop
 
     def set_reason(self, reason: str, stands: bool) -> None:
-        """Adds or withdraws a reason not to serve, such as `draining` or `no worker`."""
+        """Set or clear a reason not to serve, such as `draining` or `no worker`."""
         if stands:
             self._reasons.add(reason)
         else:
@@ -71,12 +71,12 @@ class Progress:
 
 
 def add_health(server: grpc.aio.Server, progress: Progress, service: str) -> None:
-    """Answers grpc.health.v1 on `server`, for the whole process (empty name) and for `service`."""
+    """Answer grpc.health.v1 on `server`, for the whole process (empty name) and for `service`."""
     health_pb2_grpc.add_HealthServicer_to_server(_Health(progress, ("", service)), server)
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Adds a listening port, with TLS where there are credentials; 0 takes a free one.
+    """Add a listening port, with TLS where there are credentials; 0 takes a free one.
 
     Returns:
         The port.

@@ -73,7 +73,7 @@ class Server:
         admit: Admit | None = None,
         more_services: Sequence[str] = (),
     ) -> None:
-        """Binds the port.
+        """Bind the port.
 
         Args:
             name: Full protobuf name of the service (`midstream.v1.Scheduler`), for health and reflection.
@@ -123,14 +123,14 @@ class Server:
         self.port = bind(self.grpc, host, port, tls.server_credentials() if tls is not None else None)
 
     async def start(self) -> None:
-        """Begins to answer calls."""
+        """Begin to answer calls."""
         await self.grpc.start()
         self._beat = asyncio.create_task(self._keep_beating(), name="event-loop-beat")
 
     async def run_until_signal(
         self, *, drain: Callable[[], Awaitable[None]] | None = None, drain_timeout_s: float = 30.0
     ) -> None:
-        """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining.
+        """Serve until SIGTERM or SIGINT, then drain; a second signal ends the draining.
 
         Raises:
             MidstreamError: What `fail` was told.
@@ -159,14 +159,14 @@ class Server:
         logger.info("stopped")
 
     def fail(self, error: MidstreamError) -> None:
-        """Ends the process, because it cannot do its work any more; whoever started it starts it again."""
+        """End the process, because it cannot do its work any more; whoever started it starts it again."""
         if self._failure is None:
             self._failure = error
             self._progress.set_reason(str(error), stands=True)
             self._failed.set()
 
     def depend_on(self, task: asyncio.Task[None]) -> None:
-        """Fails when `task`, which should run as long as the process, ends by itself."""
+        """Fail when `task`, which should run as long as the process, ends by itself."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
@@ -177,7 +177,7 @@ class Server:
         task.add_done_callback(ended)
 
     async def stop(self, *, drain: Callable[[], Awaitable[None]] | None = None, drain_timeout_s: float = 0.0) -> None:
-        """Turns NOT_SERVING, refuses new calls, and gives those in progress up to `drain_timeout_s`.
+        """Set NOT_SERVING, reject new calls, and give those in progress up to `drain_timeout_s`.
 
         Args:
             drain: Returns when the service has nothing left to do; streams still open then are cut. Without it, calls
@@ -207,7 +207,7 @@ class Server:
 
 
 def _collect_now_and_then() -> None:
-    """Collects garbage for all servers that stop, half of the time at most: a large heap takes long."""
+    """Collect garbage for all servers that stop, half of the time at most: a large heap takes long."""
     global _next_collection
     began = time.monotonic()
     if began >= _next_collection:
@@ -224,7 +224,7 @@ def open_channel(
     server_name: str = "",
     token: str = "",
 ) -> grpc.aio.Channel:
-    """A channel with the keepalive that `Server` expects, which reconnects within a second.
+    """Return a channel with the keepalive that `Server` expects, which reconnects within a second.
 
     Args:
         target: `host:port`, or `dns:///host:port` for all addresses of a name in turn.

@@ -39,7 +39,7 @@ class WorkerCredentials:
 
     @classmethod
     def from_config(cls, config: WorkerConfig) -> WorkerCredentials | None:
-        """What the configuration asks for; None is a link in plain text.
+        """Return what the configuration asks for; None is a link in plain text.
 
         Raises:
             ConfigError: It contradicts itself, or a key cannot be used.
@@ -56,14 +56,14 @@ class WorkerCredentials:
         return cls(own, read_public_key(config.curve_server_key, names[1]))
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Gives a socket that is not connected yet its keys."""
+        """Give a socket that is not connected yet its keys."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_key)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.own.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.own.secret)
 
 
 def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Makes a pair; returns the paths of its public and its secret file.
+    """Create a key pair; return the paths of its public and its secret file.
 
     Raises:
         ConfigError: There is one of this name.
@@ -84,7 +84,7 @@ def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def read_key_pair(path: str, field: str) -> KeyPair:
-    """The pair in a file.
+    """Return the pair in a file.
 
     Raises:
         ConfigError: The file is missing or empty, or holds no pair; names `field`.
@@ -99,7 +99,7 @@ def read_key_pair(path: str, field: str) -> KeyPair:
 
 
 def read_public_key(path: str, field: str) -> bytes:
-    """The public key in a file.
+    """Return the public key in a file.
 
     Raises:
         ConfigError: The file is missing or empty, or holds no key; names `field`.
@@ -108,7 +108,7 @@ def read_public_key(path: str, field: str) -> bytes:
 
 
 def read_public_keys(folder: str, field: str) -> frozenset[bytes]:
-    """The public keys in the files *.key of a folder.
+    """Return the public keys in the files *.key of a folder.
 
     Raises:
         ConfigError: The folder is missing or empty, or holds a damaged file; names `field`.
@@ -120,7 +120,7 @@ def read_public_keys(folder: str, field: str) -> frozenset[bytes]:
 
 
 def sign_folder(folder: str, field: str) -> tuple[tuple[str, int, int, int], ...]:
-    """Changes whenever the keys in a folder do.
+    """Return a value that changes whenever the keys in a folder do.
 
     Raises:
         ConfigError: The folder cannot be read.

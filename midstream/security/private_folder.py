@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a folder, not a link to one, that this user alone may use.
+    """Return whether it is a folder, not a link to one, that this user alone may use.
 
     Raises:
         OSError: It is not there.

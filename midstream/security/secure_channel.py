@@ -27,7 +27,7 @@ class SecureChannel(grpc.aio.Channel):
     """
 
     def __init__(self, open_channel: Open, refresh: Callable[[], int], token: str = "") -> None:
-        """Opens the first channel.
+        """Open the first channel.
 
         Args:
             open_channel: Opens one with the newest certificates.
@@ -51,22 +51,22 @@ class SecureChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """Closes what is open."""
+        """Close what is open."""
         for channel in (self._channel, self._retired):
             if channel is not None:
                 await channel.close(grace)
         await asyncio.gather(*self._closing)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """The newest channel's state."""
+        """Return the newest channel's state."""
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Waits for the newest channel's state to be another."""
+        """Wait for the newest channel's state to be another."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Waits until the newest channel is connected."""
+        """Wait until the newest channel is connected."""
         await self._channel.channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:

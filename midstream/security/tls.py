@@ -30,7 +30,7 @@ class Tls:
     """
 
     def __init__(self, cert: str = "", key: str = "", ca: str = "", *, require_client_cert: bool = False) -> None:
-        """Reads the files.
+        """Read the files.
 
         Args:
             cert: PEM file with this process's certificate, and those that lead to its authority. Empty: none is shown.
@@ -55,7 +55,7 @@ class Tls:
 
     @classmethod
     def from_config(cls, config: GrpcServiceConfig) -> Tls | None:
-        """What a service's configuration asks for; None is plain text.
+        """Return what a service's configuration asks for; None is plain text.
 
         Raises:
             ConfigError: It contradicts itself, or a file is not usable.
@@ -70,7 +70,7 @@ class Tls:
         return cls(config.tls_cert, config.tls_key, config.tls_ca, require_client_cert=config.tls_require_client_cert)
 
     def refresh(self) -> int:
-        """Looks at the files again; returns a number that changes with their contents. Safe to call in any thread."""
+        """Reread changed files; return a number that changes with their contents. Thread-safe."""
         with self._lock:
             try:
                 signature = self._sign()
@@ -88,7 +88,7 @@ class Tls:
             return self._version
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """What a gRPC server's port needs; each handshake is made with the newest files."""
+        """Return what a gRPC server's port needs; each handshake is made with the newest files."""
         known = self._version
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -107,7 +107,7 @@ class Tls:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """What a gRPC channel needs, as of now."""
+        """Return what a gRPC channel needs, as of now."""
         contents = self._contents
         return grpc.ssl_channel_credentials(contents.get("ca"), contents.get("key"), contents.get("cert"))
 
@@ -155,7 +155,7 @@ class Tls:
         return contents
 
     def _load(self, context: ssl.SSLContext) -> None:
-        """Takes the files into a context, which checks them and that they belong together."""
+        """Take the files into a context, which checks them and that they belong together."""
         try:
             if "ca" in self._paths:
                 context.load_verify_locations(self._paths["ca"])

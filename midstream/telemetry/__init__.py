@@ -60,7 +60,7 @@ class JsonFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line of JSON."""
+        """Return the record as a line of JSON."""
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -84,14 +84,14 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)-7s {service} %(message)s%(request)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line of text."""
+        """Return the record as a line of text."""
         request_id = current_request_id.get()
         record.request = f" [{request_id}]" if request_id else ""
         return super().format(record)
 
 
 def configure_logging(service: str, *, level: str = "info", style: str = "json") -> None:
-    """Sends all log records of this process to standard error.
+    """Send all log records of this process to standard error.
 
     Args:
         service: Name of the process, in every line.
@@ -111,25 +111,25 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        """A count that only grows; shown as `midstream:NAME_total`."""
+        """Create a counter, exported as `midstream:NAME_total`."""
         return Counter(PREFIX + name, text, labels, registry=self.registry)
 
     def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
-        """A value that goes up and down."""
+        """Create a gauge."""
         return Gauge(PREFIX + name, text, labels, registry=self.registry)
 
     def histogram(
         self, name: str, text: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = LATENCY_BUCKETS_S
     ) -> Histogram:
-        """A distribution; seconds unless `buckets` says otherwise."""
+        """Create a histogram, in seconds unless `buckets` is given."""
         return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
 
     def render(self) -> bytes:
-        """The text that `/metrics` answers."""
+        """Return the text that `/metrics` answers."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """All metric families, each aliased one twice."""
+        """Return all metric families, each aliased one twice."""
         for family in self.registry.collect():
             yield family
             if family.name in ALIASED:
@@ -186,11 +186,11 @@ class HttpServer:
         self._thread = threading.Thread(target=self._serve, name="telemetry-http", daemon=True)
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Begin to answer."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Closes the port; at most half a second."""
+        """Close the port; at most half a second."""
         self._is_stopping = True
         # Wakes the thread.
         with contextlib.suppress(OSError):

@@ -55,7 +55,7 @@ class TraceParent:
 
     @classmethod
     def parse(cls, text: str) -> TraceParent | None:
-        """What a `traceparent` says; None where it is empty or not as W3C has it."""
+        """Return what a `traceparent` says; None where it is empty or not as W3C has it."""
         match = _TRACE_PARENT.fullmatch(text)
         if match is None or (text.startswith("00") and len(text) > 55):
             return None
@@ -64,7 +64,7 @@ class TraceParent:
 
     @classmethod
     def sampled(cls, text: str) -> TraceParent | None:
-        """The same where its spans are wanted, else None."""
+        """Return the same where its spans are wanted, else None."""
         parent = cls.parse(text) if text else None
         return parent if parent is not None and parent.is_sampled else None
 
@@ -73,17 +73,17 @@ class TraceParent:
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
 
     def new_child(self) -> TraceParent:
-        """A span of the same trace."""
+        """Return a span of the same trace."""
         return TraceParent(self.trace_id, _random_id(64), self.is_sampled)
 
     def scheduler_span(self) -> TraceParent:
-        """The scheduler's span of the request that this, the router's span, is of."""
+        """Return the scheduler's span of the request that this, the router's span, is of."""
         digest = hashlib.blake2b(str(self).encode(), digest_size=8, person=b"scheduler").digest()
         return TraceParent(self.trace_id, int.from_bytes(digest, "big") or 1, self.is_sampled)
 
 
 def new_trace(*, is_sampled: bool) -> TraceParent:
-    """The first span of a trace."""
+    """Return the first span of a trace."""
     return TraceParent(_random_id(128), _random_id(64), is_sampled)
 
 
@@ -91,7 +91,7 @@ class Tracer:
     """Sends one process's spans to a collector, from a thread of its own. A lost collector costs spans, no more."""
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
-        """Prepares the connection; `endpoint` is an OTLP/gRPC collector's, such as http://collector:4317.
+        """Prepare the connection; `endpoint` is an OTLP/gRPC collector's, such as http://collector:4317.
 
         Raises:
             ConfigError: OpenTelemetry is not installed.
@@ -120,7 +120,7 @@ class Tracer:
 
     @classmethod
     def from_config(cls, config: ServiceConfig, service: str) -> Tracer | None:
-        """What the configuration asks for; None is no tracing.
+        """Return what the configuration asks for; None is no tracing.
 
         Raises:
             ConfigError: OpenTelemetry is not installed, or the address is not one.
@@ -144,7 +144,7 @@ class Tracer:
         events: Sequence[tuple[str, int]] = (),
         is_server: bool = False,
     ) -> None:
-        """Takes in what happened; it is sent later. Safe to call in any thread.
+        """Take in what happened; it is sent later. Safe to call in any thread.
 
         Args:
             name: Of the span.
@@ -179,7 +179,7 @@ class Tracer:
         return self._context(span.trace_id, span.span_id, is_remote, self._flags)
 
     def close(self) -> None:
-        """Sends what is left, for a few seconds at most."""
+        """Send what is left, for a few seconds at most."""
         # The processor itself waits half a minute for a collector that is away.
         closing = threading.Thread(target=self._processor.shutdown, name="tracer-close", daemon=True)
         closing.start()

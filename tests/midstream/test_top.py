@@ -58,7 +58,7 @@ def test_a_frame_says_everything_and_fits(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     for word in (
         "smollm2", "321 generated", "12 ms", "17 generating", "2 in context", "5 queued", "1 paused", "1,234 stop",
-        "3 taken up", "● serving", "✕ lost", "[bold]worker", "19 of 64 sequences", "▓██·",
+        "3 recovered", "● serving", "✕ lost", "[bold]worker", "19 of 64 sequences", "▓██·",
     ):  # fmt: skip
         assert word in text
 
@@ -99,7 +99,7 @@ def test_a_loss_and_a_silence_are_said_and_what_was_known_stays() -> None:
     board.take(state(), is_first=True)
     assert board.problem == ""
     now[0] = 104.0
-    assert board.problem == "Nothing heard for 4 s"
+    assert board.problem == "No update for 4 s"
     board.lose("connection refused")
     assert "No router answers (connection refused); trying again" in shown(board)
     assert "17 generating" in shown(board)

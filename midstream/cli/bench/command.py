@@ -1,4 +1,4 @@
-"""`midstream bench`: measures a running service."""
+"""`midstream bench`: benchmark a running service."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from midstream.errors import InvalidArgumentError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     add_connection(parser)
     parser.add_argument(
-        "--workload", action="append", choices=sorted(workloads.WORKLOADS), help="What to send; may repeat. [all]"
+        "--workload", action="append", choices=sorted(workloads.WORKLOADS), help="Workload to send; repeatable. [all]"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="In a minute: this machine's limits, and how near it comes."
+        "--quick", action="store_true", help="Compare the service with this machine's limits in about a minute."
     )
     parser.add_argument("--concurrency", type=int, nargs="+", help="Sweep: uniform requests at these concurrencies.")
     parser.add_argument("--num-prompt-tokens", type=int, default=128, help="Prompt length of a sweep. [128]")
     parser.add_argument("--max-tokens", type=int, default=128, help="Output length of a sweep. [128]")
     parser.add_argument("--request-rate", type=float, help="Poisson arrivals per second instead of a concurrency.")
     parser.add_argument("--repeat", type=int, default=1, help="Runs of each workload. [1]")
-    parser.add_argument("--seed", type=int, default=0, help="Of prompts and arrival times. [0]")
-    parser.add_argument("--json", type=Path, help="Write the figures to this file.")
-    parser.add_argument("--plot", type=Path, help="Draw tokens over time to this PNG or SVG file.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed for prompts and arrival times. [0]")
+    parser.add_argument("--json", type=Path, help="Write the results to this file.")
+    parser.add_argument("--plot", type=Path, help="Plot tokens over time to this PNG or SVG file.")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; 1 when a request failed."""
+    """Run the command; 1 when a request failed."""
     if arguments.request_rate is not None and arguments.request_rate <= 0:
         raise InvalidArgumentError("must be above 0", field="--request-rate")
     if arguments.quick:
@@ -75,7 +75,7 @@ async def _run_all(arguments: argparse.Namespace) -> list[RunResult]:
     results = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for repetition in range(arguments.repeat):
-            # Another seed each time: prompts that were seen before would come from the prefix cache.
+            # Use another seed each time: repeated prompts would hit the prefix cache.
             for workload in _chosen(arguments, arguments.seed + repetition):
                 total = sum(request.max_tokens for request in workload.requests)
                 task = progress.add_task(workload.name, total=total)

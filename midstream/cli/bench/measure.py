@@ -1,7 +1,7 @@
 """Drives a running service with a workload and measures what its clients see.
 
-One request's journey: it waits for a place (concurrency) or for its arrival time (Poisson), opens a Generate stream on
-one of the routers in turn, and notes when each chunk came and how many tokens it carried.
+Each request waits for a slot (concurrency) or for its arrival time (Poisson), opens a Generate stream on the next
+router in round-robin order, and records the time and token count of each chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class RequestTimes:
-    """What one client saw; times in seconds from the start of the run.
+    """Measurements of one request; times in seconds from the start of the run.
 
     Attributes:
         started: When the request was sent.
@@ -66,14 +66,14 @@ async def run_workload(
     credentials: Credentials | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> RunResult:
-    """Sends the workload and waits for all of it.
+    """Send the workload and wait until it completes.
 
     Args:
         addresses: Routers, used in turn.
         workload: What to send.
         request_rate: Poisson arrivals per second; None sends as fast as the workload's concurrency allows.
-        seed: Of the arrival times.
-        credentials: What routers ask for.
+        seed: Seed for the arrival times.
+        credentials: Credentials for the routers.
         on_tokens: Called with the number of tokens of each chunk, for progress.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`midstream bench --quick`: this machine's limits, and how near the service comes to them.
+"""`midstream bench --quick`: compare the service with this machine's limits.
 
 One stream reads all weights for each token, so memory limits it; many streams share each weight that is read, so matrix
 products limit them too.
@@ -27,7 +27,7 @@ _NUM_PROMPT_TOKENS, _NUM_TOKENS = 64, 48
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; 1 when a request failed. The service must run on this machine to be compared with it."""
+    """Run the command; 1 when a request failed. The service must run on this machine to be compared with it."""
     console = Console(highlight=False)
     with console.status("Measuring this machine"):
         machine = ask_machine(with_limits=True)

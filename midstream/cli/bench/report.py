@@ -34,7 +34,7 @@ class Summary:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value at `share` (0..1) by nearest rank; 0 of nothing."""
+    """Return the value at `share` (0..1) by nearest rank; 0 of nothing."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -42,7 +42,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(result: RunResult) -> Summary:
-    """The figures of one run."""
+    """Return the figures of one run."""
     finished = [times for times in result.requests if not times.error]
     counted = sum(times.num_prompt_tokens if result.counts_input else times.num_tokens for times in finished)
     first = [(times.arrivals[0][0] - times.started) * 1e3 for times in finished if times.arrivals]
@@ -69,7 +69,7 @@ def inter_token_gaps_ms(times: RequestTimes) -> list[float]:
 
 
 def summary_table(summaries: Sequence[Summary]) -> Table:
-    """One row a run."""
+    """Return a table with one row per run."""
     table = Table(title="midstream bench", title_justify="left")
     for column in ("workload", "tok/s", "seconds", "requests", "failed", "TTFT p50/p99 ms", "inter-token p50/p99 ms"):
         table.add_column(column, justify="left" if column == "workload" else "right")
@@ -87,12 +87,12 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
 
 
 def write_json(summaries: Sequence[Summary], path: Path) -> None:
-    """Writes the figures as a JSON list."""
+    """Write the figures as a JSON list."""
     path.write_text(json.dumps([asdict(row) for row in summaries], indent=2) + "\n", encoding="utf-8")
 
 
 def plot(results: Sequence[RunResult], path: Path) -> None:
-    """Draws received tokens over time for each run, as PNG or SVG by the path's ending.
+    """Draw received tokens over time for each run, as PNG or SVG by the path's ending.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (extra `plots`).

@@ -46,7 +46,7 @@ def _tokens(generator: random.Random, count: int) -> tuple[int, ...]:
 
 
 def single(generator: random.Random) -> Workload:
-    """One request, 128 in, 128 out."""
+    """Return one request, 128 in, 128 out."""
     return Workload("single", (BenchRequest(_tokens(generator, 128), 128),), 1)
 
 
@@ -73,7 +73,7 @@ def chat(generator: random.Random) -> Workload:
 
 
 def chat_request(generator: random.Random) -> BenchRequest:
-    """One request of `chat`."""
+    """Return a request of the `chat` workload."""
     prompt = _tokens(generator, _log_normal(generator, 4.8, 0.9, 8, 1024))
     return BenchRequest(prompt, _log_normal(generator, 4.4, 0.8, 4, 256))
 

@@ -1,1 +1,1 @@
-"""`midstream top`: what a running service does, live, on a terminal."""
+"""`midstream top`: live view of a running service on a terminal."""

@@ -1,4 +1,4 @@
-"""What `midstream top` knows: the latest state, the samples of the last minutes, and whether anybody answers."""
+"""State of `midstream top`: the latest status, the samples of the last minutes, and the connection's health."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SILENT_S = 3.0
 
 
 class Board:
-    """Takes in states as they come.
+    """Collects status updates.
 
     Attributes:
         status: The latest state; None before the first.
@@ -28,7 +28,7 @@ class Board:
         self._loss = ""
 
     def take(self, status: status_pb2.SystemStatus, *, is_first: bool) -> None:
-        """Takes a state; the first one of a connection brings the samples of the last minutes."""
+        """Add a status update; the first of a connection contains the samples of the last minutes."""
         if is_first:
             self.samples.clear()
         self.samples.extend(status.samples)
@@ -37,15 +37,15 @@ class Board:
         self._loss = ""
 
     def lose(self, reason: str) -> None:
-        """The connection is gone, and another one is tried."""
+        """Record that the connection was lost; the next router is tried."""
         self._loss = reason
 
     @property
     def problem(self) -> str:
-        """Why what is shown is not how things are; empty when it is."""
+        """Why the displayed data are stale; empty if they are current."""
         if self._loss:
             return f"No router answers ({self._loss}); trying again"
         if self.status is None:
             return "Connecting"
         silent_s = self._clock() - self._heard_s
-        return f"Nothing heard for {silent_s:.0f} s" if silent_s > _SILENT_S else ""
+        return f"No update for {silent_s:.0f} s" if silent_s > _SILENT_S else ""

@@ -1,4 +1,4 @@
-"""Charts out of characters. They read without colour too: in a pipe there is none."""
+"""Text charts, readable without colour too, as in a pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED, HELD, CACHED, FREE = ("▓", "magenta"), ("█", "cyan"), ("▒", "dark_
 
 
 def columns(values: Sequence[float], width: int, height: int) -> list[str]:
-    """A bar for each of the last `width` values, the highest one full; `height` lines, the upper one first."""
+    """Return a bar for each of the last `width` values, the highest one full; `height` lines, the upper one first."""
     shown = list(values)[-width:]
     top = max(shown, default=0.0) or 1.0
     eighths = [0 if value <= 0 else max(1, round(value / top * height * 8)) for value in shown]
@@ -26,7 +26,7 @@ def columns(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def share_bar(parts: Sequence[tuple[int, str]], width: int) -> Text:
-    """Numbers as parts of one bar, each with its style; whatever there is of at all gets a character."""
+    """Return a stacked bar of the numbers with their styles; every non-zero number gets at least one character."""
     total = sum(number for number, _ in parts)
     if not total:
         return Text("─" * width, style="bright_black")
@@ -39,7 +39,7 @@ def share_bar(parts: Sequence[tuple[int, str]], width: int) -> Text:
 
 
 def block_map(blocks: status_pb2.BlockMap, width: int, max_rows: int) -> Text:
-    """A character for each run of blocks: whether some are shared, else some held, else some cached, else all free."""
+    """Return a character per run of blocks: shared if any is shared, else held, cached or free in that order."""
     num_cells = len(blocks.held)
     run = max(1, -(-num_cells // (width * max_rows)))
     text = Text(no_wrap=True)

@@ -1,4 +1,4 @@
-"""`midstream top`: the command, its keys, and the connection that comes back."""
+"""`midstream top`: the command, its keys, and reconnection."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _RETRY_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
-    parser.add_argument("--once", action="store_true", help="Print one frame and end, as in a pipe.")
+    """Add the command's flags."""
+    parser.add_argument("--once", action="store_true", help="Print one frame and exit, as in a pipe.")
     add_connection(parser)
     parser.epilog = "Keys: q quits, p pauses. The same in a browser: /dashboard on a router's HTTP port."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     console = Console(highlight=False)
     with contextlib.suppress(asyncio.CancelledError):
         if arguments.once or not console.is_terminal:
@@ -62,10 +62,10 @@ async def _watch(arguments: argparse.Namespace, console: Console) -> None:
 
 
 async def follow(client: AsyncClient, board: Board) -> None:
-    """Keeps the board up to date, at whichever router answers.
+    """Keep the board up to date from any router that answers.
 
     Raises:
-        MidstreamError: The service refuses to tell.
+        MidstreamError: The service rejected the call.
     """
     while True:
         is_first = True
@@ -80,7 +80,7 @@ async def follow(client: AsyncClient, board: Board) -> None:
 
 
 class _Screen:
-    """What the keys change."""
+    """State that the keys change."""
 
     def __init__(self) -> None:
         self.quit = asyncio.Event()
@@ -100,7 +100,7 @@ class _Screen:
             if not self.is_paused:
                 still = None
                 return frame(board, console.width)
-            # The frame that says so is the last one until the key is pressed again.
+            # Show "paused" in one more frame, then freeze until the key is pressed again.
             still = still or frame(board, console.width, is_paused=True)
             return still
 
@@ -109,7 +109,7 @@ class _Screen:
 
 @contextlib.contextmanager
 def _keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Calls `press` with each key, where the terminal's keys can be read."""
+    """Call `press` with each key, where the terminal's keys can be read."""
     try:
         import termios
         import tty

@@ -29,7 +29,7 @@ _KEYS = "q quit  p pause"
 
 
 def frame(board: Board, width: int, *, is_paused: bool = False, keys: str = _KEYS) -> RenderableType:
-    """Everything, for a terminal of that width."""
+    """Return the whole frame for a terminal of this width."""
     status, problem = board.status, board.problem
     header = Table.grid(expand=True)
     header.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -101,7 +101,7 @@ def _requests(status: status_pb2.SystemStatus, width: int) -> Group:
     counts.add_row(words[2], words[3])
     ended = sorted(status.counts.num_finished_by_reason.items())
     text = ", ".join(f"{number:,} {reason}" for reason, number in ended) or "none"
-    lost = f"{status.counts.num_recoveries:,} taken up from lost workers"
+    lost = f"{status.counts.num_recoveries:,} recovered from lost workers"
     bar = share_bar([(number, style) for number, _, style in rows], width)
     return Group(bar, counts, Text(f"ended: {text}", style="dim"), Text(lost, style="dim"))
 
@@ -114,14 +114,14 @@ def _parts(status: status_pb2.SystemStatus) -> Table:
     table.add_column("detail", ratio=3, no_wrap=True, overflow="ellipsis")
     for part in status.parts:
         text, style = _STATES.get(part.state, ("?", "yellow"))
-        # As Text, so that a part's name is no markup.
+        # As Text, so that a part's name is not parsed as markup.
         table.add_row(part.kind, Text(part.name), Text(text, style=style), Text(part.detail, style="dim"))
     return table
 
 
 def _groups(status: status_pb2.SystemStatus, width: int) -> list[RenderableType]:
     if not status.groups:
-        return [Text("No worker has joined.", style="yellow")]
+        return [Text("No worker is connected.", style="yellow")]
     legend = Text()
     for (glyph, style), word in ((SHARED, "shared"), (HELD, "held"), (CACHED, "cached"), (FREE, "free")):
         legend.append(f" {glyph}", style=style).append(f" {word} ", style="dim")

@@ -50,7 +50,7 @@ class GgufHead:
 
 
 def read_gguf_head(path: Path) -> GgufHead:
-    """Reads the metadata and the tensor table of `path`.
+    """Read the metadata and the tensor table of `path`.
 
     Raises:
         ConfigError: It is not GGUF, of an unknown version, or damaged.

@@ -58,7 +58,7 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
 
 
 def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object]:
-    """The config.json, under transformers' names, that `metadata` describes."""
+    """Return the config.json, under transformers' names, that `metadata` describes."""
     architecture = str(metadata.get("general.architecture", ""))
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)

@@ -34,7 +34,7 @@ _PRE_TOKENIZERS: dict[str, list[Json]] = {
 
 
 def build_tokenizer(metadata: Mapping[str, object]) -> tuple[Json, Json]:
-    """The contents of tokenizer.json and tokenizer_config.json.
+    """Return the contents of tokenizer.json and tokenizer_config.json.
 
     Raises:
         ConfigError: The file has no vocabulary, or a special id outside it.
@@ -73,7 +73,7 @@ def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
 
 
 def _sentence_piece(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
-    """A SentencePiece BPE vocabulary has scores in place of merges: a merge ranks as the piece that it makes."""
+    """Return merges for a SentencePiece BPE vocabulary, which has scores instead: a merge ranks as its result."""
     ids = {token: i for i, token in enumerate(tokens)}
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, (list, tuple)) or len(scores) != len(tokens):
@@ -131,7 +131,7 @@ def _added_tokens(metadata: Mapping[str, object], tokens: Sequence[str]) -> list
 
 
 def _post_processor(metadata: Mapping[str, object], tokens: Sequence[str], kind: str) -> Json | None:
-    """Puts the begin token first where the file asks for it."""
+    """Put the begin token first where the file asks for it."""
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         return None
