@@ -16,7 +16,7 @@ async def _serve(config: SchedulerConfig) -> None:
 
 
 def main() -> int:
-    """Runs a scheduler until SIGTERM."""
+    """Run a scheduler until SIGTERM."""
     try:
         config = load_config(SchedulerConfig, "scheduler")
         configure_logging(config.name or f"scheduler:{config.port}", level=config.log_level, style=config.log_format)

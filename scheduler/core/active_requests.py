@@ -1,8 +1,8 @@
 """Capacity policies in TensorRT-LLM's shape: one method that gets all active requests, queued and running.
 
-A policy is a class derived from RequestListScheduler. It is made anew for each decision about a worker group, with the
-arguments of the constructor below, and gives back the requests that fit, in the order in which they are to start, and
-those to pause. A running request that is in neither list goes on, since it holds its blocks.
+A policy is a class derived from RequestListScheduler. Each decision about a worker group constructs a new instance with
+the arguments below; it returns the requests that fit, in the order in which to start them, and those to pause. A
+running request that is in neither list keeps running, since it holds its blocks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from scheduler.core.worker_group import WorkerGroup
 
 
 class LlmRequestState(enum.Enum):
-    """Where a request is, in order."""
+    """Stages of a request, in order."""
 
-    CONTEXT_INIT = 1  # queued, or its prompt is not computed
+    CONTEXT_INIT = 1  # queued, or its prompt is not yet computed
     GENERATION_IN_PROGRESS = 2
     GENERATION_TO_COMPLETE = 3  # its last token is planned
     GENERATION_COMPLETE = 4
@@ -29,10 +29,10 @@ class LlmRequest:
     """A request as policies see it.
 
     Attributes:
-        request_id, client_id, priority: As the client gave them.
+        request_id, client_id, priority: As set by the client.
         prompt_len: Tokens of the prompt. max_new_tokens: Most output tokens over all sequences.
         num_generated_tokens: Output tokens over all sequences so far.
-        state: Where it is.
+        state: Its stage.
         is_queued: It holds no blocks.
         arrival_ns: When it arrived, nanoseconds since the Unix epoch.
     """
@@ -51,7 +51,7 @@ class LlmRequest:
 
     @property
     def client_id(self) -> str:
-        """Whose it is."""
+        """The client that sent it."""
         return self._request.spec.client_id
 
     @property
@@ -76,7 +76,7 @@ class LlmRequest:
 
     @property
     def arrival_ns(self) -> int:
-        """When it arrived."""
+        """Arrival time, nanoseconds since the Unix epoch."""
         return self._request.times.arrival_ns
 
     @staticmethod
@@ -99,11 +99,11 @@ class KvCacheManager:
         return self._group.blocks.num_blocks
 
     def get_num_free_blocks(self) -> int:
-        """Return the number of blocks that can be taken at once."""
+        """Return the number of blocks that can be allocated now."""
         return self._group.blocks.num_available
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Return the most blocks that the request holds until its end, those that it has included."""
+        """Return the most blocks that the request may hold before it ends, including those that it holds now."""
         return self._group.blocks_alone(*LlmRequest.unwrap([request]))
 
 
@@ -115,10 +115,10 @@ class RequestListScheduler(ABC):
     no_schedule_after_state = LlmRequestState.GENERATION_COMPLETE
 
     def __init__(self, max_num_requests: int = 0, kv_cache_manager: KvCacheManager | None = None) -> None:
-        """Take what a policy may need.
+        """Keep the limits that a policy may need.
 
         Args:
-            max_num_requests: Sequences that the group runs at once.
+            max_num_requests: Most sequences that the group runs at the same time.
             kv_cache_manager: Its blocks.
         """
         self.max_num_requests = max_num_requests
@@ -126,15 +126,15 @@ class RequestListScheduler(ABC):
 
     @abstractmethod
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
-        """Return the requests that fit, in the order in which they are to start, and those to pause.
+        """Return the requests that fit, in the order in which to start them, and those to pause.
 
         Args:
-            active_requests: Those that run, oldest start first; then those that wait, in the queue's usual order.
+            active_requests: Running requests, oldest start first; then waiting ones, in the queue's usual order.
         """
 
 
 class RequestListCapacity(CapacityScheduler):
-    """Asks a RequestListScheduler."""
+    """A capacity policy that delegates to a RequestListScheduler."""
 
     def __init__(self, policy: type[RequestListScheduler]) -> None:
         self._policy = policy
@@ -146,11 +146,11 @@ class RequestListCapacity(CapacityScheduler):
         return [request for request in fitting if request.group is None]
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether rows and blocks for its known tokens and the next one are there."""
+        """Return whether enough rows and blocks are free for its known tokens and the next one."""
         return has_room_now(request, group)
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Return what the policy says of the running requests."""
+        """Return the running requests that the policy pauses."""
         _, paused = self._schedule(group, [])
         return [request for request in paused if request.group is group]
 

@@ -1,4 +1,4 @@
-"""Which requests cannot be run here, however long they wait."""
+"""Reject requests that can never run here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scheduler.core.worker_group import WorkerGroup
 
 
 def impossible(spec: RequestSpec, config: CoreConfig) -> Failure | None:
-    """Why no worker of this model could run a request; None: one might."""
+    """Return why no worker of this model could run a request, or None if one might."""
     if not spec.prompt:
         return Failure(INVALID_ARGUMENT, "the prompt is empty", "token_ids")
     num_ids = config.vocab_size + spec.num_virtual_tokens
@@ -34,7 +34,7 @@ def _prompt_too_long(most: int) -> Failure:
 
 
 def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int) -> Failure:
-    """Why a request is too large for each of the groups that there are."""
+    """Return why a request is too large for every group."""
     spec = request.spec
     most = max(group.max_batch_size for group in groups)
     if request.num_rows > most:
@@ -52,4 +52,4 @@ def too_large(request: Request, groups: list[WorkerGroup], tokens_per_block: int
     if needed > most:
         message = f"prompt and output may take {needed} tokens of KV cache, the workers have {most}"
         return Failure(INVALID_ARGUMENT, message, "max_tokens")
-    return Failure(INVALID_ARGUMENT, "no single worker takes all of it: each is too small in some way", "max_tokens")
+    return Failure(INVALID_ARGUMENT, "no single worker is large enough in every respect", "max_tokens")

@@ -1,10 +1,10 @@
-"""Blocks to fill with what a dead worker of the same host left, or what tiers hold, in place of computing it.
+"""Adoption: fill blocks from the pool of a dead worker on the same host, or from tiers, instead of computing them.
 
-A request that lost its worker starts elsewhere with blocks for all its known tokens. Where the pools of both workers
-lie in the same memory, its full blocks are *adopted*: a step asks the worker to find them by their hashes, in the pools
-of those that died. So are blocks of any request that the tiers below the worker's pool are said to hold. Until the
-result of that step says which were found, the blocks are pending, as if another sequence were to compute them; those
-that were not found are the sequence's own to compute.
+A request that lost its worker starts elsewhere with blocks for all its known tokens. If the pools of both workers
+are in the same memory, its full blocks are *adopted*: a step asks the worker to find them by their hashes, in the pools
+of dead workers. Blocks of any request that are known to be in the tiers below the worker's pool are adopted too. Until
+the result of that step reports which were found, the blocks are pending, as if another sequence were to compute them;
+the sequence itself computes those that were not found.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class AdoptedBlock:
 
     @property
     def is_held(self) -> bool:
-        """Whether the sequence still has it."""
+        """Whether the sequence still holds it."""
         return self.sequence.table[self.index : self.index + 1] == [self.block]
 
 
 @dataclass(eq=False, slots=True)
 class Adoption:
-    """What one step asks for."""
+    """The blocks that one step adopts."""
 
     entries: list[AdoptedBlock] = field(default_factory=list)
 
@@ -43,17 +43,17 @@ class Adoption:
 
     @property
     def hashes(self) -> list[int]:
-        """What each of them is to hold."""
+        """The content hash of each block."""
         return [entry.sequence.block_hashes[entry.index] for entry in self.entries]
 
     @property
     def requests(self) -> set[Request]:
-        """Whose blocks they are."""
+        """The requests that own the blocks."""
         return {entry.sequence.request for entry in self.entries}
 
 
 class Adoptions:
-    """What the next steps of a worker group ask for, at most so many blocks each, so that no step takes long by it."""
+    """Adoptions queued for the next steps of a worker group, with a limit of blocks per step to bound its duration."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -63,23 +63,23 @@ class Adoptions:
         return bool(self._waiting)
 
     def add(self, entry: AdoptedBlock) -> Adoption:
-        """Add a block; return what it was added to."""
+        """Add a block and return the adoption that it was added to."""
         if not self._waiting or len(self._waiting[-1].entries) >= self._max_blocks:
             self._waiting.append(Adoption())
         self._waiting[-1].entries.append(entry)
         return self._waiting[-1]
 
     def take(self) -> Adoption:
-        """Remove and return what the next step asks for."""
+        """Remove and return the adoption of the next step."""
         return self._waiting.popleft() if self._waiting else Adoption()
 
     def keep(self, is_wanted: Callable[[Adoption, AdoptedBlock], bool]) -> None:
-        """Drop the blocks that are not wanted any more."""
+        """Drop the blocks that are no longer wanted."""
         for adoption in self._waiting:
             adoption.entries = [entry for entry in adoption.entries if is_wanted(adoption, entry)]
         self._waiting = deque(adoption for adoption in self._waiting if adoption.entries)
 
     @property
     def requests(self) -> set[Request]:
-        """Whose blocks wait."""
+        """Requests with queued blocks."""
         return {request for adoption in self._waiting for request in adoption.requests}

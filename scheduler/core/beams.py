@@ -1,11 +1,11 @@
-"""Beam search of one request: which beams go on, which have ended, when it is over.
+"""Beam search of one request: which beams continue, which have ended, when the search is over.
 
-A step takes the candidates of all beams that go on, keeps those with the best cumulative log probabilities, and is
-noted as a `BeamStep`. The state is a function of the request and its steps in order, so these are what a journal keeps;
-equal candidates are told apart by the rank of their beam and then by token id, so steps follow from candidates.
+A step takes the candidates of all running beams, keeps those with the best cumulative log probabilities, and is
+recorded as a `BeamStep`. The state is a function of the request and its steps in order, so the journal keeps the steps.
+Ties between candidates are broken by the rank of their beam and then by token id, so candidates determine the step.
 
-Scores, and when the search is over, are as in transformers' and TensorRT-LLM's: among the `width` best candidates those
-that end are taken as ended, with their score; the best `width` of all ended ones are kept.
+Scores, and when the search is over, are as in transformers' and TensorRT-LLM's: those of the
+`width` best candidates that end are added to the ended beams, with their score; the best `width` ended beams are kept.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from scheduler.core.request_spec import RequestSpec
 
 STOP_WHEN_FULL = 1  # early_stopping: as soon as `width` beams have ended
-STOP_BY_PRESENT_LENGTH = 0  # when the best one that goes on scores no better, at its length, than the worst ended one
+STOP_BY_PRESENT_LENGTH = 0  # when the best running beam scores no better, at its length, than the worst ended one
 
 _MAX_EXPONENT = 600.0
 
-# A token that may come next, and its log probability.
+# A candidate for the next token, and its log probability.
 Candidate = tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """One step: entry i extends the beam of rank parents[i] by token_ids[i]. In the order of preference.
+    """One step: entry i extends the beam of rank parents[i] by token_ids[i]. Best entries first.
 
     Attributes:
         token_ranks: Rank of each token among all that could follow its parent, from 1.
-        reports: What the worker said beside the candidates of each beam before the step: serialized RowOutputs by the
-            beam's rank. Empty where nothing was said.
+        reports: Extra outputs of the worker for each beam before the step: serialized RowOutputs by the beam's rank.
+            Empty if there were none.
     """
 
     parents: tuple[int, ...]
@@ -50,7 +50,7 @@ class Beam:
     """Output tokens (array type 'I') with their log probabilities (array type 'f') and the sum of these.
 
     Attributes:
-        places: Of each token, the step's entry that appended it.
+        places: For each token, the index of the step's entry that appended it.
     """
 
     tokens: array[int]
@@ -59,7 +59,7 @@ class Beam:
     places: tuple[int, ...] = ()
 
     def extended(self, token: int, log_prob: float, place: int) -> Beam:
-        """Return the beam with one token more."""
+        """Return the beam with one more token."""
         tokens, log_probs = self.tokens[:], self.log_probs[:]
         tokens.append(token)
         log_probs.append(log_prob)
@@ -68,7 +68,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class EndedBeam:
-    """A beam that came to its end: by a stop token, or else by its length."""
+    """A beam that has ended, by a stop token or by its length."""
 
     score: float
     beam: Beam
@@ -79,11 +79,11 @@ class BeamSearch:
     """The state of one search.
 
     Attributes:
-        spec: What was asked for.
-        steps: What happened so far.
-        running: Beams that go on, in the order of preference; at the beginning one without tokens.
-        ended: The best that have ended, best first.
-        is_over: Nothing more is to be done.
+        spec: The request.
+        steps: The steps so far.
+        running: Running beams, best first; initially a single beam without tokens.
+        ended: The best ended beams, best first.
+        is_over: The search has finished.
     """
 
     def __init__(self, spec: RequestSpec) -> None:
@@ -95,7 +95,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Of each beam, as many as may be needed: all stop tokens may be among the likeliest."""
+        """Candidates needed from each beam: all stop tokens may be among the likeliest."""
         return self.spec.beam_width + len(self.spec.stop_token_ids)
 
     def choose(
@@ -103,10 +103,10 @@ class BeamSearch:
         candidates: TypingSequence[TypingSequence[Candidate]],
         reports: tuple[tuple[bytes, ...], ...] = (),
     ) -> BeamStep:
-        """Return the next step; changes nothing.
+        """Return the next step without changing any state.
 
         Args:
-            candidates: Of each running beam.
+            candidates: Candidates of each running beam.
             reports: As in BeamStep.
         """
         width, rate = self.spec.beam_width, self.spec.beam_diversity_rate
@@ -135,10 +135,10 @@ class BeamSearch:
         )
 
     def apply(self, step: BeamStep) -> list[int]:
-        """Takes a step.
+        """Apply a step.
 
         Returns:
-            For each beam that goes on now, the rank it or its parent had before.
+            For each running beam, the previous rank of it or its parent.
         """
         before, self.running = self.running, []
         parents: list[int] = []
@@ -168,7 +168,7 @@ class BeamSearch:
         return token if is_stop else None
 
     def _score(self, cumulative: float, length: int) -> float:
-        # Any penalty is allowed, so the power may lie beyond what a float holds.
+        # The length penalty is unbounded, so the power may overflow a float.
         exponent = -self.spec.length_penalty * math.log(length)
         return cumulative * math.exp(max(-_MAX_EXPONENT, min(_MAX_EXPONENT, exponent)))
 

@@ -1,8 +1,8 @@
-"""Owns the KV blocks of one worker group: who holds them, which can be taken, and which go first.
+"""Manages the KV blocks of one worker group: ownership, allocation and eviction order.
 
-A block is *held* while live sequences refer to it, *cached* when nobody does but its contents can still be found, else
-*free*. Free and cached blocks are available: a cached one is evicted when no free one is left, least retention priority
-first, then the one that was given back the longest ago.
+A block is *held* while live sequences refer to it, *cached* when none does but its contents can still be found, else
+*free*. Free and cached blocks are available: a cached one is evicted when no free one is left, lowest retention
+priority first, then the least recently released.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY
 
 @dataclass(slots=True)
 class BlockCounts:
-    """Counts since the group joined."""
+    """Counters since the group joined."""
 
-    allocated: int = 0  # handed out, reused ones included
-    allocated_new: int = 0  # handed out empty
+    allocated: int = 0  # including reused blocks
+    allocated_new: int = 0  # empty when allocated
     reused: int = 0
-    missed: int = 0  # full prompt blocks that were looked for and not found
+    missed: int = 0  # full prompt blocks looked up and not found
     evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long a cached block is kept; without a duration, the priority stands for as long as the block lives."""
+    """How long a cached block is kept; without a duration, the priority holds for the block's lifetime."""
 
     priority: int
     duration_ns: int | None
 
     def raised(self, other: Retention) -> Retention:
-        """Return what keeps a block longer: the higher priority, of equal ones the longer duration."""
+        """Return the stronger retention: the higher priority, on a tie the longer duration."""
         return max(self, other, key=lambda item: (item.priority, item.duration_ns is None, item.duration_ns))
 
 
@@ -57,7 +57,7 @@ class BlockManager:
         self._cached: dict[int, OrderedDict[int, None]] = {}
         self._cached_priority: dict[int, int] = {}
         self._retention: dict[int, Retention] = {}
-        # When the retention of cached blocks ends, and the same as a heap, where entries that no longer hold remain.
+        # When the retention of cached blocks ends, and the same as a heap, which may contain stale entries.
         self._expiry_ns: dict[int, int] = {}
         self._expiries: list[tuple[int, int]] = []
 
@@ -68,21 +68,21 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds, with contents that can be found."""
+        """Blocks without an owner whose contents can be found."""
         return self._num_cached
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now."""
+        """Blocks that can be allocated now."""
         return len(self._free) + self._num_cached
 
     @property
     def is_conserved(self) -> bool:
-        """R5, from counters that are kept apart: free + cached + held blocks are all blocks."""
+        """R5, from independent counters: free + cached + held blocks equal all blocks."""
         return len(self._free) + self._num_cached + self.num_held == self.num_blocks
 
     def occupancy(self, blocks_per_cell: int) -> tuple[list[int], list[int], list[int]]:
-        """For each run of so many blocks: how many one sequence holds, how many several do, how many are cached."""
+        """Return, per cell of consecutive blocks, how many have one owner, how many several, how many are cached."""
         owners, size = self._num_owners, blocks_per_cell
         held, shared = list[int](), list[int]()
         for start in range(0, self.num_blocks, size):
@@ -96,11 +96,11 @@ class BlockManager:
         return held, shared, cached
 
     def num_owners(self, block: int) -> int:
-        """Sequences that refer to the block."""
+        """Return the number of sequences that refer to the block."""
         return self._num_owners[block]
 
     def adopt(self, contents: Iterable[tuple[int, int]], now_ns: int) -> None:
-        """Takes blocks that hold what these hashes say as cached, oldest first. No block has been handed out yet."""
+        """Register (block, content hash) pairs as cached, oldest first. Precondition: no block was allocated yet."""
         adopted = set[int]()
         for block, value in contents:
             if self.prefix_cache.publish(block, value):
@@ -109,7 +109,7 @@ class BlockManager:
         self._free = [block for block in self._free if block not in adopted]
 
     def allocate(self, count: int, now_ns: int) -> list[int]:
-        """Hands out empty blocks with one owner each; evicts cached ones where needed.
+        """Allocate empty blocks with one owner each, evicting cached ones if needed.
 
         Precondition: `count <= num_available`.
         """
@@ -124,7 +124,7 @@ class BlockManager:
         return blocks
 
     def share(self, blocks: Iterable[int], now_ns: int) -> None:
-        """Adds an owner to each block, held or cached."""
+        """Add an owner to each block, held or cached."""
         self._expire_retention(now_ns)
         for block in blocks:
             if self._num_owners[block] == 0:
@@ -135,9 +135,9 @@ class BlockManager:
             self.counts.reused += 1
 
     def release(self, blocks: Iterable[int], now_ns: int) -> None:
-        """Takes an owner from each block. Those left without stay cached if they can be found and were computed.
+        """Remove an owner from each block. Blocks left without one stay cached if they can be found and were computed.
 
-        Hand in the end of a table first: of blocks given back together, the first is evicted first.
+        Pass the end of a table first: of blocks released together, the first is evicted first.
         """
         for block in blocks:
             self._num_owners[block] -= 1
@@ -150,11 +150,11 @@ class BlockManager:
                 self._discard(block)
 
     def retain(self, block: int, retention: Retention) -> None:
-        """Set how long a block with new contents is kept once it is cached; what is not set is the default."""
+        """Set how long a block with new contents is kept once it is cached."""
         self._retention[block] = retention
 
     def raise_retention(self, block: int, retention: Retention, now_ns: int) -> None:
-        """Keep a block that can be found already at least as long as `retention` says, from now on."""
+        """Extend the retention of an already findable block to at least `retention`, from now on."""
         self._expire_retention(now_ns)
         self._retention[block] = self._retention.get(block, _DEFAULT).raised(retention)
         if block in self._cached_priority:
@@ -197,7 +197,7 @@ class BlockManager:
         return block
 
     def _expire_retention(self, now_ns: int) -> None:
-        """Blocks whose duration is over fall back to the default priority, in the place of one just given back."""
+        """Reset blocks whose duration is over to the default priority, as if just released."""
         while self._expiries and self._expiries[0][0] <= now_ns:
             due_ns, block = heapq.heappop(self._expiries)
             if self._expiry_ns.get(block) == due_ns:
@@ -206,13 +206,13 @@ class BlockManager:
                 self._put_cached(block, now_ns)
 
     def check(self, tables: Iterable[Iterable[int]]) -> list[str]:
-        """Full check of R5 for tests and idle moments.
+        """Check R5 in full, for tests and idle periods.
 
         Args:
             tables: Blocks that each live sequence holds.
 
         Returns:
-            What is wrong; empty when all is well.
+            The problems found; empty if none.
         """
         owners = [0] * self.num_blocks
         for table in tables:
@@ -225,7 +225,7 @@ class BlockManager:
         ]
         places = self._free + list(self._cached_priority) + [block for block, count in enumerate(owners) if count]
         if sorted(places) != list(range(self.num_blocks)):
-            problems.append("free, cached and held blocks are not each block once")
+            problems.append("free, cached and held blocks do not partition all blocks")
         if not self.is_conserved:
             problems.append(f"{self.num_free} free + {self._num_cached} cached + {self.num_held} held")
         problems += [

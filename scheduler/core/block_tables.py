@@ -1,7 +1,7 @@
-"""The block tables of a worker group's sequences: filled when one starts, grown as it generates, given back at its end.
+"""The block tables of a worker group's sequences: filled when one starts, grown as it generates, released at its end.
 
-Blocks that hold the same tokens as another's are shared. What a sequence will compute can be found by others from its
-start on (prefix_cache says how they wait for it); blocks of generated tokens can be found once they are full.
+Sequences with the same tokens share blocks. Others can find the blocks that a sequence will compute as soon as it
+starts (prefix_cache describes how they wait for them); blocks of generated tokens can be found once they are full.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from scheduler.core.timers import Clock
 
 
 class BlockTables:
-    """Tables over the blocks of one group.
+    """The block tables of one group.
 
     Attributes:
-        has_window: Blocks behind an attention window are given back.
-        num_reserved_blocks: Set aside for sequences with tables: what they may still take; with a window, all that they
-            may hold.
+        has_window: Blocks behind an attention window are released.
+        num_reserved_blocks: Reserved for sequences with tables: what they may still allocate; with a window, all that
+            they may hold.
     """
 
     def __init__(self, config: CoreConfig, blocks: BlockManager, clock: Clock, attention_window: int) -> None:
-        """Makes tables over `blocks`; nothing attends further back than `attention_window` tokens, 0: it may."""
+        """Keep tables over `blocks`. No layer attends further back than `attention_window` tokens; 0: no limit."""
         self.blocks = blocks
         self.tokens_per_block = config.tokens_per_block
         self.has_window = attention_window > 0
@@ -40,23 +40,23 @@ class BlockTables:
 
     @property
     def num_blocks_to_reserve(self) -> int:
-        """Blocks that are neither taken nor set aside for those who run."""
+        """Blocks that are neither held nor reserved for running sequences."""
         blocks = self.blocks.num_blocks if self.has_window else self.blocks.num_available
         return blocks - self.num_reserved_blocks
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Return the number of blocks that hold this many tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
     def max_blocks(self, max_num_tokens: int, num_known: int) -> int:
-        """Blocks that a sequence holds at most at one time."""
+        """Return the most blocks that a sequence holds at one time."""
         most = self.blocks_of(max_num_tokens)
         if self.has_window:
             most = min(most, self._window_blocks)
         return max(most, self.blocks_of(num_known))
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Cached blocks for the sequence's beginning; the last known token is always left to compute."""
+        """Return cached blocks for the sequence's prefix; the last known token is always left to compute."""
         if not self._reuses(sequence):
             return []
         num_blocks = (sequence.num_tokens - 1) // self.tokens_per_block
@@ -72,24 +72,24 @@ class BlockTables:
         adoptions: Adoptions | None = None,
         stored: Collection[int] | None = None,
     ) -> int:
-        """Gives a sequence blocks for all its known tokens.
+        """Allocate blocks for all known tokens of a sequence.
 
         Precondition: they are available.
 
         Args:
             sequence: One without a table.
             leader: Another sequence of its request that has a table; they share the prompt's full blocks.
-            adoptions: Where full blocks go that a dead worker may have left, or tiers hold; None: there are none.
-            stored: Hashes of the blocks to adopt, as far as the sequence begins with them; None: any may be there.
+            adoptions: Queue for full blocks that a dead worker or tiers may hold; None: there are none.
+            stored: Hashes of the blocks that can be adopted, from the start of the sequence; None: any.
 
         Returns:
-            Leading blocks that others compute or computed.
+            Number of leading blocks that other sequences compute or computed.
         """
         spec, block_size = sequence.request.spec, self.tokens_per_block
         known = sequence.num_tokens
         shared = self.find(sequence)
         num_prompt_shared = (len(spec.prompt) - 1) // block_size
-        if leader is not None:  # it may hold copies of what is found: then the blocks would be counted twice
+        if leader is not None:  # it may hold copies of the blocks found: they would be counted twice
             shared = leader.table[:num_prompt_shared] + shared[num_prompt_shared:]
         self.blocks.share(shared, self._clock.now_ns)
         for index in range(len(shared)):
@@ -97,7 +97,7 @@ class BlockTables:
         num_own = self.blocks_of(known) - len(shared)
         sequence.table = shared + self.blocks.allocate(num_own, self._clock.now_ns)
         sequence.num_hit_blocks = len(shared)
-        # With a window, a block given back may stay with others who share it: then all that it may hold is set aside.
+        # With a window, a released block may stay held by other sequences that share it, so reserve all it may hold.
         most = self.max_blocks(spec.max_num_tokens, known)
         sequence.num_reserved = most if self.has_window else most - len(sequence.table)
         self.num_reserved_blocks += sequence.num_reserved
@@ -109,18 +109,18 @@ class BlockTables:
         return len(shared)
 
     def num_to_reserve(self, spec: RequestSpec, num_known: int) -> int:
-        """Blocks to set aside for a spare lane of a beam search whose lanes know `num_known` tokens."""
+        """Return the blocks to reserve for a spare lane of a beam search whose lanes have `num_known` known tokens."""
         most = self.max_blocks(spec.max_num_tokens, num_known)
         return most if self.has_window else most - num_known // self.tokens_per_block
 
     def reserve(self, lane: Sequence, num_known: int) -> None:
-        """Sets blocks aside for a spare lane."""
+        """Reserve blocks for a spare lane."""
         lane.num_reserved = self.num_to_reserve(lane.request.spec, num_known)
         self.num_reserved_blocks += lane.num_reserved
         lane.next_publish = NO_RESULTS
 
     def num_missing_for_forks(self, forks: Iterable[tuple[Sequence, Sequence]]) -> int:
-        """Blocks that forks take, beyond those that they give back."""
+        """Return the blocks that forks allocate beyond those that they release."""
         num_missing = 0
         for source, target in forks:
             num_missing += source.num_computed % self.tokens_per_block > 0
@@ -128,7 +128,7 @@ class BlockTables:
         return num_missing
 
     def fork(self, forks: Iterable[tuple[Sequence, Sequence]]) -> list[tuple[int, int]]:
-        """Gives each target the table of its source, in place of its own; a partly filled block becomes two.
+        """Replace the table of each target by that of its source; a partly filled block is copied.
 
         Precondition: no source is a target, and `num_missing_for_forks` blocks are available.
 
@@ -154,20 +154,20 @@ class BlockTables:
         return copies
 
     def empty(self, lane: Sequence) -> None:
-        """Takes the blocks of a lane that has no beam any more; it may get one again."""
+        """Release the blocks of a lane that no longer has a beam; it may get one again."""
         self.blocks.release(reversed(lane.table[lane.num_freed :]), self._clock.now_ns)
         lane.table, lane.num_freed = [], 0
         self._set_reserved(lane, lane.num_computed // self.tokens_per_block)
 
     def _set_reserved(self, lane: Sequence, num_held: int) -> None:
-        """Sets aside what a lane may still take: all but those it holds, or will share with the beam it gets."""
+        """Reserve what a lane may still allocate: all but the blocks it holds, or will share with the beam it gets."""
         if not self.has_window:
             num_reserved = self.blocks_of(lane.request.spec.max_num_tokens) - num_held
             self.num_reserved_blocks += num_reserved - lane.num_reserved
             lane.num_reserved = num_reserved
 
     def _promise(self, sequence: Sequence, first: int, end: int) -> None:
-        """Publishes the blocks [first, end) that the sequence will compute, and marks them as pending."""
+        """Publish the blocks [first, end) that the sequence will compute, and mark them as pending."""
         cache = self._prefix_cache
         if self._reuses(sequence):
             extend_hashes(sequence, end, self.tokens_per_block)
@@ -182,7 +182,7 @@ class BlockTables:
             sequence.next_publish = NO_RESULTS
 
     def _adopt(self, sequence: Sequence, adoptions: Adoptions, stored: Collection[int] | None) -> None:
-        """Leave the blocks that the sequence was to compute to adoptions; its last known token stays to compute."""
+        """Hand the blocks that the sequence was to compute to adoptions; its last known token is still computed."""
         end = (sequence.num_tokens - 1) // self.tokens_per_block
         for index in range(sequence.num_hit_blocks, end):
             block = sequence.table[index]
@@ -192,7 +192,7 @@ class BlockTables:
             sequence.num_hit_blocks = index + 1
 
     def still_wants(self, adoption: Adoption, entry: AdoptedBlock) -> bool:
-        """Return whether a block that waits for an adoption is still its sequence's; what is not, others compute."""
+        """Return whether a block queued for adoption still belongs to its sequence; otherwise others compute it."""
         if not self._prefix_cache.is_claimed(entry.block, adoption):
             return False
         if not entry.is_held:
@@ -200,11 +200,11 @@ class BlockTables:
         return entry.is_held
 
     def settle(self, adoption: Adoption, missing: Collection[int]) -> None:
-        """Takes in what an adoption came to: blocks that were found are computed, its sequences compute the others."""
+        """Apply the result of an adoption: blocks that were found are computed, its sequences compute the others."""
         cache = self._prefix_cache
         for entry in adoption.entries:
             if not cache.is_claimed(entry.block, adoption):
-                continue  # it was given back, and may be another's
+                continue  # it was released, and may belong to another sequence
             if not entry.is_held:
                 cache.abandon([entry.block], adoption)
             elif entry.block in missing:
@@ -214,7 +214,7 @@ class BlockTables:
                 cache.note_stored(entry.sequence, entry.index, 1, self.tokens_per_block)
 
     def grow(self, sequence: Sequence) -> int:
-        """Adds a block to a sequence and gives back those that its attention window has left behind.
+        """Add a block to a sequence and release those that its attention window has passed.
 
         Precondition: a block is available.
         """
@@ -235,7 +235,7 @@ class BlockTables:
             sequence.num_freed = num_behind
 
     def publish_generated(self, sequence: Sequence) -> None:
-        """Publishes the block of generated tokens that has just become full."""
+        """Publish the block of generated tokens that has just become full."""
         sequence.next_publish += self.tokens_per_block
         index = (sequence.num_tokens - 1) // self.tokens_per_block - 1
         if index < sequence.num_freed:
@@ -245,7 +245,7 @@ class BlockTables:
             self._prefix_cache.note_stored(sequence, index, 1, self.tokens_per_block)
 
     def _publish(self, sequence: Sequence, index: int) -> bool:
-        """Make a block findable, to be kept as long as its request asks; False: another holds the same already."""
+        """Make a block findable, with its request's retention; return False if another block has the same contents."""
         block, value = sequence.table[index], sequence.block_hashes[index]
         if not self._prefix_cache.publish(block, value):
             self._raise_retention(sequence, index, self._prefix_cache.find([value])[0])
@@ -261,7 +261,7 @@ class BlockTables:
             self.blocks.raise_retention(block, retention, self._clock.now_ns)
 
     def _retention_asked(self, sequence: Sequence, index: int) -> Retention | None:
-        """What the request asks for a block; None: nothing."""
+        """Return the retention that the request sets for a block, or None."""
         spec, start = sequence.request.spec, index * self.tokens_per_block
         retention: Retention | None = None
         if start >= len(spec.prompt):
@@ -274,10 +274,10 @@ class BlockTables:
         return retention
 
     def break_promises(self, sequence: Sequence) -> None:
-        """Blocks that a sequence in its context phase was to compute are left to whoever else holds them."""
+        """Leave the blocks that a sequence in its context phase was to compute to other sequences that hold them."""
         self._prefix_cache.abandon(sequence.table[sequence.num_freed :], sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes a sequence's blocks back. Its table stays as it is: the caller clears it."""
+        """Release a sequence's blocks. The caller clears its table."""
         self.blocks.release(reversed(sequence.table[sequence.num_freed :]), self._clock.now_ns)
         self.num_reserved_blocks -= sequence.num_reserved

@@ -8,53 +8,53 @@ from collections.abc import Callable, Sequence
 from scheduler.core.request import Request
 from scheduler.core.worker_group import StartCost, WorkerGroup
 
-# One part in so many of a group's rows and blocks is kept for who holds less than an equal share.
+# One part in this many of a group's rows and blocks is reserved for clients with less than an equal share.
 _RESERVED_PART = 16
 
 
 class CapacityScheduler(ABC):
-    """Says which requests hold blocks. A policy keeps no state of its own: everything it needs is in the group."""
+    """Decides which requests hold blocks. A policy keeps no state of its own: everything it needs is in the group."""
 
     @abstractmethod
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Whether the request, which is queued, may take rows and blocks of the group now. Changes nothing.
+        """Return whether a queued request may take rows and blocks of the group now. Must not change any state.
 
-        A request that `group.blocks` could not hold if it were empty has been refused before.
+        A request that `group.blocks` could not hold even when empty has already been refused.
         """
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
         """Return how many of the request's waiting sequences may take rows and blocks now; 0: it has to wait.
 
-        By default all of them or none, as `can_start` says. The others stay in the queue and are asked about again;
-        sequences of one request run on one group. Changes nothing.
+        By default all of them or none, according to `can_start`. The others stay in the queue and are tried again;
+        sequences of one request run on one group. Must not change any state.
         """
         return len(request.waiting_sequences) if self.can_start(request, group) else 0
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
         """Return queued requests to start on the group, in order; None: the queue's own order.
 
-        Each is started if it `can_start` when its turn comes, and passed over if not. `group.active` are those that
-        run. Changes nothing.
+        Each is started if it `can_start` at that point, and skipped if not. `group.active` are the running requests.
+        Must not change any state.
 
         Args:
-            queued: All that wait, in the queue's order.
-            group: Where they may start.
+            queued: All waiting requests, in the queue's order.
+            group: The group to start them on.
         """
         return None
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Active requests that must give their blocks back so that the others can take their next step.
+        """Return active requests that must release their blocks so that the others can run their next step.
 
-        They are queued again ahead of newcomers, and resume by computing their tokens anew. Changes nothing.
+        They are queued again ahead of new requests, and resume by recomputing their tokens. Must not change any state.
         """
         return []
 
 
 class GuaranteedNoEvict(CapacityScheduler):
-    """Admits only what can run to its end: blocks for a request's longest output are set aside at its start."""
+    """Admits only requests that can run to their end: blocks for the longest output are reserved at the start."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Whether all blocks that it may ever take are there, beside those that others may still take."""
+        """Return whether all blocks that it may ever need are available, besides those reserved for others."""
         return wants_context(request, group) and has_room_to_the_end(request, group, leave_room=True)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
@@ -65,20 +65,20 @@ class GuaranteedNoEvict(CapacityScheduler):
 
 
 class MaxUtilization(CapacityScheduler):
-    """Packs as much as fits now; when blocks run short, the newest requests of the lowest priority are paused."""
+    """Admits as much as fits now; when blocks run short, pauses the newest requests of the lowest priority."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Whether its known tokens and the next one fit, with a little room for the others' growth."""
+        """Return whether its known tokens and the next one fit, with some room for the others' growth."""
         return wants_context(request, group) and _has_room_to_grow(request, group)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Return the most sequences that fit, with a little room for the others' growth."""
+        """Return the most sequences that fit, with some room for the others' growth."""
         if not wants_context(request, group):
             return 0
         return _largest_part(request, lambda part: _has_room_to_grow(request, group, part))
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """The newest requests, until every other sequence can take the block that its next step needs."""
+        """Return the newest requests, enough that every other sequence gets the block for its next step."""
         num_missing = _num_blocks_for_generation(group) - group.blocks.num_available
         if num_missing <= 0:
             return []
@@ -92,17 +92,17 @@ class MaxUtilization(CapacityScheduler):
 
 
 class StaticBatch(CapacityScheduler):
-    """Starts a new batch only when the last one has finished; a batch is what can run to its end together."""
+    """Starts a new batch only when the last one has finished; all requests of a batch can run to their end."""
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Whether no request of the batch has run yet, and it fits to its end."""
+        """Return whether no request of the batch has run yet, and there is room for its longest output."""
         return group.num_on_worker == 0 and has_room_to_the_end(request, group)
 
 
 def wants_context(request: Request, group: WorkerGroup) -> bool:
-    """Whether the group's next step has tokens to spare, or none of its contexts are of the request's client.
+    """Return whether the group's next step has tokens to spare, or none of its contexts are of the request's client.
 
-    What waits longer can still be overtaken by the urgent; and no client waits until another's long contexts are done.
+    So urgent requests can still overtake waiting ones, and no client waits for the end of another's long contexts.
     """
     if group.num_context_tokens < max(1, group.max_num_tokens - len(group.generating)):
         return True
@@ -111,7 +111,7 @@ def wants_context(request: Request, group: WorkerGroup) -> bool:
 
 
 def has_room_now(request: Request, group: WorkerGroup) -> bool:
-    """Whether rows and blocks for the request's known tokens and the next one are there."""
+    """Return whether enough rows and blocks are free for the request's known tokens and the next one."""
     cost = group.start_cost(request)
     return cost.num_rows <= group.num_free_rows and cost.num_blocks_at_once <= group.blocks.num_available
 
@@ -119,13 +119,13 @@ def has_room_now(request: Request, group: WorkerGroup) -> bool:
 def has_room_to_the_end(
     request: Request, group: WorkerGroup, num_sequences: int | None = None, *, leave_room: bool = False
 ) -> bool:
-    """Whether rows and blocks for the request's longest output are there, beside what others may still take.
+    """Return whether rows and blocks are free for the request's longest output, besides those reserved for others.
 
     Args:
         request: A queued request.
         group: Where it would start.
-        num_sequences: So many of its waiting sequences; by default all.
-        leave_room: Other clients must also find some room when they come.
+        num_sequences: How many of its waiting sequences; by default all.
+        leave_room: Leave some room for requests of other clients.
     """
     cost = group.start_cost(request, num_sequences)
     num_left = group.tables.num_blocks_to_reserve - cost.num_blocks_to_end
@@ -144,7 +144,7 @@ def _has_room_to_grow(request: Request, group: WorkerGroup, num_sequences: int |
 
 
 def _largest_part(request: Request, fits: Callable[[int], bool]) -> int:
-    """Return how many of a request's waiting sequences fit together at most. Beams are one part."""
+    """Return the most waiting sequences of a request that fit together. Beams start together or not at all."""
     num_waiting = len(request.waiting_sequences)
     if fits(num_waiting):
         return num_waiting
@@ -166,7 +166,7 @@ def _num_blocks_for_generation(group: WorkerGroup) -> int:
 
 
 def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
-    """Blocks that nobody else holds, and those that the request would have taken itself."""
+    """Return the blocks gained by pausing the request: those that only it holds, and those its next step needs."""
     num_blocks = 0
     for sequence in request.placed_sequences:
         num_blocks += sum(1 for block in sequence.table[sequence.num_freed :] if group.blocks.num_owners(block) == 1)
@@ -175,17 +175,17 @@ def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
 
 
 def _leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_blocks: int, num_blocks_left: int) -> bool:
-    """Whether the request leaves a part of the group's rows and blocks to others, or may use that part itself.
+    """Return whether the request leaves a part of the group's rows and blocks to others, or may use that part itself.
 
-    What can start in parts always has to, because one such request may take all there is for a long time. Others only
-    while several clients are here.
+    Requests that can start in parts always have to leave it, because one of them may take everything for a long time.
+    Others only have to while several clients are active.
 
     Args:
         request: A queued request.
-        group: That has room for it.
-        cost: Of starting it.
+        group: A group that has room for it.
+        cost: The cost of starting it.
         num_blocks: Blocks that the policy counts for it.
-        num_blocks_left: That the policy would have left.
+        num_blocks_left: Blocks that the policy would have left.
     """
     are_several, has_parts = group.clients.are_several, len(request.sequences) > 1 and request.beams is None
     is_smallest = cost.num_rows == 1 or not has_parts
@@ -205,8 +205,8 @@ def _leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_bloc
 
 
 def _is_within_equal_share(client_id: str, group: WorkerGroup, num_rows: int, num_blocks: int) -> bool:
-    """Whether a client would hold no more than an equal part with so many rows and blocks more."""
-    num_clients = max(2, len({client_id, *group.holdings}))  # one may have nothing here yet
+    """Return whether a client would hold at most an equal share with this many more rows and blocks."""
+    num_clients = max(2, len({client_id, *group.holdings}))  # another client may hold nothing here yet
     held_rows, held_blocks = group.holdings.of(client_id)
     if (held_rows + num_rows) * num_clients > group.max_batch_size:
         return False

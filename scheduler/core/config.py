@@ -1,4 +1,4 @@
-"""What the core is told once, at its start."""
+"""Settings of the core, fixed at its start."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class CoreConfig:
     """Settings of the core; times are nanoseconds.
 
     Attributes:
-        scheduler_epoch: Of this incarnation; greater than any before.
-        model_fingerprint: Workers must have the same; empty takes any.
-        max_context_chunk: Context tokens of one request in one step; 0 is up to max_num_tokens.
-        max_attention_window: Most tokens that any layer attends to; 0: as many as the model does. Workers must have the
-            same setting, because what they compute depends on it.
-        max_tensor_bytes: Of all requests that are known, as far as they ask for tensors.
-        max_worker_deaths: Deaths in a row, without a new token in between, that make a request a suspect.
+        scheduler_epoch: Epoch of this incarnation; greater than any before.
+        model_fingerprint: Workers must have the same one; empty: any.
+        max_context_chunk: Most context tokens of one request in one step; 0: max_num_tokens.
+        max_attention_window: Most tokens that any layer attends to; 0: the model's own window. Workers must have
+            the same setting, because their results depend on it.
+        max_tensor_bytes: Limit over all known requests that ask for tensors.
+        max_worker_deaths: Consecutive worker deaths, without a new token in between, that make a request a suspect.
     """
 
     scheduler_epoch: int

@@ -2,16 +2,16 @@
 
 One request's journey:
 
-1. `Submitted` puts it into the queue (lifecycle, queue), or refuses it.
-2. A `Turn` starts it on the worker group that has most of its prefix and least to do, once the capacity policy lets it
-   (placement); it gets rows and blocks there (groups).
+1. `Submitted` puts it into the queue (lifecycle, queue), or rejects it.
+2. A `Turn` starts it on the worker group that has most of its prefix and the least work, once the capacity policy
+   allows it (placement); it gets rows and blocks there (worker_group).
 3. The same turn plans steps for every group with room in its pipeline (`_plan`): the micro-batch policy fills a step
    (step_builder), and the StepPlan goes out. Two steps are in flight, so the next one waits at the worker when one
    ends.
-4. `StepDone` brings tokens: they are appended, and sequences that reached their end are ended (results). What they held
-   is free at once, because steps run strictly in order.
-5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and starts again at 2.
-6. It ends once, is kept a while for those who resume, and is forgotten (lifecycle).
+4. `StepDone` carries tokens: they are appended, and sequences that are complete are ended (results). Their rows and
+   blocks are free at once, because steps run strictly in order.
+5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and continues at 2.
+6. It ends once, is kept a while for clients that resume it, and is forgotten (lifecycle).
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ class SchedulerCore:
         }
 
     def handle(self, event: Event) -> list[Effect]:
-        """Takes an event in.
+        """Apply an event.
 
-        Events change what is known; a `Turn` after them makes plans of it. Times never go backwards: an event from the
-        past counts as happening at the time of the one before.
+        Events update the state; the `Turn` after them plans from it. Time never goes backwards: an event from the past
+        counts as happening at the time of the one before.
 
         Returns:
-            What is to be done, in order.
+            The effects to carry out, in order.
         """
         self._clock.now_ns = max(self._clock.now_ns, event.time_ns)
         self._handlers[type(event)](event)
@@ -141,7 +141,7 @@ class SchedulerCore:
 
     @property
     def next_turn_ns(self) -> int | None:
-        """When a Turn is due though nothing else happens."""
+        """Return when a Turn is due even if nothing else happens."""
         return self._timers.next_ns
 
     @property
@@ -150,11 +150,11 @@ class SchedulerCore:
         return list(self.membership.groups.values())
 
     def current_stats(self, time_ns: int) -> IterationStats:
-        """The state of all groups together, with what the last step ran."""
+        """Return the state of all groups together, with the counts of the last step."""
         return self._results.statistics(self.groups, time_ns, "")
 
     def report_iterations(self, *, enabled: bool) -> None:
-        """Make an IterationDone of each result, as it is at the start, or none because nobody reads them."""
+        """Turn IterationDone effects on (the default) or off, if nothing reads them."""
         self._results.reports_iterations = enabled
 
     @property
@@ -185,7 +185,7 @@ class SchedulerCore:
             return
         problem = group.deliver(event)
         if problem is None:
-            self.totals.num_stale_messages += 1  # it came twice
+            self.totals.num_stale_messages += 1  # duplicate
             return
         if problem:
             self.membership.end_at_fault(group, problem)
@@ -214,12 +214,12 @@ class SchedulerCore:
         self.totals.max_num_active_requests = self.config.max_queue_size + num_rows
 
     def _plan_round(self) -> bool:
-        """Plans a step for each group with room in its pipeline; False when there was nothing to plan."""
+        """Plan a step for each group with room in its pipeline; return False if there was nothing to plan."""
         groups = [group for group in self.membership.groups.values() if self._is_due(group)]
         return sum(self._plan(group) for group in groups) > 0
 
     def _is_due(self, group: WorkerGroup) -> bool:
-        """Whether it is time for the group's next step."""
+        """Return whether it is time for the group's next step."""
         if not group.in_flight:
             return True
         if len(group.in_flight) >= self.config.pipeline_depth:
@@ -231,13 +231,13 @@ class SchedulerCore:
         return True
 
     def _plan(self, group: WorkerGroup) -> bool:
-        """Plans the group's next step and sends it; False when nothing is to run."""
+        """Plan the group's next step and send it; return False if there is nothing to run."""
         paused = self.scheduler.requests_to_pause(group)
         self._pause(group, paused)
         while (step := self._fill(group, paused)).is_empty:
             if not step.num_stalled or group.in_flight or len(group.active) < 2:
                 return False
-            # A policy has let more in than fits: the newest makes room, or nothing would ever move.
+            # A policy has admitted more than fits: pause the newest, or there would be no progress.
             newest = max(group.active, key=lambda request: request.order)
             self._pause(group, [newest])
             paused = [*paused, newest]
@@ -259,4 +259,4 @@ class SchedulerCore:
 
 
 def _take_a_turn(_: int) -> None:
-    """What is due is seen by the turn that runs this."""
+    """Do nothing: the turn that runs this timer does the work."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# To the worker and back.
+# Round trip to the worker.
 WIRE_US = 200.0
 
 
@@ -22,23 +22,23 @@ class CostModel:
     wire_us: float = WIRE_US
 
     def step_ns(self, num_context_tokens: int, num_generation_rows: int) -> int:
-        """How long a step computes."""
+        """Return how long a step computes."""
         cost = self.context_token_us * num_context_tokens + self.generation_row_us * num_generation_rows
         return int(1_000 * (self.step_us + cost))
 
 
 class CostFit:
-    """Gathers recorded steps, in constant memory."""
+    """A least-squares fit of recorded steps, in constant memory."""
 
     def __init__(self, kept_weight: float = 1.0) -> None:
-        """A `kept_weight` below 1 forgets: each step leaves that part of what those before it weigh."""
+        """With a `kept_weight` below 1, each step multiplies the weight of those before it by that factor."""
         self.num_steps = 0
         self._kept_weight = kept_weight
         self._products = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
 
     def add(self, num_context_tokens: int, num_generation_rows: int, duration_us: float) -> None:
-        """One step."""
+        """Add one step."""
         self.num_steps += 1
         features = (1.0, float(num_context_tokens), float(num_generation_rows))
         for row, left in enumerate(features):
@@ -48,7 +48,7 @@ class CostFit:
                 products[column] = products[column] * self._kept_weight + left * right
 
     def model(self, wire_us: float = WIRE_US) -> CostModel:
-        """The best model without negative parts; of no steps, the default."""
+        """Return the best model without negative parts; without any steps, the default."""
         if not self.num_steps:
             return CostModel(wire_us=wire_us)
         used = [index for index in range(3) if self._products[index][index] > 0]
@@ -60,7 +60,7 @@ class CostFit:
             used = [index for index in used if index not in negative]
 
     def _solve(self, used: Iterable[int]) -> list[float]:
-        """Normal equations over some features, with a trace of ridge for steps that are all alike."""
+        """Solve the normal equations over some features, with a small ridge term in case all steps are equal."""
         rows = list(used)
         matrix = [[self._products[r][c] * (1 + 1e-9 * (r == c)) for c in rows] + [self._targets[r]] for r in rows]
         for pivot in range(len(rows)):

@@ -1,4 +1,4 @@
-"""What the core wants done. The edges carry it out in order; none of it is awaited by the core."""
+"""Effects: what the core asks the edge to do. They are carried out in order; the core awaits none of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.core.stats import IterationStats
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Answer to Submitted: the request is in, or was already."""
+    """Answer to Submitted: the request is accepted, or was already known."""
 
     request: Request
     is_attached: bool
@@ -20,7 +20,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Answer to Submitted: it is not taken. `retry_after_ms` is set where trying again may help."""
+    """Answer to Submitted: the request is rejected. `retry_after_ms` is set if a retry may succeed."""
 
     request_id: str
     failure: Failure
@@ -29,7 +29,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """New tokens, to be committed and then shown: sequence i has `lengths[i]` output tokens now."""
+    """New tokens, to be committed and then published: sequence i has `lengths[i]` output tokens now."""
 
     sequences: list[Sequence]
     lengths: list[int]
@@ -37,10 +37,10 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class BeamsAdvanced:
-    """A beam search has taken steps, to be committed: `num_steps` of them now.
+    """A beam search has advanced to `num_steps` steps, to be committed.
 
     Attributes:
-        num_outputs: Extra outputs of its first sequence to be committed: what is said of the prompt.
+        num_outputs: Extra outputs of its first sequence to be committed: those of the prompt.
     """
 
     request: Request
@@ -50,28 +50,28 @@ class BeamsAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnded:
-    """`sequence.end` is set, or was amended because a stop word lies further ahead."""
+    """`sequence.end` is set, or was amended because a stop word was found earlier in the output."""
 
     sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """All its sequences have ended. Comes once for each accepted request."""
+    """All sequences of a request have ended. Emitted once for each accepted request."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class RequestForgotten:
-    """A finished request is not kept any longer."""
+    """A finished request is no longer kept."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class GroupJoined:
-    """Answer to WorkerRegistered: the group is in, under a new epoch."""
+    """Answer to WorkerRegistered: the group has joined, under a new epoch."""
 
     connection: bytes
     group_id: str
@@ -80,7 +80,7 @@ class GroupJoined:
 
 @dataclass(frozen=True, slots=True)
 class GroupRefused:
-    """Answer to WorkerRegistered: the worker does not fit; `field` of its registration is at fault."""
+    """Answer to WorkerRegistered: the worker is incompatible, because of `field` of its registration."""
 
     connection: bytes
     reason: str
@@ -89,7 +89,7 @@ class GroupRefused:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """The worker there is to drop all state and register again."""
+    """Tell a worker to drop all state and register again."""
 
     connection: bytes
     epoch: int
@@ -100,8 +100,8 @@ class EpochEnded:
 class StepPlan:
     """One step of one worker group, as parallel lists; fields are those of StepBatch in the worker protocol.
 
-    `added` sequences get their rows and tables in this step. `generation_rows` is what joins those of the step before
-    when `repeats_generation`, else all.
+    `added` sequences get their rows and tables in this step. With `repeats_generation`, `generation_rows` are added to
+    those of the step before; else they are all rows.
     """
 
     connection: bytes
@@ -142,7 +142,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class AddedSequence:
-    """A sequence as it is when its row is filled; it changes afterwards."""
+    """A snapshot of a sequence when its row is filled."""
 
     row: int
     sequence: Sequence
@@ -152,14 +152,14 @@ class AddedSequence:
 
 @dataclass(frozen=True, slots=True)
 class IterationDone:
-    """A step's result was taken in; see SchedulerCore.report_iterations."""
+    """A step's result was applied; see SchedulerCore.report_iterations."""
 
     stats: IterationStats
 
 
 @dataclass(frozen=True, slots=True)
 class KvChanged:
-    """What became findable or not in a group's prefix cache."""
+    """Blocks were stored in or removed from a group's prefix cache."""
 
     group_id: str
     changes: list[KvChange]

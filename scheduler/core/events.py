@@ -1,4 +1,4 @@
-"""What happens to the core. Each event carries the time at which the edge saw it.
+"""Input events of the core. Each carries the time at which the edge received it.
 
 Times are nanoseconds by the process's steady clock (midstream/clock.py), which never jumps."""
 
@@ -15,7 +15,7 @@ from scheduler.core.request_spec import RequestSpec
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A router hands in a request. Answered by Accepted or Refused."""
+    """A router submits a request. Answered by Accepted or Refused."""
 
     time_ns: int
     spec: RequestSpec
@@ -23,14 +23,14 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A request of the journal.
+    """A request was read from the journal.
 
     Attributes:
         outputs: Output tokens so far, by sequence.
-        ends: How sequences ended that did, by their index.
-        extras: Extra outputs of workers, by sequence; empty where there are none at all.
+        ends: Ends of the ended sequences, by their index.
+        extras: Extra outputs of workers, by sequence; empty if there are none.
         finish: Set when the request had ended.
-        beam_steps: Of its beam search.
+        beam_steps: Steps of its beam search.
     """
 
     time_ns: int
@@ -44,7 +44,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequested:
-    """A client ends a request."""
+    """A client aborts a request."""
 
     time_ns: int
     request_id: str
@@ -52,7 +52,7 @@ class AbortRequested:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A detokenizer reads the request's feed."""
+    """A detokenizer attached to the request's feed."""
 
     time_ns: int
     request_id: str
@@ -60,7 +60,7 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """A detokenizer reads it no more."""
+    """A detokenizer detached from the request's feed."""
 
     time_ns: int
     request_id: str
@@ -79,19 +79,19 @@ class StopWordFound:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRegistered:
-    """A worker group offers itself. Answered by GroupJoined or GroupRefused.
+    """A worker group registers. Answered by GroupJoined or GroupRefused.
 
     Attributes:
-        connection: The edge's name for where it came from; messages to the group go there.
+        connection: The edge's identifier of the connection; messages to the group are sent there.
         max_batch_size: Rows. max_num_tokens: Tokens in one step.
-        lora_cache_bytes: Device memory for adapters. max_loras: How many usual ones that holds.
-        kept_blocks: Blocks whose contents an earlier epoch left. kept_hashes: What they hold.
-        kv_store: Groups of the same name can take over blocks of those among them that died; empty: of none.
-        tier_store: Groups of the same name share the tiers below their pools; empty: there are none.
-        stored_hashes: What the tiers hold. block_bytes: Of one block.
-        attention_windows: For each layer how many tokens a query attends to, itself included; 0: all before it. Where
-            it is empty, nothing is known, and all are taken to be attended to.
-        max_attention_window: The setting that the windows keep to; 0: none.
+        lora_cache_bytes: Device memory for adapters. max_loras: How many typical ones fit.
+        kept_blocks: Blocks whose contents are kept from an earlier epoch. kept_hashes: Their content hashes.
+        kv_store: Groups with the same name can adopt blocks of dead groups with that name; empty: adoption is off.
+        tier_store: Groups with the same name share the tiers below their pools; empty: no tiers.
+        stored_hashes: Hashes of the blocks in the tiers. block_bytes: Size of one block.
+        attention_windows: For each layer how many tokens a query attends to, itself included; 0: all before it. Empty:
+            unknown, treated as all tokens.
+        max_attention_window: The setting that limits the windows; 0: none.
     """
 
     time_ns: int
@@ -123,7 +123,7 @@ class WorkerRegistered:
 
     @property
     def attention_window(self) -> int:
-        """Tokens behind which no layer attends to anything; 0: a layer may attend to every token of a sequence."""
+        """The largest window of any layer, in tokens; 0: a layer may attend to every token of a sequence."""
         widest = max(self.attention_windows, default=0)
         if 0 in self.attention_windows or widest >= self.max_sequence_length:
             return 0
@@ -132,7 +132,7 @@ class WorkerRegistered:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBeat:
-    """A heartbeat, with what was stored in the worker's tiers since the one before, and what was removed."""
+    """A heartbeat, with the blocks stored in and removed from the worker's tiers since the last one."""
 
     time_ns: int
     connection: bytes
@@ -145,7 +145,7 @@ class WorkerBeat:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft:
-    """A worker group says goodbye; its requests go elsewhere."""
+    """A worker group leaves; its requests move to other groups."""
 
     time_ns: int
     connection: bytes
@@ -155,7 +155,7 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The link of a worker group is gone: its process has died, or the network has cut it."""
+    """The connection of a worker group was lost: its process died, or the network failed."""
 
     time_ns: int
     connection: bytes
@@ -163,7 +163,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """A worker sent something that no correct worker sends, or that could not be taken in."""
+    """A worker sent an invalid message, or one that could not be processed."""
 
     time_ns: int
     connection: bytes
@@ -176,12 +176,12 @@ class StepDone:
 
     Attributes:
         token_ids: Tokens of the sampled rows, in the order of the step.
-        num_tokens: Tokens of each sampled row; empty is one each.
+        num_tokens: Tokens of each sampled row; empty: one each.
         failures: Rows that failed.
         outputs: Serialized extra outputs, by row.
-        candidate_log_probs: Of the candidates of all rows that are beams, in order.
-        num_drafts: Drafts that were verified, of each sampled row; empty is none.
-        missing_blocks: Blocks to adopt that nothing was found for.
+        candidate_log_probs: Log probabilities of the candidates of all beam rows, in order.
+        num_drafts: Verified drafts of each sampled row; empty: none.
+        missing_blocks: Blocks to adopt that were not found.
     """
 
     time_ns: int
@@ -203,14 +203,14 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The events at hand are all in: look at the timers, place requests, plan steps."""
+    """All pending events were applied: run timers, place requests, plan steps."""
 
     time_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class DrainStarted:
-    """The scheduler takes no new requests."""
+    """The scheduler stops accepting requests."""
 
     time_ns: int
 

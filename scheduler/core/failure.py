@@ -1,4 +1,4 @@
-"""Why the core refuses or fails something: gRPC's status numbers, for the core imports nothing."""
+"""Failures of the core, with gRPC status codes as plain numbers: the core imports nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNAVAILABLE = 14
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something was refused or ended in error. `code` is a gRPC status code."""
+    """Why a request was rejected or ended in error. `code` is a gRPC status code."""
 
     code: int
     message: str

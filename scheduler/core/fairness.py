@@ -1,7 +1,7 @@
-"""What clients leave for each other on a worker group.
+"""Fairness between clients on a worker group.
 
-Fairness costs throughput: room that is kept free, and steps that are planned later. So it is paid only while several
-clients are here: one that sends twenty times as much as another must not make that one wait for its own work to end.
+Fairness costs throughput: capacity is kept free, and steps are planned later. So it applies only while several clients
+are active: a client that sends twenty times as much as another must not make that one wait until its work is done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from scheduler.core.cost_model import CostFit
 from scheduler.core.in_flight import InFlightStep
 from scheduler.core.timers import Clock
 
-# A client counts as here for so long after its last request.
+# A client counts as active for this long after its last request.
 _PRESENT_NS = 60_000_000_000
 # Recorded steps weigh half as much after 34 newer ones.
 _KEPT_WEIGHT = 0.98
@@ -21,7 +21,7 @@ _MIN_LEAD_NS = 2_000_000
 
 
 class Clients:
-    """Whether requests come from several clients."""
+    """Tracks whether several clients are sending requests."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -30,7 +30,7 @@ class Clients:
         self._other_ns: int | None = None  # last request of any client but the last one
 
     def note(self, client_id: str) -> None:
-        """A request of the client comes in."""
+        """Record a request of the client."""
         if client_id != self._last:
             self._other_ns = None if self._last is None else self._last_ns
             self._last = client_id
@@ -38,7 +38,7 @@ class Clients:
 
     @property
     def are_several(self) -> bool:
-        """At least two clients sent requests lately."""
+        """Return whether at least two clients sent requests recently."""
         return self._other_ns is not None and self._clock.now_ns - self._other_ns < _PRESENT_NS
 
 
@@ -53,16 +53,16 @@ class Holdings:
         return iter(self._rows)
 
     def of(self, client_id: str) -> tuple[int, int]:
-        """Rows and blocks."""
+        """Return the client's (rows, blocks)."""
         return self._rows.get(client_id, 0), self._blocks.get(client_id, 0)
 
     def add(self, client_id: str, num_blocks: int) -> None:
-        """Count a row that takes so many blocks at most."""
+        """Add a row that takes at most this many blocks."""
         self._rows[client_id] = self._rows.get(client_id, 0) + 1
         self._blocks[client_id] = self._blocks.get(client_id, 0) + num_blocks
 
     def remove(self, client_id: str, num_blocks: int) -> None:
-        """Count a row no longer, with as many blocks as it was added with."""
+        """Remove a row, with as many blocks as it was added with."""
         self._rows[client_id] -= 1
         self._blocks[client_id] -= num_blocks
         if not self._rows[client_id]:
@@ -70,10 +70,10 @@ class Holdings:
 
 
 class Pace:
-    """When the step behind one in flight is planned.
+    """When to plan the step after the one in flight.
 
-    At once while one client is here. Among several just before the step in flight is expected to end, so that a request
-    that comes meanwhile waits for one step and not for two. A wrong guess costs a worker the time of the wire.
+    At once while there is one client. With several, just before the step in flight is expected to end, so that a new
+    request waits for one step and not for two. A wrong estimate leaves the worker idle for one round trip.
     """
 
     def __init__(self, clients: Clients) -> None:
@@ -82,14 +82,14 @@ class Pace:
         self._last_result_ns = 0
 
     def note_result(self, step: InFlightStep, time_ns: int) -> None:
-        """The oldest step in flight came back."""
+        """Record the result of the oldest step in flight."""
         began_ns = max(step.planned_ns, self._last_result_ns)
-        if not step.adoption.entries:  # copying is no part of what a step usually takes
+        if not step.adoption.entries:  # copying is not part of a normal step's time
             self._fit.add(step.num_context_tokens, len(step.generation), (time_ns - began_ns) / 1_000)
         self._last_result_ns = time_ns
 
     def next_plan_ns(self, oldest: InFlightStep) -> int:
-        """When to plan behind the oldest step in flight; 0 is at once."""
+        """Return when to plan the step after the oldest one in flight; 0: at once."""
         if not self._clients.are_several or self._fit.num_steps < _MIN_STEPS_TO_PREDICT:
             return 0
         takes_ns = self._fit.model(0.0).step_ns(oldest.num_context_tokens, len(oldest.generation))

@@ -1,4 +1,4 @@
-"""A step that was sent to a worker group and has not come back."""
+"""Steps that were sent to a worker group and have no result yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scheduler.core.request import Request, Sequence
 
 @dataclass(frozen=True, slots=True)
 class LastGeneration:
-    """The generating rows that the worker would repeat, and the `generation_version` they are of; -1 is none."""
+    """The generating rows that the worker would repeat, and their `generation_version`; -1: none."""
 
     version: int = -1
     sequences: tuple[Sequence, ...] = ()
@@ -22,11 +22,11 @@ class InFlightStep:
     """A step that was sent and whose result is awaited.
 
     Attributes:
-        ordinal: Counts the steps of all groups.
+        ordinal: Number of the step over all groups.
         context: (row, sequence, tokens, samples) of each chunk.
         generation: Sequences in ascending order of their rows.
-        draft_limits: Most drafts that are verified for a sequence; none for others.
-        adoption: Blocks that the worker looks for in what dead ones left.
+        draft_limits: Most drafts to verify, by sequence; 0 for others.
+        adoption: Blocks that the worker looks up in the pools of dead workers or in tiers.
     """
 
     step_id: int
@@ -48,13 +48,13 @@ class InFlightStep:
 
     @property
     def num_sampled(self) -> int:
-        """Rows that give a token."""
+        """Number of rows that sample a token."""
         return sum(1 for chunk in self.context if chunk[3]) + len(self.generation)
 
     def sampled(self) -> list[Sequence]:
-        """Sequences of the rows that give a token, in the order of the result."""
+        """Sequences of the sampled rows, in the order of the result."""
         return [chunk[1] for chunk in self.context if chunk[3]] + list(self.generation)
 
     def requests(self) -> set[Request]:
-        """Requests that take part."""
+        """Requests that run in the step."""
         return {chunk[1].request for chunk in self.context} | {sequence.request for sequence in self.generation}

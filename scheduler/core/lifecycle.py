@@ -1,4 +1,4 @@
-"""The life of requests: taken in or refused, attached to and left, ended once, kept a while, forgotten."""
+"""The lifecycle of requests: accepted or rejected, attached and detached, ended once, kept a while, forgotten."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MIN_RETRY_MS, _MAX_RETRY_MS = 100, 30_000
 
 
 class Lifecycle:
-    """Every request that is known, by id.
+    """All known requests, by id.
 
     Attributes:
         requests: Unfinished requests and those finished ones that are still kept.
-        is_draining: Newcomers are refused.
+        is_draining: New requests are rejected.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Lifecycle:
         return self.requests.num_unfinished
 
     def submit(self, event: Submitted) -> Request | None:
-        """Takes a request in, attaches to the one that is known, or refuses.
+        """Accept a request, attach to the known one with its id, or reject it.
 
         Returns:
-            The request, when it is new.
+            The request if it is new.
         """
         spec = event.spec
         known = self.requests.get(spec.request_id)
@@ -101,7 +101,7 @@ class Lifecycle:
         return request
 
     def recover(self, event: Recovered) -> Request:
-        """Takes a request of the journal back in, with what it has put out so far."""
+        """Restore a request of the journal with its output so far."""
         request = self._restore_finished(event, event.finish) if event.finish else self._take_in(event.spec)
         for sequence, tokens in zip(request.sequences, event.outputs, strict=True):
             sequence.output = array("I", tokens)
@@ -110,7 +110,7 @@ class Lifecycle:
         for index, end in event.ends:
             request.sequences[index].end = end
         if event.finish is not None:
-            self.requests.keep(request, self._clock.now_ns)  # how long ago it ended another clock would say
+            self.requests.keep(request, self._clock.now_ns)  # only another clock knows how long ago it ended
             return request
         request.num_recoveries = 1
         if request.beams is not None and request.live_sequences:
@@ -122,7 +122,7 @@ class Lifecycle:
         return request
 
     def _restore_finished(self, event: Recovered, finish: Finish) -> Request:
-        """Keeps a request that ended before for those who resume it; it is not counted again."""
+        """Keep an already ended request for clients that resume it; it is not counted again."""
         self._num_seen += 1
         request = Request(event.spec, self._num_seen, times=finish.times, state=RequestState.FINISHED)
         request.failure = finish.failure
@@ -156,7 +156,7 @@ class Lifecycle:
         return request
 
     def abort(self, event: AbortRequested) -> bool:
-        """Ends a request at a client's wish; False when it had ended, or is not known."""
+        """End a request for a client; return False if it had ended or is unknown."""
         request = self.requests.get(event.request_id)
         if request is None or request.state is RequestState.FINISHED:
             return False
@@ -164,13 +164,13 @@ class Lifecycle:
         return True
 
     def attach(self, event: Attached) -> None:
-        """Counts a reader of the request's feed."""
+        """Add a reader of the request's feed."""
         request = self.requests.get(event.request_id)
         if request is not None:
             request.num_attached += 1
 
     def detach(self, event: Detached) -> None:
-        """Counts a reader less; the last one starts the grace of an orphan."""
+        """Remove a reader; without readers, the orphan grace period starts."""
         request = self.requests.get(event.request_id)
         if request is None or request.num_attached == 0:
             return
@@ -181,7 +181,7 @@ class Lifecycle:
             self._timers.at(due, partial(self._on_orphaned, event.request_id))
 
     def stop_word(self, event: StopWordFound) -> None:
-        """Ends a sequence where its stop word ends, also one that went on to a later end of its own."""
+        """End a sequence at its stop word, also if it has already reached a later end."""
         request = self.requests.get(event.request_id)
         if request is None or event.sequence_index >= len(request.sequences):
             return
@@ -196,13 +196,13 @@ class Lifecycle:
             self._effects.append(SequenceEnded(sequence))
 
     def end(self, request: Request, reason: FinishReason, failure: Failure | None = None) -> None:
-        """Ends all of a request, wherever it is. Precondition: it has not ended."""
+        """End all sequences of a request in any state. Precondition: it has not ended."""
         request.failure = failure
         for sequence in request.live_sequences:
             self.end_sequence(sequence, SequenceEnd(reason, len(sequence.output)))
 
     def end_sequence(self, sequence: Sequence, end: SequenceEnd) -> None:
-        """Ends one sequence, and its request with the last one; what it held is free at once."""
+        """End one sequence, and its request with the last one; its rows and blocks are free at once."""
         request = sequence.request
         sequence.end = end
         if request.group is not None and sequence.row is not None:
@@ -214,7 +214,7 @@ class Lifecycle:
             self._follow_in_queue(request)
 
     def _follow_in_queue(self, request: Request) -> None:
-        """A sequence of a request has ended of which others wait."""
+        """Update the queue after a sequence ended while others of its request are waiting."""
         waiting = request.waiting_sequences
         if not waiting:
             self._queue.remove(request)
@@ -244,7 +244,7 @@ class Lifecycle:
         totals.e2e_request_latency.observe(self._clock.now_ns - request.times.queued_ns)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Room for a request's tensors, in place of ended requests that nobody reads; False where there is none."""
+        """Make room for a request's tensors by dropping ended requests without readers; return False if that fails."""
         limit = self._config.max_tensor_bytes - num_bytes
         if self._num_tensor_bytes > limit:
             for request in self.requests.ended:
@@ -274,6 +274,6 @@ class Lifecycle:
 
 
 def _is_overtaken(known: SequenceEnd, found: SequenceEnd) -> bool:
-    """Whether a stop word was there before the end that its sequence came to while nobody had read so far."""
+    """Return whether a stop word precedes the known end of its sequence, which was reached before it was found."""
     came_by_itself = known.reason in (FinishReason.STOP, FinishReason.LENGTH) and not known.stop_word
     return came_by_itself and found.num_tokens <= known.num_tokens

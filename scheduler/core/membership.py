@@ -1,4 +1,4 @@
-"""Worker groups as they come and go: who fits, who is alive, and what becomes of the requests of those that are not."""
+"""Membership of worker groups: registration, liveness, and requeueing the requests of groups that are lost."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from scheduler.core.stats import Totals
 from scheduler.core.timers import Clock, Timers
 from scheduler.core.worker_group import WorkerGroup
 
-# Epochs grow from scheduler to scheduler: its own epoch stands above a count of registrations.
+# Epochs grow from scheduler to scheduler: the high bits are the scheduler's epoch, the low bits count registrations.
 _REGISTRATION_BITS = 20
-# Accounts cost some 50 bytes a block, so a hostile number may not reserve memory.
+# Each block costs about 50 bytes of bookkeeping, so bound the number that a worker can claim.
 _MAX_NUM_BLOCKS = 1 << 22
 _MAX_LOST = 256
 
@@ -55,14 +55,14 @@ class Membership:
         self._clients = clients
         self._effects = effects
         self._num_registrations = 0
-        # By group id: the incarnation whose link was lost, and the requests that were blamed for its death.
+        # By group id: the incarnation whose connection was lost, and the requests blamed for its death.
         self._lost: OrderedDict[str, tuple[int, list[str]]] = OrderedDict()
-        self._stored: dict[str, set[int]] = {}  # what tiers hold, by the name of their store
+        self._stored: dict[str, set[int]] = {}  # hashes in the tiers, by the name of their store
         self._standings = Standings()
         self._no_worker_since_ns = 0
 
     def register(self, event: WorkerRegistered) -> None:
-        """Takes a group in under a new epoch, in place of an older epoch of the same group, or refuses it."""
+        """Register a group under a new epoch, replacing an older epoch of the same group, or reject it."""
         problem = self._problem(event)
         if problem is not None:
             field, reason = problem
@@ -72,7 +72,7 @@ class Membership:
             if group.connection == event.connection:
                 self.end_epoch(group, "registered again", tell=False)
             elif group.group_id == event.group_id:
-                # Whether the one before has died is for its link to tell: it may also be one of the same name.
+                # Only its connection shows whether the previous one died: this may be another worker of the same name.
                 self.end_epoch(group, "another registered under its name")
         self._forgive(event)
         self._num_registrations += 1
@@ -88,7 +88,7 @@ class Membership:
             self._timers.at(group.standing.held_until_ns, _take_a_turn)
 
     def _note_stored(self, event: WorkerRegistered) -> set[int]:
-        """Note what the tiers of a worker hold; return all that is known of them."""
+        """Record the blocks in the tiers of a worker; return all that are known to be there."""
         if not event.tier_store:
             return set()
         if not any(group.registration.tier_store == event.tier_store for group in self.groups.values()):
@@ -116,7 +116,7 @@ class Membership:
         if limit and not all(0 < window <= limit for window in event.attention_windows):
             return "attention_windows", f"a layer attends to more than max_attention_window, {limit} tokens"
         if event.num_blocks > _MAX_NUM_BLOCKS:
-            return "num_blocks", f"num_blocks is {event.num_blocks}, at most {_MAX_NUM_BLOCKS} can be kept account of"
+            return "num_blocks", f"num_blocks is {event.num_blocks}, at most {_MAX_NUM_BLOCKS} are supported"
         if not event.group_id:
             return "group_id", "group_id is empty"
         kept = set(event.kept_blocks)
@@ -127,7 +127,7 @@ class Membership:
         return None
 
     def beat(self, event: WorkerBeat) -> None:
-        """Notes a sign of life."""
+        """Process a heartbeat."""
         group = self.group_of(event)
         if group is None:
             return
@@ -135,19 +135,19 @@ class Membership:
             self.end_at_fault(group, "a step's result did not come")
 
     def leave(self, event: WorkerLeft) -> None:
-        """Lets a group go; its requests go on elsewhere."""
+        """Remove a group that leaves; its requests continue on other groups."""
         group = self.groups.get(event.epoch)
         if group is not None and group.connection == event.connection:
             self.end_epoch(group, event.reason or "it left", tell=False)
 
     def fail(self, event: WorkerFailed) -> None:
-        """Gives up the group behind a link over which something came that no correct worker sends."""
+        """End the epoch of a worker that sent an invalid message."""
         group = self._group_at(event.connection)
         if group is not None:
             self.end_at_fault(group, event.reason)
 
     def lose(self, event: WorkerLost) -> None:
-        """Gives up the group behind a link that is gone: its worker has died, unless it comes back."""
+        """End the epoch of a worker whose connection was lost; it counts as dead unless it reconnects."""
         group = self._group_at(event.connection)
         if group is None:
             return
@@ -158,7 +158,7 @@ class Membership:
             self._lost.popitem(last=False)
 
     def _forgive(self, event: WorkerRegistered) -> None:
-        """The link of a worker that comes back was cut, and nobody died."""
+        """Withdraw the death of a worker that reconnects: only its connection was lost."""
         incarnation, blamed = self._lost.pop(event.group_id, (0, []))
         if incarnation != event.incarnation:
             return
@@ -169,10 +169,10 @@ class Membership:
                 request.died_on.remove(event.group_id)
 
     def group_of(self, event: StepDone | WorkerBeat) -> WorkerGroup | None:
-        """The group that a message is from; a stale one is counted and its sender told.
+        """Return the sender of a message; count a stale message and notify its sender.
 
-        An epoch belongs to the link that it was given to: nobody speaks for another worker, and one whose link was cut
-        registers again.
+        An epoch is bound to the connection that it was assigned to: no worker can send for another, and one whose
+        connection was lost registers again.
         """
         group = self.groups.get(event.epoch)
         if group is None or group.connection != event.connection:
@@ -184,22 +184,22 @@ class Membership:
         return next((group for group in self.groups.values() if group.connection == connection), None)
 
     def reject_stale(self, connection: bytes, epoch: int) -> None:
-        """Counts a message of an epoch that is over, and tells its sender."""
+        """Count a message of an epoch that is over, and notify its sender."""
         self._totals.num_stale_messages += 1
         self._effects.append(EpochEnded(connection, epoch))
 
     def end_at_fault(self, group: WorkerGroup, reason: str) -> None:
-        """Gives a group up for what it did wrong, and holds it off; none of its requests is to blame."""
+        """End a group's epoch for a fault of its own, and hold it off; none of its requests is blamed."""
         self._totals.num_worker_faults += 1
         group.standing.note_fault(self._clock.now_ns, reason)
         self.end_epoch(group, reason)
 
     def end_by_death(self, group: WorkerGroup, reason: str, *, tell: bool = True) -> None:
-        """Gives a group up that died or hangs; what it was running may be why."""
+        """End the epoch of a group that died or hangs; a request that it was running may be the cause."""
         self._totals.num_worker_deaths += 1
         group.standing.note_death(self._clock.now_ns, reason)
         culprit = self._blame(group)
-        # What a worker died of while it looked for lost blocks might be just these: they are looked for once.
+        # Looking up lost blocks may have caused the death, so it is tried only once.
         adopting = group.adopting_requests
         for request in group.active:
             request.lost_store = group.registration.kv_store if request not in adopting else ""
@@ -207,13 +207,13 @@ class Membership:
         self.end_epoch(group, reason, tell=tell, culprit=culprit)
 
     def end_epoch(self, group: WorkerGroup, reason: str, *, tell: bool = True, culprit: Request | None = None) -> None:
-        """Gives a group up: its requests are queued again with their tokens, and what it says from now on is stale.
+        """End a group's epoch: its requests are queued again with their tokens, and its later messages are stale.
 
         Args:
             group: A current group.
-            reason: For the log.
-            tell: Send it word, in case it still listens.
-            culprit: The request to end in place of queueing it again.
+            reason: Logged.
+            tell: Notify the worker, in case it is still connected.
+            culprit: A request to end instead of queueing it again.
         """
         del self.groups[group.epoch]
         if tell:
@@ -231,22 +231,22 @@ class Membership:
             self.wait_for_workers()
 
     def requeue(self, request: Request) -> None:
-        """Queues a request again that has been released from its group."""
+        """Queue a request again after its release from a group."""
         request.state = RequestState.QUEUED
         request.waiting_since_ns = self._clock.now_ns
         self._queue.put_back(request)
 
     def is_suspect(self, request: Request) -> bool:
-        """Workers died in a row while they ran it: it runs with no other suspect, so that blame is certain."""
+        """Return whether workers in a row died running it. It then runs without other suspects, for certain blame."""
         return len(request.died_on) >= self._config.max_worker_deaths
 
     @property
     def has_usable_group(self) -> bool:
-        """Whether there is a group that is not held off."""
+        """Return whether there is a group that is not held off."""
         return any(not group.is_held_off for group in self.groups.values())
 
     def should_avoid(self, request: Request, group: WorkerGroup) -> bool:
-        """Whether the request died on this group and has another to be tried on, which tells whose fault it was."""
+        """Return whether this group died running the request and another can try it, to find out which is at fault."""
         return group.group_id in request.died_on and self._has_other(request)
 
     def _has_other(self, request: Request) -> bool:
@@ -256,7 +256,7 @@ class Membership:
         )
 
     def _blame(self, group: WorkerGroup) -> Request | None:
-        """Counts the death against all that was in flight; the request to end, when it is certainly to blame."""
+        """Count the death against all requests in flight; return the one to end if it is certainly to blame."""
         running = _running(group)
         for request in running:
             request.died_on.append(group.group_id)
@@ -268,10 +268,10 @@ class Membership:
         return suspect if self._is_certain(suspect, group) else None
 
     def _is_certain(self, suspect: Request, group: WorkerGroup) -> bool:
-        """Whether it is the request that workers die of.
+        """Return whether it is certain that the request crashes workers.
 
-        Certain is what several groups died of. Where there is but one group to try it on, a few deaths more have to do,
-        unless others died on that group alone as well: then the group is to blame.
+        It is certain after several groups died of it. With only one group to try, a few more deaths suffice, unless
+        that group also died of other lone suspects: then the group is to blame.
         """
         if len(set(suspect.died_on)) > 1:
             for group_id in set(suspect.died_on):
@@ -288,7 +288,7 @@ class Membership:
         self._lifecycle.end(request, FinishReason.ERROR, Failure(INTERNAL, message))
 
     def _check_alive(self, epoch: int, now_ns: int) -> None:
-        # By its epoch: a timer that held the group would keep the accounts of all its blocks after its end.
+        # By its epoch: a timer that referred to the group would keep its block bookkeeping alive after its end.
         group = self.groups.get(epoch)
         if group is None:
             return
@@ -305,12 +305,12 @@ class Membership:
         self._timers.at(due_ns, partial(self._check_alive, epoch))
 
     def wait_for_workers(self) -> None:
-        """Starts the time that requests without a deadline wait while there is no worker at all."""
+        """Start the timeout of requests without a deadline while there is no worker."""
         self._no_worker_since_ns = self._clock.now_ns
         self.watch_lack_of_workers()
 
     def watch_lack_of_workers(self) -> None:
-        """Looks again when what waits now has waited long enough."""
+        """Check again when the requests that wait now reach the timeout."""
         self._timers.at(self._clock.now_ns + self._config.no_worker_timeout_ns, self._give_up_waiting)
 
     def _give_up_waiting(self, now_ns: int) -> None:
@@ -328,7 +328,7 @@ class Membership:
                 self._lifecycle.end(request, FinishReason.ERROR, failure)
 
     def flush_kv_changes(self, group: WorkerGroup) -> None:
-        """Reports what became findable or not in a group's prefix cache."""
+        """Report blocks stored in and removed from a group's prefix cache."""
         if changes := group.prefix_cache.take_changes():
             self._note_kv_changes(group, changes)
 
@@ -337,9 +337,9 @@ class Membership:
 
 
 def _take_a_turn(_: int) -> None:
-    """What is due is seen by the turn that runs this."""
+    """Do nothing: the turn that runs this timer does the work."""
 
 
 def _running(group: WorkerGroup) -> set[Request]:
-    """Requests that the group was computing."""
+    """Return the requests that the group was computing."""
     return {request for step in group.in_flight for request in step.requests() if request.group is group}

@@ -8,7 +8,7 @@ from scheduler.core.request import Sequence
 from scheduler.core.step_builder import StepBuilder
 from scheduler.core.worker_group import WorkerGroup
 
-# One part in so many of a step's context tokens is for clients other than the one that is served first.
+# One part in this many of a step's context tokens is for clients other than the one served first.
 _PART_FOR_OTHERS = 16
 
 
@@ -17,13 +17,13 @@ class MicroBatchScheduler(ABC):
 
     @abstractmethod
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Adds context chunks and generating sequences of the group to the step.
+        """Add context chunks and generating sequences of the group to the step.
 
         Args:
-            group: What holds blocks: `group.context` and `group.generating`. Requests whose last step has not returned
-                are in `group.inflight_request_ids`; they may run again, because a worker knows a step's tokens before
-                it runs the next.
-            step: Takes `add_context` in order, and `add_generation` at most once.
+            group: Sequences with blocks are in `group.context` and `group.generating`. Requests whose last step has not
+                returned are in `group.inflight_request_ids`; they may run again, because a worker has a step's tokens
+                before it runs the next.
+            step: Call `add_context` in order, and `add_generation` at most once.
         """
 
 
@@ -31,7 +31,7 @@ class InflightFused(MicroBatchScheduler):
     """Context chunks and generation in one step: generation first, then as much context as the budget leaves."""
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fills the step with both."""
+        """Fill the step with generation, then context."""
         if _a_whole_context_waits(group):
             add_contexts(group, step)
             step.add_generation()
@@ -41,7 +41,7 @@ class InflightFused(MicroBatchScheduler):
 
 
 def _a_whole_context_waits(group: WorkerGroup) -> bool:
-    """Whether a context that is not split does not fit beside generation, which is the one to wait this time."""
+    """Return whether an unsplit context does not fit beside generation; generation then waits for this step."""
     if group.config.enable_chunked_context or not group.last_generation.rows:
         return False
     room = group.max_num_tokens - len(group.generating)
@@ -49,10 +49,10 @@ def _a_whole_context_waits(group: WorkerGroup) -> bool:
 
 
 class Inflight(MicroBatchScheduler):
-    """Context and generation in separate steps, by turns while there is both."""
+    """Context and generation in separate, alternating steps."""
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fills the step with the kind that did not run last, else with the other."""
+        """Fill the step with the kind that did not run last, else with the other."""
         was_context = not group.last_generation.rows
         if was_context and step.add_generation():
             return
@@ -65,7 +65,7 @@ class StaticLockstep(MicroBatchScheduler):
     """First all context, then generation in lockstep."""
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fills the step with context while there is any."""
+        """Fill the step with context while there is any."""
         if group.context:
             add_contexts(group, step)
         else:
@@ -73,10 +73,10 @@ class StaticLockstep(MicroBatchScheduler):
 
 
 def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
-    """Adds context chunks until the budget is used up; of each client in the order in which its sequences started.
+    """Add context chunks until the budget is used up; those of each client in the order in which its sequences started.
 
-    Who asks for least is served first, and the others get as much each, so that its step does not become a long one.
-    At least a part of the budget is for the others, so that nobody waits for the end of another's contexts.
+    The client with the fewest tokens is served first, and the others get as many each, so that its step stays short.
+    At least a part of the budget is for the others, so that no client waits for the end of another's contexts.
     """
     limit = group.max_num_tokens
     if group.config.enable_chunked_context:
@@ -84,11 +84,11 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     clients: dict[str, list[Sequence]] = {}
     for sequence in group.context:
         clients.setdefault(sequence.request.spec.client_id, []).append(sequence)
-    # What must be in one piece may not fit into a share.
+    # An unsplit context may not fit into a share.
     if len(clients) < 2 or not group.config.enable_chunked_context:
         budget = step.num_tokens_left
         if group.clients.are_several and group.config.enable_chunked_context:
-            budget = min(budget, max(1, group.max_num_tokens // 2))  # another may come before this step ends
+            budget = min(budget, max(1, group.max_num_tokens // 2))  # another client may arrive before this step ends
         _add_chunks(group.context, step, limit, budget)
         return
     least, *others = sorted(clients.values(), key=lambda waiting: sum(item.num_context_tokens for item in waiting))
@@ -100,7 +100,7 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
 
 
 def _add_chunks(waiting: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:
-    """Adds chunks of at most `limit` tokens, `budget` in all; how many it were."""
+    """Add chunks of at most `limit` tokens, `budget` in all; return the number of tokens added."""
     left = budget
     for sequence in waiting:
         if left <= 0:

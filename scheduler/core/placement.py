@@ -1,4 +1,4 @@
-"""Which worker group a queued request starts on: the one with most of its prefix and least to do."""
+"""Placement: start a queued request on the worker group with most of its prefix and the least work."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from scheduler.core.worker_group import WorkerGroup
 
 # A generating sequence weighs as much as this many context tokens when groups are compared.
 _TOKENS_PER_ACTIVE_SEQUENCE = 16
-# Heads of the queue that are looked at while the first of them has to wait.
+# Heads of the queue that are considered while the first of them has to wait.
 _MAX_LOOKED_AT = 8
 
 
 class Placement:
-    """Starts queued requests, once the capacity policy lets them."""
+    """Starts queued requests when the capacity policy allows it."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Placement:
     def start_queued(self, num_steps: int) -> None:
         """Start queued requests as the policy selects them, else in order.
 
-        In order, one behind a request that has to wait starts where that is fair.
+        In queue order, a request may start before one that has to wait if that is fair.
 
         Args:
             num_steps: Steps planned so far.
@@ -58,7 +58,7 @@ class Placement:
                 return
 
     def _start_selected(self, num_steps: int) -> bool:
-        """Start what the policy selects for each group; return False where it leaves the order to the queue."""
+        """Start requests that the policy selects for each group; return False if it leaves the order to the queue."""
         for group in self._membership.groups.values():
             chosen = self._scheduler.select(self._queue.ordered, group)
             if chosen is None:
@@ -71,7 +71,7 @@ class Placement:
         return True
 
     def _try_start(self, request: Request, num_steps: int) -> bool:
-        """Start a request, at least in part, or end one that no group here could run; False when it has to wait."""
+        """Start a request at least in part, or end one that no group could run; return False if it has to wait."""
         group, num_sequences = self._choose_group(request)
         if group is None:
             return self.refuse_impossible(request)
@@ -89,7 +89,7 @@ class Placement:
             self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
 
     def _start_behind(self, head: Request, num_steps: int) -> bool:
-        """Starts one that waits behind a head that has to wait; False when none may."""
+        """Start one of the requests behind a head that has to wait; return False if none may start."""
         groups = self._membership.groups.values()
         if not any(group.num_free_rows for group in groups):
             return False
@@ -105,10 +105,10 @@ class Placement:
         return False
 
     def _may_overtake(self, request: Request, other: Request) -> bool:
-        """Whether a request may start before one of another client that waits for room.
+        """Return whether a request may start before one of another client that waits for room.
 
-        It may where the other client's own requests are in its way. Else room is being made for it, and it is overtaken
-        only by as much as it asks for itself.
+        It may if the other client's own requests take the room. Otherwise room is being freed for the other request,
+        and it is overtaken by at most as much as it needs itself.
         """
         if request.spec.client_id == other.spec.client_id:
             return False
@@ -120,8 +120,8 @@ class Placement:
     def _choose_group(self, request: Request) -> tuple[WorkerGroup | None, int]:
         """Return the group to start the request on, and how many of its sequences can start there.
 
-        Of the groups that take the most sequences, it is the one that has the least to do until they are computed. One
-        that runs already stays where it is.
+        Of the groups that can start the most sequences, choose the one with the least work until their contexts are
+        computed. A request that already runs stays on its group.
         """
         groups = self._membership.groups.values()
         nums = {group: num for group in groups if (num := self._num_to_start(request, group))}
@@ -151,7 +151,7 @@ class Placement:
         return self._scheduler.num_sequences_to_start(request, group)
 
     def _may_try(self, request: Request, group: WorkerGroup) -> bool:
-        """Whether what is known of deaths allows the request on the group, so that blame is certain."""
+        """Return whether the request may run on the group, given past worker deaths, such that blame stays certain."""
         standing, membership = group.standing, self._membership
         if group.is_held_off or (standing.is_on_trial and group.active):
             return False
@@ -161,7 +161,7 @@ class Placement:
             return True
         if any(membership.is_suspect(other) for other in group.active):
             return False
-        # After a death others go first: a step that they take well clears the group.
+        # After a death other requests go first: one successful step clears the group.
         return not standing.num_deaths or all(membership.is_suspect(other) for other in self._queue)
 
     def refuse_impossible(self, request: Request) -> bool:
@@ -177,9 +177,9 @@ class Placement:
 
 
 def _holds_its_share(client_id: str, groups: Collection[WorkerGroup]) -> bool:
-    """Whether a client that waits for room has an equal part of all rows or blocks already, or more."""
+    """Return whether a client that waits for room already holds an equal share of all rows or blocks, or more."""
     clients = {client_id, *(name for group in groups for name in group.holdings)}
-    num_clients = max(2, len(clients))  # one waits behind it
+    num_clients = max(2, len(clients))  # at least one other client is waiting
     held = [group.holdings.of(client_id) for group in groups]
     num_rows, num_blocks = sum(rows for rows, _ in held), sum(blocks for _, blocks in held)
     all_rows, all_blocks = (sum(group.max_batch_size for group in groups), sum(g.blocks.num_blocks for g in groups))

@@ -1,12 +1,12 @@
-"""Finds blocks by what they hold: a hash chain over full blocks of tokens.
+"""Finds blocks by their contents: a hash chain over full blocks of tokens.
 
 A block's hash covers its tokens and everything before them, so that equal hashes mean equal keys and values. The chain
-begins with a seed made of cache salt, adapter and embeddings: requests that differ in one of them never share.
+starts with a seed made of cache salt, adapter and embeddings: requests that differ in one of them never share.
 
 A block is published when it is allocated for known tokens, before its contents exist; until the step that computes it
 is planned it is *pending*. A request that finds a pending block holds it and waits for its writer, so a prefix that
 many requests share is computed once even when they arrive together. Steps run strictly in order, so a block whose step
-is planned is as good as computed.
+is planned can be treated as computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scheduler.core.request_spec import RequestSpec
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks became findable: a run of one chain. `token_ids` are those of all its blocks in order."""
+    """Consecutive blocks of one chain became findable. `token_ids` are the tokens of all these blocks in order."""
 
     parent_hash: int
     block_hashes: tuple[int, ...]
@@ -33,21 +33,21 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks are not findable any more."""
+    """Blocks are no longer findable."""
 
     block_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCleared:
-    """Everything that was cached on the group is gone."""
+    """The group's whole cache was dropped."""
 
 
 KvChange = BlocksStored | BlocksRemoved | CacheCleared
 
 
 def chain_seed(spec: RequestSpec) -> int:
-    """Where a request's hash chain begins; 0 without salt, adapter and virtual tokens."""
+    """Return the seed of a request's hash chain; 0 without salt, adapter and virtual tokens."""
     parts = (spec.cache_salt, spec.lora_name, spec.lora_key, spec.prompt_key)
     if not any(parts):
         return 0
@@ -56,13 +56,13 @@ def chain_seed(spec: RequestSpec) -> int:
 
 
 def chain_hash(parent: int, tokens: array[int]) -> int:
-    """Hash of a full block after its parent's; 64 bits of BLAKE2b, so nobody can aim at another's block."""
+    """Return the hash of a full block given its parent's; 64 bits of BLAKE2b, so collisions cannot be forced."""
     data = parent.to_bytes(8, "little") + tokens.tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> list[int]:
-    """The sequence's chain, made at least `num_blocks` long; its tokens up to there must be known."""
+    """Extend the sequence's chain to at least `num_blocks` and return it; the tokens up to there must be known."""
     hashes = sequence.block_hashes
     while len(hashes) < num_blocks:
         start = len(hashes) * tokens_per_block
@@ -71,12 +71,12 @@ def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) ->
     return hashes
 
 
-# Who brings about a block's contents: a sequence that computes them, or an adoption that may find them.
+# What fills a block: a sequence that computes it, or an adoption that may find it.
 Writer = Sequence | Adoption
 
 
 class PrefixCache:
-    """Which block of one worker group holds which hash, and which are still to be computed."""
+    """Index of one worker group's blocks by hash, and of the blocks that are still to be computed."""
 
     def __init__(self) -> None:
         self._block_of: dict[int, int] = {}
@@ -87,7 +87,7 @@ class PrefixCache:
         self._news: list[tuple[int, int]] = []
 
     def find(self, hashes: list[int]) -> list[int]:
-        """Blocks that hold the longest published beginning of the chain."""
+        """Return the blocks of the longest published prefix of the chain."""
         blocks: list[int] = []
         block_of = self._block_of
         for value in hashes:
@@ -98,7 +98,7 @@ class PrefixCache:
         return blocks
 
     def publish(self, block: int, value: int) -> bool:
-        """Makes a block findable; False when another block has the same contents already."""
+        """Make a block findable; return False if another block already has the same contents."""
         if value in self._block_of:
             return False
         self._block_of[value] = block
@@ -111,28 +111,28 @@ class PrefixCache:
         return len(self._pending)
 
     def is_pending(self, block: int) -> bool:
-        """Whether no planned step computes the block yet."""
+        """Return whether no planned step computes the block yet."""
         return block in self._pending
 
     def claim(self, blocks: Iterable[int], writer: Writer) -> None:
-        """Note that `writer` is to bring about the contents of these blocks; until then others wait for them."""
+        """Mark `writer` as the one that fills these blocks; others wait for it."""
         for block in blocks:
             self._pending[block] = writer
 
     def is_claimed(self, block: int, writer: Writer) -> bool:
-        """Whether `writer` is still to bring about the block's contents."""
+        """Return whether `writer` still has to fill the block."""
         return self._pending.get(block) is writer
 
     def abandon(self, blocks: Iterable[int], writer: Writer) -> None:
-        """Leave those of the blocks that `writer` has claimed to the next one that needs them."""
+        """Release the claims of `writer` on these blocks; the next one that needs them claims them."""
         for block in blocks:
             if self._pending.get(block) is writer:
                 self._pending[block] = None
 
     def wait_for(self, block: int, sequence: Sequence) -> Writer | None:
-        """Return whom a sequence that needs the block waits for; None: the block is computed.
+        """Return the writer that a sequence which needs the block waits for; None: the block is computed.
 
-        It is the sequence itself where it has claimed the block, or claims it now because nobody else has.
+        It is the sequence itself if it has claimed the block, or claims it now because nothing else has.
         """
         if block not in self._pending:
             return None
@@ -142,15 +142,15 @@ class PrefixCache:
         return writer
 
     def settle(self, block: int) -> bool:
-        """Note that a planned step computes the block, so that nobody has to wait for it any more.
+        """Record that a planned step computes the block, so that nothing waits for it any longer.
 
         Returns:
-            Whether it can be found from now on.
+            Whether the block is findable from now on.
         """
         return self._pending.pop(block, self) is not self and block in self._hash_of
 
     def withdraw(self, block: int) -> None:
-        """Makes a block unfindable, before its contents change."""
+        """Make a block unfindable, before its contents change."""
         was_pending = self._pending.pop(block, self) is not self
         value = self._hash_of.pop(block, None)
         if value is None:
@@ -161,11 +161,11 @@ class PrefixCache:
             self._news.append((block, 0))
 
     def contains(self, block: int) -> bool:
-        """Whether the block can be found."""
+        """Return whether the block is findable."""
         return block in self._hash_of
 
     def note_stored(self, sequence: Sequence, first_block: int, num_blocks: int, tokens_per_block: int) -> None:
-        """Tells the worker and readers of KV events that a run of the sequence's blocks was stored."""
+        """Report consecutive stored blocks of the sequence to the worker and to readers of KV events."""
         hashes, end_block = sequence.block_hashes, first_block + num_blocks
         self._news += zip(sequence.table[first_block:end_block], hashes[first_block:end_block], strict=True)
         tokens = sequence.tokens_between(first_block * tokens_per_block, end_block * tokens_per_block)
@@ -179,15 +179,15 @@ class PrefixCache:
         )
 
     def take_changes(self) -> list[KvChange]:
-        """Changes since the last call."""
+        """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
     def take_news(self) -> list[tuple[int, int]]:
-        """What the worker has not been told: a block, and the hash of what it holds; 0 where that may change."""
+        """Return (block, content hash) pairs not yet sent to the worker; hash 0: the contents may change."""
         news, self._news = self._news, []
         return news
 
     def note_dropped(self, blocks: Iterable[int]) -> None:
-        """Tell the worker of those blocks that it kept and that cannot be found here: their contents may change."""
+        """Report blocks that the worker kept but that are not findable here: their contents may change."""
         self._news += [(block, 0) for block in blocks if block not in self._hash_of]

@@ -2,15 +2,15 @@
 
 Clients share by start-time fair queueing: each has a virtual time that grows with what it is charged for, and the
 client that is furthest behind is served next. The charge is the KV cache that a request may hold: the blocks of all
-its rows, in tokens. A client that comes back after a while starts at the present, so that nobody saves up; its debt
-stays, also while nobody waits. Requests that ran before (paused, or rebuilt after a worker's loss) come first and are
-not charged again.
+its rows, in tokens. A client that returns after idling starts at the current virtual time, so idle clients accumulate
+no credit; debt is kept, also while the queue is empty. Requests that ran before (paused, or rebuilt after a worker's
+loss) come first and are not charged again.
 
 A request with several sequences may start in parts: it stays in the queue, charged for those that started, until the
 last of them starts.
 
-A client's requests go in order of arrival, also when a smaller one behind would fit. Placement says what may go before
-another client's head that has to wait.
+A client's requests start in order of arrival, even when a smaller one behind would fit. Placement decides what may
+start before another client's head that has to wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import overload
 
 from scheduler.core.request import Request
 
-# Clients without requests that are remembered besides twice as many as wait.
+# Idle clients that are remembered in addition to twice the number of waiting requests.
 _MAX_IDLE_CLIENTS = 64
 
 
@@ -37,12 +37,12 @@ class _Client:
 
 
 class _FairQueue:
-    """Requests of one priority. Those removed from the middle stay in place until they come up."""
+    """Requests of one priority. Those removed from the middle stay in place until they reach the head."""
 
     def __init__(self) -> None:
         self._clients: dict[str, _Client] = {}
-        # (virtual time, ordinal of the oldest request, client); an entry of another virtual time than its client's is
-        # old.
+        # (virtual time, ordinal of the oldest request, client); an entry whose virtual time is not its client's
+        # is stale.
         self._heap: list[tuple[float, int, str]] = []
         self._now = 0.0
 
@@ -68,7 +68,7 @@ class _FairQueue:
         return None
 
     def next_heads(self, waiting: dict[Request, int], most: int) -> list[Request]:
-        """The heads of the clients that are served next, in order; at most so many."""
+        """Return the heads of the clients to serve next, in order; at most `most`."""
         heads: list[Request] = []
         entries: list[tuple[float, int, str]] = []
         while len(heads) < most and (head := self.head(waiting)) is not None:
@@ -81,18 +81,18 @@ class _FairQueue:
         return heads
 
     def tag(self, client_id: str) -> float:
-        """The client's virtual time."""
+        """Return the client's virtual time."""
         return self._clients[client_id].virtual_time
 
     def withdraw(self, request: Request) -> None:
-        """Remove a request from wherever it stands."""
+        """Remove a request at any position."""
         self._clients[request.spec.client_id].requests.remove(request)
 
     def charge(self, client_id: str, cost: float) -> None:
-        """Charge the client of a request that was served, its head or one that a policy selected."""
+        """Charge a client for a request that started, its head or one that a policy selected."""
         client = self._clients[client_id]
         self._now = max(self._now, client.virtual_time)
-        client.virtual_time += cost  # its entry in the heap is old now
+        client.virtual_time += cost  # its entry in the heap is stale now
         if client.requests:
             self._enter(client)
         while self._heap and not self._is_current(self._heap[0]):
@@ -105,7 +105,7 @@ class _FairQueue:
         return client is not None and client.virtual_time == entry[0] and bool(client.requests)
 
     def _forget_idle_clients(self) -> None:
-        """Those that the others have caught up with, and of the others those that owe least, begin at the present."""
+        """Forget idle clients without debt, then those with the least; they restart at the current virtual time."""
         idle = sorted((client.virtual_time, name) for name, client in self._clients.items() if not client.requests)
         for place, (virtual_time, name) in enumerate(idle):
             if virtual_time > self._now and place >= len(idle) - _MAX_IDLE_CLIENTS // 2:
@@ -125,9 +125,9 @@ class _FairQueue:
 
 
 def charge(request: Request, tokens_per_block: int, num_rows: int, num_output_tokens: int | None = None) -> float:
-    """Return the KV cache, in tokens of whole blocks, that so many rows of a request hold.
+    """Return the KV cache, in tokens of whole blocks, that `num_rows` rows of a request hold.
 
-    They share the full blocks of its prompt. Each has `num_output_tokens`, by default the most.
+    They share the full blocks of its prompt. Each has `num_output_tokens`, by default the maximum.
     """
     if num_rows == 0:
         return 0.0
@@ -138,20 +138,20 @@ def charge(request: Request, tokens_per_block: int, num_rows: int, num_output_to
 
 
 class RequestQueue:
-    """Bounded for newcomers; requests that ran before are always taken back."""
+    """Bounded for new requests; requests that ran before are always accepted."""
 
     def __init__(self, max_size: int, tokens_per_block: int = 1) -> None:
         self.max_size = max_size
         self._tokens_per_block = tokens_per_block
         self.num_tokens = 0  # known tokens that wait to be computed
         self._waiting: dict[Request, int] = {}
-        # By order; those that were taken meanwhile stay in place until they come up.
+        # By order; requests taken meanwhile stay in place until they reach the head.
         self._returned: list[tuple[tuple[int, int], int, Request]] = []
         self._num_returned = 0
         self._returned_requests: set[Request] = set()
         self._fair: dict[int, _FairQueue] = {}
         self._priorities: list[int] = []  # highest first
-        self._num_charged: dict[Request, int] = {}  # rows that newcomers were charged for, until their ends
+        self._num_charged: dict[Request, int] = {}  # rows that requests were charged for, until they end
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -164,11 +164,11 @@ class RequestQueue:
 
     @property
     def is_full(self) -> bool:
-        """Newcomers are refused."""
+        """New requests are rejected."""
         return len(self._waiting) >= self.max_size
 
     def push(self, request: Request) -> None:
-        """Adds a newcomer."""
+        """Add a new request."""
         self._add(request)
         priority = request.spec.priority
         if priority not in self._fair:
@@ -179,7 +179,7 @@ class RequestQueue:
     def put_back(self, request: Request) -> None:
         """Add a request that ran before, or the whole of one of which a part still waits.
 
-        It goes before all newcomers of its priority.
+        It goes before all new requests of its priority.
         """
         if request in self._waiting:
             self.remove(request)
@@ -189,11 +189,11 @@ class RequestQueue:
         heapq.heappush(self._returned, (request.order, self._num_returned, request))
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, wherever it stands."""
+        """Remove a request at any position."""
         self.num_tokens -= self._waiting.pop(request)
         if request in self._returned_requests:
             self._returned_requests.discard(request)
-        elif request in self._num_charged:  # it may come back before it would come up here
+        elif request in self._num_charged:  # it may be put back before it would reach the head here
             self._fair[request.spec.priority].withdraw(request)
 
     def head(self) -> Request | None:
@@ -208,11 +208,11 @@ class RequestQueue:
 
     @property
     def ordered(self) -> WaitingRequests:
-        """All that wait, most urgent first: by priority, what ran before, then in order of arrival."""
+        """Return all waiting requests, most urgent first: by priority, those that ran before, then by arrival."""
         return WaitingRequests(self)
 
     def take(self, request: Request, num_sequences: int) -> None:
-        """Take waiting sequences of a request to serve them, and charge its client for those of a newcomer.
+        """Take waiting sequences of a request to start them, and charge its client if the request is new.
 
         It leaves the queue with the last of them.
         """
@@ -241,7 +241,7 @@ class RequestQueue:
         return (-request.spec.priority, request not in self._returned_requests, request.ordinal)
 
     def settle(self, request: Request) -> None:
-        """Gives back what a request was charged for and did not use, at its end."""
+        """Refund the unused part of a request's charge at its end."""
         num_rows = self._num_charged.pop(request, 0)
         if num_rows:
             longest = max(len(sequence.output) for sequence in request.sequences)
@@ -249,20 +249,20 @@ class RequestQueue:
             self._fair[request.spec.priority].refund(request.spec.client_id, unused)
 
     def behind(self, head: Request, most: int) -> list[Request]:
-        """What comes up after the head: what ran before, and the next head of each client; at most so many."""
+        """Return up to `most` requests after the head: those that ran before, and the next head of each client."""
         returned = (item for _, _, item in heapq.nsmallest(2 * most, self._returned))
         candidates = [item for item in dict.fromkeys(returned) if item in self._returned_requests]
         for priority in self._priorities:
             if len(candidates) > most:
                 break
             candidates += self._fair[priority].next_heads(self._waiting, most)
-        candidates.sort(key=lambda request: -request.spec.priority)  # of one priority: what ran before comes first
+        candidates.sort(key=lambda request: -request.spec.priority)  # stable: those that ran before stay first
         return [request for request in candidates if request is not head][:most]
 
     def allowance(self, request: Request, other: Request) -> float:
-        """How much more the client of `other` may be charged before that of `request` would have been served too.
+        """Return how much more the client of `other` may be charged before that of `request` would be served as well.
 
-        Both are newcomers and heads of their clients. Negative: it has had more already.
+        Both are new requests and heads of their clients. Negative: it has already had more.
         """
         if request.spec.priority != other.spec.priority:
             return -1.0
@@ -272,7 +272,7 @@ class RequestQueue:
         return queue.tag(request.spec.client_id) + cost - queue.tag(other.spec.client_id)
 
     def is_newcomer(self, request: Request) -> bool:
-        """Whether a request that waits has not run before."""
+        """Return whether a waiting request has not run before."""
         return request not in self._returned_requests
 
     def _add(self, request: Request) -> None:
@@ -289,7 +289,7 @@ class RequestQueue:
 
 
 class WaitingRequests(Sequence[Request]):
-    """The requests of a queue by urgency, sorted when they are first looked at."""
+    """The requests of a queue by urgency, sorted on first access."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue

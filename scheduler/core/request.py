@@ -1,8 +1,8 @@
 """Requests and their sequences, as the core sees them.
 
 A request has one or more sequences; each gives one output. A sequence's tokens are its request's prompt and its own
-output so far, and everything else here can be rebuilt from these: a sequence that is paused, or whose worker died,
-starts again as if its output were a part of its prompt.
+output so far, and all other state can be rebuilt from these: a sequence that is paused, or whose worker died, starts
+again as if its output were a part of its prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scheduler.core.beams import BeamSearch, BeamStep, Candidate
 from scheduler.core.failure import Failure
 from scheduler.core.request_spec import RequestSpec
 
-# First step ordinal of a sequence that takes no results: it is not on a worker, or has ended.
+# `first_ordinal` of a sequence that ignores results: it is not on a worker, or has ended.
 NO_RESULTS = 1 << 62
 
 
@@ -32,7 +32,7 @@ class FinishReason(enum.IntEnum):
 
 
 class RequestState(enum.Enum):
-    """Where a request is; it moves back to QUEUED when it is paused or loses its worker."""
+    """State of a request; it returns to QUEUED when it is paused or loses its worker."""
 
     QUEUED = "queued"
     ACTIVE = "active"
@@ -52,7 +52,7 @@ class SequenceEnd:
 
 @dataclass(slots=True)
 class ExtraOutput:
-    """What a worker gave beside a token: a serialized RowOutputs, for output tokens from `token_offset` on."""
+    """Extra output of a worker: a serialized RowOutputs, for output tokens from `token_offset` on."""
 
     token_offset: int
     data: bytes
@@ -63,17 +63,17 @@ class Sequence:
 
     Attributes:
         output: Output tokens so far.
-        table: Blocks that hold its tokens' keys and values; those before `num_freed` were given back (sliding window).
-        num_hit_blocks: Leading blocks that others compute or computed.
-        num_reserved: Blocks set aside for it until its end.
+        table: Blocks that hold its tokens' keys and values; those before `num_freed` were released (sliding window).
+        num_hit_blocks: Leading blocks that other sequences compute or computed.
+        num_reserved: Blocks reserved for it until its end.
         num_computed: Tokens whose keys and values are in the cache once all planned steps have run.
-        checkpoint: Value of num_computed at which generation needs another block or has reached its length.
-        waits_for_result: What it runs next depends on its last result: beams and speculation are not planned ahead.
-        row: Row at the worker; None while it holds none.
+        checkpoint: Value of num_computed at which generation needs another block or reaches its maximum length.
+        waits_for_result: Its next step depends on its last result: beams and speculation are not planned ahead.
+        row: Row at the worker; None: no row.
         is_on_worker: The row was sent to the worker.
-        first_ordinal: Results of steps before this one are not for it.
+        first_ordinal: Results of steps before this one are ignored.
         next_publish: Output length at which the next block of generated tokens can be published.
-        block_hashes: Hash chain over its full blocks, as far as it was needed.
+        block_hashes: Hash chain over its full blocks, as far as computed.
     """
 
     __slots__ = (
@@ -109,9 +109,9 @@ class Sequence:
         self.clear_placement()
 
     def clear_placement(self) -> None:
-        """Forgets its place at a worker; the tokens stay."""
+        """Clear its placement on a worker; the tokens stay."""
         if not self.output:
-            self.outputs = []  # what was reported of the prompt so far comes again
+            self.outputs = []  # outputs of the prompt are reported again
         self.table: list[int] = []
         self.num_freed = 0
         self.num_hit_blocks = 0
@@ -125,7 +125,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are known: prompt and output so far."""
+        """Known tokens: prompt and output so far."""
         return len(self.request.spec.prompt) + len(self.output)
 
     @property
@@ -134,7 +134,7 @@ class Sequence:
         return len(self.request.spec.prompt) + len(self.output) - self.num_computed
 
     def tokens_between(self, start: int, end: int) -> array[int]:
-        """Known tokens [start, end)."""
+        """Return the known tokens [start, end)."""
         prompt = self.request.spec.prompt
         num_prompt = len(prompt)
         if end <= num_prompt:
@@ -149,7 +149,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """By the scheduler's steady clock; 0 is "did not happen". `arrival_ns` is what another clock said."""
+    """Times by the scheduler's steady clock; 0: did not happen. `arrival_ns` was measured by another clock."""
 
     arrival_ns: int = 0
     queued_ns: int = 0
@@ -161,7 +161,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """What is known of a request beside its output once it has ended."""
+    """The record of an ended request, apart from its output."""
 
     times: RequestTimes
     failure: Failure | None = None
@@ -176,17 +176,17 @@ class Finish:
 class BeamLanes:
     """The sequences that run a beam search, one lane for each beam.
 
-    A beam's next token is chosen here, not by the worker, so its lane rests until all lanes have brought candidates.
-    Then each beam that goes on takes a lane: the first child of a beam stays in its lane, further ones fork into lanes
+    A beam's next token is chosen here, not by the worker, so its lane is idle until all lanes have their candidates.
+    Then each running beam is assigned a lane: the first child of a beam stays in its lane, further ones fork into lanes
     whose beam was dropped. The fork happens with the next step that runs the request (StepBuilder): full blocks are
-    shared, the last, partly filled one is copied. When the request is paused before, nothing is lost: it starts again
+    shared, the last, partly filled one is copied. If the request is paused before that, nothing is lost: it restarts
     from the tokens of its beams.
 
     Attributes:
         search: The state of its search.
-        lanes: As many as the search is wide: those of the beams that go on, by rank, then spare ones.
-        forks: (from, to) that are to be carried out before a lane runs again.
-        has_news: The worker has not been told the lanes' last tokens.
+        lanes: One per unit of beam width: lanes of the running beams by rank, then spare ones.
+        forks: (from, to) pairs to carry out before a lane runs again.
+        has_news: The lanes' last tokens have not been sent to the worker.
     """
 
     def __init__(self, request: Request) -> None:
@@ -200,7 +200,7 @@ class BeamLanes:
 
     @property
     def running(self) -> TypingSequence[Sequence]:
-        """Lanes of the beams that go on, by rank."""
+        """Lanes of the running beams, by rank."""
         return self.lanes[: len(self.search.running)]
 
     @property
@@ -209,9 +209,9 @@ class BeamLanes:
         return self.lanes[len(self.search.running) :]
 
     def restore(self, steps: TypingSequence[BeamStep]) -> None:
-        """Takes the steps of a journal. Precondition: no lane is placed.
+        """Replay the steps of a journal. Precondition: no lane is placed.
 
-        A search that is over, but whose outputs were not kept, takes its last step again.
+        A finished search whose outputs were not kept repeats its last step.
         """
         self.search = _search(self.search.spec, steps)
         if self.search.is_over:
@@ -220,7 +220,7 @@ class BeamLanes:
         self._forget_prompt()
 
     def forget_placement(self) -> None:
-        """The lanes were taken off their worker: what had come in is computed anew."""
+        """Reset the lanes after they lost their worker: candidates received so far are recomputed."""
         self._forget_prompt()
         self.forks.clear()
         self.has_news = False
@@ -229,19 +229,19 @@ class BeamLanes:
 
     def _forget_prompt(self) -> None:
         if not self.search.steps:
-            self._request.sequences[0].outputs = []  # what was reported of the prompt so far comes again
+            self._request.sequences[0].outputs = []  # outputs of the prompt are reported again
 
     def report(self, lane: Sequence, data: bytes) -> None:
-        """Take in what the worker says beside the candidates of a lane: a serialized RowOutputs."""
+        """Store the extra outputs of a lane's candidates: a serialized RowOutputs."""
         self._reports.setdefault(lane, []).append(data)
 
     def take(self, lane: Sequence, candidates: TypingSequence[Candidate]) -> bool:
-        """Takes in what a lane may go on with; True once all have brought theirs."""
+        """Store a lane's candidates; return True once all lanes have theirs."""
         self._candidates[lane] = candidates
         return len(self._candidates) == len(self.search.running)
 
     def advance(self) -> None:
-        """Takes the search's next step, and gives each beam a lane. Precondition: all candidates are in."""
+        """Apply the search's next step and assign a lane to each beam. Precondition: all candidates are stored."""
         reports = tuple(tuple(self._reports.get(lane, ())) for lane in self.running) if self._reports else ()
         step = self.search.choose([self._candidates[lane] for lane in self.running], reports)
         self._candidates.clear()
@@ -266,7 +266,7 @@ class BeamLanes:
             lane.output = beam.tokens
 
     def ends(self, num_sequences: int) -> list[tuple[array[int], SequenceEnd]]:
-        """Outputs and ends of a search that is over, best first; where fewer beams have ended, empty ones."""
+        """Return the outputs and ends of a finished search, best first; empty ones if fewer beams have ended."""
         found: list[tuple[array[int], SequenceEnd]] = []
         for item in self.search.ended[:num_sequences]:
             reason = FinishReason.LENGTH if item.stop_token_id is None else FinishReason.STOP
@@ -297,27 +297,27 @@ class Host(Protocol):
         """Requests that a step in flight runs."""
 
     def release(self, request: Request) -> None:
-        """Take back rows and blocks of all its sequences."""
+        """Release rows and blocks of all its sequences."""
 
     def release_sequence(self, sequence: Sequence) -> None:
-        """Take a sequence's row and blocks back."""
+        """Release a sequence's row and blocks."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request on its way.
+    """A request and its state.
 
     Attributes:
         ordinal: Place in the order of arrival; smaller is older.
         group: The worker group whose blocks it holds; None while queued or finished.
-        num_cached_tokens: Prompt tokens whose keys and values were in the cache when it first started.
-        lost_store: Where the blocks may still lie that it held on a worker that died: the worker's kv_store.
-        may_fetch: Blocks of it may be looked for in tiers; not after a worker died while it did.
-        died_on: Groups that died in a row while they ran it, without a new token in between.
-        num_attached: Detokenizers that read its feed.
-        last_ordinal: The last step that was counted in num_steps by its result.
+        num_cached_tokens: Prompt tokens that were in the prefix cache when it first started.
+        lost_store: kv_store of the dead worker whose pool may still have its blocks.
+        may_fetch: Its blocks may be fetched from tiers; False after a worker died while fetching them.
+        died_on: Groups that died consecutively while running it, without a new token in between.
+        num_attached: Detokenizers attached to its feed.
+        last_ordinal: The last step whose result was counted in num_steps.
         failure: Set when it ended in error.
-        beams: Its beam search, where it is one.
+        beams: Its beam search, if any.
     """
 
     spec: RequestSpec
@@ -349,22 +349,22 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """The id it was submitted under."""
+        """The id that it was submitted with."""
         return self.spec.request_id
 
     @property
     def has_run(self) -> bool:
-        """Whether it held blocks before, or an earlier scheduler took it in."""
+        """Whether it held blocks before, or was accepted by an earlier scheduler."""
         return self.num_preemptions > 0 or self.num_recoveries > 0
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sorts by urgency: higher priority first, then older first."""
+        """Sort key by urgency: higher priority first, then older first."""
         return (-self.spec.priority, self.ordinal)
 
     @property
     def finish(self) -> Finish:
-        """What is to be kept of it beside its output. Precondition: it has ended."""
+        """The record to keep apart from its output. Precondition: it has ended."""
         return Finish(
             times=self.times,
             failure=self.failure,
@@ -383,27 +383,27 @@ class Request:
 
     @property
     def running_sequences(self) -> TypingSequence[Sequence]:
-        """Those that run, or will: of a beam search the lanes of its beams."""
+        """Live sequences, or for a beam search the lanes of its running beams."""
         return self.beams.running if self.beams is not None else self.live_sequences
 
     @property
     def num_rows(self) -> int:
-        """Rows that it takes at most at a time from now on."""
+        """Most rows that it needs at one time from now on."""
         return self.spec.beam_width if self.beams is not None else len(self.live_sequences)
 
     @property
     def waiting_sequences(self) -> TypingSequence[Sequence]:
-        """Those that have not ended and hold no row; of a beam search the lanes of its beams."""
+        """Running sequences without a row; for a beam search the lanes of its running beams."""
         return [sequence for sequence in self.running_sequences if sequence.row is None]
 
     @property
     def placed_sequences(self) -> TypingSequence[Sequence]:
-        """Those that may hold rows and blocks."""
+        """Sequences that may hold rows and blocks."""
         return self.beams.lanes if self.beams is not None else self.sequences
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens over all sequences, as far as they count."""
+        """Output tokens over all sequences, without tokens beyond their ends."""
         return sum(s.end.num_tokens if s.end else len(s.output) for s in self.sequences)
 
 

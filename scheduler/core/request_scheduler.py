@@ -1,4 +1,4 @@
-"""A whole scheduler: what the core asks, and the usual answer, a capacity policy and a micro-batch policy together."""
+"""The complete scheduling policy: its interface, and the default, a capacity policy plus a micro-batch policy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from scheduler.core.worker_group import WorkerGroup
 
 
 class RequestScheduler(ABC):
-    """What the core asks: `select` for what to start and in which order, `can_start` for each of these, and before
-    each step first `requests_to_pause`, then `schedule`.
+    """Interface of a policy: the core calls `select` for the requests to start and their order, `can_start` for each of
+    these, and before each step first `requests_to_pause`, then `schedule`.
 
     The outcome of a step is in its StepBuilder: `fitting_requests`, `paused_requests`, `context_requests` and
     `generation_requests`; `group.inflight_request_ids` are those that a step in flight runs.
@@ -26,7 +26,7 @@ class RequestScheduler(ABC):
 
     @abstractmethod
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Whether a queued request may take rows and blocks of the group now. Changes nothing."""
+        """Return whether a queued request may take rows and blocks of the group now, without changing any state."""
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
         """Return how many of a request's waiting sequences may start; see CapacityScheduler.num_sequences_to_start."""
@@ -34,11 +34,11 @@ class RequestScheduler(ABC):
 
     @abstractmethod
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Active requests that give their blocks back before the next step. Changes nothing."""
+        """Return active requests to pause before the next step, without changing any state."""
 
     @abstractmethod
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """Fills the step; see MicroBatchScheduler.schedule."""
+        """Fill the step; see MicroBatchScheduler.schedule."""
 
 
 class SimpleScheduler(RequestScheduler):
@@ -49,21 +49,21 @@ class SimpleScheduler(RequestScheduler):
         self.micro_batch_scheduler = micro_batch_scheduler
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
-        """As the capacity policy says."""
+        """Ask the capacity policy."""
         return self.capacity_scheduler.select(queued, group)
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """As the capacity policy says."""
+        """Ask the capacity policy."""
         return self.capacity_scheduler.can_start(request, group)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """As the capacity policy says."""
+        """Ask the capacity policy."""
         return self.capacity_scheduler.num_sequences_to_start(request, group)
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """As the capacity policy says."""
+        """Ask the capacity policy."""
         return self.capacity_scheduler.requests_to_pause(group)
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
-        """As the micro-batch policy says."""
+        """Ask the micro-batch policy."""
         self.micro_batch_scheduler.schedule(group, step)

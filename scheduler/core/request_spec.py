@@ -1,4 +1,4 @@
-"""What a request asks for, as the core sees it."""
+"""The parameters of a request, as the core sees them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class RetentionRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """What was asked for; never changes.
+    """Immutable parameters of a request.
 
     Attributes:
         prompt: Token ids, array type 'I'.
         max_tokens: Output tokens per sequence; prompt and output fit into the model's length.
         num_sequences: Outputs asked for.
-        stop_token_ids: Tokens that end a sequence, the end ids among them.
+        stop_token_ids: Tokens that end a sequence, including the end ids.
         min_tokens: A stop token before this many output tokens does not end the sequence.
-        beam_width: Above 1 it is a beam search, whose best `num_sequences` beams are the outputs.
+        beam_width: Above 1: beam search, whose best `num_sequences` beams are the outputs.
         beam_diversity_rate, length_penalty, early_stopping: See protos/generation.proto.
-        num_draft_tokens: Drafts that may be verified in one step; 0 is no speculation.
-        deadline_ns: By the scheduler's steady clock, as is arrival_ns; None is no deadline.
-        lora_key: Identifies what the adapter holds; empty for none. lora_bytes: What it takes on a worker's device.
-        prompt_key: Identifies what stands behind virtual tokens; empty where there are none.
-        num_virtual_tokens: Ids from vocab_size on that the prompt may have.
-        is_cacheable: Cached blocks may stand in for prompt tokens, and others may use this request's.
-        tensor_bytes: Of the tensors that it asks for. Where there are any, the journal keeps what was asked for alone,
-            and a scheduler that comes after computes the request again.
-        digest: Of the contents; tells a repeated Submit from another request under the same id.
-        keep_ns: How long it is kept once it has ended, beyond what every ended request is; the edge's business.
+        num_draft_tokens: Most drafts to verify in one step; 0: no speculation.
+        deadline_ns: By the scheduler's steady clock, as is arrival_ns; None: no deadline.
+        lora_key: Identifies the adapter's contents; empty: none. lora_bytes: Memory that it needs on a worker's device.
+        prompt_key: Identifies the embeddings of virtual tokens; empty: there are none.
+        num_virtual_tokens: Number of ids from vocab_size on that the prompt may contain.
+        is_cacheable: It may use cached blocks for prompt tokens, and others may use its blocks.
+        tensor_bytes: Size of the requested tensors. If above 0, the journal keeps the request without its output, and a
+            successor computes it again.
+        digest: Hash of the contents; distinguishes a repeated Submit from another request with the same id.
+        keep_ns: How long it is kept after its end, beyond the usual time; used by the edge only.
         payload: The normalized GenerateRequest, serialized; opaque to the core.
     """
 
@@ -76,7 +76,7 @@ class RequestSpec:
 
     @property
     def max_num_tokens(self) -> int:
-        """Tokens of one sequence whose keys and values are ever computed: the last output token's are not."""
+        """Most tokens of one sequence whose KV is computed: that of the last output token is not."""
         return len(self.prompt) + self.max_tokens - 1
 
     @property

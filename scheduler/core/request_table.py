@@ -1,4 +1,4 @@
-"""The requests that a scheduler knows: those that have not ended, and for a while those that have."""
+"""The requests that a scheduler knows: unfinished ones, and for a while finished ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scheduler.core.timers import Timers
 
 
 class RequestTable(Mapping[str, Request]):
-    """Requests by id. Those that ended are kept for those who resume them: so many, so many tokens, and so long."""
+    """Requests by id. Ended ones are kept for clients that resume them, with limits on number, tokens and time."""
 
     def __init__(self, config: CoreConfig, timers: Timers, on_forget: Callable[[Request], None]) -> None:
-        """`on_forget` is told of each that is not kept any longer."""
+        """Call `on_forget` with each request that is no longer kept."""
         self._config = config
         self._timers = timers
         self._on_forget = on_forget
@@ -47,7 +47,7 @@ class RequestTable(Mapping[str, Request]):
         self._requests[request.request_id] = request
 
     def keep(self, request: Request, now_ns: int) -> None:
-        """Keep a request that has ended from now on, in place of older ones where these take too much."""
+        """Keep an ended request from now on, dropping older ones beyond the limits."""
         config = self._config
         self._ended[request.request_id] = request, now_ns
         self._num_ended_tokens += _num_tokens(request)
@@ -56,7 +56,7 @@ class RequestTable(Mapping[str, Request]):
         self._timers.at(now_ns + config.finished_ttl_ns, self._forget_expired)
 
     def forget(self, request: Request) -> None:
-        """Keep a request that has ended no longer."""
+        """Drop an ended request."""
         del self._ended[request.request_id], self._requests[request.request_id]
         self._num_ended_tokens -= _num_tokens(request)
         self._on_forget(request)
@@ -70,5 +70,5 @@ class RequestTable(Mapping[str, Request]):
 
 
 def _num_tokens(request: Request) -> int:
-    """What keeping a request takes; it does not change once the request has ended."""
+    """Return the tokens that keeping a request costs; constant once it has ended."""
     return len(request.spec.prompt) + sum(len(sequence.output) for sequence in request.sequences)

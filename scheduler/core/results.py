@@ -1,4 +1,4 @@
-"""Takes in what a step gave: tokens are appended, sequences that reached their end are ended, statistics are made."""
+"""Apply step results: append tokens, end sequences that are complete, compute statistics."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ End = tuple[Sequence, SequenceEnd]
 
 @dataclass(slots=True)
 class Taken:
-    """What a step gave.
+    """Summary of an applied result.
 
     Attributes:
         emitted: Sequences with new tokens.
-        num_rows: Rows that were of use. num_tokens: Tokens that they gave.
+        num_rows: Rows whose result was used. num_tokens: Tokens that they produced.
     """
 
     emitted: list[Sequence] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Results:
     """Applies results to sequences.
 
     Attributes:
-        reports_iterations: Statistics are made of each result, as an effect.
+        reports_iterations: Emit an IterationDone for each result.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Results:
         effects: list[Effect],
         try_again: Callable[[WorkerGroup, Request], None],
     ) -> None:
-        """`try_again` queues a request anew that its worker could not run yet."""
+        """Call `try_again` to queue a request again that its worker could not run yet."""
         self.reports_iterations = True
         self._last: tuple[InFlightStep, StepDone, int] | None = None
         self._lifecycle = lifecycle
@@ -65,9 +65,9 @@ class Results:
         self._try_again = try_again
 
     def problem(self, group: WorkerGroup, step: InFlightStep, event: StepDone, vocab_size: int) -> str:
-        """What is wrong with a result beside the step that it is of; empty when nothing is.
+        """Return why a result does not match its step; empty if it does.
 
-        What can be said of the message alone has been checked before (scheduler/wire/worker_checks.py).
+        The message by itself has been checked before (scheduler/wire/worker_checks.py).
         """
         num_tokens = len(event.token_ids)
         if event.num_tokens:
@@ -95,7 +95,7 @@ class Results:
         return ""
 
     def commit(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:
-        """Takes in the result of the group's oldest step in flight, whose shape is right."""
+        """Apply the result of the group's oldest step in flight, whose shape was checked."""
         first_sampled = [chunk[1] for chunk in step.context if chunk[3]]
         if event.outputs:
             self._keep_outputs(step, event)
@@ -126,11 +126,11 @@ class Results:
     def _take_runs(
         self, group: WorkerGroup, step: InFlightStep, event: StepDone, failed: dict[Sequence, Failure], ends: list[End]
     ) -> Taken:
-        """Take in a result row by row, where rows may give something else than one token.
+        """Apply a result row by row, for steps whose rows may produce other than one token.
 
-        A speculative sequence's result is a run: the drafts that were accepted and one token more. It counts up to its
-        end, should that lie within. A beam's result are candidates; once all beams of its request have theirs, the
-        search takes a step. Both kinds have waited for this, and go on from here.
+        A speculative sequence's result is a run: the accepted drafts and one more token, cut at the sequence's end. A
+        beam's result is a list of candidates; once all beams of its request have theirs, the search takes a step. Both
+        kinds waited for this result and continue now.
         """
         taken = Taken()
         start = first_log_prob = 0
@@ -190,7 +190,7 @@ class Results:
     def _append_first(
         self, group: WorkerGroup, sequences: list[Sequence], step: InFlightStep, tokens: list[int], ends: list[End]
     ) -> list[Sequence]:
-        """First tokens after a context phase."""
+        """Append the first tokens after context phases."""
         emitted: list[Sequence] = []
         for sequence, token in zip(sequences, tokens, strict=False):
             if sequence.first_ordinal <= step.ordinal:
@@ -202,13 +202,13 @@ class Results:
     def _append_next(
         self, group: WorkerGroup, step: InFlightStep, tokens: list[int], ends: list[End]
     ) -> list[Sequence]:
-        """One token for each generating sequence. This is the loop that every token passes."""
+        """Append one token to each generating sequence. This is the hot loop of the scheduler."""
         emitted: list[Sequence] = []
         ordinal, now_ns = step.ordinal, self._clock.now_ns
-        before_ns, num_alike = 0, 0  # most had their last token in the same step: they are counted together
+        before_ns, num_alike = 0, 0  # most got their last token in the same step: count them together
         for sequence, token in zip(step.generation, tokens, strict=True):
             if sequence.first_ordinal > ordinal:
-                continue  # it ended, or was paused, after the step was planned
+                continue  # ended or paused after the step was planned
             emitted.append(sequence)
             if sequence.last_token_ns != before_ns:
                 self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
@@ -224,13 +224,13 @@ class Results:
         return emitted
 
     def _append(self, group: WorkerGroup, sequence: Sequence, token: int, ends: list[End]) -> None:
-        """Appends a token to a sequence, and notes its end where it is one."""
+        """Append a token to a sequence, and record its end if it is complete."""
         sequence.output.append(token)
         sequence.last_token_ns = self._clock.now_ns
         self._look_at_last(group, sequence, ends)
 
     def _look_at_last(self, group: WorkerGroup, sequence: Sequence, ends: list[End]) -> None:
-        """Publishes the block that a sequence's last token has filled, and notes the end that it is."""
+        """Publish the block that a sequence's last token has filled, and record its end if it is complete."""
         spec, num_output, token = sequence.request.spec, len(sequence.output), sequence.output[-1]
         if num_output == sequence.next_publish:
             group.tables.publish_generated(sequence)
@@ -240,13 +240,13 @@ class Results:
             ends.append((sequence, SequenceEnd(FinishReason.LENGTH, num_output)))
 
     def _note_latency(self, sequence: Sequence, num_tokens: int) -> None:
-        """Notes the time since the sequence's last token, in equal parts for each of the new ones."""
+        """Record the time since the sequence's last token, divided equally among the new ones."""
         if sequence.last_token_ns:
             since_ns = self._clock.now_ns - sequence.last_token_ns
             self._totals.inter_token_latency.observe(since_ns // num_tokens, num_tokens)
 
     def _note_first_token(self, sequence: Sequence) -> None:
-        """Notes that a sequence made progress."""
+        """Record that a sequence made progress."""
         request, now_ns = sequence.request, self._clock.now_ns
         if request.died_on:
             request.died_on.clear()
@@ -276,12 +276,12 @@ class Results:
                 if row in sampled:
                     sequence.request.beams.report(sequence, data)
                     continue
-                sequence = sequence.request.sequences[0]  # what is said of the prompt comes with the first output
+                sequence = sequence.request.sequences[0]  # outputs of the prompt belong to the first sequence
                 offset = 0
             sequence.outputs.append(ExtraOutput(offset, data))
 
     def _failed_rows(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> dict[Sequence, Failure]:
-        """Sequences that failed, and those that share what a failed one was to compute: they start again."""
+        """Return failed sequences, and those that share blocks which a failed one was to compute: they start again."""
         if not event.failures:
             return {}
         rows = self._rows(step)
@@ -318,7 +318,7 @@ class Results:
             self._effects.append(IterationDone(self.statistics([group], event.time_ns, group.group_id)))
 
     def statistics(self, groups: list[WorkerGroup], time_ns: int, group_id: str) -> IterationStats:
-        """The state of some groups, with what the last step ran."""
+        """Return the state of some groups, with the counts of the last step."""
         totals = self._totals
         return IterationStats(
             time_ns=time_ns,
@@ -341,7 +341,7 @@ class Results:
 
 
 def step_stats(step: InFlightStep, event: StepDone, num_decoded: int) -> StepStats:
-    """What a step ran and gave."""
+    """Return the counts of a step and its result."""
     return StepStats(
         micro_batch_id=step.step_id,
         latency_ns=event.time_ns - step.planned_ns,
@@ -359,7 +359,7 @@ def step_stats(step: InFlightStep, event: StepDone, num_decoded: int) -> StepSta
 
 
 def kv_stats(groups: list[WorkerGroup]) -> KvStats:
-    """Blocks of some groups together."""
+    """Return the block counts of some groups together."""
     blocks = [group.blocks for group in groups]
     return KvStats(
         num_blocks=sum(b.num_blocks for b in blocks),
@@ -376,7 +376,7 @@ def kv_stats(groups: list[WorkerGroup]) -> KvStats:
 
 
 def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
-    """Bytes that some groups use: host, device, pinned."""
+    """Return the bytes that some groups use: (host, device, pinned)."""
     return (
         sum(group.memory[0] for group in groups),
         sum(group.memory[1] for group in groups),
@@ -385,7 +385,7 @@ def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
 
 
 def _runs_problem(step: InFlightStep, event: StepDone) -> str:
-    """What is wrong with runs and candidates, whose total is right; empty when nothing is."""
+    """Return what is wrong with runs and candidates whose total is right; empty if nothing is."""
     if len(event.num_drafts) not in (0, step.num_sampled):
         return f"{len(event.num_drafts)} numbers of drafts for {step.num_sampled} rows"
     num_candidates = start = 0
@@ -410,7 +410,7 @@ def _runs_problem(step: InFlightStep, event: StepDone) -> str:
 
 
 def _note_step(sequence: Sequence, ordinal: int) -> None:
-    """Steps of sequences that are not planned ahead are counted here; those of others by their tokens."""
+    """Count a step of a sequence that is not planned ahead; others' steps are counted by their tokens."""
     request = sequence.request
     if sequence.waits_for_result and request.last_ordinal != ordinal:
         request.last_ordinal = ordinal

@@ -1,11 +1,11 @@
-"""What speaks against a worker group, kept from epoch to epoch: is it the worker that is bad, or what it runs?
+"""Fault record of a worker group, kept across epochs, to tell bad workers from bad requests.
 
-A *fault* is the worker's own: a result that no correct worker sends, a message that cannot be taken in, a result that
-never came. It is no evidence against any request. A *death* (the process is gone, silent, or stands still) may be a
-request's doing, but several in a row without one good step between them speak against the worker too.
+A *fault* is the worker's own: an invalid result, a message that cannot be processed, a missing result. It is no
+evidence against any request. A *death* (the process is gone, silent, or makes no progress) may be caused by a request,
+but several in a row without a successful step in between count against the worker too.
 
-A group with either is held off: it stays registered and gets nothing to run for a pause that doubles each time. Then it
-is on trial with one request at a time, until it has done a few steps well.
+A group with either is held off: it stays registered and gets nothing to run for a period that doubles each time. Then
+it is on trial with one request at a time, until it has completed a few steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 FIRST_PAUSE_NS = 1_000_000_000
 MAX_PAUSE_NS = 60_000_000_000
 NUM_STEPS_ON_TRIAL = 8
-# A correct worker has no faults, so they are forgotten late.
+# A correct worker has no faults, so they are kept for long.
 NUM_STEPS_TO_FORGET = 256
 _RECENT_NS = 60_000_000_000
 _MAX_KNOWN = 1024
@@ -27,13 +27,13 @@ class Standing:
     """One group's record.
 
     Attributes:
-        num_faults: Since it last did NUM_STEPS_TO_FORGET steps without one.
-        num_deaths: In a row, without a good step in between.
-        num_good_steps: Since the last fault or death.
-        held_until_ns: It gets nothing to run before.
-        last_seen_ns: When it last registered or was given up.
-        reason: Of the last fault or death; empty for none.
-        lone_victims: Requests that were the only suspect when it died, since its last good step.
+        num_faults: Faults since it last completed NUM_STEPS_TO_FORGET steps without one.
+        num_deaths: Consecutive deaths, without a successful step in between.
+        num_good_steps: Successful steps since the last fault or death.
+        held_until_ns: It gets nothing to run before this time.
+        last_seen_ns: When it last registered or its epoch was ended.
+        reason: Reason of the last fault or death; empty: none.
+        lone_victims: Requests that were the only suspect when it died, since its last successful step.
     """
 
     num_faults: int = 0
@@ -51,21 +51,21 @@ class Standing:
         return has_failed and self.num_good_steps < NUM_STEPS_ON_TRIAL
 
     def is_held(self, now_ns: int) -> bool:
-        """Whether it is to run nothing now."""
+        """Return whether it must not run anything now."""
         return now_ns < self.held_until_ns
 
     def note_fault(self, now_ns: int, reason: str) -> None:
-        """The worker itself did wrong."""
+        """Record a fault of the worker itself."""
         self.num_faults += 1
         self._hold(now_ns, reason, self.num_faults)
 
     def note_death(self, now_ns: int, reason: str) -> None:
-        """The worker died, for whatever cause; the first time it may go on as soon as it is back."""
+        """Record a death of any cause; after the first one it may run again as soon as it is back."""
         self.num_deaths += 1
         self._hold(now_ns, reason, self.num_deaths - 1 + self.num_faults)
 
     def note_good_step(self) -> None:
-        """A step came back right."""
+        """Record a successful step."""
         self.num_good_steps += 1
         if self.num_deaths:
             self.num_deaths = 0
@@ -74,7 +74,7 @@ class Standing:
             self.num_faults, self.reason = 0, ""
 
     def forgive_death(self) -> None:
-        """What looked like a death was none, or is explained."""
+        """Withdraw a death that was none, or that a request is blamed for."""
         self.num_deaths = max(0, self.num_deaths - 1)
         if not self.num_faults and self.num_deaths < 2:
             self.held_until_ns = 0
@@ -89,17 +89,17 @@ class Standing:
 
 
 class Standings:
-    """The records of all groups that were here lately, by group id."""
+    """Records of all recent groups, by group id."""
 
     def __init__(self) -> None:
         self._by_group: OrderedDict[str, Standing] = OrderedDict()
 
     def num_recent(self, now_ns: int) -> int:
-        """Groups that registered or were given up lately."""
+        """Return the number of groups that registered or whose epoch was ended recently."""
         return sum(now_ns - standing.last_seen_ns < _RECENT_NS for standing in self._by_group.values())
 
     def of(self, group_id: str) -> Standing:
-        """The group's record; a new one for a group that is not known."""
+        """Return the group's record; a new one for an unknown group."""
         standing = self._by_group.setdefault(group_id, Standing())
         self._by_group.move_to_end(group_id)
         if len(self._by_group) > _MAX_KNOWN:

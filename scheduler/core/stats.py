@@ -19,7 +19,7 @@ class Histogram:
         self.sum_ns = 0
 
     def observe(self, duration_ns: int, count: int = 1) -> None:
-        """Counts a duration, in nanoseconds, so many times."""
+        """Add `count` observations of a duration in nanoseconds."""
         self.counts[bisect_left(_BUCKETS_NS, duration_ns)] += count
         self.sum_ns += duration_ns * count
 
@@ -43,7 +43,7 @@ class Totals:
     num_generation_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    max_num_active_requests: int = 0  # the most there can be: all rows and places in the queue
+    max_num_active_requests: int = 0  # upper bound: all rows and places in the queue
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0
     time_to_first_token: Histogram = field(default_factory=Histogram)
@@ -54,7 +54,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCounts:
-    """Where requests are."""
+    """Number of requests by state."""
 
     num_active: int = 0
     num_queued: int = 0
@@ -64,7 +64,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvStats:
-    """Blocks of one group, or of all together; the counts are since each group joined."""
+    """Blocks of one group, or of all together; counters start when a group joins."""
 
     num_blocks: int = 0
     num_free: int = 0  # available: free and cached
@@ -80,7 +80,7 @@ class KvStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What a step ran and gave."""
+    """Counts of a step and its result."""
 
     micro_batch_id: int = 0
     latency_ns: int = 0
@@ -103,7 +103,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationStats:
-    """One iteration of one worker group, a step from its plan to its result; without a group id, the state of all."""
+    """One iteration of a worker group, from a step's plan to its result; without a group id: all groups' state."""
 
     time_ns: int
     iteration: int

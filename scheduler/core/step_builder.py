@@ -1,7 +1,7 @@
-"""Builds one step of a worker group: schedulers say what runs, this keeps the accounts and writes the plan.
+"""Builds one step of a worker group: policies choose what runs; the builder does the bookkeeping and writes the plan.
 
-Rows persist at the worker, and so does the set of generating rows: a steady step says "as before" and ships the blocks
-by which some tables grew. Nothing here looks at a sequence that does not run.
+Rows persist at the worker, and so does the set of generating rows: a steady-state step sends only a flag and the new
+blocks of tables that grew. The cost is independent of sequences that do not run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from scheduler.core.worker_group import WorkerGroup
 
 
 class StepBuilder:
-    """What the next step of `group` runs, so far.
+    """The next step of `group`, under construction.
 
     Attributes:
-        paused_requests: Requests that gave their blocks back before the step.
-        num_tokens_left: Of the step's token budget.
+        paused_requests: Requests paused before the step.
+        num_tokens_left: Remaining token budget of the step.
         num_stalled: Sequences that no block is available for.
     """
 
@@ -55,19 +55,19 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """There is nothing to do."""
+        """The step has nothing to run."""
         return not (self._context or self._generation or self._plan.beam_rows or self.group.adoptions)
 
     def add_context(self, sequence: Sequence, max_tokens: int) -> int:
-        """Runs the next chunk of a sequence's known tokens.
+        """Add the next chunk of a sequence's known tokens.
 
         Args:
             sequence: One of `group.context`.
             max_tokens: Most tokens in the chunk.
 
         Returns:
-            Tokens in it; 0 when the sequence must wait for blocks that another one is about to compute, or when
-            `max_tokens` is too small for anything.
+            Tokens in the chunk; 0 if the sequence must wait for blocks that another one is about to compute, or if
+            `max_tokens` is too small.
         """
         most = min(max_tokens, self.num_tokens_left)
         if most <= 0 or sequence in self._planned_now or not self._is_ready(sequence):
@@ -80,7 +80,7 @@ class StepBuilder:
         return length
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Skips blocks that others have computed; False while another sequence has yet to compute the next one."""
+        """Skip blocks that others have computed; return False while another sequence still has to compute the next."""
         cache, block_size = self.group.prefix_cache, self.group.tokens_per_block
         while (index := sequence.num_computed // block_size) < sequence.num_hit_blocks:
             writer = cache.wait_for(sequence.table[index], sequence)
@@ -93,7 +93,7 @@ class StepBuilder:
         return sequence.index == 0 or self._copy_from_leader(sequence)
 
     def _copy_from_leader(self, sequence: Sequence) -> bool:
-        """Copies the prompt's last, partly filled block from another sequence of the request (copy-on-write).
+        """Copy the prompt's last, partly filled block from another sequence of the request (copy-on-write).
 
         Returns:
             False while that sequence has not computed it; copies happen before a step's forward pass.
@@ -135,7 +135,7 @@ class StepBuilder:
             self._queue_latency_ns += self._time_ns - request.times.queued_ns
 
     def _settle_blocks(self, sequence: Sequence, first: int, end: int) -> None:
-        """The blocks [first, end) are computed by this step: whoever waits for them may go on, in this step even."""
+        """Mark the blocks [first, end) as computed by this step: sequences waiting for them may run in it."""
         cache, group = self.group.prefix_cache, self.group
         run = first
         for index in range(first, end):
@@ -147,13 +147,13 @@ class StepBuilder:
             cache.note_stored(sequence, run, end - run, group.tokens_per_block)
 
     def add_generation(self, sequences: list[Sequence] | None = None) -> int:
-        """Runs one generation step of sequences.
+        """Add one generation step of sequences.
 
         Args:
-            sequences: Some of `group.generating`; None is all of it, as far as the token budget goes.
+            sequences: Some of `group.generating`; None: all, up to the token budget.
 
         Returns:
-            How many run; those whose length is planned out are left out, and those that no block is available for.
+            How many run; sequences whose tokens are all planned, or that no block is available for, are left out.
         """
         group = self.group
         chosen = group.generating
@@ -178,7 +178,7 @@ class StepBuilder:
         return len(chosen)
 
     def _without_stalled_beams(self, chosen: list[Sequence]) -> list[Sequence]:
-        """Forks the beams that parted; those for whose forks no blocks are available are left out."""
+        """Fork diverged beams; leave out those whose forks have no blocks available."""
         stalled = {
             request
             for request in dict.fromkeys(sequence.request for sequence in chosen)
@@ -188,10 +188,10 @@ class StepBuilder:
         return [sequence for sequence in chosen if sequence.request not in stalled] if stalled else chosen
 
     def _fork_beams(self, request: Request) -> bool:
-        """Write what a beam search decided after its last step: which rows fork, and the token that each takes.
+        """Write the outcome of a beam search's last step: which rows fork, and the token appended to each.
 
         Returns:
-            False, and nothing is changed, when there are not enough blocks.
+            False, with nothing changed, if there are not enough blocks.
         """
         group, plan, beams = self.group, self._plan, request.beams
         assert beams is not None
@@ -220,11 +220,11 @@ class StepBuilder:
         return True
 
     def _plan_drafts(self, chosen: list[Sequence]) -> None:
-        """Let speculative sequences verify drafts, as far as tokens and blocks go.
+        """Let speculative sequences verify drafts, within the token and block budgets.
 
-        The worker makes the drafts and verifies them in the step's one forward pass; the result holds those that were
-        accepted and one token more. So a sequence's table must reach as far as all its drafts. Blocks that were taken
-        for drafts which were not accepted stay in the table, for the tokens that come instead.
+        The worker makes the drafts and verifies them in the step's one forward pass; the result holds the accepted ones
+        and one more token. So a sequence's table must cover all its drafts. Blocks allocated for rejected drafts stay
+        in the table, for the tokens that replace them.
 
         Args:
             chosen: Sequences of the step, whose own token is not counted as computed yet.
@@ -244,7 +244,7 @@ class StepBuilder:
             self.num_tokens_left -= limit
 
     def _grow_for_drafts(self, sequence: Sequence, num_tokens: int) -> int:
-        """Grow a table to hold `num_tokens`, unless others may need the blocks; return how many it holds then."""
+        """Grow a table to hold `num_tokens`, unless others may need the blocks; return how many it can hold."""
         group, block_size = self.group, self.group.tokens_per_block
         assert sequence.row is not None
         while len(sequence.table) * block_size < num_tokens and group.blocks.num_available > len(group.active):
@@ -254,7 +254,7 @@ class StepBuilder:
         return len(sequence.table) * block_size
 
     def _settle_checkpoint(self, sequence: Sequence) -> bool:
-        """Grows a table that is full; False when the sequence is planned out, or no block is available."""
+        """Grow a full table; return False if all tokens of the sequence are planned, or no block is available."""
         group = self.group
         if sequence.num_computed >= sequence.request.spec.max_num_tokens:
             group.end_generation(sequence)
@@ -269,7 +269,7 @@ class StepBuilder:
         return True
 
     def _least_advanced(self, sequences: list[Sequence]) -> list[Sequence]:
-        """As many as the budget allows, those with the fewest planned output tokens, so that all get their turn."""
+        """Return as many as the budget allows, those with the fewest planned output tokens, so that none starves."""
 
         def num_planned(sequence: Sequence) -> int:
             return sequence.num_computed - len(sequence.request.spec.prompt)
@@ -278,7 +278,7 @@ class StepBuilder:
         return [sequence for sequence in sequences if sequence in chosen]
 
     def finish(self) -> StepPlan:
-        """Closes the step and puts it in flight. Precondition: it is not empty."""
+        """Complete the step and put it in flight. Precondition: it is not empty."""
         group, plan = self.group, self._plan
         plan.released_rows = group.take_released_rows()
         for block, value in group.prefix_cache.take_news():
@@ -309,11 +309,11 @@ class StepBuilder:
             if is_last:
                 group.begin_generation(sequence)
             else:
-                sequence.request.num_steps += 1  # those that give a token are counted by their tokens
+                sequence.request.num_steps += 1  # sampling rows are counted by their tokens
         return plan
 
     def _write_generation(self) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
-        """Writes which rows generate, as the difference from the step before."""
+        """Write which rows generate, as the difference from the previous step."""
         group, plan, last = self.group, self._plan, self.group.last_generation
         if self._is_whole_generation and last.version == group.generation_version:
             plan.repeats_generation = bool(last.rows)

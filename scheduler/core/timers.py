@@ -1,4 +1,4 @@
-"""The time as the core knows it, and things to do at a time; cancelled by being harmless when they come up."""
+"""The core's clock and timers. Timers are not cancelled: a stale one has no effect when it fires."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Action = Callable[[int], None]
 
 @dataclass(slots=True)
 class Clock:
-    """The time of the event at hand."""
+    """The time of the current event."""
 
     now_ns: int = 0
 
 
 class Timers:
-    """A heap of (time, action); time is handed in, never read."""
+    """A heap of (time, action); the caller passes the time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Action]] = []
@@ -25,15 +25,15 @@ class Timers:
 
     @property
     def next_ns(self) -> int | None:
-        """When the next action is due."""
+        """Return when the next action is due."""
         return self._heap[0][0] if self._heap else None
 
     def at(self, time_ns: int, action: Action) -> None:
-        """Runs `action(now_ns)` once it is `time_ns`."""
+        """Run `action(now_ns)` at `time_ns`."""
         self._count += 1
         heapq.heappush(self._heap, (time_ns, self._count, action))
 
     def run_due(self, now_ns: int) -> None:
-        """Runs everything that is due, what that adds included."""
+        """Run all due actions, including those that they add."""
         while self._heap and self._heap[0][0] <= now_ns:
             heapq.heappop(self._heap)[2](now_ns)

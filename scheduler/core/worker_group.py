@@ -1,8 +1,8 @@
 """A worker group as the core sees it: its blocks, its rows, and what runs on it.
 
-A request is *started* on a group: each of its sequences gets a row and blocks for all its known tokens, those that hold
-the same tokens as another's are shared. Its *context* phase computes the known tokens chunk by chunk; the last chunk
-samples a token and the *generation* phase begins, one token a step. `release` takes all of it back, whatever the
+A request is *started* on a group: each of its sequences gets a row and blocks for all its known tokens; blocks with
+the same tokens are shared. Its *context* phase computes the known tokens chunk by chunk; the last chunk
+samples a token and the *generation* phase begins, one token a step. `release` undoes all of this, whatever the
 reason.
 """
 
@@ -29,20 +29,20 @@ from scheduler.core.standing import Standing
 from scheduler.core.timers import Clock
 
 _BY_ROW = attrgetter("row")
-# What a step may copy from tiers or a dead worker's pool: a few hundredths of a second.
+# Limit for what a step copies from tiers or a dead worker's pool: a few tens of milliseconds.
 _MAX_ADOPTED_BYTES, _MAX_ADOPTED_BLOCKS = 32 << 20, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class StartCost:
-    """What starting a request, or some of its sequences, takes from a group.
+    """Resources of a group needed to start a request, or some of its sequences.
 
     Attributes:
         num_rows: Rows.
-        num_blocks: Available blocks that are taken at once.
-        num_blocks_next: Blocks that its first generation step takes besides.
-        num_blocks_to_end: Blocks to set aside so that it can run to its end.
-        num_cached_tokens: Known tokens that need no computing.
+        num_blocks: Available blocks that are allocated at once.
+        num_blocks_next: Further blocks for its first generation step.
+        num_blocks_to_end: Blocks to reserve so that it can run to its end.
+        num_cached_tokens: Known tokens that need not be computed.
         num_tokens: Known tokens.
     """
 
@@ -55,15 +55,15 @@ class StartCost:
 
     @property
     def num_blocks_at_once(self) -> int:
-        """Blocks that are taken until its first generation step has run."""
+        """Blocks allocated by the end of its first generation step."""
         return self.num_blocks + self.num_blocks_next
 
 
 class AdapterRoom:
-    """The LoRA adapters that a group's requests use, against what its device holds.
+    """Device memory of the LoRA adapters that a group's requests use.
 
-    A worker pins an adapter while a row uses it. So no more are started at a time than fit together; those that others
-    still use take no more room.
+    A worker pins an adapter while a row uses it, so only as many are in use as fit together; an adapter that is already
+    in use needs no further memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -71,15 +71,15 @@ class AdapterRoom:
         self._num_users: dict[str, int] = {}
 
     def fits(self, spec: RequestSpec) -> bool:
-        """Whether a request with this adapter can be started now."""
+        """Return whether a request with this adapter can be started now."""
         return not spec.lora_key or spec.lora_key in self._num_users or spec.lora_bytes <= self._left
 
     def fits_alone(self, spec: RequestSpec) -> bool:
-        """Whether it could if nothing else ran."""
+        """Return whether it could be started if nothing else ran."""
         return spec.lora_bytes <= self._all
 
     def take(self, spec: RequestSpec) -> None:
-        """A request is started."""
+        """Count the adapter of a started request."""
         if not spec.lora_key:
             return
         if spec.lora_key not in self._num_users:
@@ -87,7 +87,7 @@ class AdapterRoom:
         self._num_users[spec.lora_key] = self._num_users.get(spec.lora_key, 0) + 1
 
     def give_back(self, spec: RequestSpec) -> None:
-        """A request has left."""
+        """Remove the adapter use of a released request."""
         if not spec.lora_key:
             return
         self._num_users[spec.lora_key] -= 1
@@ -100,17 +100,17 @@ class WorkerGroup:
     """One epoch of one worker group.
 
     Attributes:
-        standing: What speaks against it, over all its epochs.
-        tables: Which blocks each sequence holds.
-        clients: Whether several send requests. pace: When the next step is planned.
+        standing: Its fault record over all epochs.
+        tables: Block tables of its sequences.
+        clients: Tracks whether several send requests. pace: Decides when the next step is planned.
         active: Requests that hold blocks here, in the order in which they started.
-        holdings: What each client may hold here until its requests end.
+        holdings: Rows and blocks that each client may use here until its requests end.
         context: Sequences in their context phase, in the order in which they started.
         generating: Sequences in their generation phase, by row.
         generation_version: Changes whenever `generating` does.
-        num_waiting: Sequences with rows that wait for each result before they run again.
-        adoptions: Blocks that the next steps ask the worker to look for in what dead ones left, or in its tiers.
-        stored: Hashes of the blocks in its tiers, as far as is known; shared with groups that share the tiers.
+        num_waiting: Sequences with rows that must wait for each result before they run again.
+        adoptions: Blocks that the next steps ask the worker to look up in pools of dead workers, or in its tiers.
+        stored: Known hashes of the blocks in its tiers; shared with groups that share the tiers.
         batch_size: Sequences started since the group was last empty.
     """
 
@@ -165,7 +165,7 @@ class WorkerGroup:
         self._take_kept(registration, clock.now_ns)
 
     def _take_kept(self, registration: WorkerRegistered, now_ns: int) -> None:
-        """Takes over what the worker's blocks still hold, and tells it which of them will change."""
+        """Register the blocks that the worker kept as cached, and report to it those whose contents may change."""
         kept = list(zip(registration.kept_blocks, registration.kept_hashes, strict=True))
         if self.config.enable_block_reuse and not self.standing.num_faults:
             self.blocks.adopt(kept, now_ns)
@@ -173,7 +173,7 @@ class WorkerGroup:
 
     @property
     def is_held_off(self) -> bool:
-        """Whether it gets nothing to run for a while."""
+        """Whether it temporarily gets nothing to run."""
         return self.standing.is_held(self._clock.now_ns)
 
     def send(self, step: InFlightStep) -> None:
@@ -182,10 +182,10 @@ class WorkerGroup:
         self.next_step_id += 1
 
     def deliver(self, event: StepDone) -> str | None:
-        """Keep a result until it is its turn.
+        """Store a result until those of earlier steps are applied.
 
         Returns:
-            Why no correct worker sends it, or empty; None where it is of a step whose result came before.
+            Why it is invalid, or empty; None: a duplicate of an earlier result.
         """
         self.last_heard_ns = event.time_ns
         if not self.in_flight or event.step_id < self.in_flight[0].step_id:
@@ -196,11 +196,11 @@ class WorkerGroup:
         return ""
 
     def next_result(self) -> StepDone | None:
-        """Return the result of the oldest step in flight, once, if it has come."""
+        """Return and remove the result of the oldest step in flight, if it has arrived."""
         return self._early_results.pop(self.in_flight[0].step_id, None) if self.in_flight else None
 
     def finish_step(self, event: StepDone) -> InFlightStep:
-        """Take the oldest step out of flight, whose result is right."""
+        """Remove the oldest step in flight, whose result was checked."""
         self.standing.note_good_step()
         self.last_progress_ns = event.time_ns
         self._num_beats_ahead = 0
@@ -213,7 +213,7 @@ class WorkerGroup:
         return step
 
     def note_beat(self, event: WorkerBeat) -> bool:
-        """Note a sign of life; False when a result is lost."""
+        """Process a heartbeat; return False if a result was lost."""
         self.last_heard_ns = event.time_ns
         self.memory = event.memory
         self.stored.difference_update(event.removed_hashes)
@@ -221,7 +221,7 @@ class WorkerGroup:
         if not self.in_flight or event.last_step_id < self.in_flight[0].step_id:
             self._num_beats_ahead = 0
             return True
-        # It finished a step whose result did not come. Once may be overtaking, twice is a loss.
+        # It finished a step whose result is missing. Once may be reordering, twice is a loss.
         self._num_beats_ahead += 1
         return self._num_beats_ahead < 2
 
@@ -232,7 +232,7 @@ class WorkerGroup:
 
     @property
     def num_free_rows(self) -> int:
-        """Sequences that can still be started."""
+        """Rows that are not in use."""
         return len(self._free_rows)
 
     @property
@@ -242,16 +242,16 @@ class WorkerGroup:
         return sum(s.num_tokens - max(s.num_computed, s.num_hit_blocks * block) for s in self.context)
 
     def splits(self, num_tokens: int) -> bool:
-        """Whether a context of so many tokens may be divided among steps.
+        """Return whether a context of this many tokens may be split over several steps.
 
-        Without chunked context only what no step can hold: a request that ran before and has grown since, or that came
+        Without chunked context, only if it exceeds a step: a request that ran before and has grown since, or that came
         from a group with larger steps.
         """
         return self.config.enable_chunked_context or num_tokens > self.max_num_tokens
 
     @property
     def adopting_requests(self) -> set[Request]:
-        """Requests that wait for what a dead worker left, or for tiers."""
+        """Return requests that wait for blocks from a dead worker's pool or from tiers."""
         return self.adoptions.requests.union(*(step.adoption.requests for step in self.in_flight))
 
     @property
@@ -260,7 +260,7 @@ class WorkerGroup:
         return frozenset(request.request_id for step in self.in_flight for request in step.requests())
 
     def blocks_alone(self, request: Request) -> int:
-        """Blocks that the request takes at most, on an empty group, also when it has to start again near its end."""
+        """Return the most blocks that the request needs on an empty group, also if it has to restart near its end."""
         return self._blocks_of_rows(request, request.num_rows)
 
     def _blocks_of_rows(self, request: Request, num_rows: int) -> int:
@@ -269,11 +269,11 @@ class WorkerGroup:
         return each + (num_rows - 1) * (each - shared)
 
     def takes_prompt(self, request: Request) -> bool:
-        """Whether the request's prompt may run here: without chunked context, whether a step can hold all of it."""
+        """Return whether the request's prompt can run here: without chunked context it must fit into one step."""
         return request.has_run or self.config.enable_chunked_context or len(request.spec.prompt) <= self.max_num_tokens
 
     def is_large_enough(self, request: Request) -> bool:
-        """Whether the request could run here if the group were empty."""
+        """Return whether the request could run here if the group were empty."""
         spec = request.spec
         return (
             self.takes_prompt(request)
@@ -284,7 +284,7 @@ class WorkerGroup:
         )
 
     def start_cost(self, request: Request, num_sequences: int | None = None) -> StartCost:
-        """What starting so many of the request's waiting sequences, by default all, would take; changes nothing."""
+        """Return the cost of starting this many of the request's waiting sequences (default: all)."""
         waiting, tables = request.waiting_sequences[:num_sequences], self.tables
         shared = (len(request.spec.prompt) - 1) // self.tokens_per_block
         has_leader = self._leader(request) is not None
@@ -310,15 +310,15 @@ class WorkerGroup:
     def start(self, request: Request, ordinal: int, num_sequences: int | None = None) -> int:
         """Give waiting sequences of a request rows, and blocks for their known tokens.
 
-        Precondition: rows and blocks as in `start_cost` are there; the request runs on no other group.
+        Precondition: rows and blocks as in `start_cost` are available; the request runs on no other group.
 
         Args:
             request: A request with waiting sequences.
-            ordinal: Number of the next step; results of steps before it are not for these sequences.
+            ordinal: Number of the next step; these sequences ignore results of earlier steps.
             num_sequences: How many of them start; by default all.
 
         Returns:
-            Tokens of the first whose keys and values others compute or computed.
+            Tokens of the first sequence whose keys and values other sequences compute or computed.
         """
         if request.group is None:
             self.active[request] = None
@@ -350,7 +350,7 @@ class WorkerGroup:
     def _leader(self, request: Request) -> Sequence | None:
         """Return a sequence of the request that runs here and holds all of its prompt's blocks.
 
-        All that start while there is one share these blocks, so a request never holds more than `blocks_alone`.
+        Sequences that start while there is one share these blocks, so a request never holds more than `blocks_alone`.
         """
         if request.group is None:
             return None
@@ -368,38 +368,38 @@ class WorkerGroup:
         return -(-self._blocks_of_rows(request, num_rows) // num_rows)
 
     def begin_generation(self, sequence: Sequence) -> None:
-        """Moves a sequence whose context is planned on, unless all its tokens are planned."""
+        """Move a sequence whose context is planned to generation, unless all its tokens are planned."""
         self.context.remove(sequence)
         if not sequence.waits_for_result:
             self.resume_generation(sequence)
 
     def resume_generation(self, sequence: Sequence) -> None:
-        """Lets a sequence generate, unless all its tokens are planned."""
+        """Let a sequence generate, unless all its tokens are planned."""
         if not self.set_checkpoint(sequence):
             return
         insort(self.generating, sequence, key=_BY_ROW)
         self.generation_version += 1
 
     def rest(self, sequences: Iterable[Sequence]) -> None:
-        """Lets sequences that a step runs wait for its result, where they have to."""
+        """Remove sequences of a step from generation until its result, if they depend on it."""
         resting = {sequence for sequence in sequences if sequence.waits_for_result}
         if resting:
             self.generating = [sequence for sequence in self.generating if sequence not in resting]
             self.generation_version += 1
 
     def set_checkpoint(self, sequence: Sequence) -> bool:
-        """Sets when the sequence next needs attention; False when all its tokens are planned."""
+        """Set the sequence's next checkpoint; return False if all its tokens are planned."""
         limit = sequence.request.spec.max_num_tokens
         sequence.checkpoint = min(len(sequence.table) * self.tokens_per_block, limit)
         return sequence.num_computed < limit
 
     def end_generation(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the generation phase; it keeps its row and blocks."""
+        """Remove a sequence from the generation phase; it keeps its row and blocks."""
         self.generating.remove(sequence)
         self.generation_version += 1
 
     def sharers(self, sequence: Sequence) -> list[Sequence]:
-        """Sequences of other requests that hold blocks which this one was to compute."""
+        """Return sequences of other requests that hold blocks which this one was to compute."""
         blocks = set(sequence.table[max(sequence.num_freed, sequence.num_hit_blocks) :])
         return [
             other
@@ -410,7 +410,7 @@ class WorkerGroup:
         ]
 
     def release(self, request: Request) -> None:
-        """Takes rows and blocks of all its sequences back; nothing of the request is left on the group."""
+        """Release rows and blocks of all its sequences; nothing of the request is left on the group."""
         for sequence in request.placed_sequences:
             if sequence.row is not None:
                 self.release_sequence(sequence)
@@ -423,7 +423,7 @@ class WorkerGroup:
             self.batch_size = 0
 
     def release_sequence(self, sequence: Sequence) -> None:
-        """Takes a sequence's row and blocks back. Steps in flight may still write there: later steps run after them."""
+        """Release a sequence's row and blocks. Steps in flight may still write to them: later steps run after these."""
         if sequence in self.context:
             self.context.remove(sequence)
             self.tables.break_promises(sequence)
@@ -440,7 +440,7 @@ class WorkerGroup:
         sequence.clear_placement()
 
     def held_tables(self) -> Iterable[Iterable[int]]:
-        """Blocks of each sequence on the group, for the full check."""
+        """Yield the blocks of each sequence on the group, for the full check."""
         for request in self.active:
             for sequence in request.placed_sequences:
                 yield sequence.table[sequence.num_freed :]

@@ -24,7 +24,7 @@ from tests.scheduler.harness import MS, Harness
 
 PREFIX = list(range(7, 47))
 # What an accepted request may end with that no worker is large enough for.
-TOO_LARGE = ("at most", "take more", "tokens of KV cache", "too small in some way")
+TOO_LARGE = ("at most", "take more", "tokens of KV cache", "large enough in every respect")
 
 
 def draw_config(draw: random.Random) -> SchedulerConfig:
