@@ -16,7 +16,7 @@ _CONFIG_EXIT_CODE = 2
 
 
 def main() -> int:
-    """Runs a worker, or one rank of one.
+    """Run a worker, or one rank of one.
 
     Returns:
         The exit code: 0 drained, 2 wrong configuration, 3 rejected by the scheduler, 4 another rank is gone.
@@ -28,7 +28,7 @@ def main() -> int:
         ranks = Ranks.from_environment(config, os.environ)
         folder = open_model_folder(config.model)
         logging.getLogger(__name__).info("importing torch")
-        from gpu_worker.worker import Worker  # only now, because torch takes seconds to import
+        from gpu_worker.worker import Worker  # imported late: torch takes seconds to import
 
         if not ranks.is_alone:
             from gpu_worker.parallel.launch import run_rank

@@ -1,9 +1,9 @@
-"""Runs a decoder on a GPU: inputs cross in one copy, and steps of decode rows alone replay recorded CUDA graphs.
+"""Run a decoder on a GPU: one copy transfers the inputs, and decode-only steps replay CUDA graphs.
 
 A step arrives as CPU tensors. If every sequence in it has one token and is sampled, its rows are laid out in one pinned
-buffer as the graph of the next larger batch size expects them, copied to where that graph reads, and the graph is
-replayed; padding rows have no key to attend to and no slot to write. Any other step is copied over and run eagerly. No
-call here waits for the device, except for a pinned buffer whose last copy is still under way.
+buffer as the graph of the next larger batch size expects them, copied to that graph's inputs, and the graph is
+replayed; padding rows have no keys and write no slot. Any other step is copied over and run eagerly. No call here waits
+for the device, except to reuse a pinned buffer whose last copy is still running.
 
 A step may be started before the host knows the tokens of the step before. These stay on the device (`feed`), and
 negative token ids refer to them.
@@ -33,24 +33,24 @@ _NO_SLOT = -1
 _WARM_UP_RUNS = 2
 
 Recorder = Callable[[Callable[[], object]], Callable[[], None]]
-# Each set of graphs has its own recorder: their memory pool ends with the last of them.
+# Each set of graphs has its own recorder: the memory pool is freed with the last graph.
 MakeRecorder = Callable[[], Recorder]
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
-    """Batch sizes that are recorded, ascending: 1, 2, 4, 8, then steps of 16, and the limit itself."""
+    """Return the batch sizes to record, ascending: 1, 2, 4, 8, then multiples of 16, and the limit itself."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_batch_size]
     return [*sizes, *range(16, max_batch_size, 16), max_batch_size]
 
 
 class GraphRecorder:
-    """Records CUDA graphs that share one memory pool."""
+    """Record CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Records the kernels that `run` starts and gives what starts them again."""
+        """Record the kernels that `run` launches and return a function that replays them."""
         side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -65,7 +65,7 @@ class GraphRecorder:
 
 
 def recorder_for(device: torch.device) -> MakeRecorder:
-    """Return what makes a recorder for `device`; on a CPU, a replay runs what was recorded again."""
+    """Return a factory of recorders for `device`; on a CPU, replaying runs the recorded function again."""
     return GraphRecorder if device.type == "cuda" else lambda: _run_again
 
 
@@ -77,7 +77,7 @@ def _run_again(run: Callable[[], object]) -> Callable[[], None]:
 
 
 class GraphDecoder:
-    """A decoder on a device, given CPU tensors; see the head of this file."""
+    """A decoder on a device that takes CPU tensors; see the module docstring."""
 
     def __init__(
         self,
@@ -89,35 +89,35 @@ class GraphDecoder:
         max_blocks: int,
         make_recorder: MakeRecorder | None = None,
     ) -> None:
-        """Records nothing yet.
+        """Wrap a decoder; record no graphs yet.
 
         Args:
-            decoder: Takes inputs on `device`.
-            device: Where it computes.
-            max_batch_size: Sequences in one step.
-            max_num_tokens: Tokens in one step.
-            max_blocks: Blocks of one sequence.
-            make_recorder: Makes what records graphs; None: all steps run eagerly.
+            decoder: The decoder; takes inputs on `device`.
+            device: The device it computes on.
+            max_batch_size: Maximum sequences in one step.
+            max_num_tokens: Maximum tokens in one step.
+            max_blocks: Maximum blocks of one sequence.
+            make_recorder: Factory of graph recorders; None: all steps run eagerly.
         """
         self._decoder, self._device, self._make_recorder = decoder, device, make_recorder
         self._max_batch_size = max_batch_size
         self._graphs: dict[int, Callable[[], None]] = {}
         self._logits = torch.empty(0, device=device)
-        # Four numbers for each row, then as much of the block tables as a step uses: filled by one copy.
+        # Four numbers per row, then the used part of the block tables: filled by one copy.
         self._arena = torch.zeros(max_batch_size * (4 + max_blocks), dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
         self._counts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
-        # Where tokens of the step before wait, whom the host may not know yet.
+        # Sampled tokens of the previous step, which may not be known to the host yet.
         self._fed = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         most_eager = 3 * max_num_tokens + max_batch_size * (3 + max_blocks) + 1
         self._pinned = PinnedBuffers(device, max(most_eager, self._arena.numel()))
 
     def place_adapter(self, adapter: Adapter) -> object:
-        """Brings a LoRA adapter to the device."""
+        """Copy a LoRA adapter to the device."""
         return self._decoder.place_adapter(adapter)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Computes over this cache from now on; graphs over another are dropped."""
+        """Use this cache from now on; drop graphs recorded over another."""
         self.clear()
         self._decoder.use_cache(kv)
 
@@ -137,12 +137,12 @@ class GraphDecoder:
             torch.cuda.synchronize(self._device)
 
     def feed(self, tokens: Tensor) -> None:
-        """Takes the int32 tokens that a step sampled; in the next one, id -1 - i stands for tokens[i]."""
+        """Store the int32 tokens that a step sampled; in the next step, id -1 - i refers to tokens[i]."""
         torch.clamp(tokens, min=0, out=self._fed[: len(tokens)])
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Records the graphs over the cache at hand, largest first, so that the smaller ones fit in its memory."""
+        """Record the graphs over the current cache, largest first, so that the smaller ones fit in its memory."""
         if self._make_recorder is None:
             return
         self.clear()
@@ -150,7 +150,7 @@ class GraphDecoder:
         started = time.perf_counter()
         for size in reversed(graph_sizes(self._max_batch_size)):
             inputs = self._static_inputs(size)
-            # Steps before may have left anything there, under the layout of another size.
+            # Earlier steps may have left data there in the layout of another batch size.
             self._arena.zero_()
             inputs.slot_mapping.fill_(_NO_SLOT)
             if not self._graphs:
@@ -160,7 +160,7 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Float32 logits [S, vocab_size] on the device, good until the next call."""
+        """Return float32 logits [S, vocab_size] on the device, valid until the next call."""
         if probe is not None:
             return self._decoder.forward(self._send_all(inputs), probe)
         num_rows = inputs.context_lens.shape[0]
@@ -174,15 +174,15 @@ class GraphDecoder:
         return self._logits[:num_rows]
 
     def logits(self, last: Tensor) -> Tensor:
-        """Float32 logits of what a probe kept."""
+        """Return float32 logits of the hidden states that a probe kept."""
         return self._decoder.logits(last)
 
     def _run(self, inputs: ForwardInputs, size: int) -> None:
-        # All graphs leave their logits in one place, for these can be larger than all else that they hold.
+        # All graphs write their logits to one shared buffer, which can be larger than the rest of their memory.
         self._logits[:size] = self._decoder.forward(replace(inputs, token_ids=self._known(inputs.token_ids)))
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """Token ids with those in place that were fed."""
+        """Return token ids with placeholders replaced by the tokens passed to `feed`."""
         return torch.where(token_ids < 0, self._fed[(-1 - token_ids).clamp(min=0).long()], token_ids)
 
     def _static_inputs(self, size: int) -> ForwardInputs:
@@ -208,7 +208,7 @@ class GraphDecoder:
             head[num_rows:] = padding
         values[4 * size :] = inputs.block_tables.numpy().reshape(-1)
         self._pinned.send(buffer, self._arena[:used])
-        # What lies behind a row's last block is never read.
+        # Entries past a row's last block are never read.
         self._tables[:num_rows, :num_blocks] = self._arena[4 * size : used].view(num_rows, num_blocks)
 
     def _send_all(self, inputs: ForwardInputs) -> ForwardInputs:

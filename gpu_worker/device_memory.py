@@ -1,7 +1,7 @@
-"""How much of a device's memory the KV pool may take: what steps and CUDA graphs need is measured first.
+"""Measure how much device memory steps and CUDA graphs need, to size the KV pool.
 
-The allocator hands its cached memory back whenever a graph is recorded, so what is free after a warm-up says nothing
-of what steps will need again. Both are measured over a small pool, and kept free when the real one is taken.
+The allocator returns its cached memory whenever a graph is recorded, so free memory after the warm-up does not show
+what steps will need again. Both needs are measured over a small pool and reserved when the real pool is allocated.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gpu_worker.kv.cache import KvCache, free_memory_bytes
 
 
 class WarmUpMemory:
-    """Measures from when the pools of the warm-up are there until they are dropped. On a CPU it measures nothing.
+    """Measure memory from the allocation of the warm-up's pools until they are dropped; a no-op on a CPU.
 
     Attributes:
-        step_bytes: That the allocator took at most for steps, fragmentation included.
-        graph_bytes: That recorded graphs take.
+        step_bytes: Peak allocator use by steps, fragmentation included.
+        graph_bytes: Memory that recorded graphs take.
     """
 
     def __init__(self, device: torch.device, pools: Sequence[KvCache]) -> None:
@@ -33,12 +33,12 @@ class WarmUpMemory:
             self._reserved = cuda.memory_reserved(device)
 
     def end_steps(self) -> None:
-        """Take note of what the steps since the beginning needed."""
+        """Record the peak memory of the steps so far."""
         if self._is_cuda:
             self.step_bytes = max(self.step_bytes, cuda.max_memory_reserved(device=self._device) - self._reserved)
 
     def record(self, capture: Callable[[], None]) -> None:
-        """Record graphs after the last step."""
+        """Record graphs after the last step, and measure their memory."""
         self.end_steps()
         if not self._is_cuda:
             capture()
@@ -50,7 +50,7 @@ class WarmUpMemory:
         self.graph_bytes = max(0, before - free_memory_bytes(self._device))
 
     def free_bytes(self) -> int:
-        """Return what pools may take, once the graphs are dropped: the warm-up's own pools give theirs back."""
+        """Return the memory available to pools once the graphs and the warm-up's own pools are dropped."""
         if not self._is_cuda:
             return free_memory_bytes(self._device)
         _empty_cache(self._device)

@@ -1,4 +1,4 @@
-"""What a sequence's parameters ask for beside a choice from its logits."""
+"""Flags for what a sequence needs besides a token sampled from unmodified logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_worker.batch.step import NOTHING, NewSequence, SamplingParams
 
 
 class Feature(enum.IntFlag):
-    """What is done to a row's logits beside choosing from them; each costs only the rows that use it."""
+    """Processing that a row needs besides sampling; rows without a feature do not pay for it."""
 
     PENALTIES = 1
     BIAS = 2
@@ -25,7 +25,7 @@ class Feature(enum.IntFlag):
 
 
 def features_of(new: NewSequence) -> Feature:
-    """What a sequence uses."""
+    """Return the features that a sequence uses."""
     features = _of_sampling(new.sampling) | _of_outputs(new)
     if new.guide is not None:
         features |= Feature.GUIDED
@@ -58,6 +58,6 @@ def _of_sampling(sampling: SamplingParams) -> Feature:
 def _of_outputs(new: NewSequence) -> Feature:
     if new.outputs is NOTHING:
         return Feature(0)
-    # Sequences of one request share the prompt: the first reports it, unless it has done so.
+    # Sequences of one request share the prompt: the first reports it, unless it already has.
     is_first = new.sequence_index == 0 and len(new.token_ids) == new.num_prompt_tokens
     return Feature.REPORTS | (Feature.PROMPT_REPORTS if is_first and new.outputs.of_prompt else 0)

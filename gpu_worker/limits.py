@@ -1,4 +1,4 @@
-"""How large steps, sequences and the KV pool may be: what settings, model and memory allow, on any rank."""
+"""Limits of steps, sequences and the KV pool, from settings, model and memory; computed on every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import ModelFolder
 
-# Large enough to use the machine, small enough that a step's decodes do not wait long for its prefills.
+# Large enough to use the machine, small enough that decodes do not wait long for prefills in the same step.
 _CPU_NUM_TOKENS, _GPU_NUM_TOKENS = 256, 2048
 
 
@@ -30,17 +30,17 @@ class Limits:
 
     @classmethod
     def of(cls, config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> Limits:
-        """What settings, folder and device say.
+        """Return the limits that settings, model folder and device give.
 
         Raises:
-            ConfigError: Sequences are to be longer than the model's.
+            ConfigError: max_sequence_length exceeds the model's.
         """
         length, longest = (
             config.max_sequence_length or folder.max_sequence_length,
             model.description.max_sequence_length,
         )
         if length > longest:
-            raise ConfigError(f"{length} is more than the model's {longest}", field="max_sequence_length")
+            raise ConfigError(f"{length} exceeds the model's limit of {longest}", field="max_sequence_length")
         default = _CPU_NUM_TOKENS if model.device.type == "cpu" else _GPU_NUM_TOKENS
         return cls(length, config.max_num_tokens or default)
 
@@ -48,7 +48,7 @@ class Limits:
 def graph_decoder(
     config: WorkerConfig, model: LoadedModel, limits: Limits, *, is_recorded: bool = True
 ) -> GraphDecoder:
-    """The model's decoder behind one that copies inputs to the GPU and, where it may, replays graphs."""
+    """Wrap the model's decoder to copy inputs to the GPU and, where allowed, replay CUDA graphs."""
     is_recorded = is_recorded and config.cuda_graphs and model.can_record
     return GraphDecoder(
         model.decoder,
@@ -61,10 +61,10 @@ def graph_decoder(
 
 
 def local_num_blocks(config: WorkerConfig, limits: Limits, models: Sequence[LoadedModel], free_bytes: int) -> int:
-    """Return how many KV blocks of all these models there is room for on this rank in so much free memory.
+    """Return how many KV blocks of all these models fit in `free_bytes` on this rank.
 
     Raises:
-        ConfigError: Not even one.
+        ConfigError: No block fits.
     """
     return choose_num_blocks(
         sum(block_bytes(model.part, config.tokens_per_block, model.kv_dtype) for model in models),

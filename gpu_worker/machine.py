@@ -1,6 +1,6 @@
-"""What a worker would compute with on this machine, as JSON: `python -m gpu_worker.machine [--limits]`.
+"""Report as JSON what a worker would run on in this machine: `python -m gpu_worker.machine [--limits]`.
 
-`midstream doctor` and `midstream bench --quick` run it as a process of its own, since they do not import torch.
+`midstream doctor` and `midstream bench --quick` run it in a separate process, since they do not import torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from kernels.cpu import load_library
 from midstream.processors import num_compute_threads
 
-# Larger than any last-level cache, and the product of a layer of a mid-sized model.
+# Larger than any last-level cache, and the matrix size of a mid-sized model's layer.
 _NUM_BYTES = 512 << 20
 _GEMM_SIZE = 1024
 _MEASURE_S = 0.5
 
 
 def describe() -> dict[str, object]:
-    """Return versions, GPUs and the CPU kernels that run; `kernels` is empty, with reasons, where none does."""
+    """Return versions, GPUs and the usable CPU kernels; if none is usable, `kernels` is empty and reasons are given."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         library = load_library()
@@ -39,7 +39,7 @@ def describe() -> dict[str, object]:
 
 
 def measure_limits() -> dict[str, float]:
-    """Return bytes read from memory, and float32 operations of a matrix product, per second, at best."""
+    """Return the peak memory read bandwidth in bytes/s and float32 matrix product throughput in FLOP/s."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(num_compute_threads())
     data = torch.ones(_NUM_BYTES // 4, device=device)
@@ -64,7 +64,7 @@ def _best_s(work: Callable[[], object]) -> float:
 def main() -> None:
     """Print one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--limits", action="store_true", help="Measure memory and matrix products too: a second.")
+    parser.add_argument("--limits", action="store_true", help="Also measure memory and matrix products (one second).")
     arguments = parser.parse_args()
     print(json.dumps(describe() | (measure_limits() if arguments.limits else {})))
 

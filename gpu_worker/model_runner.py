@@ -1,8 +1,8 @@
-"""Runs steps on a model: rows and tensors in, tokens out. Knows neither sockets nor protobuf.
+"""Run steps on a model: rows and tensors in, tokens out. Independent of sockets and protobuf.
 
 A step is launched, then finished. On a GPU the next one may be launched in between: sampled tokens stay on the device
-and are the next step's input there, while rows hold a place for them, and the host learns of them when the step is
-finished. Steps with rows that need more than a choice of tokens are done when their launch returns.
+as inputs of the next step, rows hold placeholders, and the host reads the tokens when the step is finished. Steps with
+rows that need more than a sampled token are complete when launch returns.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """A step that was started.
+    """A launched step.
 
     Attributes:
-        rows: That sample in it.
-        missing_blocks: Blocks to adopt that nothing was found for.
-        output: Once it is there.
+        rows: Rows that sample in it.
+        missing_blocks: Blocks to adopt whose contents were not found.
+        output: The step's output, once it is available.
     """
 
     started: float
@@ -77,12 +77,12 @@ class Launched:
 
     @property
     def is_done(self) -> bool:
-        """Whether its output can be had without waiting for the device."""
+        """Return whether the output is ready."""
         return self.output is not None or (self.copy is not None and self.copy.is_done)
 
 
 class ModelRunner:
-    """A loaded model with its KV pool and the rows of the sequences on it.
+    """A loaded model with its KV pool and the rows of its sequences.
 
     Attributes:
         model: The loaded model.
@@ -102,18 +102,18 @@ class ModelRunner:
         *,
         runs_ahead: bool | None = None,
     ) -> None:
-        """Loads the model unless it is given, warms it up, and takes memory for the KV pool.
+        """Load the model unless it is given, warm it up, and allocate the KV pool.
 
         Args:
             config: The worker's settings.
             folder: The model.
-            model: It, loaded.
-            leader: Of the ranks that hold its other parts; None: all of it is here.
+            model: The loaded model, if there is one.
+            leader: Leader of the ranks that hold its other parts; None: this rank holds all of it.
             runs_ahead: Whether a step may be launched before the one before is finished; None: on a GPU.
 
         Raises:
             ConfigError: The folder or a setting is wrong.
-            UnsupportedError: The model's architecture is not known here.
+            UnsupportedError: The model's architecture is not supported.
         """
         torch.set_num_threads(num_threads(config))
         self.model: LoadedModel = model or load_model(config, folder, None if leader is None else leader.links)
@@ -125,16 +125,16 @@ class ModelRunner:
         self._folder = folder
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
         if config.replicate_post_processors and leader is not None:
-            raise UnsupportedError("rank 0 alone calls them", field="replicate_post_processors")
+            raise UnsupportedError("must be off: only rank 0 runs post-processors", field="replicate_post_processors")
         self.output_probes = load_output_probes(self.model.description.num_layers)
         self.post_processors = load_post_processors(config.logits_post_processors)
         self.adapters = adapter_cache(
             config,
             self.model,
-            lambda adapter: self.model.decoder.place_adapter(adapter),  # noqa: PLW0108 (the decoder comes later)
+            lambda adapter: self.model.decoder.place_adapter(adapter),  # noqa: PLW0108 (the decoder is set later)
         )
         is_gpu = self.model.device.type == "cuda"
-        # Not with other ranks: they learn the tokens of a step from this one.
+        # Not with several ranks: the others learn a step's tokens from this one.
         self.runs_ahead = leader is None and (is_gpu if runs_ahead is None else runs_ahead)
         self._in_flight: deque[Launched] = deque()
         self._last_end = 0.0
@@ -148,14 +148,14 @@ class ModelRunner:
         _open_tiers(config, folder, self.model, self.kv, is_whole=is_whole)
         if self._front is not None:
             self._record(self._front)
-            # Takes the memory of the largest steps back from the device before a client would wait for that.
+            # Free the device memory that the largest steps took now, rather than while a client waits.
             self._run_largest_steps()
         description, element_bytes = self.model.description, self.model.dtype.itemsize
         if self.model.takes_lora:
             self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
 
     def close(self) -> None:
-        """Ends what runs beside, and lets go of recorded graphs; do it before the ranks part."""
+        """Stop helper processes and release recorded graphs; call it before the ranks disconnect."""
         self._in_flight.clear()
         if self._front is not None:
             self._front.close()
@@ -163,27 +163,27 @@ class ModelRunner:
         self.kv.close()
 
     def clear(self) -> None:
-        """Forgets all sequences; the pool's contents stay as they are, and nothing refers to them."""
+        """Remove all sequences; the pool's contents stay, unreferenced."""
         self._in_flight.clear()
         self._batch.clear()
 
     def run_step(self, step: Step) -> StepOutput:
-        """Executes one step.
+        """Execute one step.
 
         Raises:
-            ExecutionError: The step contradicts what came before it; call `clear` before the next.
+            ExecutionError: The step contradicts earlier ones; call `clear` before the next.
         """
         return self.finish(self.launch(step))
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Starts a step, and waits at most for the one before the last.
+        """Launch a step, waiting at most for the step before the previous one.
 
         Raises:
-            ExecutionError: The step contradicts what came before it; call `clear` before the next.
+            ExecutionError: The step contradicts earlier ones; call `clear` before the next.
         """
         launched = Launched(time.perf_counter())
-        # Tokens of the last step alone are on the device for this one.
+        # Only the last step's tokens are on the device as inputs for this one.
         self._settle_all_but(0 if step.forks or len(step.beam_rows) or len(step.draft_rows) else 1)
         prepared = self._batch.prepare(
             refuse_unknown_probes(refuse_unknown(step, self.post_processors), self.output_probes)
@@ -203,7 +203,7 @@ class ModelRunner:
         return launched
 
     def finish(self, launched: Launched) -> StepOutput:
-        """What a step gave, once the device has done it. Steps are finished in the order they were launched in."""
+        """Wait for a step and return its output. Steps must be finished in launch order."""
         if launched.output is None:
             self._settle_all_but(len(self._in_flight) - 1 - self._in_flight.index(launched))
         assert launched.output is not None
@@ -212,7 +212,7 @@ class ModelRunner:
         return launched.output
 
     def _is_plain(self, prepared: PreparedStep) -> bool:
-        """Whether all that is wanted of the step is a token of each sampled row."""
+        """Return whether the step needs only one token from each sampled row."""
         rows = prepared.sampled_rows
         return (
             self.runs_ahead
@@ -225,7 +225,7 @@ class ModelRunner:
         )
 
     def _settle_all_but(self, count: int) -> None:
-        """Waits for steps in flight, but the last `count`, and puts their tokens where they belong."""
+        """Wait for all but the last `count` steps in flight, and store their tokens in the rows."""
         while len(self._in_flight) > count:
             launched = self._in_flight.popleft()
             assert launched.copy is not None
@@ -234,13 +234,13 @@ class ModelRunner:
             token_ids = np.maximum(chosen, 0)
             self._rows.fill(launched.pending, token_ids)
             errors = tuple((int(row), NOT_FINITE) for row in launched.rows[chosen < 0])
-            # What it waited for the step before it is not its own time.
+            # Time spent waiting for the previous step does not count.
             now = time.perf_counter()
             launched.output = StepOutput(token_ids, (), errors, now - max(launched.started, self._last_end))
             self._last_end = now
 
     def _complete(self, prepared: PreparedStep, started: float) -> StepOutput:
-        """Runs a step to its end."""
+        """Run a step to completion."""
         if prepared.inputs is not None:
             self._settle_all_but(0)
         rows, is_run = prepared.sampled_rows, prepared.is_run
@@ -259,7 +259,7 @@ class ModelRunner:
                 errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
         if not is_run.all():
             errors += [(row, self._rows.failed[row]) for row in rows[~is_run].tolist()]
-        # What shares their blocks must know at once that these were not computed.
+        # Report these now: sequences that share their blocks depend on them.
         errors += [(chunk.row, self._rows.failed[chunk.row]) for chunk in prepared.failed_contexts if not chunk.samples]
         if prepared.drafts.tokens or (self._rows.features[rows] & Feature.BEAMS).any():
             answer = settle(
@@ -292,7 +292,7 @@ class ModelRunner:
     def _run_model(
         self, prepared: PreparedStep, inputs: ForwardInputs, rows: IntArray
     ) -> tuple[Sampled | None, Reports]:
-        """Runs the model and samples; None where no row samples."""
+        """Run the model and sample; None if no row samples."""
         is_guided = self._guides.ask(rows, [chunk.row for chunk in prepared.contexts])
         probe = self._reporter.probe(prepared)
         if self._greedy is not None and probe is None and not is_guided and self._sampler.is_greedy(rows):
@@ -310,7 +310,7 @@ class ModelRunner:
         self.kv.copy_blocks(sources, targets)
 
     def _with_graphs(self) -> GraphDecoder:
-        """Puts decoders behind ones that copy inputs to the GPU, and the model's replays graphs."""
+        """Wrap the decoders to copy inputs to the GPU, and the main model's to replay graphs."""
         front = graph_decoder(self._config, self.model, self._limits)
         self.model = replace(self.model, decoder=front)
         if self._draft is not None:
@@ -325,7 +325,7 @@ class ModelRunner:
             self._leader.record_graphs(graphs.capture)
 
     def _warm_up(self) -> WarmUpMemory:
-        """Run the largest steps and record graphs on a GPU, over a small pool, and a small step on a CPU."""
+        """On a GPU run the largest steps and record graphs over a small pool; on a CPU run a small step."""
         started = time.perf_counter()
         tokens_per_block = self._config.tokens_per_block
         if self._front is None:
@@ -354,7 +354,7 @@ class ModelRunner:
         )
 
     def _run_largest_steps(self) -> None:
-        """Run steps of as many tokens, and of as many sequences with all ways of sampling, as the limits allow."""
+        """Run steps with the maximum number of tokens, and of sequences with every way of sampling."""
         blocks = -(-(self._longest_prefill + 1) // self._config.tokens_per_block)
         if blocks <= self.kv.num_blocks:
             self._run_all(warm_up_steps(self._longest_prefill, blocks))
@@ -375,7 +375,7 @@ class ModelRunner:
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether a smaller model makes drafts."""
+        """Return whether a draft model is loaded."""
         return self._draft is not None
 
     def _draft_maker(self, num_blocks: int) -> DraftModel | None:
@@ -389,7 +389,7 @@ class ModelRunner:
         model, tokens_per_block = self.model, self._config.tokens_per_block
         self.kv = KvCache(model.part, num_blocks, tokens_per_block, model.kv_dtype, model.device, store)
         model.decoder.use_cache(self.kv)
-        # Only once, because to ask takes longer than all else around a step of one row.
+        # Queried only once, because the call takes longer than all other overhead of a one-row step.
         self._greedy = model.decoder if isinstance(model.decoder, GreedyDecoder) else None
         self._rows = Rows(
             self._config.max_batch_size,
@@ -407,7 +407,7 @@ class ModelRunner:
 
 
 def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> KvStore | None:
-    """Where the KV pool is to lie so that others can take it over: on a CPU, and where a folder is given for it."""
+    """Return the store that holds the KV pool, for a CPU worker with shared_kv_folder set; else None."""
     if not config.shared_kv_folder or model.device.type != "cpu":
         return None
     if model.description.latent is not None:
@@ -417,17 +417,17 @@ def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel)
 
 
 def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, kv: KvCache, *, is_whole: bool) -> None:
-    """Open the tiers below the pool that the settings ask for.
+    """Open the tiers below the pool that the settings configure.
 
     Args:
-        config: Settings.
-        folder: The model's.
+        config: The worker's settings.
+        folder: The model's folder.
         model: The model.
-        kv: Its pool.
-        is_whole: The pool holds all layers and heads, and there is no draft model.
+        kv: The model's pool.
+        is_whole: Whether the pool holds all layers and heads, and there is no draft model.
 
     Raises:
-        ConfigError: Settings ask for tiers where there can be none, or a folder cannot be used.
+        ConfigError: Tiers are configured where they are not supported, or a folder cannot be used.
     """
     host_folder = config.shared_kv_folder and f"{config.shared_kv_folder}/tier"
     places = [("host", "host_kv_bytes", config.host_kv_bytes, host_folder)]
@@ -437,7 +437,7 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     if not places:
         return
     if model.device.type != "cpu" or not is_whole:
-        raise ConfigError("is for a CPU worker of one rank and without a draft model; use 0", field=places[0][1])
+        raise ConfigError("needs a CPU worker of one rank without a draft model; use 0", field=places[0][1])
     for _, setting, _, path in places:
         if not path:
             raise ConfigError("needs shared_kv_folder", field=setting)
@@ -450,7 +450,7 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
 
 
 def _block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:
-    """All that makes blocks differ for the same tokens: they are equal only if the same code made them of the same."""
+    """Return a key of everything besides tokens that determines a block's bits: code version, model and settings."""
     windows = model.description.windows
     numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, windows)
     code = (midstream.__version__, config.weights, config.activations, config.kernels, config.implementation)

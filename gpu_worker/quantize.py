@@ -1,7 +1,7 @@
-"""`python -m gpu_worker.quantize`: writes a quantized copy of a model folder; `midstream prepare --weights` runs it.
+"""Write a quantized copy of a model folder: `python -m gpu_worker.quantize`, run by `midstream prepare --weights`.
 
-Matrices of linear layers are rounded to the nearest level. int4: groups of 32 columns between their least and largest
-weight, compressed-tensors' `pack-quantized`; int8: rows, `int-quantized`. Embeddings, heads, routers and vectors stay.
+Matrices of linear layers are rounded to the nearest level. int4: groups of 32 columns scaled to their range, in
+compressed-tensors' `pack-quantized`; int8: per row, in `int-quantized`. Embeddings, heads, routers and vectors stay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from midstream.model.folder import ModelFolder, open_model_folder, staging_folde
 
 GROUP = 32
 _SHARD_BYTES = 4 << 30
-# What is small, or read by single rows.
+# Small tensors, and those read by single rows.
 _LEFT_ALONE = re.compile(r"(embed|wte|lm_head|embed_out|router|norm|shared_expert_gate)|\.gate$")
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "dynamic": False}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -36,21 +36,21 @@ _OWN_FILES = ("config.json", "midstream.json", "model.gguf")
 
 
 def quantize_folder(source: ModelFolder, target: Path, weights: str) -> int:
-    """Write a quantized copy of `source` to the new folder `target`; return the number of its quantized matrices.
+    """Write a quantized copy of `source` to the new folder `target`; return the number of quantized matrices.
 
     Args:
-        source: Safetensors that are not quantized, or GGUF.
-        target: Appears when all of it is written.
+        source: Unquantized safetensors, or GGUF.
+        target: Created once all of it is written.
         weights: int4 or int8.
 
     Raises:
-        ConfigError: `target` exists, or a file is damaged.
-        UnsupportedError: The source is quantized in another way than GGUF.
+        ConfigError: `target` exists, or a file is corrupt.
+        UnsupportedError: The source is quantized in a format other than GGUF.
     """
     if target.exists():
-        raise ConfigError(f"{target} exists already", field="output")
+        raise ConfigError(f"{target} already exists", field="output")
     if read_scheme(source) is not None:
-        raise UnsupportedError("the model is quantized already; use the checkpoint it was made from", field="model")
+        raise UnsupportedError("the model is already quantized; use the original checkpoint", field="model")
     target.parent.mkdir(parents=True, exist_ok=True)
     with staging_folder(target) as staging:
         for path in source.path.iterdir():
@@ -73,7 +73,7 @@ def quantize_folder(source: ModelFolder, target: Path, weights: str) -> int:
 
 
 def _write_weights(source: ModelFolder, folder: Path, weights: str) -> tuple[int, list[str]]:
-    """Write all tensors; return the number of quantized matrices, and the modules left alone."""
+    """Write all tensors; return the number of quantized matrices, and the modules not quantized."""
     file, quantized, left_alone = open_weights(source, describe(source.config)), 0, []
     shards = _Shards(folder)
     names = file.names()
@@ -131,7 +131,7 @@ def _quantized(name: str, weight: Tensor, weights: str) -> dict[str, Tensor]:
         return {name: (weight / scale).round().to(torch.int8), f"{module}.weight_scale": scale}
     groups = torch.unflatten(weight, 1, (-1, GROUP))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    # As it is stored, so that levels are chosen for the scale that they are multiplied by.
+    # Round the scale as it is stored, and choose levels for the rounded scale.
     scale = ((high - low) / 15).clamp(min=1e-6).half()
     zero = (-low / scale.float()).round().clamp(0, 15)
     levels = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15).flatten(1)
@@ -150,7 +150,7 @@ def _packed(levels: Tensor) -> Tensor:
 
 
 def main() -> int:
-    """Quantizes, and reports what it cost.
+    """Quantize a model and report the loss of quality.
 
     Returns:
         The exit code: 0, or 2 with the reason on standard error.

@@ -1,4 +1,4 @@
-"""What the worker tells of traced requests: a span for each step that one of their rows took part in."""
+"""Trace spans of the worker: one per step and traced request that takes part in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from midstream.telemetry.tracing import TraceParent, Tracer
 
 
 class StepTraces:
-    """Knows which rows belong to traced requests. Rows that do not cost one look at the step."""
+    """Track the rows of traced requests. Without any, a step costs one check."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -17,12 +17,12 @@ class StepTraces:
         self._generating: set[int] = set()
 
     def clear(self) -> None:
-        """Forgets all rows."""
+        """Forget all rows."""
         self._spans.clear()
         self._generating.clear()
 
     def note(self, step: Step, output: StepOutput, waiting_s: float) -> None:
-        """Takes in a step that has just been run."""
+        """Record spans for a step that has just run."""
         self._apply(step)
         if not self._spans:
             return

@@ -1,4 +1,4 @@
-"""What a worker runs before it registers, so that nothing is done for the first time for a client."""
+"""Steps to run before registration, so that no client waits for first-time work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_worker.batch.step import GREEDY, IntArray, NewSequence, SamplingParams,
 CPU_NUM_TOKENS = 16
 # Decode steps of a full batch: the second one takes its tokens from the first.
 _NUM_DECODES = 2
-# All that changes which kernels run or which buffers they need; a full batch of each.
+# The ways of sampling that change which kernels run or which buffers they need; a full batch of each.
 _SAMPLINGS = (
     GREEDY,
     SamplingParams(),
@@ -34,7 +34,7 @@ _SAMPLINGS = (
 
 
 def warm_up_steps(num_tokens: int, num_blocks: int) -> tuple[Step, Step]:
-    """A prefill of one sequence of so many tokens, which holds all blocks, and a decode of it."""
+    """Return a prefill of one sequence of `num_tokens` tokens that holds all blocks, and a decode step of it."""
     sequence = NewSequence(
         row=0,
         token_ids=np.zeros(num_tokens, dtype=np.int32),
@@ -49,12 +49,12 @@ def warm_up_steps(num_tokens: int, num_blocks: int) -> tuple[Step, Step]:
 
 @dataclass(frozen=True, slots=True)
 class FullBatches:
-    """Steps of as many sequences as there may be, with the prompts that fit beside each other in a step.
+    """Steps with the maximum number of sequences, with the longest prompts that fit together in one step.
 
     Attributes:
         num_sequences: Rows of each step.
-        num_tokens: Of each prompt.
-        blocks_each: Of each sequence.
+        num_tokens: Tokens of each prompt.
+        blocks_each: Blocks of each sequence.
     """
 
     num_sequences: int
@@ -65,18 +65,18 @@ class FullBatches:
     def of(
         cls, max_batch_size: int, max_num_tokens: int, max_sequence_length: int, tokens_per_block: int
     ) -> FullBatches:
-        """Return the largest that the limits allow."""
+        """Return the largest batches that the limits allow."""
         num_sequences = min(max_batch_size, max_num_tokens)
         num_tokens = max(1, min(max_num_tokens // num_sequences, max_sequence_length - _NUM_DECODES - 1))
         return cls(num_sequences, num_tokens, -(-(num_tokens + _NUM_DECODES + 1) // tokens_per_block))
 
     @property
     def num_blocks(self) -> int:
-        """Of all sequences."""
+        """Total blocks of all sequences."""
         return self.num_sequences * self.blocks_each
 
     def runs(self) -> Iterator[tuple[Step, ...]]:
-        """Yield a prefill and decodes for each way of sampling, each over empty rows."""
+        """Yield a prefill and decodes for each way of sampling, each starting from empty rows."""
         rows = np.arange(self.num_sequences, dtype=np.int32)
         for sampling in _SAMPLINGS:
             prefill = Step(

@@ -1,13 +1,12 @@
 """The worker process.
 
-One step's journey: the link's thread receives a StepBatch, checks epoch and order, turns it into a `Step` and puts it
-into the inbox, while the compute loop below still runs the step before it. The loop takes it from there; the runner
+The path of a step: the link's thread receives a StepBatch, checks epoch and order, converts it to a `Step` and puts it
+into the inbox while the compute loop below still runs the previous step. The loop takes it from there; the runner
 applies it to the rows, runs the model and samples; the output goes to the link, which encodes and sends it while the
-loop is already at the next step. The tokens of a step are where the next finds them (in the rows, or on a GPU on the
-device, see `steps_in_flight`) before that begins, so the scheduler need not have seen them to send it.
+loop already runs the next step. The next step reads this step's tokens from the rows, or on a GPU from device memory
+(see `steps_in_flight`), so the scheduler can send it before it has seen them.
 
-Compute stays on the main thread, so that its native threads are one team; everything that waits for a network is on
-the other.
+Compute stays on the main thread, so that its native threads form one team; all network waits are on the link's thread.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ _STALL_S = 30.0
 
 
 class Worker:
-    """Executes the scheduler's steps on one model until it is told to stop."""
+    """Run the scheduler's steps on one model until stopped."""
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup | None = None) -> None:
-        """Loads the model; `group` are the ranks that hold the parts of it, of which this is the first.
+        """Load the model; `group` are the ranks of a divided model, of which this is rank 0.
 
         Raises:
             ConfigError: The model folder or a setting is wrong.
-            UnsupportedError: The model's architecture is not known here.
+            UnsupportedError: The model's architecture is not supported.
         """
         credentials = WorkerCredentials.from_config(config)
         self._tracer = Tracer.from_config(config, "worker")
@@ -92,7 +91,7 @@ class Worker:
         self._step_seconds = metrics.histogram("worker_step_seconds", "Time of forward pass and sampling of a step.")
 
     def run(self) -> int:
-        """Serves until SIGTERM, SIGINT or a rejection; returns the exit code."""
+        """Serve until SIGTERM, SIGINT or a rejection; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._link.leave())
         if self._group is not None:
@@ -140,7 +139,7 @@ class Worker:
         try:
             self._in_flight.launch(step, waiting_s)
         except Exception:
-            # On a GPU nothing works after an error of its own, so the process ends there; on a CPU a new epoch will do.
+            # After a CUDA error nothing works, so the process exits; on a CPU starting a new epoch is enough.
             logger.exception("step %d failed", step.step_id, extra={"request_ids": self._requests.involved(step)})
             if self._group is not None and self._group.has_failed:
                 self._group.fail("a step failed while all ranks worked on it")
@@ -149,7 +148,7 @@ class Worker:
             self._link.abandon_epoch()
 
     def _deliver(self) -> None:
-        """Finishes the oldest step in flight, and gives its result to the scheduler."""
+        """Finish the oldest step in flight and send its result to the scheduler."""
         step, output, waiting_s = self._in_flight.finish()
         self._link.send_result(step, output, waiting_s)
         self._requests.note_failures(output)
@@ -191,7 +190,7 @@ def _registration(
 
 
 def _features(runner: ModelRunner) -> list[str]:
-    """What requests may ask of this worker; each post-processor by its name, each probe with its width and name."""
+    """Return the feature names to register, each post-processor by its name, each probe with its width and name."""
     features = [*FEATURES]
     if runner.model.takes_lora:
         features.append("lora")
@@ -208,7 +207,7 @@ def _features(runner: ModelRunner) -> list[str]:
 def memory_usage(device: torch.device) -> worker_pb2.MemoryUsage:
     """Return the memory that this process uses on the host and on `device`.
 
-    The link's thread calls this, whose current CUDA device is not the one that the compute thread chose.
+    The link's thread calls this; its current CUDA device is not the one that the compute thread chose.
     """
     usage = worker_pb2.MemoryUsage(cpu_bytes=psutil.Process().memory_info().rss)
     if device.type == "cuda":

@@ -92,7 +92,7 @@ def _has_pairs(values: Tensor) -> bool:
 
 
 def _smallest(values: Tensor) -> Tensor:
-    """The same numbers in the smallest type that holds them."""
+    """Return the same numbers in the smallest type that holds them."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(values.to(dtype).float(), values):
             return values.to(dtype)

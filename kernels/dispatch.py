@@ -76,7 +76,7 @@ def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """The implementations that tensors on `device` take, for a log line."""
+    """Return the implementations that tensors on `device` take, for a log line."""
     if device.type != "cuda":
         return "PyTorch operations"
     names = []
@@ -163,7 +163,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def can_group(weight: Tensor) -> bool:
-    """Whether `grouped_linear` takes many matrices like this one in one launch, so that stacking them pays."""
+    """Return whether `grouped_linear` takes many matrices like this one in one launch, so that stacking them pays."""
     return _takes_triton(weight)
 
 
@@ -263,7 +263,7 @@ def paged_attention(
 
 
 def can_sample(logits: Tensor) -> bool:
-    """Whether `sample` takes these logits."""
+    """Return whether `sample` takes these logits."""
     return _takes_triton(logits)
 
 

@@ -33,7 +33,7 @@ class FlashAttention:
     block_multiple: int
 
     def can_run(self, q: Tensor, k_cache: Tensor) -> bool:
-        """Whether this version takes these shapes and types."""
+        """Return whether this version takes these shapes and types."""
         return (
             q.dtype in _DTYPES
             and k_cache.dtype == q.dtype
@@ -119,7 +119,7 @@ _VERSIONS = {
 
 @functools.cache
 def load_flash_attention(capability: tuple[int, int]) -> FlashAttention | None:
-    """The installed version that suits a device of this compute capability best; None: there is none."""
+    """Return the installed version that suits a device of this compute capability best; None: there is none."""
     order = (4, 2) if capability[0] >= 10 else (3, 4, 2) if capability[0] == 9 else (2,)
     for version in order:
         module_name, function_name, block_multiple = _VERSIONS[version]

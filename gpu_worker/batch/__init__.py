@@ -1,1 +1,1 @@
-"""The rows of a worker, and the steps that turn them into the input of the model."""
+"""The worker's rows, and the conversion of scheduler steps to model inputs."""

@@ -1,4 +1,4 @@
-"""Turns a step into the model's input: the one place where context and generation become prefill and decode.
+"""Convert scheduler steps to model inputs: the one place that maps context and generation to prefill and decode.
 
 A step first changes the rows (released, added, forked, block tables grown). Then each context chunk is a prefill of
 some of its row's known tokens, and each generation row a decode of its last token. Both go through the model in one
@@ -24,7 +24,7 @@ from midstream.errors import ExecutionError
 
 @dataclass(frozen=True, slots=True)
 class ContextChunk:
-    """Known tokens [start, start + length) of a row that are prefilled; with `samples` its next token is sampled."""
+    """Tokens [start, start + length) of a row, to be prefilled; with `samples` the next token is sampled."""
 
     row: int
     start: int
@@ -34,15 +34,15 @@ class ContextChunk:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """What the model runs.
+    """The model's input for one step.
 
     Attributes:
         inputs: None when no row is left to run.
-        sampled_rows: Rows that sample, in the order of the answer.
-        is_run: bool [sampled rows]; False: the row has failed and is not in `inputs`.
-        contexts: The first sequences of `inputs`.
-        failed_contexts: Those that are not in `inputs`, since their rows have failed.
-        drafts: Those that generation rows verify.
+        sampled_rows: Rows that sample, in output order.
+        is_run: bool [sampled rows]; False if the row has failed and is not in `inputs`.
+        contexts: Context chunks in `inputs`; they come first.
+        failed_contexts: Context chunks left out of `inputs` because their rows have failed.
+        drafts: Draft tokens that generation rows verify.
     """
 
     inputs: ForwardInputs | None
@@ -54,7 +54,7 @@ class PreparedStep:
 
 
 class InputBatch:
-    """Rows, and the generation set that steps repeat."""
+    """Rows and the set of generation rows, which persists between steps."""
 
     def __init__(
         self, rows: Rows, tokens_per_block: int, adapters: RowAdapters[Any], drafter: Drafter | None = None
@@ -66,16 +66,16 @@ class InputBatch:
         self._generation: IntArray = EMPTY
 
     def clear(self) -> None:
-        """Forgets all sequences."""
+        """Remove all sequences."""
         self.rows.clear()
         self.adapters.clear()
         self._generation = EMPTY
 
     def prepare(self, step: Step) -> PreparedStep:
-        """Applies `step` to the rows and gives the model's input (copy_sources and copy_targets are the caller's).
+        """Apply `step` to the rows and return the model's input; the caller copies copy_sources to copy_targets.
 
         Raises:
-            ExecutionError: The step contradicts what came before it; nothing more of this epoch can be trusted.
+            ExecutionError: The step contradicts earlier ones; the epoch must be abandoned.
         """
         self._apply(step)
         contexts, sampling_contexts = self._prefills(step)
@@ -137,7 +137,7 @@ class InputBatch:
             raise ExecutionError("the step names a row that holds no sequence")
 
     def _prefills(self, step: Step) -> tuple[list[ContextChunk], IntArray]:
-        """The context chunks, and the rows that sample."""
+        """Return the context chunks and the rows that sample."""
         if not len(step.context_rows):
             return [], EMPTY
         self._check(step.context_rows)
@@ -153,7 +153,7 @@ class InputBatch:
         return contexts, np.array([chunk.row for chunk in contexts if chunk.samples], dtype=np.int32)
 
     def _verified(self, decodes: IntArray, drafts: Drafts) -> list[ContextChunk]:
-        """Each generation row's last token and its drafts, as chunks all of whose positions are sampled."""
+        """Return each generation row's last token and drafts as a chunk in which every position is sampled."""
         lengths = self.rows.lengths[decodes].tolist()
         return [
             ContextChunk(row, length - 1, 1 + len(drafts.tokens.get(row, EMPTY)), samples=True)
@@ -206,7 +206,7 @@ class InputBatch:
 
 
 def last_of_each(ends: IntArray, counts: IntArray) -> IntArray:
-    """Indices of the last counts[i] tokens before ends[i], for each i."""
+    """Return the indices of the last counts[i] tokens before ends[i], for each i."""
     firsts = np.repeat(ends - counts, counts)
     within = np.arange(len(firsts)) - np.repeat(np.cumsum(counts) - counts, counts)
     return (firsts + within).astype(np.int32)

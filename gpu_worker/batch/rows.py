@@ -1,6 +1,6 @@
 """The worker's state of each sequence, as dense arrays with one row per sequence.
 
-All of it is a pure function of what the scheduler sent and of the tokens since: a row can be rebuilt anywhere.
+The state depends only on what the scheduler sent and on the tokens since, so any worker can rebuild a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VECTORS = (
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Where in `Rows.tokens` go tokens that are not known yet, unless a row has another sequence by then."""
+    """Places in `Rows.tokens` to fill in once the tokens are known, unless the row holds another sequence by then."""
 
     rows: IntArray
     places: IntArray
@@ -41,22 +41,22 @@ class PendingTokens:
 
 
 class Rows:
-    """Row i holds one sequence, or nothing.
+    """Sequence state; row i holds one sequence or is empty.
 
     Attributes:
         tokens: int32 [num_rows, max_sequence_length]; known tokens, prompt and output.
-        lengths: int32 [num_rows]; how many of them are known.
+        lengths: int32 [num_rows]; number of known tokens.
         prompt_lengths: int32 [num_rows].
-        block_tables: int32 [num_rows, blocks of the longest sequence].
-        num_blocks: int32 [num_rows]; entries of each block table.
+        block_tables: int32 [num_rows, max blocks per sequence].
+        num_blocks: int32 [num_rows]; entries in use of each block table.
         is_active: bool [num_rows].
         sampling, outputs, guides: Parameters by row.
-        post_processors: (name, client id, request id) of rows that are post-processed.
-        temperature, top_k, top_p, min_p, seeds: The same as vectors.
+        post_processors: (name, client id, request id) of rows with a logits post-processor.
+        temperature, top_k, top_p, min_p, seeds: Fields of `sampling` as vectors.
         sequence_indices: int32 [num_rows].
-        occupancies: int32 [num_rows]; grows whenever the row gets another sequence.
+        occupancies: int32 [num_rows]; incremented whenever the row gets another sequence.
         features: uint16 [num_rows]; the `Feature` bits that the row's parameters use.
-        failed: Rows that cannot run, and why.
+        failed: Errors of rows that cannot run, by row.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Rows there is room for."""
+        """Capacity in rows."""
         return len(self.lengths)
 
     def add(self, new: NewSequence) -> None:
-        """Fills a row; a sequence that cannot run here makes the row a failed one."""
+        """Fill a row; if the sequence cannot run here, mark the row as failed."""
         if new.row >= self.num_rows:
             self._grow(new.row)
         row = new.row
@@ -106,7 +106,7 @@ class Rows:
         sampling = new.sampling
         self.sampling[row] = sampling
         self.seeds[row], self.sequence_indices[row] = sampling.seed, new.sequence_index
-        # A beam is not drawn: its temperature is for its candidates alone.
+        # A beam does not sample: its temperature only scales the candidates' log probabilities.
         self.temperature[row] = sampling.temperature if sampling.beam_width == 1 else 0
         self.top_k[row] = sampling.top_k
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
@@ -117,13 +117,13 @@ class Rows:
             self.post_processors[row] = (new.post_processor, new.client_id, new.request_id)
 
     def release(self, rows: IntArray) -> None:
-        """Empties rows."""
+        """Empty rows."""
         self.is_active[rows] = False
         for row in rows.tolist() if self.failed else ():
             self.failed.pop(row, None)
 
     def fork(self, forks: tuple[Fork, ...]) -> None:
-        """Makes rows copies of others, each with a table of its own. No row may be both."""
+        """Copy rows to others, each with its own block table. No row may be both source and target."""
         for fork in forks:
             if fork.to_row >= self.num_rows:
                 self._grow(fork.to_row)
@@ -133,7 +133,7 @@ class Rows:
             self.num_blocks[fork.to_row] = len(fork.block_ids)
 
     def copy(self, source: int, target: int) -> None:
-        """Gives a row the tokens and parameters of another; its block table, and whether it is active, stay."""
+        """Copy a row's tokens and parameters to another; the target's block table and active flag are unchanged."""
         length = self.lengths[source]
         self.occupancies[target] += 1
         self.tokens[target, :length] = self.tokens[source, :length]
@@ -151,7 +151,7 @@ class Rows:
             self.failed[target] = self.failed[source]
 
     def append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
-        """Appends block_ids[i] to the table of rows[i]; a row may occur more than once."""
+        """Append block_ids[i] to the table of rows[i]; a row may occur more than once."""
         if block_ids.min() < 0 or block_ids.max() >= self._pool_size:
             raise ExecutionError("a block id lies outside the pool")
         places = self.num_blocks[rows]
@@ -167,33 +167,33 @@ class Rows:
         np.add.at(self.num_blocks, rows, 1)
 
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Appends one token to each of `rows`, no row twice."""
+        """Append one token to each of `rows`, no row twice."""
         lengths = self.lengths[rows]
-        # The scheduler ends a sequence here at the latest; until it has said so the last place is written again.
+        # The scheduler ends a sequence here at the latest; until then the last place is overwritten.
         places = np.minimum(lengths, self.max_sequence_length - 1)
         self.tokens[rows, places] = token_ids
         self.lengths[rows] = np.minimum(lengths + 1, self.max_sequence_length)
 
     def append_pending(self, rows: IntArray) -> PendingTokens:
-        """Appends to rows[i], no row twice, the id -1 - i, which stands for a token that is not known yet."""
+        """Append the placeholder id -1 - i to rows[i], no row twice, for a token that is not known yet."""
         places = np.minimum(self.lengths[rows], self.max_sequence_length - 1)
         self.append_tokens(rows, -1 - np.arange(len(rows), dtype=np.int32))
         return PendingTokens(rows, places, self.occupancies[rows])
 
     def fill(self, pending: PendingTokens, token_ids: IntArray) -> None:
-        """Puts tokens where they were pending."""
+        """Replace placeholders with their tokens."""
         is_same = self.occupancies[pending.rows] == pending.occupancies
         self.tokens[pending.rows[is_same], pending.places[is_same]] = token_ids[is_same]
 
     def append_run(self, row: int, token_ids: list[int]) -> None:
-        """Appends several tokens to a row, as far as there is room."""
+        """Append several tokens to a row, up to its capacity."""
         start = min(int(self.lengths[row]), self.max_sequence_length - 1)
         end = min(start + len(token_ids), self.max_sequence_length)
         self.tokens[row, start:end] = token_ids[: end - start]
         self.lengths[row] = end
 
     def make_shadow(self, row: int, shadow: int, length: int) -> None:
-        """Makes an unused row a copy of another that knows more: the first `length` tokens of its array."""
+        """Copy a row to an unused one with a longer known length: the first `length` tokens of its array."""
         if shadow >= self.num_rows:
             self._grow(shadow)
         self.copy(row, shadow)
@@ -201,7 +201,7 @@ class Rows:
         self.lengths[shadow] = length
 
     def clear(self) -> None:
-        """Empties all rows."""
+        """Empty all rows."""
         self.is_active[:] = False
         self.occupancies += 1
         self.failed.clear()
@@ -209,7 +209,7 @@ class Rows:
     def _fault(self, new: NewSequence) -> MidstreamError | None:
         tokens, blocks = new.token_ids, new.block_ids
         if not 0 < len(tokens) <= self.max_sequence_length:
-            return InvalidArgumentError(f"{len(tokens)} tokens; the worker takes 1 to {self.max_sequence_length}")
+            return InvalidArgumentError(f"{len(tokens)} tokens; expected 1 to {self.max_sequence_length}")
         num_ids = self._vocab_size + new.num_virtual_tokens
         if tokens.min() < 0 or tokens.max() >= num_ids:
             return InvalidArgumentError(f"a token id lies outside 0..{num_ids - 1}", field="token_ids")
@@ -225,13 +225,13 @@ class Rows:
 
     def _grow(self, row: int) -> None:
         if row >= _MAX_ROWS:
-            raise ExecutionError(f"row {row} is more than the worker can hold")
+            raise ExecutionError(f"row {row} exceeds the worker's capacity")
         self._resize(max(2 * self.num_rows, row + 1))
 
     def _resize(self, num_rows: int) -> None:
         old = self.num_rows
         tokens = np.zeros((num_rows, self.max_sequence_length), dtype=np.int32)
-        tokens[:old] = self.tokens  # also what lies behind a row's length: drafts that are about to be verified
+        tokens[:old] = self.tokens  # including drafts to verify, which lie past a row's length
         self.tokens = tokens
         tables = np.zeros((num_rows, self.block_tables.shape[1]), dtype=np.int32)
         tables[:old] = self.block_tables

@@ -1,6 +1,6 @@
-"""Moves small arrays between the host and a device without waiting for the device.
+"""Copy small arrays between host and device without blocking on the device.
 
-Both ways go through pinned memory. On a CPU the same calls copy at once.
+Both directions use pinned memory. On a CPU the same calls copy immediately.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from gpu_worker.batch.step import IntArray
 
-# Steps in flight, each with a pinned buffer of its own.
+# Maximum steps in flight; each has its own pinned buffer.
 _NUM_BUFFERS = 2
 
 
 class PinnedBuffers:
-    """Host memory that the device copies from, used in turn."""
+    """Pinned host buffers for copies to the device, used round-robin."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        """Takes `size` int32 numbers for each step in flight."""
+        """Allocate `size` int32 numbers for each step in flight."""
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._tensors = [torch.empty(size, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(_NUM_BUFFERS)]
@@ -36,7 +36,7 @@ class PinnedBuffers:
         return len(self._tensors[0])
 
     def next(self) -> Tensor:
-        """The buffer whose copy lies furthest back, once that copy is done."""
+        """Return the buffer whose copy was started longest ago, after waiting for that copy."""
         self._next = (self._next + 1) % _NUM_BUFFERS
         event = self._copied[self._next]
         if event is not None:
@@ -44,14 +44,14 @@ class PinnedBuffers:
         return self._tensors[self._next]
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        """Starts copying a part of the buffer that `next` gave."""
+        """Start copying a part of the buffer that `next` returned."""
         target.copy_(source, non_blocking=True)
         event = self._copied[self._next]
         if event is not None:
             event.record()
 
     def send_arrays(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """Starts copying arrays of 4- or (these first) 8-byte numbers, all at once; gives them on the device."""
+        """Start one copy of all arrays, those of 8-byte numbers first; return them on the device."""
         words = [np.ascontiguousarray(array).reshape(-1).view(np.int32) for array in arrays]
         ends = np.cumsum([len(part) for part in words]).tolist()
         buffer = self.next()[: ends[-1]]
@@ -65,18 +65,18 @@ class PinnedBuffers:
 
 
 class Copy:
-    """Numbers on their way to the host."""
+    """An int32 tensor being copied to the host."""
 
     def __init__(self, values: Tensor, copied: torch.cuda.Event | None) -> None:
         self._values, self._copied = values, copied
 
     @property
     def is_done(self) -> bool:
-        """Whether they have arrived."""
+        """Return whether the copy is complete."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> IntArray:
-        """The numbers: the one call of a decode step that waits for the device."""
+        """Wait for the copy and return the numbers. No other call in a decode step waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers: IntArray = self._values.numpy().copy()
@@ -84,17 +84,17 @@ class Copy:
 
 
 class Readback:
-    """Host memory that the device copies to, used in turn."""
+    """Pinned host buffers for copies from the device, used round-robin."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        """Takes `size` int32 numbers for each step in flight."""
+        """Allocate `size` int32 numbers for each step in flight."""
         is_cuda = device.type == "cuda"
         self._tensors = [torch.empty(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_BUFFERS + 1)]
         self._device = device
         self._next = 0
 
     def start(self, values: Tensor) -> Copy:
-        """Starts copying int32 `values`; read them before this is called thrice more."""
+        """Start copying int32 `values`; read the result before the third call after this one."""
         self._next = (self._next + 1) % len(self._tensors)
         target = self._tensors[self._next][: len(values)]
         target.copy_(values, non_blocking=True)
@@ -105,7 +105,7 @@ class Readback:
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """A mark in the device's queue that the host sleeps for; None on a CPU, which is done when a call returns."""
+    """Return a CUDA event on which the host sleeps; None on a CPU, where calls are synchronous."""
     if device.type != "cuda":
         return None
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What the worker executes and answers, as plain types; `wire` makes them from protobuf."""
+"""Steps and their outputs as plain types; `scheduler_link.messages` converts them from and to protobuf."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ NO_HASHES: HashArray = np.empty(0, dtype=np.uint64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one sequence's tokens are chosen; the defaults are those of the public API.
+    """Sampling parameters of one sequence; the defaults are those of the public API.
 
     Attributes:
-        end_ids: Tokens that `min_tokens` keeps from being chosen.
-        embedding_bias: (token id, what is added to its logit).
-        bad_words: Token sequences that may not be completed.
+        end_ids: Tokens that may not be sampled before `min_tokens`.
+        embedding_bias: (token id, value added to its logit).
+        bad_words: Token sequences that must not be generated.
         no_repeat_ngram_size: No n-gram of this size occurs twice; 0 is off.
-        top_p_decay, top_p_min, top_p_reset_id: How top_p changes from token to token; a reset id of -1 is none.
-        beam_width: Above 1 the row is a beam, and gives candidates in place of a token.
-        num_draft_tokens: Drafts that the row may verify in a step.
-        max_ngram_size: Of what is looked up in its tokens for drafts; 0 is that a draft model makes them.
-        prediction: Tokens that are looked up before the row's own.
-        log_probs: None: not wanted; else the number of likeliest tokens reported beside the chosen one.
+        top_p_decay, top_p_min, top_p_reset_id: Per-token decay of top_p; a reset id of -1 means none.
+        beam_width: Above 1 the row is a beam and reports candidates instead of a token.
+        num_draft_tokens: Maximum draft tokens that the row verifies in a step.
+        max_ngram_size: Longest n-gram of prompt lookup; 0: a draft model proposes the drafts.
+        prediction: Tokens searched before the row's own in prompt lookup.
+        log_probs: Number of top tokens to report with the sampled one; None: no log probabilities.
     """
 
     temperature: float = 1.0
@@ -62,14 +62,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputParams:
-    """What a sequence reports beside its tokens and their log probabilities.
+    """Tensors that a sequence reports besides its tokens and their log probabilities.
 
     Attributes:
-        prompt_log_probs: As `SamplingParams.log_probs`, for the prompt's tokens from the second on.
-        context_logits, generation_logits: The model's own, at each token of the prompt and at each new token.
-        hidden_states: (layer, whether the prompt's as well); 0 is the embeddings.
-        topk_logits: (how many of the highest logits, whether the prompt's as well).
-        probes: (name of an output probe, whether the prompt's as well).
+        prompt_log_probs: As `SamplingParams.log_probs`, for the prompt's tokens except the first.
+        context_logits, generation_logits: Unmodified logits at each prompt token and at each new token.
+        hidden_states: (layer, whether to include the prompt); layer 0 is the embeddings.
+        topk_logits: (number of highest logits, whether to include the prompt).
+        probes: (name of an output probe, whether to include the prompt).
     """
 
     prompt_log_probs: int | None = None
@@ -81,7 +81,7 @@ class OutputParams:
 
     @property
     def of_prompt(self) -> bool:
-        """Whether anything is wanted of the prompt."""
+        """Return whether any output for the prompt is requested."""
         is_gathered = any(gathers for _, gathers in (*self.hidden_states, *self.topk_logits, *self.probes))
         return self.prompt_log_probs is not None or self.context_logits or is_gathered
 
@@ -91,10 +91,10 @@ NOTHING = OutputParams()
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """What a request says of an adapter.
+    """A request's reference to an adapter.
 
     Attributes:
-        fingerprint: Of its files; another folder under the same path is another adapter.
+        fingerprint: Hash of its files, which tells apart folders used under the same path at different times.
     """
 
     name: str
@@ -104,7 +104,7 @@ class AdapterRef:
 
 @dataclass(slots=True)
 class GuideState:
-    """What a sequence has to follow, and how much of its output the grammar process of a certain life knows."""
+    """The grammar a sequence follows, and how much of its output a given grammar process has seen."""
 
     guide: Guide
     life: int = 0
@@ -118,16 +118,16 @@ class GuideState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequence:
-    """Gives a row a sequence: its prompt and what was emitted so far.
+    """A sequence to place in a row: its prompt and the tokens emitted so far.
 
     Attributes:
         token_ids: [num_tokens]; the first num_prompt_tokens are the prompt.
-        block_ids: The first entries of its block table.
-        lora: Its LoRA adapter.
-        prompt: The prompt adapter whose table stands behind token ids from the vocabulary's size on.
-        prompt_table: Or the table itself, float32 [num_virtual_tokens, hidden_size], found under prompt_table_key.
-        num_virtual_tokens: Rows of that table, once it is there.
-        error: Why the sequence cannot run here; each of its samples then fails with it.
+        block_ids: The first entries of the block table.
+        lora: The LoRA adapter.
+        prompt: The prompt adapter; its table is indexed by token ids from the vocabulary size on.
+        prompt_table: The table itself, float32 [num_virtual_tokens, hidden_size]; looked up by prompt_table_key.
+        num_virtual_tokens: Rows of that table, once known.
+        error: Why the sequence cannot run here; each of its samples fails with it.
     """
 
     row: int
@@ -152,7 +152,7 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """`to_row` becomes a copy of `from_row`, with `block_ids` as its block table."""
+    """Copy row `from_row` to `to_row`, with `block_ids` as the copy's block table."""
 
     from_row: int
     to_row: int
@@ -161,7 +161,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One forward step; the fields are those of protos/worker.proto's StepBatch, applied in the order given there."""
+    """One forward step; fields mirror StepBatch in protos/worker.proto and are applied in the order given there."""
 
     epoch: int = 0
     step_id: int = 0
@@ -188,7 +188,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class RowLogProbs:
-    """Log probabilities of one row's new token and of the likeliest tokens, likeliest first."""
+    """Log probabilities of one row's new token and of its top tokens, likeliest first."""
 
     row: int
     token_log_prob: float
@@ -199,7 +199,7 @@ class RowLogProbs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogProbs:
-    """Log probabilities of consecutive prompt tokens of one row; the top ones token after token, `top_k` each."""
+    """Log probabilities of consecutive prompt tokens of one row; the top ones are concatenated, `top_k` per token."""
 
     row: int
     top_k: int
@@ -211,12 +211,12 @@ class PromptLogProbs:
 
 @dataclass(frozen=True, slots=True)
 class RowTensor:
-    """Some rows of a tensor that a row reports.
+    """A slice of a tensor that a row reports.
 
     Attributes:
         values: Float32 or int32, [rows, ...].
-        first_row: Place of values[0] in the whole: a prompt position, or an index in the output.
-        is_last: The whole ends with it; False where it grows with each token.
+        first_row: Position of values[0] in the full tensor: a prompt position, or an index in the output.
+        is_last: Whether the slice ends the full tensor; always False for tensors that grow with each token.
     """
 
     row: int
@@ -228,19 +228,19 @@ class RowTensor:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step gave.
+    """The output of one step.
 
     Attributes:
-        token_ids: One per sampled row, unless num_tokens says how many: context chunks that sampled, in order, then
+        token_ids: One per sampled row unless num_tokens is set: sampling context chunks in order, then
             generation rows, ascending.
-        num_tokens: Tokens of each sampled row, where some have another number than one.
-        candidate_log_probs: Of all tokens of those rows that are beams.
-        num_drafts: Drafts that were verified, of each sampled row, where there were any.
-        errors: (row, error) of rows whose token means nothing.
-        forward_s: Time of forward pass and sampling, in seconds.
-        prompt_log_probs, tensors: What rows report beside.
-        missing_blocks: Blocks to adopt that nothing was found for.
-        is_whole: False: a context chunk was not computed, as its row has failed.
+        num_tokens: Number of tokens of each sampled row, set if any differs from one.
+        candidate_log_probs: Log probabilities of all tokens of beam rows.
+        num_drafts: Number of drafts verified for each sampled row, if there were any.
+        errors: (row, error) of rows whose token is invalid.
+        forward_s: Duration of forward pass and sampling in seconds.
+        prompt_log_probs, tensors: Additional outputs of rows.
+        missing_blocks: Blocks to adopt whose contents were not found.
+        is_whole: False if a context chunk was not computed because its row has failed.
     """
 
     token_ids: IntArray

@@ -1,8 +1,8 @@
-"""The steps that the compute loop has launched and not finished.
+"""The steps that the compute loop has launched but not finished.
 
-On a GPU a step runs while the next is received and launched, so the device has the next one before this one ends: the
-loop takes a new step whenever one is there, and gives a result as soon as the device has it. Elsewhere a step is done
-when it was launched, and its result comes first.
+On a GPU the next step is received and launched while the current one runs, so that the device does not idle: the loop
+launches a new step as soon as one arrives, and finishes a step as soon as its result is available. On a CPU a step is
+complete when launch returns, and its result is delivered first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from gpu_worker.batch.step import Step, StepOutput
 
-# A result waits that long at most beside a queue that a step may come from.
+# Maximum wait for a result before the inbox is checked for a new step.
 _POLL_S = 1e-4
 _MOST = 2
 
@@ -28,13 +28,13 @@ class _Done(Protocol):
 
 
 class Runner(Protocol[LaunchedT]):
-    """What launches and finishes steps; see `ModelRunner`."""
+    """Launches and finishes steps; see `ModelRunner`."""
 
     def launch(self, step: Step) -> LaunchedT:
-        """Starts a step."""
+        """Start a step."""
 
     def finish(self, launched: LaunchedT) -> StepOutput:
-        """What a step gave."""
+        """Return the output of a launched step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StepsInFlight(Generic[W, LaunchedT]):
         return len(self._steps)
 
     def next(self) -> W | None:
-        """What the inbox holds next; None: the result of the oldest step is to be taken first."""
+        """Return the next inbox item, or None if the oldest step must be finished first."""
         while self._steps:
             if self._steps[0].launched.is_done or len(self._steps) == _MOST:
                 return None
@@ -66,14 +66,14 @@ class StepsInFlight(Generic[W, LaunchedT]):
         return self._inbox.get()
 
     def launch(self, step: Step, waiting_s: float) -> None:
-        """Launches a step that waited so long; raises what the runner raises."""
+        """Launch a step that waited `waiting_s` seconds; exceptions of the runner propagate."""
         self._steps.append(_InFlight(step, waiting_s, self._runner.launch(step)))
 
     def finish(self) -> tuple[Step, StepOutput, float]:
-        """The oldest step, what it gave, and how long it waited before."""
+        """Finish the oldest step; return it, its output, and how long it waited before launch."""
         oldest = self._steps.popleft()
         return oldest.step, self._runner.finish(oldest.launched), oldest.waiting_s
 
     def clear(self) -> None:
-        """Forgets all steps."""
+        """Discard all steps."""
         self._steps.clear()

@@ -29,9 +29,9 @@ class KvCache:
 
     Attributes:
         keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
-            numbers inside a block in its own way. With integers, scales make head_dim larger. Latent attention has
-            no values apart from its keys: their head_dim is 0.
-        block_hashes: [num_blocks], what KeptBlocks knows of each; in the store, where there is one.
+            numbers inside a block differently. With an integer type head_dim includes the scales. Latent attention
+            stores no separate values: their head_dim is 0.
+        block_hashes: [num_blocks], content hashes kept by KeptBlocks; in the shared store if there is one.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class KvCache:
             self.block_hashes = self._memory.hashes
 
     def use_tiers(self, open_tiers: OpenTiers) -> None:
-        """Store full blocks in tiers, and fetch blocks out of them. For a pool in host memory."""
+        """Store full blocks in tiers and fetch blocks from them; for a pool in host memory."""
         shape = self.keys.shape[0], self.num_blocks
         keys, values = (
             cache.view(torch.uint8).numpy().reshape(*shape, int(np.prod(cache.shape[2:])) * cache.element_size())
@@ -79,18 +79,18 @@ class KvCache:
 
     @property
     def store_name(self) -> str:
-        """Of the store that others can take these blocks out of; empty: there is none."""
+        """Name of the store from which other workers can fetch these blocks; empty: none."""
         return self._store.name if self._store is not None and self._memory is not None else ""
 
     def close(self) -> None:
-        """Take it out of the store, and store nothing more in tiers."""
+        """Remove the pool from the store, and stop storing blocks in tiers."""
         if self.tiers is not None:
             self.tiers.close()
         if self._store is not None:
             self._store.close()
 
     def adopt(self, hashes: NDArray[np.uint64], targets: IntArray) -> IntArray:
-        """Fill blocks with what dead workers left or tiers hold under these hashes; return those not found."""
+        """Fill blocks from dead workers' pools or from tiers by hash; return the targets that were not found."""
         missing = targets
         if self._store is not None and self._memory is not None:
             missing = self._store.fetch(hashes, targets, self._memory)
@@ -99,7 +99,7 @@ class KvCache:
         return missing
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies whole blocks in all layers; all sources are read before any target is written."""
+        """Copy whole blocks in all layers; all sources are read before any target is written."""
         source, target = torch.from_numpy(sources).long(), torch.from_numpy(targets).long()
         for cache in (self.keys, self.values):
             cache[:, target.to(cache.device)] = cache[:, source.to(cache.device)]
@@ -108,23 +108,23 @@ class KvCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
-    # From numpy, because its zeros take memory only when they are written.
+    # numpy's zeros allocate pages only when they are written.
     size = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: torch.dtype) -> int:
-    """Bytes of one block in all layers."""
+    """Return the bytes of one block in all layers."""
     head_bytes = stored_head_dim(description.head_dim, dtype) * dtype.itemsize
     num_tensors = 1 if description.latent else 2
     return num_tensors * description.num_layers * description.num_kv_heads * head_bytes * tokens_per_block
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """What may still be allocated on a device, in bytes."""
+    """Return the memory that can still be allocated on a device, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    # Imported here, for a GPU's measurements run where there is no psutil.
+    # Imported here because GPU benchmarks run without psutil.
     import psutil
 
     return int(psutil.virtual_memory().available)
@@ -140,19 +140,19 @@ def choose_num_blocks(
     device: torch.device,
     free_bytes: int,
 ) -> int:
-    """How many blocks the pool gets.
+    """Return the number of blocks in the pool.
 
     Args:
-        bytes_per_block: Of all layers.
+        bytes_per_block: Bytes of a block in all layers.
         tokens_per_block: Tokens in a block.
-        free_memory_fraction: Share of the free memory on a GPU; on a CPU a quarter of it, at most 4 GiB.
-        max_kv_tokens: Absolute limit; 0: none.
-        max_useful_tokens: What the largest batch of the longest sequences can fill.
-        device: Whose memory is meant.
-        free_bytes: What is free of it.
+        free_memory_fraction: Fraction of the free memory on a GPU; on a CPU a quarter of that, at most 4 GiB.
+        max_kv_tokens: Upper limit in tokens; 0: none.
+        max_useful_tokens: Tokens of the largest batch of the longest sequences.
+        device: The device that holds the pool.
+        free_bytes: Free memory of the device.
 
     Raises:
-        ConfigError: Not even one block fits.
+        ConfigError: No block fits.
     """
     if not 0.0 < free_memory_fraction <= 1.0:
         raise ConfigError(f"{free_memory_fraction} is not in (0, 1]", field="free_memory_fraction")

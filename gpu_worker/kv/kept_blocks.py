@@ -1,11 +1,11 @@
-"""What full KV blocks hold, by the hashes that the scheduler gives them: a memory that outlasts the epoch.
+"""Content hashes of full KV blocks, kept across epochs.
 
-The cache itself stays as it is when an epoch ends. So a worker that registers again says which blocks are still as the
-steps that were done left them, and a scheduler that was started anew has only the newest tokens computed again.
+The cache keeps its contents when an epoch ends. A worker that registers again therefore reports which blocks still hold
+what completed steps wrote, and a restarted scheduler recomputes only the newest tokens.
 
-A hash is noted when the step that it came with is done; it is dropped as soon as a step is received before or in which
-the block may change, done or not. So whatever is noted holds at any moment, also while steps of an epoch that is over
-still run. The hashes may lie in memory that outlasts the process, see `kv_store`: then it holds of its death as well.
+A hash is recorded when the step that carried it completes, and dropped as soon as a step arrives before or in which the
+block may change, completed or not. So every recorded hash is valid at any moment, even while steps of a past epoch
+still run. The hashes may be stored in memory that outlasts the process (see `shared_store`); they stay valid then.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from protos import worker_pb2
 
 
 class KeptBlocks:
-    """Used by the link's thread alone."""
+    """Records block hashes. Used by the link's thread only."""
 
     def __init__(
         self, hashes: NDArray[np.uint64], on_full: Callable[[list[tuple[int, int]]], None] | None = None
     ) -> None:
-        """Know nothing yet.
+        """Start empty.
 
         Args:
-            hashes: [num_blocks], where they are noted besides, all 0 at first.
+            hashes: [num_blocks], array to mirror the hashes in, initially all 0.
             on_full: Called with blocks and their hashes when a step has filled them.
         """
         self._memory, self._on_full = hashes, on_full
@@ -35,7 +35,7 @@ class KeptBlocks:
         self._to_come: dict[int, dict[int, int]] = {}
 
     def receive(self, step: worker_pb2.StepBatch) -> None:
-        """Notes what is to become of blocks in a step that will be run."""
+        """Drop hashes of blocks that a received step may change, and remember those it will fill."""
         new: dict[int, int] = {}
         for block, value in zip(step.hashed_blocks, step.block_hashes, strict=True):
             self._memory[block] = 0
@@ -47,7 +47,7 @@ class KeptBlocks:
             self._to_come[step.step_id] = new
 
     def finish(self, step_id: int, *, is_whole: bool) -> None:
-        """Notes what blocks hold now that a step of this epoch is done; nothing where not all of it was computed."""
+        """Record the blocks that a completed step of this epoch filled, unless part of it was not computed."""
         new = self._to_come.pop(step_id, {})
         if is_whole:
             self._hashes |= new
@@ -57,17 +57,17 @@ class KeptBlocks:
                 self._on_full([*new.items()])
 
     def end_epoch(self) -> None:
-        """Forgets steps in flight: whether they were done is unknown."""
+        """Forget steps in flight, which may or may not complete."""
         self._to_come.clear()
 
     def clear(self) -> None:
-        """Forgets all, after a step that failed half-way."""
+        """Drop all hashes, after a step that failed half-way."""
         self._hashes.clear()
         self._memory[:] = 0
         self._to_come.clear()
 
     def write(self, register: worker_pb2.Register) -> None:
-        """Puts all that is known into a registration."""
+        """Add all recorded hashes to a registration."""
         register.ClearField("kept_blocks")
         register.ClearField("kept_hashes")
         register.kept_blocks.extend(self._hashes)

@@ -1,10 +1,10 @@
-"""KV pools in memory that outlasts their processes: what a worker that died had computed, others of its host take over.
+"""KV pools in shared memory that outlast their processes, so that other workers on the host can reuse their blocks.
 
-Each pool lies in a file of one folder in shared memory: the hashes of its blocks, then its keys, then its values. A
-worker holds a lock on its file, which the kernel drops when the process ends, however it ends; until then nobody else
-looks into it. KeptBlocks sees to it that the hashes are true at any moment. The name of a file says of which kind its
-blocks are; those of one kind are equal bit for bit whoever computes them, so a copied block is as good as a computed
-one. A file that a dead worker left is removed after a while.
+Each pool is a file in one shared-memory folder: the hashes of its blocks, then its keys, then its values. A worker
+holds a lock on its file, which the kernel releases when the process ends for any reason; until then no other process
+reads it. KeptBlocks guarantees that the hashes are valid at any moment. The file name encodes the kind of its blocks;
+blocks of one kind and hash are bit-identical whoever computes them, so a copied block equals a computed one. Files of
+dead workers are removed after a while.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _POOL_NAME = re.compile(r"[0-9a-f]{24}-\d+-[0-9a-f]{16}\.kv")
 _PAGE = 4096
 _KEEP_S = 30.0
-# A worker's link may be seen to end a moment before its lock does.
+# A worker's disconnection may be seen shortly before its lock is released.
 _NUM_TRIES, _RETRY_S = 3, 0.005
 
 
@@ -44,7 +44,7 @@ class PoolMemory:
     """Memory of a KV pool.
 
     Attributes:
-        hashes: [num_blocks], what each block holds; 0: nobody knows.
+        hashes: [num_blocks], content hash of each block; 0: unknown.
         keys, values: Bytes [num_layers, num_blocks, bytes of a block in one layer].
     """
 
@@ -54,22 +54,22 @@ class PoolMemory:
 
 
 class KvStore:
-    """The pools of one kind on this host.
+    """Pools of one kind on this host.
 
     Attributes:
-        name: Equal for workers that share the folder and the kind.
+        name: Identical for workers that share the folder and the kind.
     """
 
     def __init__(self, folder: Path, kind: str, num_layers: int) -> None:
-        """Opens the folder, and makes it where it is not there.
+        """Open the folder; create it if it is missing.
 
         Args:
-            folder: In shared memory; of this user alone.
-            kind: All that makes blocks differ in what they hold for the same tokens.
-            num_layers: Of the model.
+            folder: In shared memory; accessible to this user only.
+            kind: Identifies everything besides tokens that determines a block's contents.
+            num_layers: Layers of the model.
 
         Raises:
-            ConfigError: The folder is not ours alone.
+            ConfigError: The folder cannot be used, or others can access it.
         """
         self._folder, self._num_layers = folder, num_layers
         self._kind = hashlib.blake2b(kind.encode(), digest_size=12).hexdigest()
@@ -80,7 +80,7 @@ class KvStore:
         except OSError as error:
             raise ConfigError(f"{folder} cannot be used: {error}", field="shared_kv_folder") from None
         if not is_ours:
-            raise ConfigError(f"{folder} must be a folder of this user alone (mode 700)", field="shared_kv_folder")
+            raise ConfigError(f"{folder} must be owned by this user with mode 700", field="shared_kv_folder")
         self.name = f"{boot_id}:{status.st_dev}:{status.st_ino}:{self._kind}"
         self._own: Path | None = None
         self._file_number = -1
@@ -90,7 +90,7 @@ class KvStore:
         threading.Thread(target=self._keep_clean, name="kv-store", daemon=True).start()
 
     def make_pool(self, num_blocks: int, layer_block_bytes: int) -> PoolMemory | None:
-        """Memory for this process's own pool, zeros; None where the folder cannot take it."""
+        """Return zeroed memory for this process's pool; None if the folder has no room for it."""
         self._layer_block_bytes = layer_block_bytes
         size = _size(num_blocks, self._num_layers, layer_block_bytes)
         try:
@@ -101,7 +101,7 @@ class KvStore:
                 if room >= size:
                     self._make_file(num_blocks, size)
                     return self._map(self._file_number, num_blocks, mmap.PROT_READ | mmap.PROT_WRITE)
-                problem = f"{room / 2**30:.2f} GiB are free, {size / 2**30:.2f} are needed"
+                problem = f"{room / 2**30:.2f} GiB free, {size / 2**30:.2f} GiB needed"
         except OSError as error:
             problem = str(error)
         logger.warning("the KV pool is not shared: %s: %s", self._folder, problem)
@@ -114,9 +114,9 @@ class KvStore:
         os.ftruncate(self._file_number, size)
 
     def close(self) -> None:
-        """Removes this process's pool from the folder; its memory stays until the process ends.
+        """Remove this process's pool from the folder; its memory is freed when the process ends.
 
-        The last one to close removes what dead workers left; others leave it a while to those who live.
+        The last process to close also removes dead workers' pools; otherwise these stay a while for the other workers.
         """
         self._stopped.set()
         with contextlib.suppress(OSError), self._locked_folder():
@@ -127,7 +127,7 @@ class KvStore:
 
     @contextlib.contextmanager
     def _locked_folder(self) -> Iterator[None]:
-        """One process at a time makes and removes files."""
+        """Hold the folder's lock, under which files are created and removed."""
         file_number = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(file_number, fcntl.LOCK_EX)
@@ -136,11 +136,11 @@ class KvStore:
             os.close(file_number)
 
     def fetch(self, hashes: NDArray[np.uint64], targets: NDArray[np.int32], own: PoolMemory) -> NDArray[np.int32]:
-        """Copies blocks that dead workers left.
+        """Copy blocks from dead workers' pools.
 
         Args:
-            hashes: [N], of what is looked for.
-            targets: [N], blocks of our own pool; each is filled if its hash is found.
+            hashes: [N], hashes to look up.
+            targets: [N], blocks of this process's pool to fill.
             own: This process's pool.
 
         Returns:
@@ -166,14 +166,14 @@ class KvStore:
         return targets[missing]
 
     def _left_pools(self) -> Iterator[PoolMemory]:
-        """Pools of workers that died, latest first."""
+        """Yield the pools of dead workers, latest first."""
         for path in self._left_files():
             with contextlib.suppress(OSError, ValueError), _unlocked(path) as file_number:
                 if file_number is not None:
                     yield self._map(file_number, int(path.name.split("-")[1]), mmap.PROT_READ)
 
     def _left_files(self) -> list[Path]:
-        """Files of this kind that are not our own, the newest first."""
+        """Return the files of this kind other than our own, newest first."""
         files = []
         for path in _pools(self._folder):
             with contextlib.suppress(FileNotFoundError):
@@ -184,41 +184,41 @@ class KvStore:
     def _map(self, file_number: int, num_blocks: int, access: int) -> PoolMemory:
         size, start = _size(num_blocks, self._num_layers, self._layer_block_bytes), _hashes_size(num_blocks)
         if os.fstat(file_number).st_size != size:
-            raise ValueError("the file is damaged")
+            raise ValueError("the file is corrupt")
         data = np.frombuffer(mmap.mmap(file_number, size, prot=access), dtype=np.uint8)
         hashes = data[: num_blocks * 8].view(np.uint64)
         keys, values = data[start:].reshape(2, self._num_layers, num_blocks, -1)
         return PoolMemory(hashes, keys, values)
 
     def _keep_clean(self) -> None:
-        """Removes what a dead worker left when it is seen for the second time: others have fetched it then."""
+        """Remove dead workers' pools on the second scan that finds them; other workers have had time to copy them."""
         while not self._stopped.wait(_KEEP_S):
             with contextlib.suppress(OSError), self._locked_folder():
                 self._seen = self._remove_left(self._seen.__contains__)
 
     def _remove_left(self, is_due: Callable[[Path], bool]) -> set[Path]:
-        """Removes what dead workers of any kind left, where it is due; returns what is left after that."""
+        """Remove the dead workers' pools, of any kind, for which `is_due` is true; return those that remain."""
         left = {path for path in _pools(self._folder) if path != self._own and _is_left(path)}
         for path in filter(is_due, left):
             path.unlink(missing_ok=True)
-            logger.info("removed the KV pool that a dead worker left")
+            logger.info("removed the KV pool of a dead worker")
         return {path for path in left if path.exists()}
 
 
 def _pools(folder: Path) -> list[Path]:
-    """Files that stores made; nothing else in the folder is ours."""
+    """Return the pool files in a folder; other files there are not ours."""
     return [path for path in folder.iterdir() if _POOL_NAME.fullmatch(path.name)]
 
 
 def _is_left(path: Path) -> bool:
-    """Whether no living process holds a pool."""
+    """Return whether no live process holds a pool."""
     with _unlocked(path) as file_number:
         return file_number is not None
 
 
 @contextlib.contextmanager
 def _unlocked(path: Path) -> Iterator[int | None]:
-    """The open file, where no living process holds it; else None."""
+    """Yield the open file if no live process holds it, else None."""
     file_number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         try:
@@ -240,7 +240,7 @@ def _size(num_blocks: int, num_layers: int, layer_block_bytes: int) -> int:
 
 
 def _room(folder: Path) -> int:
-    """Free bytes that no living worker's pool may still take."""
+    """Return the bytes in a folder that are free and not reserved by live workers' pools."""
     room = shutil.disk_usage(folder).free
     for path in _pools(folder):
         if not _is_left(path):

@@ -1,15 +1,15 @@
-"""Tiers below the KV pool: blocks in host memory and on disk, which outlive the pool's evictions and all processes.
+"""Tiers below the KV pool: blocks in host memory and on disk, which outlast eviction from the pool and the processes.
 
-A tier is a folder, in shared memory or on a disk, with one file for each block, named by the hash that the scheduler
-gives its contents. The file's header repeats the kind and the hash, and a checksum covers header and contents. It is
-verified before a block is used: a file that is damaged, cut short or under another's name is a miss, and is removed.
+A tier is a folder, in shared memory or on a disk, with one file per block, named by the scheduler's hash of its
+contents. The file's header repeats the kind and the hash, and a checksum covers header and contents. It is verified
+before a block is used: a file that is corrupt, truncated or misnamed is a miss and is removed.
 
-Workers of one kind on a host share the folders and need no locks: a file is written aside and then renamed, one block's
-contents are the same whoever computed it, and who opens a file that another removes reads it to its end. The index of
-what there is may be out of date for some seconds, which costs a miss or a second write.
+Workers of one kind on a host share the folders without locks: files are written under a temporary name and renamed, a
+block's contents are the same whoever computed it, and a reader keeps a file open after another process removes it. The
+index may be stale for some seconds, which costs a miss or a redundant write.
 
-Blocks are stored when they are full, by a thread of their own, so that a step never waits for it; they are there before
-the pool evicts them. The scheduler is told which hashes are stored, and asks for blocks where it would have them
+A separate thread stores blocks when they are full, so steps do not wait for it and blocks are stored before the pool
+evicts them. The worker reports stored hashes to the scheduler, which asks for these blocks instead of having them
 computed.
 """
 
@@ -39,16 +39,16 @@ from midstream.telemetry import Metrics
 
 logger = logging.getLogger(__name__)
 
-# Format, kind, hash, bytes of contents; then the checksum of these and of the contents.
+# Format, kind, hash, bytes of contents; then the checksum of these and the contents.
 _HEADER = struct.Struct("<8s16sQQ")
 _FORMAT = b"MSKVBLK1"
 _CHECKSUM_BYTES = 16
 _HEAD_BYTES = _HEADER.size + _CHECKSUM_BYTES
-# How often other workers' files are looked for, and how long a tier that cannot be written to is left alone.
+# Interval between scans for other workers' files, and how long a tier is paused after a write error.
 _SCAN_S, _PAUSE_S = 5.0, 10.0
-# Kinds that no worker opened for so long are removed: a model that is not served any more, an older version.
+# Kinds that no worker has opened for this long are removed, for example of models that are no longer served.
 _UNUSED_S = 7 * 86_400.0
-# Blocks that wait to be stored; the oldest are dropped, as they can be computed again.
+# Maximum blocks that wait to be stored; the oldest are dropped, as they can be computed again.
 _MAX_WAITING = 8192
 
 Bytes = NDArray[np.uint8]
@@ -58,22 +58,22 @@ class TierFolder:
     """One tier's blocks of one kind.
 
     Attributes:
-        name: Of the tier, in metrics.
-        num_hits, num_stored, num_evicted, num_damaged, num_errors, read_bytes, written_bytes: Since it was opened.
+        name: Name of the tier in metrics.
+        num_hits, num_stored, num_evicted, num_damaged, num_errors, read_bytes, written_bytes: Counts since opening.
     """
 
     def __init__(self, name: str, folder: Path, kind: str, block_bytes: int, max_bytes: int) -> None:
-        """Open a folder, or make it.
+        """Open a folder; create it if it is missing.
 
         Args:
-            name: Of the tier.
-            folder: Of this user alone; several kinds and workers share it.
-            kind: All that makes blocks differ in what they hold for the same tokens.
-            block_bytes: Of a block's contents.
-            max_bytes: That files of this kind may take.
+            name: Name of the tier.
+            folder: Accessible to this user only; shared by kinds and workers.
+            kind: Identifies everything besides tokens that determines a block's contents.
+            block_bytes: Bytes of a block's contents.
+            max_bytes: Maximum total size of files of this kind.
 
         Raises:
-            ConfigError: The folder is not this user's alone or cannot be used.
+            ConfigError: The folder cannot be used, or others can access it.
         """
         self.name = name
         self.num_hits = self.num_stored = self.num_evicted = self.num_damaged = self.num_errors = 0
@@ -83,7 +83,7 @@ class TierFolder:
         self._block_bytes = block_bytes
         self._max_blocks = max_bytes // (block_bytes + _HEAD_BYTES)
         self._lock = threading.Lock()
-        self._index: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._index: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._news: dict[int, bool] = {}
         self._paused_until = 0.0
         try:
@@ -97,7 +97,7 @@ class TierFolder:
         except OSError as error:
             raise ConfigError(f"{folder} cannot be used: {error}", field=f"{name}_kv_folder") from None
         if not is_ours:
-            raise ConfigError(f"{folder} must be a folder of this user alone (mode 700)", field=f"{name}_kv_folder")
+            raise ConfigError(f"{folder} must be owned by this user with mode 700", field=f"{name}_kv_folder")
 
     def __contains__(self, value: int) -> bool:
         with self._lock:
@@ -107,19 +107,19 @@ class TierFolder:
         return len(self._index)
 
     def take_all(self) -> set[int]:
-        """Return what is stored, as far as this worker knows; `take_news` begins with what comes after."""
+        """Return the stored hashes known to this worker; `take_news` reports changes after this call."""
         with self._lock:
             self._news.clear()
             return set(self._index)
 
     def take_news(self) -> dict[int, bool]:
-        """Return which hashes are stored (true) and not any more (false) since the last call."""
+        """Return the hashes that were stored (true) or removed (false) since the last call."""
         with self._lock:
             news, self._news = self._news, {}
             return news
 
     def scan(self) -> None:
-        """Look at what there is, in the order of last use, also by other workers."""
+        """Read the folder in order of last use, including files of other workers."""
         found: list[tuple[int, int]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -134,7 +134,7 @@ class TierFolder:
             self._news |= dict.fromkeys(self._index.keys() - before.keys(), True)
 
     def put(self, value: int, contents: Bytes) -> bool:
-        """Store a block, in place of those not used for longest; return False where that failed or is paused."""
+        """Store a block, evicting the least recently used; return False if that failed or the tier is paused."""
         if time.monotonic() < self._paused_until or not self._max_blocks:
             return False
         header = _HEADER.pack(_FORMAT, self._kind, value, len(contents))
@@ -164,7 +164,7 @@ class TierFolder:
         return True
 
     def get(self, value: int) -> Bytes | None:
-        """Return the contents of a block, verified; None where there is no such block or it is damaged."""
+        """Return a block's verified contents; None if it is missing or corrupt."""
         path = self._path(value)
         try:
             data = np.fromfile(path, dtype=np.uint8)
@@ -182,7 +182,7 @@ class TierFolder:
         is_whole = len(contents) == self._block_bytes and data[: _HEADER.size].tobytes() == header
         if not is_whole or data[_HEADER.size : _HEAD_BYTES].tobytes() != _checksum(header, contents):
             self.num_damaged += 1
-            logger.warning("removed a damaged KV block of the %s tier", self.name)
+            logger.warning("removed a corrupt KV block of the %s tier", self.name)
             self._forget(value)
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -192,11 +192,11 @@ class TierFolder:
         return contents
 
     def touch(self, value: int) -> None:
-        """Note that a block was used."""
+        """Mark a block as recently used."""
         with self._lock:
             if value in self._index:
                 self._index.move_to_end(value)
-        now_ns = time.time_ns()  # finer than what the kernel gives a new file
+        now_ns = time.time_ns()  # finer than the kernel's timestamp of a new file
         with contextlib.suppress(OSError):
             os.utime(self._path(value), ns=(now_ns, now_ns))
 
@@ -222,26 +222,26 @@ class TierFolder:
 
 @dataclass(frozen=True, slots=True)
 class StoreChanges:
-    """Hashes whose blocks are stored, and are not any more, since these were last asked for."""
+    """Hashes of blocks stored and removed since the last call."""
 
     stored: tuple[int, ...]
     removed: tuple[int, ...]
 
 
 class KvTiers:
-    """A pool's tiers: stores its full blocks, and fetches blocks into it.
+    """A pool's tiers: store its full blocks, and fetch blocks into it.
 
     Attributes:
-        name: Equal for workers that share the tiers.
+        name: Identical for workers that share the tiers.
     """
 
     def __init__(self, tiers: Sequence[TierFolder], name: str, pool: PoolMemory) -> None:
-        """Begin to store.
+        """Start the storing thread.
 
         Args:
-            tiers: The fastest first.
-            name: Equal for workers that share them.
-            pool: Blocks, and the hashes of what they hold at any moment (KeptBlocks).
+            tiers: Fastest first.
+            name: Identical for workers that share the tiers.
+            pool: Blocks and their content hashes, kept valid by KeptBlocks.
         """
         self.name = name
         self._tiers, self._pool = tiers, pool
@@ -252,13 +252,13 @@ class KvTiers:
         self._thread.start()
 
     def offer(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Store blocks, each with the hash of what it holds, as long as it holds it."""
+        """Queue blocks for storing, each with its content hash; a block that changes before then is skipped."""
         with self._wake:
             self._waiting.extend(blocks)
             self._wake.notify()
 
     def fetch(self, hashes: NDArray[np.uint64], targets: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Fill target blocks with what is stored under these hashes; return the targets that were not found."""
+        """Fill target blocks from the tiers by hash; return the targets that were not found."""
         missing = []
         for value, target in zip(hashes.tolist(), targets.tolist(), strict=True):
             contents = next((found for tier in self._tiers if (found := tier.get(value)) is not None), None)
@@ -270,11 +270,11 @@ class KvTiers:
         return np.array(missing, dtype=np.int32)
 
     def hashes(self) -> set[int]:
-        """Return what is stored; `changes` begins with what comes after."""
+        """Return the stored hashes; `changes` reports changes after this call."""
         return set[int]().union(*(tier.take_all() for tier in self._tiers))
 
     def changes(self) -> StoreChanges:
-        """Return what changed since `hashes` or `changes` was last called."""
+        """Return the changes since the last call of `hashes` or `changes`."""
         stored, removed = set[int](), set[int]()
         for tier in self._tiers:
             for value, is_stored in tier.take_news().items():
@@ -283,12 +283,12 @@ class KvTiers:
         return StoreChanges(tuple(stored), tuple(removed - stored))
 
     def wait_until_stored(self, timeout_s: float) -> bool:
-        """Wait until everything that was offered is stored or dropped; return whether it is."""
+        """Wait until all queued blocks are stored or dropped; return False on timeout."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._waiting and not self._is_storing, timeout_s)
 
     def close(self) -> None:
-        """Stop to store; what waits is dropped."""
+        """Stop storing; drop queued blocks."""
         with self._wake:
             self._stopped = True
             self._waiting.clear()
@@ -324,14 +324,14 @@ class KvTiers:
         memory = self._pool
         parts = (memory.keys[:, block], memory.values[:, block])
         contents = np.concatenate([part.reshape(-1) for part in parts])
-        # A hash is wiped before its block may change, so it was the same all the while.
+        # A hash is cleared before its block may change, so it was unchanged during the write.
         if int(memory.hashes[block]) != value:
             return
         for tier in lacking:
             tier.put(value, contents)
 
     def count(self, metrics: Metrics) -> None:
-        """Show hits, bytes and failures of each tier in the metrics."""
+        """Export hits, bytes and failures of each tier as metrics."""
         texts = {
             "num_hits": ("worker_kv_tier_hits", "KV blocks fetched."),
             "num_stored": ("worker_kv_tier_stored", "KV blocks stored."),
@@ -345,7 +345,7 @@ class KvTiers:
             gauge = metrics.gauge(name, text, ("tier",))
             for tier in self._tiers:
                 gauge.labels(tier.name).set_function(partial(getattr, tier, attribute))
-        blocks = metrics.gauge("worker_kv_tier_blocks", "KV blocks that are stored.", ("tier",))
+        blocks = metrics.gauge("worker_kv_tier_blocks", "KV blocks stored at present.", ("tier",))
         for tier in self._tiers:
             blocks.labels(tier.name).set_function(partial(len, tier))
 
@@ -357,14 +357,14 @@ def _checksum(header: bytes, contents: Bytes) -> bytes:
 
 
 def _remove_left(entry: os.DirEntry[str]) -> None:
-    """Remove a file that was not written to its end, once nobody can be writing it any more."""
+    """Remove an incomplete file that no process can still be writing."""
     with contextlib.suppress(OSError):
         if time.time() - entry.stat().st_mtime > 60:
             Path(entry.path).unlink()
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove kinds that no worker opened for long; nothing else in the folder is ours."""
+    """Remove kinds that no worker has opened for a long time; other files in the folder are not ours."""
     for kind in folder.iterdir():
         with contextlib.suppress(OSError, ValueError):
             if len(bytes.fromhex(kind.name)) == 16 and time.time() - kind.stat().st_mtime > _UNUSED_S:

@@ -1,1 +1,1 @@
-"""Adapters that requests bring along: low-rank pairs, and embeddings of virtual tokens."""
+"""Adapters of requests: LoRA weights and prompt-tuning tables."""

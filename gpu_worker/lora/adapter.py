@@ -1,4 +1,4 @@
-"""An adapter as it was read."""
+"""An adapter as read from its files."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What an adapter's folder holds, on the host and in the types of its file.
+    """The contents of an adapter's folder, on the host and in the number types of its file.
 
     Attributes:
         fingerprint: Hash of the files.
-        layers: Of LoRA: for each layer the pairs by module; empty for a prompt adapter.
-        prompt_table: Of a prompt adapter: [num_virtual_tokens, hidden_size], float32.
+        layers: LoRA pairs by module for each layer; empty for a prompt adapter.
+        prompt_table: Embeddings of a prompt adapter: float32 [num_virtual_tokens, hidden_size].
     """
 
     path: str
@@ -44,28 +44,28 @@ class Adapter:
 
     @property
     def host_bytes(self) -> int:
-        """What it takes on the host."""
+        """Bytes on the host."""
         tensors = [tensor for pairs in self.layers for pair in pairs.values() for tensor in (pair.a, pair.b)]
         if self.prompt_table is not None:
             tensors.append(self.prompt_table)
         return sum(tensor.nbytes for tensor in tensors)
 
     def device_bytes(self, element_bytes: int) -> int:
-        """What its pairs take where they are computed with, in elements of that size."""
+        """Return the bytes of its pairs on the device, at `element_bytes` per number."""
         pairs = [pair for layer in self.layers for pair in layer.values()]
         return sum(padded_rank(len(p.a)) * (p.a.shape[1] + p.b.shape[0]) * element_bytes for p in pairs)
 
 
 def padded_rank(rank: int) -> int:
-    """The rank that pairs are padded to where several adapters are computed together: a power of two from 8 on.
+    """Return the rank that pairs are padded to for batching several adapters: a power of two, at least 8.
 
-    It depends on the adapter alone, so that how its products are summed does not depend on its neighbours.
+    It depends on the adapter alone, so that the order of summation does not depend on other adapters in the batch.
     """
     return max(_LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
 def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of each linear layer that LoRA may change."""
+    """Return (inputs, outputs) of each linear layer that supports LoRA."""
     d = description
     ffn = {
         "gate": (d.hidden_size, d.intermediate_size),
@@ -94,7 +94,7 @@ def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]
 
 
 def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
-    """Return which modules each linear layer of the files is, by its path in a layer; several: their rows in order."""
+    """Return our modules for each linear layer's path in the files; several: their rows in order."""
     names, latent = family_of(description.architecture).names, description.latent
     if latent is not None:
         attention: dict[str, tuple[str, ...]] = {names.latent_q: ("q",), names.latent_kv_down: ("kv_a",)}

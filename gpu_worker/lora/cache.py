@@ -1,12 +1,12 @@
-"""Keeps adapters near: on the host as they were read, on the device as they are computed with.
+"""Cache adapters: on the host as they were read, on the device as the model uses them.
 
-One adapter's way:
+The life of an adapter:
 
-1. It is named: by LoadLoraAdapter, or by a step that adds a sequence with it. The link's thread asks for it
-   (`load`, `prefetch`), and a reader thread fetches its files while the step before still runs.
-2. The compute loop takes it for a row (`acquire`): it is placed on the device and pinned there until the row is given
-   back. The scheduler starts no more at a time than fit.
-3. What no row uses stays until room is needed: least recently used goes first, on each side for itself.
+1. LoadLoraAdapter, or a step that adds a sequence with it, names it. The link's thread requests it (`load`,
+   `prefetch`), and a reader thread reads its files while the previous step still runs.
+2. The compute loop acquires it for a row (`acquire`): it is placed on the device and pinned there until the row
+   releases it. The scheduler runs no more adapters at a time than fit.
+3. Unused adapters stay until room is needed; eviction is least recently used first, separately on host and device.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class AdapterCache(Generic[P]):
         device_bytes: int,
         element_bytes: int,
     ) -> None:
-        """Starts empty.
+        """Start empty.
 
         Args:
-            read: Reads a folder.
-            place: Makes of a LoRA adapter what the model computes with, on its device.
-            host_bytes: Most that is kept on the host.
-            device_bytes: Most that is kept on the device.
-            element_bytes: Of a number there.
+            read: Reads an adapter's folder.
+            place: Converts a LoRA adapter to the model's form on its device.
+            host_bytes: Capacity on the host.
+            device_bytes: Capacity on the device.
+            element_bytes: Bytes of a number on the device.
         """
         self.device_bytes = device_bytes
         self._read, self._place = read, place
@@ -71,41 +71,41 @@ class AdapterCache(Generic[P]):
 
     @property
     def num_device_bytes(self) -> int:
-        """Taken on the device."""
+        """Bytes in use on the device."""
         return sum(item.num_bytes for item in self._device.values())
 
     @property
     def num_host_bytes(self) -> int:
-        """Taken on the host."""
+        """Bytes in use on the host."""
         return sum(item.host_bytes for item in self._host.values())
 
     def size_of(self, adapter: Adapter) -> int:
-        """What the adapter takes on the device."""
+        """Return the adapter's bytes on the device."""
         return adapter.device_bytes(self._element_bytes)
 
     def load(self, path: str) -> Future[Adapter]:
-        """Reads a folder anew. The future raises MidstreamError where it is not to be used."""
+        """Read a folder again. The future raises MidstreamError if the adapter is rejected."""
         return self._reader.submit(self._fetch, path)
 
     def prefetch(self, ref: AdapterRef) -> None:
-        """Begins to read what a sequence will need, unless it is here."""
+        """Start reading an adapter unless it is cached."""
         with self._lock:
             if ref.fingerprint not in self._host:
                 self._read_soon(ref)
 
     def unload(self, fingerprint: str) -> None:
-        """Forgets an adapter on the host at once, and on the device when the compute loop next makes room."""
+        """Drop an adapter from the host now, and from the device when the compute loop next needs room."""
         with self._lock:
             self._host.pop(fingerprint, None)
             self._unloaded.add(fingerprint)
 
     def acquire(self, ref: AdapterRef) -> P:
-        """Takes a LoRA adapter for one more row.
+        """Acquire a LoRA adapter for a row.
 
         Raises:
-            InvalidArgumentError: Its folder cannot be read any more.
-            NotFoundError: The folder holds another adapter by now.
-            OverloadedError: Those in use leave no room.
+            InvalidArgumentError: The folder can no longer be read.
+            NotFoundError: The folder now holds another adapter.
+            OverloadedError: The adapters in use leave no room.
         """
         placed = self._device.get(ref.fingerprint)
         if placed is None:
@@ -118,19 +118,19 @@ class AdapterCache(Generic[P]):
         return placed.value
 
     def hold(self, fingerprint: str) -> None:
-        """Takes an adapter that a row has for one more."""
+        """Acquire an adapter that a row already has for one more row."""
         self._device[fingerprint].num_users += 1
 
     def release(self, fingerprint: str) -> None:
-        """Gives an adapter back that was taken for a row."""
+        """Release an adapter that was acquired for a row."""
         self._device[fingerprint].num_users -= 1
 
     def get(self, ref: AdapterRef) -> Adapter:
-        """An adapter on the host, read if need be.
+        """Return an adapter on the host; read it if needed.
 
         Raises:
-            InvalidArgumentError: Its folder cannot be read any more.
-            NotFoundError: The folder holds another adapter by now.
+            InvalidArgumentError: The folder can no longer be read.
+            NotFoundError: The folder now holds another adapter.
         """
         with self._lock:
             if ref.fingerprint in self._host:
@@ -139,11 +139,11 @@ class AdapterCache(Generic[P]):
             reading = self._read_soon(ref)
         adapter = reading.result()
         if adapter.fingerprint != ref.fingerprint:
-            raise NotFoundError(f"{ref.path} does not hold the adapter {ref.name!r} any more", field="lora.name")
+            raise NotFoundError(f"{ref.path} no longer holds the adapter {ref.name!r}", field="lora.name")
         return adapter
 
     def close(self) -> None:
-        """Reads no more."""
+        """Stop the reader thread."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _read_soon(self, ref: AdapterRef) -> Future[Adapter]:
@@ -170,7 +170,7 @@ class AdapterCache(Generic[P]):
     def _make_room(self, num_bytes: int) -> None:
         with self._lock:
             unloaded = self._unloaded & self._device.keys()
-        # Those that were unloaded first, then the least recently used.
+        # Unloaded adapters first, then the least recently used.
         for fingerprint in sorted(self._device, key=lambda item: item not in unloaded):
             is_gone = fingerprint in unloaded
             if not is_gone and self.num_device_bytes + num_bytes <= self.device_bytes:
@@ -183,7 +183,7 @@ class AdapterCache(Generic[P]):
 
 
 def adapter_cache(config: WorkerConfig, model: LoadedModel, place: Callable[[Adapter], P]) -> AdapterCache[P]:
-    """A cache of PEFT's folders for `model`, with no room on the device until its size is set.
+    """Return a cache of PEFT adapters for `model`, with no room on the device until its size is set.
 
     Raises:
         ConfigError: A size is negative.

@@ -1,4 +1,4 @@
-"""What a forward pass is told of adapters and virtual tokens."""
+"""Inputs of a forward pass for adapters and virtual tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class AdapterTokens(Generic[P]):
     """The adapters of a step's tokens.
 
     Attributes:
-        keys: What tells the adapters apart, in ascending order.
-        adapters: What the model made of them.
+        keys: Identifiers of the adapters, in ascending order.
+        adapters: Placed adapters, as `Decoder.place_adapter` returns them.
         indices: int32 [M], on the CPU; each token's place in `adapters`, -1 for none.
     """
 
@@ -27,7 +27,7 @@ class AdapterTokens(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class VirtualTokens:
-    """Embeddings that stand where token ids do, on the CPU.
+    """Embeddings that replace token ids, on the CPU.
 
     Attributes:
         places: int64 [E]; indices into the M tokens.

@@ -1,4 +1,4 @@
-"""What the scheduler says of adapters and of tables of virtual tokens, and what is answered."""
+"""Handle the scheduler's messages about adapters and tables of virtual tokens."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _BYTES_PER_ELEMENT = {pb.Tensor.DTYPE_FLOAT32: 4, pb.Tensor.DTYPE_FLOAT16: 2, pb
 
 
 class AdapterMessages:
-    """The link's part that is about adapters; all methods are called by the link's thread.
+    """The adapter messages of the scheduler link; all methods run on the link's thread.
 
     Attributes:
-        answers: To be sent to the scheduler; added to by another thread.
+        answers: Messages to send to the scheduler; another thread appends to it.
     """
 
     def __init__(self, cache: AdapterCache[Any], wake: Callable[[], None]) -> None:
-        """Keeps tables until the step that they belong to.
+        """Buffer tables until the step that uses them.
 
         Args:
             cache: The worker's adapters.
-            wake: Called when there is an answer.
+            wake: Called when an answer is ready.
         """
         self.answers: deque[worker_pb2.LoraResult] = deque()
         self._cache, self._wake = cache, wake
         self._tables: dict[str, list[pb.Tensor]] = {}
 
     def clear(self) -> None:
-        """The epoch is over."""
+        """Drop all tables: the epoch is over."""
         self._tables.clear()
 
     def take(self, message: worker_pb2.SchedulerMessage, epoch: int) -> None:
-        """Does what a message of this epoch says of adapters; others are passed over."""
+        """Handle an adapter message of this epoch; ignore messages of other epochs."""
         if message.HasField("load_lora") and message.load_lora.epoch == epoch:
             self.load(message.load_lora)
         elif message.HasField("unload_lora") and message.unload_lora.epoch == epoch:
@@ -54,23 +54,23 @@ class AdapterMessages:
             self.keep(message.prompt_table)
 
     def load(self, message: worker_pb2.LoadLoraAdapter) -> None:
-        """Begins to read an adapter, and answers when that is done."""
+        """Start reading an adapter, and answer when that is done."""
         result = worker_pb2.LoraResult(name=message.name, epoch=message.epoch)
         self._cache.load(message.path).add_done_callback(partial(self._answer, result))
 
     def unload(self, message: worker_pb2.UnloadLoraAdapter) -> None:
-        """Forgets an adapter."""
+        """Drop an adapter."""
         self._cache.unload(message.fingerprint)
 
     def keep(self, message: worker_pb2.PromptTablePart) -> None:
-        """Keeps a part of a table for the next step."""
+        """Buffer a part of a table for the next step."""
         self._tables.setdefault(message.key, []).append(message.tensor)
 
     def complete(self, step: Step) -> Step | None:
-        """A step with the tables that its sequences name; begins to read the adapters that they name.
+        """Return the step with the tables of its sequences, and start reading their adapters.
 
         Returns:
-            None where a table is not there in full: something was lost on the way.
+            None if a table is incomplete because a message was lost.
         """
         sequences: list[NewSequence] = []
         keys = {new.prompt_table_key for new in step.new_sequences if new.prompt_table_key}
@@ -109,10 +109,10 @@ def _with_table(new: NewSequence, parts: list[pb.Tensor]) -> NewSequence:
 
 
 def table_of(parts: list[pb.Tensor]) -> NDArray[np.float32]:
-    """The table that came in parts, as float32 [num_virtual_tokens, hidden_size].
+    """Return the table sent in parts, as float32 [num_virtual_tokens, hidden_size].
 
     Raises:
-        InvalidArgumentError: Type, shape and number of bytes contradict each other.
+        InvalidArgumentError: Type, shape and size in bytes are inconsistent.
     """
     data = b"".join(part.data for part in parts)
     dtype, shape = parts[0].dtype, tuple(parts[0].shape)

@@ -1,7 +1,7 @@
-"""Reads an adapter from a folder as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+"""Read an adapter from a folder in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Files come from outside: nothing in them is executed, sizes are looked at before anything is read, and whatever would be
-computed differently from what PEFT does is refused by name.
+The files are untrusted: nothing in them is executed, sizes are checked before anything is read, and settings that
+would give other results than PEFT are rejected by name.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Settings of LoRA that are read here, or that say nothing of what is computed. Any other one that is on (DoRA, biases,
-# saved modules, whatever comes) would be computed differently.
+# LoRA settings that are supported or do not affect inference. Any other setting that is on (DoRA, biases, saved
+# modules, or a new one) would change the results.
 _KNOWN = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
@@ -36,11 +36,11 @@ _KNOWN = {
     "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
 _OFF: tuple[object, ...] = (None, False, 0, "none", "", [], {})
-# Ways to begin training that leave the model's own weights alone; others (PiSSA, OLoRA, ...) do not.
+# Initializations that leave the base model's weights unchanged; others (PiSSA, OLoRA, ...) do not.
 _INITS: tuple[object, ...] = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga")
 
 
-NO_LORA = "LoRA is not computed for a model that runs by transformers' code"
+NO_LORA = "LoRA is not supported for a model that runs on transformers' code"
 
 
 def read_adapter(
@@ -52,23 +52,23 @@ def read_adapter(
     root: str = "",
     takes_lora: bool = True,
 ) -> Adapter:
-    """The adapter in the folder `path`.
+    """Return the adapter in the folder `path`.
 
-    Args:
-        path: Absolute.
-        description: Of the model that it must fit.
-        max_rank: Largest rank that is taken.
-        max_bytes: Largest weight file that is taken.
+    path: Absolute path.
+        description: The model that the adapter must fit.
+        max_rank: Largest rank allowed.
+        max_bytes: Largest weight file allowed, in bytes.
+        root: Folder that must contain `path`; empty: no restriction.
         root: Folder that it must lie in; empty: it may lie anywhere.
-        takes_lora: Whether the model computes LoRA adapters, not prompt adapters alone.
+        takes_lora: Whether the model supports LoRA adapters and not only prompt adapters.
 
     Raises:
-        InvalidArgumentError: Names the file, and the setting or tensor in it that is wrong.
-        UnsupportedError: A kind of adapter that is not computed here.
+        InvalidArgumentError: A file is missing or wrong; the message names the file and the setting or tensor.
+        UnsupportedError: The kind of adapter is not supported.
     """
     folder = Path(path)
     if root and not folder.resolve().is_relative_to(Path(root).resolve()):
-        raise _wrong(f"{path} is not in the folder that adapters are read from")
+        raise _wrong(f"{path} is outside the adapter folder")
     config_data, weights = _read(folder / CONFIG_FILE, _MAX_CONFIG_BYTES), _read(folder / WEIGHTS_FILE, max_bytes)
     digest = hashlib.sha256(len(config_data).to_bytes(8, "little") + config_data + weights).hexdigest()[:32]
     config = _parse(folder / CONFIG_FILE, config_data)
@@ -123,7 +123,7 @@ def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
 
 
 class _Lora:
-    """Takes the pairs of a LoRA folder out of its tensors."""
+    """Extracts the pairs of a LoRA folder from its tensors."""
 
     def __init__(
         self,
@@ -137,11 +137,11 @@ class _Lora:
         self._config, self._tensors, self._max_rank = config, tensors, max_rank
         self._num_layers = description.num_layers
         self._shapes, self._paths = module_shapes(description), module_paths(description)
-        # In a model of text and images the layers lie deeper.
+        # In a model of text and images the layers are nested deeper.
         prefixes = family_of(description.architecture).names.prefixes
         held = (p for p in prefixes if any(name.startswith(f"{_PREFIX}{p}layers.") for name in tensors))
         self._prefix = next(held, "model.")
-        # Experts of a mixture are not linear layers of their own.
+        # Experts of a mixture are stacked tensors, not linear modules.
         self._absent = {
             (i, path)
             for i, mixture in enumerate(description.mixtures)
@@ -156,7 +156,7 @@ class _Lora:
         self._alpha = self._number("lora_alpha", config.get("lora_alpha"))
 
     def layers(self) -> tuple[Mapping[str, LoraPair], ...]:
-        """The pairs of each layer; every tensor of the file is taken, and every one that is needed is there."""
+        """Return the pairs of each layer; raise if a tensor is missing or left over."""
         left, layers = set(self._tensors), []
         expected = self._expected()
         for i in range(self._num_layers):
@@ -177,9 +177,9 @@ class _Lora:
         return tuple(layers)
 
     def _expected(self) -> set[str]:
-        """Paths of the modules that the configuration names."""
+        """Return the module paths that the configuration names."""
         targets, only = self._config.get("target_modules"), self._config.get("layers_to_transform")
-        if not isinstance(targets, list):  # an expression: what it matched is what the file holds
+        if not isinstance(targets, list):  # a regular expression: the file holds the modules it matched
             return set()
         layers = range(self._num_layers) if only is None else [only] if isinstance(only, int) else only
         paths = [
@@ -204,7 +204,7 @@ class _Lora:
         a, b = self._tensors[name_a], self._tensors[name_b]
         rank = int(self._setting("rank_pattern", path, self._rank))
         if not 1 <= rank <= self._max_rank:
-            raise _wrong(f"{self._config_path}: rank {rank}; this worker takes 1 to {self._max_rank}")
+            raise _wrong(f"{self._config_path}: rank {rank}; this worker supports 1 to {self._max_rank}")
         num_inputs, sizes = self._shapes[modules[0]][0], [self._shapes[module][1] for module in modules]
         for name, tensor, shape in ((name_a, a, (rank, num_inputs)), (name_b, b, (sum(sizes), rank))):
             if tensor.shape != shape:
@@ -214,7 +214,7 @@ class _Lora:
         return {module: LoraPair(a, part, scale) for module, part in zip(modules, torch.split(b, sizes), strict=True)}
 
     def _setting(self, patterns: str, path: str, default: float) -> float:
-        """What rank_pattern or alpha_pattern says of a module."""
+        """Return a module's value in rank_pattern or alpha_pattern, or the default."""
         for pattern, value in (self._config.get(patterns) or {}).items():
             if not pattern.replace(".", "").replace("_", "").isalnum():
                 raise UnsupportedError(f"{self._config_path}: {patterns}: {pattern!r} is not a name", field="path")
@@ -236,7 +236,7 @@ def _prompt_table(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], description: DecoderDescription
 ) -> Tensor:
     if set(tensors) != {"prompt_embeddings"}:
-        raise _wrong(f"{folder / WEIGHTS_FILE}: prompt_embeddings is missing, or not alone")
+        raise _wrong(f"{folder / WEIGHTS_FILE}: prompt_embeddings is missing or not the only tensor")
     table, hidden_size = tensors["prompt_embeddings"], description.hidden_size
     num_tokens = config.get("num_virtual_tokens")
     if table.dim() != 2 or not len(table) or list(table.shape) != [num_tokens, hidden_size]:

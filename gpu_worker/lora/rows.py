@@ -1,4 +1,4 @@
-"""Which rows have an adapter or virtual tokens, and what a forward pass has to know of it."""
+"""Track which rows have an adapter or virtual tokens, and build the forward pass's inputs for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ P = TypeVar("P")
 
 
 class RowAdapters(Generic[P]):
-    """Beside `Rows`: a row has a LoRA adapter, which it pins, and a table of virtual tokens, or neither."""
+    """The LoRA adapter (pinned) and the table of virtual tokens of each row in `Rows`, if any."""
 
     def __init__(self, cache: AdapterCache[P], vocab_size: int, hidden_size: int) -> None:
         self._cache = cache
@@ -29,7 +29,7 @@ class RowAdapters(Generic[P]):
         self._tables: dict[int, Tensor] = {}
 
     def take(self, new: NewSequence) -> NewSequence:
-        """Notes what a sequence brings; where that cannot be had, the sequence has an error afterwards."""
+        """Acquire a sequence's adapter and table; on failure, return the sequence with the error set."""
         self._release(new.row)
         if new.error is not None or (new.lora is None and new.prompt is None and new.prompt_table is None):
             return new
@@ -45,7 +45,7 @@ class RowAdapters(Generic[P]):
         return replace(new, num_virtual_tokens=len(table))
 
     def fork(self, forks: tuple[Fork, ...]) -> None:
-        """Gives rows what others have."""
+        """Copy adapters and tables from rows to their forks."""
         if not self._placed and not self._tables:
             return
         for fork in forks:
@@ -57,24 +57,24 @@ class RowAdapters(Generic[P]):
                 self._tables[fork.to_row] = self._tables[fork.from_row]
 
     def release(self, rows: IntArray) -> None:
-        """Gives back what rows have."""
+        """Release the adapters and tables of rows."""
         if self._placed or self._tables:
             for row in rows.tolist():
                 self._release(row)
 
     def clear(self) -> None:
-        """Gives everything back."""
+        """Release all adapters and tables."""
         for row in [*self._placed, *self._tables]:
             self._release(row)
 
     def adapters(self, token_rows: IntArray) -> AdapterTokens[P] | None:
-        """The adapters of flattened tokens, given each one's row; None, at no cost, where there are none."""
+        """Return the adapters of flattened tokens, given each token's row; None, at no cost, if there are none."""
         if not self._placed:
             return None
         rows = [row for row in np.unique(token_rows).tolist() if row in self._placed]
         if not rows:
             return None
-        # In an order of their own, so that the same adapters in other rows are the same batch of adapters.
+        # Sorted by key, so that the same adapters in other rows form the same batch.
         found = dict(sorted((self._placed[row] for row in rows), key=itemgetter(0)))
         places = {fingerprint: i for i, fingerprint in enumerate(found)}
         of_row = np.full(int(token_rows.max()) + 1, -1, dtype=np.int32)
@@ -82,7 +82,7 @@ class RowAdapters(Generic[P]):
         return AdapterTokens(tuple(found), tuple(found.values()), torch.from_numpy(of_row[token_rows]))
 
     def embeddings(self, token_ids: IntArray, token_rows: IntArray) -> tuple[IntArray, VirtualTokens | None]:
-        """Flattened token ids with 0 in place of virtual tokens, and what stands there."""
+        """Return flattened token ids with 0 for virtual tokens, and the embeddings that replace them."""
         if not self._tables:
             return token_ids, None
         places = np.flatnonzero(token_ids >= self._vocab_size)

@@ -1,8 +1,8 @@
-"""Adapters as the decoder in PyTorch computes with them: those of one batch together, stacked by rank.
+"""Adapters for the PyTorch decoder: those of one batch, stacked by rank.
 
-Each adapter is kept by itself. For a batch, those in it are stacked, which lasts until a batch has others. A stack has
-one (padded) rank, and an adapter is only in stacks of modules that it changes: so how its products are summed does not
-depend on what it shares the batch with.
+Adapters are stored separately and stacked for a batch; the stacks are reused until the adapters in the batch change.
+All adapters in a stack have one (padded) rank and change its module, so the order of summation does not depend on
+which other adapters are in the batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gpu_worker.lora.inputs import AdapterTokens
 
 @dataclass(frozen=True, slots=True)
 class TorchAdapter:
-    """An adapter on the device: by (layer, module), a [R, K] and b [N, R] with the scale in it, R padded."""
+    """An adapter on the device: by (layer, module), a [R, K] and b [N, R] with the scale folded in, R padded."""
 
     pairs: dict[tuple[int, str], tuple[Tensor, Tensor]]
 
 
 def place_adapter(adapter: Adapter, dtype: torch.dtype, device: torch.device) -> TorchAdapter:
-    """Brings an adapter to the device."""
+    """Copy an adapter to the device."""
     pairs = {}
     for i, layer in enumerate(adapter.layers):
         for module, pair in layer.items():
@@ -39,7 +39,7 @@ def place_adapter(adapter: Adapter, dtype: torch.dtype, device: torch.device) ->
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Pairs of one module: a [n, R, K], b [n, N, R]; `of_adapter` maps places in the batch, and -1, to places here."""
+    """Pairs of one module: a [n, R, K], b [n, N, R]; `of_adapter` maps batch indices, and -1, to stack indices."""
 
     a: Tensor
     b: Tensor
@@ -48,7 +48,7 @@ class _Stack:
 
 
 class StackedAdapters:
-    """The adapters of the batch at hand."""
+    """The adapters of the current batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,13 +57,13 @@ class StackedAdapters:
         self._indices = torch.empty(0, dtype=torch.int32)
 
     def use(self, tokens: AdapterTokens[TorchAdapter]) -> None:
-        """Computes with the adapters of these tokens from now on."""
+        """Use the adapters of these tokens from now on."""
         if tokens.keys != self._keys:
             self._keys, self._stacks = tokens.keys, self._stack(tokens.adapters)
         self._indices = tokens.indices.to(self._device).long()
 
     def add(self, layer: int, module: str, x: Tensor, y: Tensor) -> None:
-        """Adds to y [M, N], the output of a module of x [M, K], what the tokens' adapters add."""
+        """Add the tokens' adapters to y [M, N], the output of a module with input x [M, K]."""
         for stack in self._stacks.get((layer, module), ()):
             kernels.add_lora(y, x, stack.a, stack.b, stack.scaling, stack.of_adapter[self._indices])
 

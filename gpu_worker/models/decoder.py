@@ -75,7 +75,7 @@ class Probe:
         self.last: Tensor | None = None
 
     def keep(self, layer: int, hidden: Tensor) -> None:
-        """Keeps a layer's output, if it is wanted."""
+        """Keep a layer's output, if it is wanted."""
         if layer in self.layers:
             self.states[layer] = hidden.clone()
 
@@ -84,16 +84,16 @@ class Decoder(Protocol):
     """A model that computes over the paged cache."""
 
     def use_cache(self, kv: KvCache) -> None:
-        """Computes over this cache from now on."""
+        """Compute over this cache from now on."""
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+        """Write keys and values of all tokens, and return float32 logits [S, vocab_size] of the sampled ones."""
 
     def logits(self, last: Tensor) -> Tensor:
-        """Float32 logits [N, vocab_size] of some rows of what a probe kept as `last`."""
+        """Return float32 logits [N, vocab_size] of some rows of what a probe kept as `last`."""
 
     def place_adapter(self, adapter: Adapter) -> object:
-        """Makes of a LoRA adapter what `ForwardInputs.adapters` takes."""
+        """Make of a LoRA adapter what `ForwardInputs.adapters` takes."""
 
 
 @runtime_checkable
@@ -114,7 +114,7 @@ class PartDecoder(Decoder, Protocol):
         """What the first layer takes, [M, hidden_size]."""
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Writes keys and values, and turns a layer's input [M, hidden_size] into the last one's output."""
+        """Write keys and values, and turn a layer's input [M, hidden_size] into the last one's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class TorchDecoder:
         shard: Shard | None = None,
         tensor_ranks: TensorRanks = ONE_RANK,
     ) -> None:
-        """Loads the weights, showing progress.
+        """Load the weights, showing progress.
 
         Args:
             description: Of the model.
@@ -172,22 +172,22 @@ class TorchDecoder:
         self._adapters = StackedAdapters(device)
 
     def place_adapter(self, adapter: Adapter) -> TorchAdapter:
-        """Brings a LoRA adapter to the device."""
+        """Bring a LoRA adapter to the device."""
         return place_adapter(adapter, self._dtype, self._device)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Computes over this cache from now on."""
+        """Compute over this cache from now on."""
         self._kv = kv
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+        """Write keys and values of all tokens, and return float32 logits [S, vocab_size] of the sampled ones."""
         hidden = self.run_layers(self.embed(inputs), inputs, probe)
         if probe is not None:
             probe.last = hidden
         return self.logits(hidden[inputs.sampled.long()])
 
     def embed(self, inputs: ForwardInputs) -> Tensor:
-        """The tokens' embeddings, [M, hidden_size]."""
+        """Return the tokens' embeddings, [M, hidden_size]."""
         ids, tokens = inputs.token_ids.long(), self._shard.tokens
         if len(tokens) == self._shard.whole.vocab_size:
             hidden = functional.embedding(ids, self._embedding)
@@ -202,7 +202,7 @@ class TorchDecoder:
         return hidden
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Writes keys and values, and turns the first layer's input [M, hidden_size] into the last one's output."""
+        """Write keys and values, and turn the first layer's input [M, hidden_size] into the last one's output."""
         d, first = self._description, self._shard.layers.start
         positions = inputs.positions.long()
         angles = [Angles(cos[positions], sin[positions], rotary.is_interleaved) for rotary, cos, sin in self._tables]
@@ -237,7 +237,7 @@ class TorchDecoder:
         return residual
 
     def logits(self, last: Tensor) -> Tensor:
-        """Float32 logits [N, vocab_size] of outputs of the last layer."""
+        """Return float32 logits [N, vocab_size] of outputs of the last layer."""
         d = self._shard.whole
         logits = kernels.linear(self._norm(last, self._final_norm), self._head).float()
         logits = self._ranks.join(logits)[:, : d.vocab_size]

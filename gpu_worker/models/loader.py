@@ -64,7 +64,7 @@ class LoadedModel:
 
 
 def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | None = None) -> LoadedModel:
-    """Reads `folder` as `config` says.
+    """Read `folder` as `config` says.
 
     Args:
         config: The worker's settings.
@@ -154,7 +154,7 @@ def num_threads(config: WorkerConfig) -> int:
 
 
 def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: Ranks) -> Library | None:
-    """The CPU kernels; None where PyTorch's operations run in their place."""
+    """Return the CPU kernels; None where PyTorch's operations run in their place."""
     if config.kernels == "torch":
         return None
     from gpu_worker.models.native import dims_of, what_is_missing

@@ -72,7 +72,7 @@ class CpuDecoder:
         activations: str = "auto",
         shard: Shard | None = None,
     ) -> None:
-        """Loads and packs the weights, showing progress.
+        """Load and packs the weights, showing progress.
 
         Args:
             description: Of the model.
@@ -115,7 +115,7 @@ class CpuDecoder:
         self._native: NativeDecoder | None = None
 
     def place_adapter(self, adapter: Adapter) -> PackedLora:
-        """Lays a LoRA adapter out as the kernels read it."""
+        """Lay a LoRA adapter out as the kernels read it."""
         layers = [
             {module: (pair.a, pair.b.float() * pair.scale) for module, pair in pairs.items()}
             for pairs in adapter.layers
@@ -123,7 +123,7 @@ class CpuDecoder:
         return PackedLora(dims_of(self._description), layers)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Computes over this cache from now on, each block of it laid out as the kernels read fastest."""
+        """Compute over this cache from now on, each block of it laid out as the kernels read fastest."""
         heads, dim = self._description.num_kv_heads, stored_head_dim(self._description.head_dim, kv.keys.dtype)
         layers = [
             DecoderLayer(
@@ -152,14 +152,14 @@ class CpuDecoder:
         )
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+        """Write keys and values of all tokens, and return float32 logits [S, vocab_size] of the sampled ones."""
         hidden = self.run_layers(self.embed(inputs), inputs, probe)
         if probe is not None:
             probe.last = hidden
         return self.logits(hidden if len(inputs.sampled) == len(hidden) else hidden[inputs.sampled])
 
     def choose(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
-        """A whole step in one call of the kernels; None where it takes more than that."""
+        """Return a whole step in one call of the kernels; None where it takes more than that."""
         if self._table is None or inputs.virtual is not None or not len(inputs.sampled):
             return None
         assert self._native is not None
@@ -178,7 +178,7 @@ class CpuDecoder:
         )
 
     def embed(self, inputs: ForwardInputs) -> Tensor:
-        """The tokens' embeddings, [M, hidden_size]."""
+        """Return the tokens' embeddings, [M, hidden_size]."""
         hidden = self._embedding.take(inputs.token_ids).dense().contiguous()
         if self._description.embedding_scale != 1.0:
             hidden = hidden * self._description.embedding_scale
@@ -187,7 +187,7 @@ class CpuDecoder:
         return hidden
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Writes keys and values, and turns the first layer's input into the last one's output, in place."""
+        """Write keys and values, and turn the first layer's input into the last one's output, in place."""
         offset, num_layers, done = self._shard.layers.start, len(self._layers), 0
         wanted = () if probe is None else sorted(probe.layers & {*range(offset, offset + num_layers + 1)})
         for layer in wanted:
@@ -202,7 +202,7 @@ class CpuDecoder:
         return hidden
 
     def logits(self, last: Tensor) -> Tensor:
-        """Float32 logits [N, vocab_size] of outputs of the last layer."""
+        """Return float32 logits [N, vocab_size] of outputs of the last layer."""
         assert self._native is not None
         return self._native.logits(last, self._final_norm, self._head)
 
@@ -297,7 +297,7 @@ def _alike(experts: list[FeedForwardWeights]) -> list[FeedForwardWeights]:
 
 
 def _table(weight: Weight, width: int) -> Embedding | None:
-    """The embeddings as the kernels read them; None where they do not know the form they are kept in."""
+    """Return the embeddings as the kernels read them; None where they do not know the form they are kept in."""
     source = weight.source.contiguous()
     is_known = weight.format in ("q4", "q8") or (weight.format, source.dtype) in (
         ("f32", torch.float32),
@@ -307,7 +307,7 @@ def _table(weight: Weight, width: int) -> Embedding | None:
 
 
 def _by_sequence(inputs: ForwardInputs) -> list[PackedLora | None] | None:
-    """Each sequence's adapter; None where there is none."""
+    """Return each sequence's adapter; None where there is none."""
     if inputs.adapters is None:
         return None
     places = inputs.adapters.indices[inputs.query_starts[:-1]].tolist()
@@ -327,7 +327,7 @@ def what_is_missing(description: DecoderDescription) -> str | None:
 
 
 def dims_of(description: DecoderDescription) -> DecoderDims:
-    """The sizes that the kernels need to know."""
+    """Return the sizes that the kernels need to know."""
     d = description
     rotary = next((rotary for rotary in d.rotary if rotary is not None), None)
     return DecoderDims(

@@ -197,7 +197,7 @@ class TransformersDecoder:
         weights: str = "auto",
         max_attention_window: int = 0,
     ) -> None:
-        """Loads the model.
+        """Load the model.
 
         Args:
             folder: Where it lies.
@@ -224,11 +224,11 @@ class TransformersDecoder:
         raise UnsupportedError(NO_LORA, field="lora")
 
     def use_cache(self, kv: KvCache) -> None:
-        """Computes over this cache from now on."""
+        """Compute over this cache from now on."""
         self._kv = kv
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+        """Write keys and values of all tokens, and return float32 logits [S, vocab_size] of the sampled ones."""
         assert self._kv is not None
         options: dict[str, Any] = {}
         if inputs.virtual is None:
@@ -252,7 +252,7 @@ class TransformersDecoder:
         return (logits[sampled] if is_whole else logits).float()
 
     def logits(self, last: Tensor) -> Tensor:
-        """Float32 logits, which are what a pass with a probe keeps."""
+        """Return float32 logits, which are what a pass with a probe keeps."""
         return last.float()
 
     @torch.inference_mode()
@@ -336,7 +336,7 @@ def _own_attention(config: Any) -> str:
 
 
 def _replace_linears(model: nn.Module, weights: str) -> None:
-    """Lets linear layers compute as native ones do: on a CPU without regard to the batch, from int8 if wanted."""
+    """Let linear layers compute as native ones do: on a CPU without regard to the batch, from int8 if wanted."""
     for module in list(model.modules()):
         child: Any
         for name, child in module.named_children():

@@ -1,1 +1,1 @@
-"""One model on several ranks: which part each holds, and how they work together."""
+"""Run one model on several ranks: dividing the weights, and communication between ranks."""

@@ -1,4 +1,4 @@
-"""Writes and reads what rank 0 tells the others."""
+"""Encode and decode the commands that rank 0 sends to the other ranks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NUMBERS = (
 def encode_forward(
     inputs: ForwardInputs, probe: Probe | None, adapters: Sequence[int], dropped: Sequence[int]
 ) -> ranks_pb2.RankCommand:
-    """One pass.
+    """Encode one forward pass.
 
     Args:
         inputs: CPU tensors.
-        probe: What is to be kept of it.
-        adapters: Numbers of those that `inputs` uses, in its order.
-        dropped: Numbers of those that are not needed any more.
+        probe: Outputs to keep.
+        adapters: Numbers of the adapters that `inputs` uses, in its order.
+        dropped: Numbers of adapters that are no longer needed.
     """
     forward = ranks_pb2.ForwardPass(
         numbers=b"".join(getattr(inputs, name).numpy().tobytes() for name in _NUMBERS),
@@ -56,7 +56,7 @@ def encode_forward(
 def decode_forward(
     forward: ranks_pb2.ForwardPass, adapters: Mapping[int, object]
 ) -> tuple[ForwardInputs, Probe | None]:
-    """What `encode_forward` wrote; `adapters` are this rank's, by number."""
+    """Decode a forward pass; `adapters` are this rank's, by number."""
     m, b, k = forward.num_tokens, forward.num_sequences, forward.num_table_blocks
     numbers = _tensor(forward.numbers, torch.int32)
     sizes = [m, m, m, b + 1, b, b * k]
@@ -87,7 +87,7 @@ def decode_forward(
 
 
 def encode_adapter_layer(number: int, pairs: Mapping[str, LoraPair], *, is_last: bool) -> ranks_pb2.RankCommand:
-    """One layer of a LoRA adapter."""
+    """Encode one layer of a LoRA adapter."""
     return ranks_pb2.RankCommand(
         adapter_layer=ranks_pb2.AdapterLayer(
             adapter=number,
@@ -107,7 +107,7 @@ def encode_adapter_layer(number: int, pairs: Mapping[str, LoraPair], *, is_last:
 
 
 def decode_adapter_layer(layer: ranks_pb2.AdapterLayer) -> dict[str, LoraPair]:
-    """Its pairs by module."""
+    """Return the pairs of one adapter layer by module."""
     return {
         pair.module: LoraPair(
             _tensor(pair.a, torch.float32).view(pair.rank, -1),

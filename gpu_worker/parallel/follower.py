@@ -1,7 +1,7 @@
-"""A rank that does what rank 0 tells it.
+"""A rank that carries out rank 0's commands.
 
-A command's way: the main thread wakes with a frame, decodes it, and carries it out with its own part of the model; in
-the operations between ranks it meets the others, which do the same. It keeps no rows and samples nothing.
+For each command the main thread receives a frame, decodes it, and runs it on its own part of the model; collective
+operations synchronize it with the other ranks. It keeps no rows and does not sample.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _STALL_S = 30.0
 
 
 class RankExecutor:
-    """One rank's part of the model, and the commands that change it."""
+    """One rank's part of the model, and the execution of commands on it."""
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> None:
-        """Loads this rank's part.
+        """Load this rank's part of the model.
 
         Raises:
             ConfigError: The model folder or a setting is wrong.
@@ -59,7 +59,7 @@ class RankExecutor:
 
     @torch.inference_mode()
     def execute(self, command: ranks_pb2.RankCommand) -> None:
-        """Carries out one command other than the last."""
+        """Execute any command except stop."""
         kind = command.WhichOneof("command")
         if kind == "forward":
             for number in command.forward.dropped_adapters:
@@ -81,16 +81,16 @@ class RankExecutor:
             model = self.model
             self._kv = KvCache(model.part, num_blocks, block_size, model.kv_dtype, model.device)
             self._decoder.use_cache(self._kv)
-            # The first pool is the one of the warm-up.
+            # The first pool is used for the warm-up.
             if self._memory is None and not self._has_chosen:
                 self._memory = WarmUpMemory(model.device, [self._kv])
         elif kind == "record_graphs":
             self._record_graphs()
         else:
-            raise ValueError(f"rank 0 sent {kind!r}")
+            raise ValueError(f"rank 0 sent the unknown command {kind!r}")
 
     def close(self) -> None:
-        """Let go of recorded graphs; do it before the ranks part."""
+        """Release recorded graphs; call it before the ranks disconnect."""
         if self._graphs is not None:
             self._graphs.close()
 
@@ -103,7 +103,7 @@ class RankExecutor:
         self._memory, self._has_chosen = None, True
 
     def _record_graphs(self) -> None:
-        """Record graphs, of the warm-up to learn what they take, else to use them."""
+        """Record graphs: during the warm-up to measure their memory, later to use them."""
         assert self._graphs is not None
         if self._memory is None:
             self._graphs.capture()
@@ -126,7 +126,7 @@ class RankExecutor:
 
 
 def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
-    """Runs a rank other than 0 until the group ends; returns the exit code.
+    """Run a rank other than 0 until the group ends; return the exit code.
 
     Raises:
         ConfigError: The model folder or a setting is wrong.
@@ -135,7 +135,7 @@ def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
     executor = RankExecutor(config, folder, group)
     metrics, progress = Metrics(), Progress()
     loop = progress.loop("compute", _STALL_S)
-    commands = metrics.counter("worker_rank_commands", "Commands of rank 0 carried out.")
+    commands = metrics.counter("worker_rank_commands", "Commands of rank 0 executed.")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: group.lifelines.ask_drain())
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)
@@ -152,17 +152,17 @@ def follow(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
     http.stop()
     executor.close()
     group.close()
-    logger.info("stopped: rank 0 said so")
+    logger.info("stopped: rank 0 stopped the group")
     return int(command.stop.exit_code)
 
 
 def run_follower(config: WorkerConfig, folder: ModelFolder, group: RankGroup) -> int:
-    """As `follow`; when it fails after it has begun, the process ends at once, and the group with it."""
+    """Run `follow`; on a failure after the start, end the process at once and thereby the group."""
     try:
         return follow(config, folder, group)
     except OSError as error:
         group.fail(str(error))
-    except RuntimeError as error:  # what torch raises where another rank has left an operation
+    except RuntimeError as error:  # torch raises it when another rank has left a collective operation
         logger.exception("a command failed")
         group.fail(str(error))
     return LOST_EXIT_CODE

@@ -1,8 +1,8 @@
-"""Frames from rank 0 to the others: written once into shared memory for those on its host, sent to those elsewhere.
+"""Send frames from rank 0 to the others: through shared memory on the same host, inline to other hosts.
 
-Each frame begins with a header on the follower's connection, which is what wakes it: where in the shared memory the
-frame lies and how long it is, or that it follows on the connection itself. A follower answers a shared frame by one
-byte when it has copied it, so that its place can be used again.
+Each frame starts with a header on the follower's connection, which wakes the follower: the offset of the frame in
+shared memory and its length, or a marker that the frame follows on the connection itself. A follower acknowledges a
+shared frame with one byte once it has copied it, so that its space can be reused.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import socket
 import struct
 from collections import deque
 
-_HEADER = struct.Struct("<QQ")  # place in shared memory, or _INLINE; length
+_HEADER = struct.Struct("<QQ")  # offset in shared memory, or _INLINE; length
 _INLINE = (1 << 64) - 1
 _SHARED_BYTES = 16 << 20
 _ACK = b"\1"
 
 
 class FrameSender:
-    """Sends frames to followers. One thread at a time."""
+    """Sends frames to followers. Not thread-safe."""
 
     def __init__(self, connections: list[socket.socket], num_bytes: int = _SHARED_BYTES) -> None:
-        """Takes connections over which `FrameReceiver` waits; those to Unix sockets share memory.
+        """Take connections on whose other ends a `FrameReceiver` reads; Unix sockets also use shared memory.
 
         Args:
-            connections: To the followers.
-            num_bytes: Of shared memory; frames of more than half of it are sent inline.
+            connections: Connections to the followers.
+            num_bytes: Size of the shared memory; frames larger than half of it are sent inline.
         """
         self._remote = [one for one in connections if one.family != socket.AF_UNIX]
         self._local = {one: deque[int]() for one in connections if one.family == socket.AF_UNIX}
         self._size, self._end = num_bytes, 0
         self._memory: mmap.mmap | None = None
         if self._local:
-            # Without a name, so that nothing is left behind by a process that is killed.
+            # Without a name, so that a killed process leaves nothing behind.
             handle = os.memfd_create("midstream-steps")
             os.ftruncate(handle, num_bytes)
             self._memory = mmap.mmap(handle, num_bytes)
@@ -43,10 +43,10 @@ class FrameSender:
             os.close(handle)
 
     def send(self, frame: bytes) -> None:
-        """Sends a frame to all followers.
+        """Send a frame to all followers.
 
         Raises:
-            OSError: One of them is gone.
+            OSError: A follower has disconnected.
         """
         inline = _HEADER.pack(_INLINE, len(frame))
         for one in self._remote:
@@ -66,14 +66,14 @@ class FrameSender:
             one.sendall(header)
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections and the shared memory."""
         for one in (*self._remote, *self._local):
             one.close()
         if self._memory is not None:
             self._memory.close()
 
     def _take(self, length: int) -> int:
-        """A place for a frame, once no follower needs what is there. Starts are counted on and on; places repeat."""
+        """Return space for a frame once no follower needs its contents. Offsets grow without bound; space is reused."""
         start = self._end
         if start % self._size + length > self._size:
             start += self._size - start % self._size
@@ -91,34 +91,34 @@ class FrameSender:
         except BlockingIOError:
             return
         if not acks:
-            raise ConnectionResetError("a rank has closed its connection")
+            raise ConnectionResetError("a rank closed its connection")
         for _ in acks:
             unread.popleft()
 
 
 class FrameReceiver:
-    """A follower's end."""
+    """A follower's end of the connection."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Waits for the shared memory where the connection is to a Unix socket.
+        """Receive the shared memory's file descriptor if the connection is a Unix socket.
 
         Raises:
-            OSError: Rank 0 is gone.
+            OSError: Rank 0 has disconnected.
         """
         self._connection = connection
         self._memory: mmap.mmap | None = None
         if connection.family == socket.AF_UNIX:
             data, handles, _, _ = socket.recv_fds(connection, _HEADER.size, 1)
             if len(data) != _HEADER.size or len(handles) != 1:
-                raise ConnectionResetError("rank 0 has closed the connection")
+                raise ConnectionResetError("rank 0 closed the connection")
             self._memory = mmap.mmap(handles[0], _HEADER.unpack(data)[0], prot=mmap.PROT_READ)
             os.close(handles[0])
 
     def receive(self) -> bytes:
-        """The next frame.
+        """Return the next frame.
 
         Raises:
-            OSError: Rank 0 is gone.
+            OSError: Rank 0 has disconnected.
         """
         place, length = _HEADER.unpack(read_exactly(self._connection, _HEADER.size))
         if place == _INLINE:
@@ -129,23 +129,23 @@ class FrameReceiver:
         return frame
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection and the shared memory."""
         self._connection.close()
         if self._memory is not None:
             self._memory.close()
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes.
+    """Read exactly `num_bytes` bytes.
 
     Raises:
-        OSError: The connection ends before.
+        OSError: The connection ends first.
     """
     parts = bytearray(num_bytes)
     view, done = memoryview(parts), 0
     while done < num_bytes:
         count = connection.recv_into(view[done:])
         if not count:
-            raise ConnectionResetError("the other rank has closed the connection")
+            raise ConnectionResetError("the other rank closed the connection")
         done += count
     return bytes(parts)

@@ -1,7 +1,7 @@
-"""This process as one rank of its worker group: how it joins, and how it leaves.
+"""This process as one rank of its worker group: joining and leaving.
 
-The order of joining: the group's store (at MASTER_ADDR:MASTER_PORT, or torchrun's), connections to rank 0, lifelines,
-then torch.distributed. From the lifelines on, the end of any rank is the end of this one.
+Joining order: the group's store (at MASTER_ADDR:MASTER_PORT, or torchrun's), connections to rank 0, lifelines, then
+torch.distributed. Once the lifelines are up, this rank ends when any other rank ends.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from midstream.model.folder import ModelFolder
 
 logger = logging.getLogger(__name__)
 
-# Hosts of a group may be started minutes apart.
+# Hosts of a group may start minutes apart.
 _START_TIMEOUT_S = 600.0
-# What ranks must have in common.
+# Settings that must be the same on all ranks.
 _SHARED_SETTINGS = (
     "weights",
     "kv",
@@ -47,25 +47,25 @@ _SHARED_SETTINGS = (
 
 
 class RankGroup:
-    """The group, seen from one rank.
+    """The group from one rank's point of view.
 
     Attributes:
-        ranks: This rank's place.
-        links: For tensors.
-        lifelines: To the other ranks.
-        leader: On rank 0, the way to the others.
+        ranks: This rank's place in the group.
+        links: Tensor communication.
+        lifelines: Liveness connections to the other ranks.
+        leader: On rank 0, sends commands to the other ranks.
     """
 
     def __init__(self, config: WorkerConfig, folder: ModelFolder, ranks: Ranks, device: torch.device) -> None:
-        """Waits for all ranks.
+        """Join the group and wait for all ranks.
 
         Raises:
             ConfigError: A rank has another model or other settings.
-            UnavailableError: Not all came in time.
+            UnavailableError: Some ranks did not join in time.
         """
         if config.rank_timeout_s <= 0:
-            raise ConfigError(f"{config.rank_timeout_s:g} is not more than 0", field="rank_timeout_s")
-        logger.info("rank %d waits for its group of %d", ranks.rank, ranks.world_size)
+            raise ConfigError(f"must be greater than 0, not {config.rank_timeout_s:g}", field="rank_timeout_s")
+        logger.info("rank %d is waiting for its group of %d", ranks.rank, ranks.world_size)
         self.ranks = ranks
         digest = _digest(config, folder, ranks)
         try:
@@ -82,25 +82,25 @@ class RankGroup:
                 self._receiver = FrameReceiver(connections.frames[0])
             self.links = RankLinks(ranks, device, PrefixStore("tensors", store), is_ordered=config.batch_invariant)
         except (OSError, RuntimeError) as error:
-            raise UnavailableError(f"rank {ranks.rank} did not find its group: {error}") from error
+            raise UnavailableError(f"rank {ranks.rank} could not join its group: {error}") from error
         self.leader = Leader(self._sender, self.links) if ranks.rank == 0 else None
-        logger.info("rank %d has its group of %d", ranks.rank, ranks.world_size)
+        logger.info("rank %d joined its group of %d", ranks.rank, ranks.world_size)
 
     @property
     def has_failed(self) -> bool:
-        """Whether ranks may be at odds with each other."""
+        """Return whether the ranks' states may have diverged."""
         return self.leader is not None and self.leader.has_failed
 
     def receive(self) -> bytes:
-        """A follower's next command.
+        """Return the next command, on a follower.
 
         Raises:
-            OSError: Rank 0 is gone.
+            OSError: Rank 0 has disconnected.
         """
         return self._receiver.receive()
 
     def stop(self, exit_code: int) -> None:
-        """Rank 0's end: has the others end with this exit code, and lets go of them."""
+        """Stop the other ranks with this exit code and leave the group, on rank 0."""
         assert self.leader is not None
         self.lifelines.expect_end()
         self.leader.stop(exit_code)
@@ -109,13 +109,13 @@ class RankGroup:
         self.links.close()
 
     def close(self) -> None:
-        """A follower's end."""
+        """Leave the group, on a follower."""
         self.lifelines.leave()
         self._receiver.close()
         self.links.close()
 
     def fail(self, reason: str) -> None:
-        """Ends this process, and thereby the group."""
+        """End this process, and thereby the group."""
         end_process(reason)
 
 

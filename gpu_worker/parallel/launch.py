@@ -1,4 +1,4 @@
-"""Starts a process as one rank of a group."""
+"""Run a process as one rank of a group."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 def run_rank(config: WorkerConfig, folder: ModelFolder, ranks: Ranks) -> int:
-    """Joins the group and runs until it ends; returns the exit code.
+    """Join the group and run until it ends; return the exit code.
 
-    From the moment that the group is complete, whatever goes wrong ends this process without further ado: the other
-    ranks end with it, and none waits for operations that will not come.
+    Once the group is complete, any failure ends this process at once: the other ranks end with it, so that none waits
+    in a collective operation forever.
 
     Raises:
-        MidstreamError: Settings, model and device do not fit, or the group does not come about.
+        MidstreamError: Settings, model and device do not fit, or the group fails to form.
     """
     group = RankGroup(config, folder, ranks, use_device(config, ranks))
     if ranks.rank:

@@ -1,6 +1,6 @@
-"""Rank 0's decoder: tells the other ranks what to compute, then computes its own part.
+"""Rank 0's decoder: send the other ranks what to compute, then compute its own part.
 
-Everything above a decoder (rows, sampling, grammars, drafts, beams) is on rank 0 alone and knows nothing of ranks.
+Everything above the decoder (rows, sampling, grammars, drafts, beams) runs on rank 0 only and is unaware of ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from protos import ranks_pb2
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class GroupAdapter:
-    """An adapter that every rank has its part of, under this number."""
+    """The number of an adapter of which every rank holds a part."""
 
     number: int
     part: object
 
 
 class Leader:
-    """The other ranks, as the model runner and the decoder see them.
+    """The other ranks, as seen by the model runner and the decoder.
 
     Attributes:
-        has_failed: Whether ranks may be at odds, because something failed while all of them worked on it.
+        has_failed: Whether the ranks' states may have diverged because a joint operation failed.
     """
 
     def __init__(self, sender: FrameSender, links: RankLinks) -> None:
@@ -47,12 +47,12 @@ class Leader:
         self._sender = sender
 
     def tell(self, command: ranks_pb2.RankCommand) -> None:
-        """Has all other ranks do something."""
+        """Send a command to all other ranks."""
         self._sender.send(command.SerializeToString())
 
     @contextmanager
     def together(self, command: ranks_pb2.RankCommand) -> Iterator[None]:
-        """Has all other ranks do what is done within."""
+        """Send a command to all other ranks; the body does this rank's part of it."""
         try:
             self.tell(command)
             yield
@@ -61,31 +61,31 @@ class Leader:
             raise
 
     def lead(self, part: Decoder, shard: Shard) -> LeadingDecoder:
-        """All ranks' parts together, given this rank's."""
+        """Return a decoder of the whole model, given this rank's part."""
         return LeadingDecoder(part, shard, self)
 
     def least_num_blocks(self, num_blocks: int) -> int:
-        """The least number of KV blocks that any rank has room for, given this one's."""
+        """Return the smallest KV block capacity of all ranks, given this one's."""
         with self.together(ranks_pb2.RankCommand(choose_num_blocks=ranks_pb2.ChooseNumBlocks())):
             return self.links.least(num_blocks)
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
-        """Has the others copy blocks."""
+        """Copy blocks on the other ranks."""
         copy = ranks_pb2.CopyBlocks(sources=sources.tolist(), targets=targets.tolist())
         self.tell(ranks_pb2.RankCommand(copy_blocks=copy))
 
     def record_graphs(self, record: Callable[[], None]) -> None:
-        """Records CUDA graphs, on all ranks at once."""
+        """Record CUDA graphs on all ranks at once."""
         with self.together(ranks_pb2.RankCommand(record_graphs=ranks_pb2.RecordGraphs())):
             record()
 
     def stop(self, exit_code: int) -> None:
-        """Ends the other ranks."""
+        """Stop the other ranks."""
         self.tell(ranks_pb2.RankCommand(stop=ranks_pb2.StopRank(exit_code=exit_code)))
 
 
 class LeadingDecoder:
-    """A decoder of which this rank has a part, and the others the rest."""
+    """A decoder over this rank's part and the parts of the other ranks."""
 
     def __init__(self, part: Decoder, shard: Shard, leader: Leader) -> None:
         self._part, self._shard, self._leader = part, shard, leader
@@ -93,12 +93,12 @@ class LeadingDecoder:
         self._dropped: deque[int] = deque()
 
     def use_cache(self, kv: KvCache) -> None:
-        """Computes over this cache from now on; the others take one as large."""
+        """Use this cache from now on; the others allocate one with as many blocks."""
         self._leader.tell(ranks_pb2.RankCommand(use_cache=ranks_pb2.UseCache(num_blocks=kv.num_blocks)))
         self._part.use_cache(kv)
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Writes keys and values of all tokens, and returns float32 logits [S, vocab_size] of the sampled ones."""
+        """Write keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled ones."""
         numbers: list[int] = []
         if inputs.adapters is not None:
             numbers = [adapter.number for adapter in inputs.adapters.adapters]
@@ -109,7 +109,7 @@ class LeadingDecoder:
             return self._part.forward(inputs, probe)
 
     def logits(self, last: Tensor) -> Tensor:
-        """Float32 logits [N, vocab_size] of some rows of what a probe kept as `last`."""
+        """Return float32 logits [N, vocab_size] of some rows of what a probe kept as `last`."""
         links = self._leader.links
         if links.ranks.tensor_size == 1:
             return self._part.logits(last)
@@ -119,13 +119,13 @@ class LeadingDecoder:
             return self._part.logits(rows)
 
     def place_adapter(self, adapter: Adapter) -> GroupAdapter:
-        """Gives every rank its part of a LoRA adapter. The others drop theirs some time after nobody has this one.
+        """Give every rank its part of a LoRA adapter. The others drop theirs after rank 0 no longer uses it.
 
         Raises:
-            InvalidArgumentError: It changes no layer.
+            InvalidArgumentError: The adapter changes no layer.
         """
         if not adapter.layers:
-            raise InvalidArgumentError("is no LoRA adapter", field="lora.name")
+            raise InvalidArgumentError("is not a LoRA adapter", field="lora.name")
         number = self._next_adapter
         self._next_adapter += 1
         placed = GroupAdapter(number, self._part.place_adapter(adapter_part(adapter, self._shard)))

@@ -1,9 +1,8 @@
-"""Ends a rank when another one of its group is gone: killed, stopped, or cut off.
+"""End a rank when another rank of its group is killed, stopped or disconnected.
 
-Each follower has a connection to rank 0 over which both send a sign of life every now and then, from threads of their
-own, for the ranks' main threads may be waiting for each other. A process that dies closes its connections; silence
-tells of hosts that are gone. What follows is the end of this process at once: it may be waiting for the other one
-inside an operation that cannot be called off.
+Each follower has a connection to rank 0 on which both sides send heartbeats from a separate thread, because the main
+threads may wait for each other. A process that dies closes its connections; a host that is lost shows by its silence.
+This process then exits at once: it may be blocked on the other rank in an operation that cannot be cancelled.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _SIGNS_PER_TIMEOUT = 5
 
 
 def end_process(reason: str) -> None:
-    """Ends this process, whatever its threads wait for."""
-    logger.error("the group ends: %s", reason)
+    """End this process at once, even if its threads are blocked."""
+    logger.error("the group failed: %s", reason)
     logging.shutdown()
     os._exit(LOST_EXIT_CODE)
 
 
 class Lifelines:
-    """Watches connections to other ranks, from a thread."""
+    """Monitors connections to other ranks in a thread."""
 
     def __init__(
         self,
@@ -40,12 +39,12 @@ class Lifelines:
         timeout_s: float,
         on_lost: Callable[[str], None] = end_process,
     ) -> None:
-        """Starts to watch.
+        """Start monitoring.
 
         Args:
             peers: Connections by rank.
-            timeout_s: Silence after which a rank counts as gone.
-            on_lost: Called, once, with a sentence that says which.
+            timeout_s: Seconds without a heartbeat after which a rank counts as lost.
+            on_lost: Called once with a sentence that names the lost rank.
         """
         self._peers, self._timeout_s, self._on_lost = dict(peers), timeout_s, on_lost
         self._on_drain: Callable[[], None] | None = None
@@ -57,34 +56,34 @@ class Lifelines:
         self._thread.start()
 
     def on_drain(self, call: Callable[[], None]) -> None:
-        """What to do when another rank asks for the end; at once, if one did."""
+        """Set the callback for another rank's request to drain; call it at once if one has been received."""
         self._on_drain = call
         if self._wants_drain:
             call()
 
     def watch(self, is_stuck: Callable[[], bool]) -> None:
-        """Counts this process as lost when it does not get on: another rank may live and yet not answer."""
+        """Treat this process as lost when `is_stuck` is true: another rank may be alive and yet not respond."""
         self._is_stuck = is_stuck
 
     def ask_drain(self) -> None:
-        """Asks rank 0 to finish what is at hand and to end the group."""
+        """Ask rank 0 to finish the current work and end the group."""
         for connection in self._peers.values():
             with contextlib.suppress(OSError):
                 connection.send(_DRAIN)
 
     def expect_end(self) -> None:
-        """From now on it is no loss when a rank goes."""
+        """Stop treating disconnections as failures."""
         self._is_closing = True
 
     def close(self) -> None:
-        """Lets the others go first: waits for the end of their connections, up to the time limit."""
+        """Wait for the other ranks to close their connections, up to the time limit, then close."""
         self._is_closing = True
         self._thread.join(self._timeout_s)
         for connection in self._peers.values():
             connection.close()
 
     def leave(self) -> None:
-        """Closes this side's connections without waiting for the others."""
+        """Close this side's connections without waiting for the others."""
         self._is_closing = True
         for connection in self._peers.values():
             with contextlib.suppress(OSError):
@@ -109,18 +108,18 @@ class Lifelines:
                     else:
                         selector.unregister(key.fileobj)
                         if not self._is_closing:
-                            self._on_lost(f"rank {key.data} is gone")
+                            self._on_lost(f"rank {key.data} disconnected")
                             return
                 if self._is_stuck() and not self._is_closing:
-                    self._on_lost("a step does not end")
+                    self._on_lost("a step is stuck")
                     return
                 silent = [rank for rank, since in heard.items() if time.monotonic() - since > self._timeout_s]
                 if silent and not self._is_closing:
-                    self._on_lost(f"rank {silent[0]} has been silent for {self._timeout_s:g} s")
+                    self._on_lost(f"rank {silent[0]} sent no heartbeat for {self._timeout_s:g} s")
                     return
 
     def _hear(self, rank: int) -> bool:
-        """Reads what has come; False at the end of the connection."""
+        """Read received bytes; return False at the end of the connection."""
         try:
             data = self._peers[rank].recv(4096)
         except BlockingIOError:
@@ -135,5 +134,5 @@ class Lifelines:
 
     def _send_signs(self) -> None:
         for connection in self._peers.values():
-            with contextlib.suppress(OSError):  # a full or closed connection shows otherwise
+            with contextlib.suppress(OSError):  # a full or closed connection is detected elsewhere
                 connection.send(_SIGN)

@@ -1,6 +1,6 @@
-"""Tensors between ranks, through torch.distributed: NCCL between GPUs, gloo on CPUs.
+"""Tensor communication between ranks through torch.distributed: NCCL between GPUs, gloo on CPUs.
 
-All ranks of a stage make the same calls in the same order; so do the two ends of a way between stages.
+All ranks of a stage must make the same calls in the same order; so must both ends of a link between stages.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch.distributed.distributed_c10d import Store
 
 from gpu_worker.parallel.ranks import Ranks
 
-# Above any pause of a healthy rank within a step; what is silent is found earlier, by the lifelines.
+# Longer than any pause of a healthy rank within a step; the lifelines detect dead ranks earlier.
 _TIMEOUT = timedelta(minutes=10)
 
 
 class RankLinks:
-    """This rank's links.
+    """Communication of this rank with the others.
 
     Attributes:
-        ranks: Its place in the group.
-        device: Where tensors are.
+        ranks: This rank's place in the group.
+        device: Device of the tensors.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, store: Store, *, is_ordered: bool) -> None:
-        """Waits for all ranks.
+        """Connect all ranks.
 
         Args:
             ranks: This rank's place.
-            device: Where tensors are.
-            store: Where ranks find each other.
-            is_ordered: Whether sums of more than two ranks are made in the order of ranks, so that their bits do not
-                depend on how many rows there are; always so on a CPU.
+            device: Device of the tensors.
+            store: The group's rendezvous store.
+            is_ordered: Whether sums over more than two ranks are taken in rank order, so that their bits do not
+                depend on the number of rows; always so on a CPU.
         """
         self.ranks, self.device = ranks, device
         self._is_ordered = ranks.tensor_size > 2 and (is_ordered or device.type == "cpu")
@@ -47,16 +47,16 @@ class RankLinks:
             timeout=_TIMEOUT,
             device_id=device if is_gpu else None,
         )
-        # Every rank takes part in the making of all groups.
+        # Creating a process group is collective: every rank takes part in creating all of them.
         groups = [dist.new_group(self._of_stage(stage), timeout=_TIMEOUT) for stage in range(ranks.pipeline_size)]
         self._stage_group = groups[ranks.stage]
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
         dist.destroy_process_group()
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of the stage's x; with two ranks, or ordered, the same bits for a row whatever is beside it."""
+        """Return the sum of x over the stage; with two ranks, or ordered, a row's bits do not depend on other rows."""
         if self.ranks.tensor_size == 1:
             return x
         x = x.contiguous()
@@ -71,7 +71,7 @@ class RankLinks:
         return total
 
     def join(self, x: Tensor) -> Tensor:
-        """On the stage's first rank all x [N, K] side by side, [N, size * K]; on others [N, 0]."""
+        """Return all x [N, K] concatenated, [N, size * K], on the stage's first rank; [N, 0] on the others."""
         if self.ranks.tensor_size == 1:
             return x
         is_target = self.ranks.tensor_rank == 0
@@ -82,21 +82,21 @@ class RankLinks:
         return torch.cat(parts, dim=1) if parts is not None else x.new_empty(len(x), 0)
 
     def share(self, x: Tensor) -> None:
-        """Fills every x of the stage with its first rank's."""
+        """Broadcast x from the stage's first rank to the others."""
         dist.broadcast(x, src=self._of_stage(self.ranks.stage)[0], group=self._stage_group)
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers, stages included."""
+        """Return the minimum over all ranks, stages included."""
         value = torch.tensor([number], device=self.device)
         dist.all_reduce(value, op=dist.ReduceOp.MIN)
         return int(value.item())
 
     def send(self, x: Tensor, stage: int) -> None:
-        """Sends `x` to the rank of another stage that holds the same part of each layer."""
+        """Send `x` to the corresponding rank of another stage."""
         dist.send(x.contiguous(), self._peer(stage))
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
-        """A tensor like `like` from there."""
+        """Return a tensor like `like`, received from that rank."""
         dist.recv(like, self._peer(stage))
         return like
 

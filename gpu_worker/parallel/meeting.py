@@ -1,8 +1,8 @@
-"""How ranks find each other: each follower gets two connections to rank 0, one for frames and one as a lifeline.
+"""How ranks connect: each follower opens two connections to rank 0, one for frames and one as a lifeline.
 
-Rank 0 listens, and puts its port and a secret into the group's store. Followers dial with the secret, their rank, and a
-digest of what must be the same on all ranks. Frames go over a Unix socket where rank 0's is in reach: its name is not
-in the file system but belongs to a network namespace, so what reaches it is on the same host. All else is TCP.
+Rank 0 listens, and publishes its port and a secret in the group's store. Followers connect and send the secret, their
+rank, and a digest of the settings that must match. Frames use a Unix socket if rank 0's is reachable: it is in the
+abstract namespace, which belongs to a network namespace, so peers that reach it are on the same host. The rest is TCP.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _HELLO_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class Connections:
-    """To other ranks, by rank."""
+    """Connections to other ranks, by rank."""
 
     lifelines: dict[int, socket.socket] = field(default_factory=dict)
     frames: dict[int, socket.socket] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Closes them."""
+        """Close all connections."""
         for connection in (*self.lifelines.values(), *self.frames.values()):
             connection.close()
 
 
 def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float) -> Connections:
-    """Rank 0's side: the connections of all followers.
+    """Accept the connections of all followers, on rank 0.
 
     Raises:
         ConfigError: A follower has another model or other settings.
-        UnavailableError: One did not come in time.
+        UnavailableError: A follower did not connect in time.
     """
     secret, connections = secrets.token_bytes(_SECRET_BYTES), Connections()
     deadline = time.monotonic() + timeout_s
@@ -69,7 +69,7 @@ def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float)
             left = deadline - time.monotonic()
             if left <= 0:
                 missing = sorted({*range(1, ranks.world_size)} - {*connections.lifelines})
-                raise UnavailableError(f"ranks {missing} did not come within {timeout_s:g} s")
+                raise UnavailableError(f"ranks {missing} did not connect within {timeout_s:g} s")
             for key, _ in selector.select(left):
                 assert isinstance(key.fileobj, socket.socket)
                 _welcome(key.fileobj.accept()[0], secret, digest, connections)
@@ -78,10 +78,10 @@ def await_followers(store: Store, ranks: Ranks, digest: bytes, timeout_s: float)
 
 
 def dial_leader(store: Store, ranks: Ranks, digest: bytes) -> Connections:
-    """A follower's side.
+    """Connect to rank 0, on a follower.
 
     Raises:
-        OSError: Rank 0 is not there.
+        OSError: Rank 0 cannot be reached.
     """
     port, secret = store.get(_KEY).decode().split()
     token = bytes.fromhex(secret)
@@ -97,7 +97,7 @@ def dial_leader(store: Store, ranks: Ranks, digest: bytes) -> Connections:
         raise
     frames.settimeout(None)
     way = "shared memory" if frames.family == socket.AF_UNIX else "TCP"
-    logger.info("steps come over %s", way, extra={"transport": way})
+    logger.info("receiving steps over %s", way, extra={"transport": way})
     return connections
 
 
@@ -120,7 +120,7 @@ def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connection
         connection.close()
         return
     if not secrets.compare_digest(token, secret):
-        logger.warning("a stranger dialled the group")
+        logger.warning("rejected a connection to the group: bad secret")
         connection.close()
         return
     if theirs != digest:
@@ -129,7 +129,7 @@ def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connection
     connection.settimeout(None)
     if purpose == _FRAMES and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # One that was started anew meanwhile takes the place of the one before it.
+    # A follower that restarted in the meantime replaces its earlier connection.
     known = connections.frames if purpose == _FRAMES else connections.lifelines
     if rank in known:
         known[rank].close()
@@ -137,7 +137,7 @@ def _welcome(connection: socket.socket, secret: bytes, digest: bytes, connection
 
 
 def _listen(address: str) -> socket.socket:
-    """On rank 0's own address; on all addresses where that is not one of this host's."""
+    """Listen on rank 0's own address, or on all addresses if this host does not have it."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server((str(target[0]), 0), family=family)

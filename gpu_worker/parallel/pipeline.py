@@ -1,8 +1,8 @@
-"""A stage of a pipeline: some of the layers, between the stages before and behind it.
+"""A pipeline stage: some of the layers, between the previous and the next stage.
 
-A step's way: the first stage looks up embeddings, each stage runs its layers and sends what comes out to the next, and
-the last one sends the rows that are sampled back to the first, whose head makes logits of them. So the first stage
-alone holds the vocabulary, and what a request asks of logits or layers ends up where it is answered.
+In each step the first stage looks up embeddings, each stage runs its layers and sends the output to the next, and the
+last one sends the sampled rows back to the first, which computes the logits. So only the first stage holds the
+vocabulary, and requested logits and hidden states end up on the rank that reports them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from gpu_worker.parallel.shard import stage_layers
 
 
 class StageLinks(Protocol):
-    """The way to the ranks of other stages that hold the same part of each layer."""
+    """Communication with the corresponding ranks of other stages."""
 
     def send(self, x: Tensor, stage: int) -> None:
-        """Sends `x`, which must not change before the step ends."""
+        """Send `x`, which must not change before the step ends."""
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
-        """A tensor of the shape, type and device of `like`."""
+        """Return a received tensor of the shape, type and device of `like`."""
 
 
 class GroupLinks(StageLinks, Protocol):
-    """The same, knowing where it starts."""
+    """Links between stages that know this rank's place."""
 
     ranks: Ranks
     device: torch.device
 
 
 def as_stage(part: PartDecoder, description: DecoderDescription, links: GroupLinks, dtype: torch.dtype) -> Decoder:
-    """A rank's part of the model as a decoder; itself where there is one stage."""
+    """Return a rank's part of the model as a decoder; `part` itself if there is one stage."""
     ranks = links.ranks
     if ranks.pipeline_size == 1:
         return part
@@ -57,33 +57,33 @@ class PipelineDecoder:
         links: StageLinks,
         hidden: Tensor,
     ) -> None:
-        """Takes over a part.
+        """Wrap this stage's part of the model.
 
         Args:
             part: This stage's layers.
-            layers: Of all stages.
-            stage: Which of them this is.
-            links: The way to the others.
-            hidden: An empty tensor [0, hidden_size], of the type and on the device of what passes between stages.
+            layers: Layers of all stages.
+            stage: Index of this stage.
+            links: Links to the other stages.
+            hidden: An empty tensor [0, hidden_size] with the type and device of the activations sent between stages.
         """
         self._part, self._layers, self._stage, self._links = part, layers, stage, links
         self._hidden = hidden
         self._last_stage = len(layers) - 1
 
     def place_adapter(self, adapter: Adapter) -> object:
-        """Makes of a LoRA adapter's part what `ForwardInputs.adapters` takes."""
+        """Convert a LoRA adapter's part to what `ForwardInputs.adapters` takes."""
         return self._part.place_adapter(adapter)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Computes over this cache from now on."""
+        """Use this cache from now on."""
         self._part.use_cache(kv)
 
     def logits(self, last: Tensor) -> Tensor:
-        """Float32 logits [N, vocab_size] of outputs of the last layer; on the first stage only."""
+        """Return float32 logits [N, vocab_size] of outputs of the last layer; on the first stage only."""
         return self._part.logits(last)
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Runs this stage's layers; on the first stage returns the logits [S, vocab_size], on others [S, 0]."""
+        """Run this stage's layers; return logits [S, vocab_size] on the first stage, [S, 0] on others."""
         if self._stage == 0:
             hidden = self._part.embed(inputs)
         else:
@@ -101,7 +101,7 @@ class PipelineDecoder:
         return torch.empty(len(inputs.sampled), 0, device=hidden.device)
 
     def _finish(self, inputs: ForwardInputs, probe: Probe | None) -> Tensor:
-        """Logits, of what the other stages send back."""
+        """Return the logits of the hidden states that the last stage sends back."""
         if probe is None:
             rows = self._rows(inputs.sampled)
             return self._part.logits(self._links.receive(rows, self._last_stage) if len(rows) else rows)

@@ -1,4 +1,4 @@
-"""Which rank of its worker group a process is, from the variables that torchrun and a LeaderWorkerSet set."""
+"""A process's rank in its worker group, from the variables that torchrun and a LeaderWorkerSet set."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from midstream.errors import ConfigError
 class Ranks:
     """A process's place in its worker group.
 
-    The group is a grid: the tensor ranks of a stage compute parts of each of its layers, and the stages of the pipeline
-    have layers one after another. Ranks of a stage are numbered consecutively, because they talk most.
+    The group is a grid: the tensor ranks of a stage compute parts of each of its layers, and pipeline stages hold
+    consecutive layers. Ranks of a stage are numbered consecutively, because they communicate most.
 
     Attributes:
-        rank, world_size: Of the group; rank 0 speaks to the scheduler.
-        local_rank: Among those on this host: the GPU that is taken.
+        rank, world_size: Rank and size of the group; rank 0 talks to the scheduler.
+        local_rank: Rank among those on this host: the index of its GPU.
         tensor_size, pipeline_size: Their product is world_size.
-        master_addr: The host of rank 0.
+        master_addr: Host of rank 0.
     """
 
     rank: int = 0
@@ -33,7 +33,7 @@ class Ranks:
     def __post_init__(self) -> None:
         for field, size in (("tensor_parallel", self.tensor_size), ("pipeline_parallel", self.pipeline_size)):
             if size < 1:
-                raise ConfigError(f"{size} is less than 1", field=field)
+                raise ConfigError(f"must be at least 1, not {size}", field=field)
         if self.tensor_size * self.pipeline_size != self.world_size:
             raise ConfigError(
                 f"{self.tensor_size} tensor ranks times {self.pipeline_size} stages are not the {self.world_size} "
@@ -45,25 +45,25 @@ class Ranks:
 
     @property
     def tensor_rank(self) -> int:
-        """Place within its stage."""
+        """Rank within its stage."""
         return self.rank % self.tensor_size
 
     @property
     def stage(self) -> int:
-        """Which stage of the pipeline it is in."""
+        """Index of its pipeline stage."""
         return self.rank // self.tensor_size
 
     @property
     def is_alone(self) -> bool:
-        """Whether one process is the whole group."""
+        """Whether the group is a single process."""
         return self.world_size == 1
 
     @classmethod
     def from_environment(cls, config: WorkerConfig, environment: Mapping[str, str]) -> Ranks:
-        """What RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say; without them, one rank.
+        """Return the rank given by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; if unset, a single rank.
 
         Raises:
-            ConfigError: A variable is no number, is missing, or contradicts the settings.
+            ConfigError: A variable is not a number, is missing, or contradicts the settings.
         """
         world_size = _number(environment, "WORLD_SIZE", 1)
         if world_size == 1 and max(config.tensor_parallel, config.pipeline_parallel) <= 1:

@@ -1,8 +1,8 @@
-"""Which part of a decoder a rank holds.
+"""The part of a decoder that a rank holds.
 
-Layers are divided among the stages of the pipeline; within a stage each tensor rank has some KV heads with all queries
-that read them, some features of each feed-forward network and each expert, and some of the vocabulary. Nothing need
-divide evenly. Where there are more tensor ranks than KV heads, several hold the same KV head and divide its queries.
+Layers are divided among pipeline stages; within a stage each tensor rank has some KV heads with all their query heads,
+some features of each feed-forward network and each expert, and some of the vocabulary. Nothing needs to divide evenly.
+With more tensor ranks than KV heads, several ranks hold the same KV head and divide its query heads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gpu_worker.models.description import DecoderDescription, Mixture
 from gpu_worker.parallel.ranks import Ranks
 from midstream.errors import ConfigError
 
-# Borders between features keep to it where they can: blocks of quantized weights and tiles of kernels are so long.
+# Feature ranges are aligned to this size where possible: that of blocks of quantized weights and kernel tiles.
 _FEATURE_UNIT = 32
 
 
@@ -22,12 +22,12 @@ class Shard:
     """A rank's part.
 
     Attributes:
-        whole: The model.
-        part: What this rank computes, as if it were a model of its own.
-        layers, heads, kv_heads: Which it holds, in the model's own numbering.
-        tokens: Rows of the vocabulary; those behind the last token only make all ranks' parts equally long.
-        is_first: Whether it has embeddings, final norm and head: they are the first stage's.
-        is_last: Whether its last layer is the model's.
+        whole: Description of the model.
+        part: Description of what this rank computes, as a model of its own.
+        layers, heads, kv_heads: Ranges it holds, in the model's numbering.
+        tokens: Rows of the vocabulary; those past the last token are padding that makes all ranks' parts equally long.
+        is_first: Whether it is in the first stage, which has the embeddings, final norm and head.
+        is_last: Whether its last layer is the model's last.
     """
 
     whole: DecoderDescription
@@ -47,20 +47,20 @@ class Shard:
         return self.features_of(self.whole.intermediate_size)
 
     def features_of(self, size: int) -> range:
-        """Which of so many features of a feed-forward network it holds."""
+        """Return the range it holds of `size` features of a feed-forward network."""
         return _features(size, self.tensor_rank, self.tensor_size)
 
 
 def whole_shard(description: DecoderDescription) -> Shard:
-    """All of the model."""
+    """Return the shard that is the whole model."""
     return shard_of(description, Ranks())
 
 
 def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
-    """The part of `description` that a rank holds.
+    """Return the part of `description` that a rank holds.
 
     Raises:
-        ConfigError: Some rank would have nothing.
+        ConfigError: Some rank would hold nothing.
     """
     d, rank, size = description, ranks.tensor_rank, ranks.tensor_size
     if ranks.pipeline_size > d.num_layers:
@@ -101,7 +101,7 @@ def _features(count: int, rank: int, size: int) -> range:
 
 
 def _mixture(mixture: Mixture | None, rank: int, size: int) -> Mixture | None:
-    """A mixture of which each expert has this rank's features."""
+    """Return the mixture with this rank's features of each expert."""
     if mixture is None:
         return None
     return replace(
@@ -112,12 +112,12 @@ def _mixture(mixture: Mixture | None, rank: int, size: int) -> Mixture | None:
 
 
 def stage_layers(description: DecoderDescription, num_stages: int) -> list[range]:
-    """The layers of each stage."""
+    """Return the layers of each stage."""
     return [_span(description.num_layers, stage, num_stages) for stage in range(num_stages)]
 
 
 def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:
-    """Query heads and KV heads: every query's KV head is with it, and all KV heads here have equally many queries."""
+    """Return a rank's query and KV heads: queries with their KV head, equally many per KV head held."""
     queries = d.num_heads // d.num_kv_heads
     if size <= d.num_kv_heads:
         kv_heads = _span(d.num_kv_heads, rank, size)
@@ -132,5 +132,5 @@ def _heads(d: DecoderDescription, rank: int, size: int) -> tuple[range, range]:
 
 
 def _span(count: int, part: int, num_parts: int) -> range:
-    """The part's share of `count` things; shares differ by one at the most."""
+    """Return part `part` of `count` items; parts differ in size by at most one."""
     return range(part * count // num_parts, (part + 1) * count // num_parts)

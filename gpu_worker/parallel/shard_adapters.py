@@ -1,4 +1,4 @@
-"""The part of a LoRA adapter that belongs to a rank's part of the model."""
+"""Cut a rank's part out of a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gpu_worker.parallel.shard import Shard
 
 
 def adapter_part(adapter: Adapter, shard: Shard) -> Adapter:
-    """Its pairs for the layers, heads and features that a rank holds.
+    """Return the pairs for the layers, heads and features that a rank holds.
 
-    Where a layer's output is divided, so are the rows of b. Where its input is, so are the columns of a, and what the
-    ranks add sums up as their outputs do.
+    Rows of b are divided like the layer's output, columns of a like its input; in the latter case the ranks' LoRA
+    outputs are summed along with the layer's.
     """
     layers = adapter.layers[shard.layers.start : shard.layers.stop]
     if shard.part.num_heads < shard.whole.num_heads:
@@ -38,5 +38,5 @@ def _cut(pairs: Mapping[str, LoraPair], shard: Shard) -> dict[str, LoraPair]:
 
 
 def _span(parts: range, length: int) -> slice:
-    """The elements of parts that are so long each."""
+    """Return the elements of a range of parts of `length` elements each."""
     return slice(parts.start * length, parts.stop * length)

@@ -1,4 +1,4 @@
-"""The weights of a part of a decoder, cut from the model's."""
+"""Cut a rank's part out of a decoder's weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from gpu_worker.parallel.shard import Shard
 
 
 class ShardWeights:
-    """What `DecoderWeights` gives, for one rank.
+    """The interface of `DecoderWeights`, for one rank.
 
-    Rows of a matrix are cut in the form in which it is kept. Columns are cut from its values, which thereby stay those
-    of the whole: formats with a scale for each row would have others.
+    Rows of a matrix are cut in its stored format. Columns are cut from its dequantized values, so that the values equal
+    the whole matrix's: formats with a scale per row would otherwise compute other scales.
     """
 
     def __init__(self, weights: DecoderWeights, shard: Shard) -> None:
@@ -33,17 +33,17 @@ class ShardWeights:
         q_rows, kv_rows = _numbers(shard.heads, d.head_dim), _numbers(shard.kv_heads, d.head_dim)
         q_size, kv_size = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
         self._is_divided = shard.tensor_size > 1
-        self._is_leading = shard.heads.start == 0  # outputs of all tensor ranks are added up, so one has the bias
+        self._is_leading = shard.heads.start == 0  # outputs of all tensor ranks are summed, so only one adds the bias
         self._qkv_rows = torch.cat([q_rows, q_size + kv_rows, q_size + kv_size + kv_rows])
         self._row_norms = (q_rows, kv_rows) if d.qk_norm == "row" else None
         self._attended = _numbers(shard.heads, d.value_dim)
 
     def embedding(self) -> Weight:
-        """[its part of the vocabulary, hidden_size]."""
+        """Return the rank's part of the embeddings [part of the vocabulary, hidden_size]."""
         return self._tokens(self._weights.embedding())
 
     def head(self) -> Weight | None:
-        """[its part of the vocabulary, hidden_size]; None: the embedding is used."""
+        """Return the rank's part of the head [part of the vocabulary, hidden_size]; None: the embedding is used."""
         head = self._weights.head()
         return None if head is None else self._tokens(head)
 
@@ -52,11 +52,11 @@ class ShardWeights:
         return self._weights.final_norm()
 
     def rope_factors(self) -> Tensor | None:
-        """As the model's."""
+        """Return the model's factors."""
         return self._weights.rope_factors()
 
     def layers(self) -> Iterator[LayerWeights]:
-        """Its layers."""
+        """Yield the rank's parts of its layers."""
         for weights in self._weights.layers(self._shard.layers):
             yield self._layer(weights) if self._is_divided else weights
 
@@ -119,5 +119,5 @@ def _rows(linear: LinearWeights, rows: Tensor) -> LinearWeights:
 
 
 def _numbers(parts: range, length: int) -> Tensor:
-    """The indices of the elements of parts that are so long each."""
+    """Return the indices of the elements of a range of parts of `length` elements each."""
     return torch.arange(parts.start * length, parts.stop * length)

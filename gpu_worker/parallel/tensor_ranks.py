@@ -1,4 +1,4 @@
-"""What a decoder asks of the ranks that compute the other parts of its layers."""
+"""What a decoder needs from the ranks that compute the other parts of its layers."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from torch import Tensor
 
 
 class TensorRanks(Protocol):
-    """The tensor ranks of one stage. All of them make the same calls in the same order."""
+    """The tensor ranks of one stage. All of them must make the same calls in the same order."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x; may be x itself, changed. Same bits for a row whatever is beside it."""
+        """Return the sum of all ranks' x, perhaps in place. A row's bits do not depend on other rows."""
 
     def join(self, x: Tensor) -> Tensor:
-        """On the first rank all ranks' x [N, K] side by side, [N, size * K]; on others [N, 0]."""
+        """Return all ranks' x [N, K] concatenated, [N, size * K], on the first rank; [N, 0] on the others."""
 
 
 class OneRank:
-    """Nobody else."""
+    """A single rank."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """`x` itself."""
+        """Return `x` itself."""
         return x
 
     def join(self, x: Tensor) -> Tensor:
-        """`x` itself."""
+        """Return `x` itself."""
         return x
 
 

@@ -30,7 +30,7 @@ class Candidates:
 
 
 def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candidates]:
-    """The likeliest next tokens of beams: as many as the search is wide, and one for each end token.
+    """Return the likeliest next tokens of beams: as many as the search is wide, and one for each end token.
 
     Log probabilities are of what a temperature makes of the logits; 0 is as 1.
 

@@ -15,7 +15,7 @@ _BLOCK = 256
 
 
 def top_threshold(probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32]) -> Tensor:
-    """The least probability kept by top_k (0: all) and then top_p, [num_rows, 1] for probabilities [num_rows, V]."""
+    """Return the least probability that top_k (0: all) and then top_p keep: [num_rows, V] -> [num_rows, 1]."""
     num_tokens = probabilities.shape[1]
     width = min(num_tokens, _NUM_CANDIDATES)
     is_limited = (top_k > 0) & (top_k < num_tokens)
@@ -31,7 +31,7 @@ def top_threshold(probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArra
 def _threshold_within(
     probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32], width: int
 ) -> tuple[Tensor, NDArray[np.bool_]]:
-    """The threshold, looking at the `width` likeliest tokens alone, and whether they are enough to know it."""
+    """Return the threshold, looking at the `width` likeliest tokens alone, and whether they are enough to know it."""
     device, num_tokens = probabilities.device, probabilities.shape[1]
     is_limited = torch.from_numpy((top_k > 0) & (top_k < num_tokens)).to(device)[:, None]
     limit = torch.from_numpy(top_k).to(device).long()[:, None]
@@ -47,7 +47,7 @@ def _threshold_within(
 
 
 def _largest(values: Tensor, width: int) -> Tensor:
-    """The `width` largest of each row, largest first."""
+    """Return the `width` largest of each row, largest first."""
     if values.device.type != "cpu":
         return torch.topk(values, width, dim=1).values
     found = values.numpy()  # numpy's partition and sort are several times faster here

@@ -65,13 +65,13 @@ class Guides:
         self._suspects: OrderedDict[bytes, int] = OrderedDict()  # by digest: times that the process was lost over it
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process = None
 
     def ask(self, sampled: IntArray, others: list[int]) -> bool:
-        """Begins with the masks of rows that sample, and with the guides of others; False where none is guided."""
+        """Begin with the masks of rows that sample, and with the guides of others; False where none is guided."""
         features = self._rows.features
         rows = sampled[(features[sampled] & Feature.GUIDED) != 0].tolist()
         ahead = [row for row in others if features[row] & Feature.GUIDED and row not in rows]
@@ -88,7 +88,7 @@ class Guides:
         return True
 
     def answer(self) -> Constraints:
-        """The masks that `ask` began with."""
+        """Return the masks that `ask` began with."""
         masks: dict[int, NDArray[np.uint8]] = {}
         if self._is_awaited and self._process is not None:
             try:

@@ -20,7 +20,7 @@ STEERING = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS | Feature.BAD_W
 
 
 def steer(logits: Tensor, state: Rows, rows: IntArray) -> None:
-    """Changes `logits` [len(rows), vocab_size] of `rows` in place."""
+    """Change `logits` [len(rows), vocab_size] of `rows` in place."""
     features = state.features[rows]
     used = Feature(int(np.bitwise_or.reduce(features)))
     for feature, change in _CHANGES:
@@ -29,7 +29,7 @@ def steer(logits: Tensor, state: Rows, rows: IntArray) -> None:
 
 
 def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np.uint8]]) -> None:
-    """Leaves the tokens that masks allow. Where steering has banned all of these, it is the steering that gives way.
+    """Leave the tokens that masks allow. Where steering has banned all of these, it is the steering that gives way.
 
     Args:
         logits: [num_rows, vocab_size], changed in place at `places`.
@@ -47,7 +47,7 @@ def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np
 
 
 def decayed_top_p(state: Rows, rows: IntArray) -> NDArray[np.float32]:
-    """The top_p of each row's next token: [len(rows)].
+    """Return the top_p of each row's next token: [len(rows)].
 
     It is multiplied by the decay once for each output token since the last reset id, but not below the minimum.
     """
@@ -103,7 +103,7 @@ def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) ->
         return np.concatenate(parts)
 
     def spread(values: list[float], keys: NDArray[np.int64]) -> Tensor:
-        """Each key's row's value."""
+        """Return each key's row's value."""
         by_row = np.zeros(len(rows), dtype=np.float32)
         by_row[places] = values
         return torch.from_numpy(by_row[keys // width]).to(device)

@@ -56,7 +56,7 @@ class Reporter:
         return Probe(frozenset(layers))
 
     def collect(self, step: PreparedStep, probe: Probe, logits: Tensor) -> Reports:
-        """The reports of a step that ran with `probe`, before its tokens are appended.
+        """Return the reports of a step that ran with `probe`, before its tokens are appended.
 
         Args:
             step: The step.

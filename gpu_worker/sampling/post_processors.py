@@ -67,7 +67,7 @@ PostProcessor = LogitsPostProcessor | BatchedLogitsPostProcessor
 
 
 def refuse_unknown(step: Step, known: Collection[str]) -> Step:
-    """Lets sequences fail whose post-processor is not installed here."""
+    """Let sequences fail whose post-processor is not installed here."""
     if all(not new.post_processor or new.post_processor in known for new in step.new_sequences):
         return step
     error = InvalidArgumentError("this worker has none of that name", field="logits_post_processor_name")
@@ -79,7 +79,7 @@ def refuse_unknown(step: Step, known: Collection[str]) -> Step:
 
 
 def load_post_processors(named: str = "") -> dict[str, PostProcessor]:
-    """All that installed packages offer, by name, and those that are named.
+    """Return all that installed packages offer, by name, and those that are named.
 
     Args:
         named: Comma-separated `NAME=module:Class`; these replace others of their name.
@@ -110,7 +110,7 @@ def _load(entry_point: EntryPoint) -> PostProcessor:
 def post_process(
     logits: Tensor, state: Rows, rows: IntArray, places: list[int], processors: Mapping[str, PostProcessor]
 ) -> dict[int, MidstreamError]:
-    """Changes `logits` [len(rows), vocab_size] at `places` in place; returns what went wrong, by place."""
+    """Change `logits` [len(rows), vocab_size] at `places` in place; return what went wrong, by place."""
     by_name: dict[str, list[int]] = {}
     for place in places:
         by_name.setdefault(state.post_processors[rows[place]][0], []).append(place)

@@ -63,7 +63,7 @@ class Sampler:
         self._pinned: PinnedBuffers | None = None
 
     def sample(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Sampled:
-        """Chooses from float32 `logits` [len(rows), vocab_size], which it leaves as they are."""
+        """Choose from float32 `logits` [len(rows), vocab_size], which it leaves as they are."""
         token_ids, highest = _likeliest(logits)
         is_broken = ~np.isfinite(highest)
         is_special = (self._rows.temperature[rows] > 0) | (self._rows.features[rows] != 0)
@@ -97,11 +97,11 @@ class Sampler:
         return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
 
     def is_greedy(self, rows: IntArray) -> bool:
-        """Whether `sample_greedy` will do for these rows."""
+        """Return whether `sample_greedy` will do for these rows."""
         return not (self._rows.features[rows].any() or self._rows.temperature[rows].any())
 
     def sample_greedy(self, token_ids: IntArray, highest: NDArray[np.float32]) -> Sampled:
-        """Takes the likeliest tokens of greedy rows, which have these logits."""
+        """Take the likeliest tokens of greedy rows, which have these logits."""
         is_finite = np.isfinite(highest)
         if is_finite.all():
             return Sampled(token_ids, (), ())
@@ -110,11 +110,11 @@ class Sampler:
         return Sampled(np.where(is_broken, 0, token_ids).astype(np.int32), tuple(errors.items()), ())
 
     def is_plain(self, rows: IntArray) -> bool:
-        """Whether `choose` will do for these rows."""
+        """Return whether `choose` will do for these rows."""
         return not self._rows.features[rows].any()
 
     def choose(self, logits: Tensor, rows: IntArray) -> Tensor:
-        """Chooses for plain rows without waiting for the device: int32 [len(rows)] there; -1: logits are broken."""
+        """Choose for plain rows without waiting for the device: int32 [len(rows)] there; -1: logits are broken."""
         best = _argmax(logits)
         highest = logits.gather(1, best[:, None]).squeeze(1)
         chosen, drawn = best.int(), np.flatnonzero(self._rows.temperature[rows] > 0)
@@ -133,7 +133,7 @@ class Sampler:
         candidates: dict[int, Candidates],
         constraints: Constraints,
     ) -> tuple[IntArray, dict[int, MidstreamError]]:
-        """The tokens, and by place why there is none."""
+        """Return the tokens, and by place why there is none."""
         errors: dict[int, MidstreamError] = {}
         logits, chosen = raw, best.copy()
         if (self._rows.features[rows] & (STEERING | Feature.GUIDED | Feature.POST_PROCESSED)).any():
@@ -192,7 +192,7 @@ class Sampler:
         return self._rows.top_p[rows]
 
     def _draw_on_gpu(self, logits: Tensor, rows: IntArray) -> Tensor:
-        """The likeliest token of rows without a temperature, what is drawn of others: int32, on the device."""
+        """Return the likeliest token of rows without a temperature, what is drawn of others: int32, on the device."""
         state, wanted = self._rows, self._rows.temperature[rows]
         vectors = (
             state.seeds[rows].view(np.int64),
@@ -233,7 +233,7 @@ class Sampler:
 
 
 def _likeliest(logits: Tensor) -> tuple[IntArray, NDArray[np.floating[Any]]]:
-    """The token that `_argmax` names in each row, and its logit."""
+    """Return the token that `_argmax` names in each row, and its logit."""
     best = _argmax(logits)
     if logits.device.type == "cpu":
         places = best.numpy()
@@ -244,7 +244,7 @@ def _likeliest(logits: Tensor) -> tuple[IntArray, NDArray[np.floating[Any]]]:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """The first of the highest in each row; a NaN counts as the highest."""
+    """Return the first of the highest in each row; a NaN counts as the highest."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=1))  # several times faster than torch's
     return logits.argmax(dim=1)

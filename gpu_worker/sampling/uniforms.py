@@ -12,7 +12,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 def uniforms(
     seeds: NDArray[np.uint64], sequence_indices: NDArray[np.int32], positions: NDArray[np.int32]
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, sequence, position); all arrays [num_rows].
+    """Return one number in [0, 1) for each (seed, sequence, position); all arrays [num_rows].
 
     Each part is mixed in by a round of SplitMix64's finalizer.
     """

@@ -32,7 +32,7 @@ class Dialler:
         self._redial_at = 0.0
 
     def dial(self, dealer: zmq.Socket[bytes]) -> None:
-        """Sets a DEALER up and connects it; from then on it reconnects by itself."""
+        """Set a DEALER up and connects it; from then on it reconnects by itself."""
         dealer.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a scheduler that is not there
         dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -43,7 +43,7 @@ class Dialler:
         dealer.connect(self._address)
 
     def was_cut(self, monitor: zmq.Socket[bytes]) -> bool:
-        """Whether the connection was lost since it was last asked; `monitor` reports LINK_EVENTS."""
+        """Return whether the connection was lost since it was last asked; `monitor` reports LINK_EVENTS."""
         was_cut = False
         while monitor.poll(0):
             event = parse_monitor_message(monitor.recv_multipart())["event"]
@@ -56,7 +56,7 @@ class Dialler:
         return was_cut
 
     def redial_when_due(self, dealer: zmq.Socket[bytes]) -> None:
-        """Connects again after a refusal, which ZeroMQ takes as final: the key may be let in meanwhile."""
+        """Connect again after a refusal, which ZeroMQ takes as final: the key may be let in meanwhile."""
         if self._redial_at and time.monotonic() >= self._redial_at:
             self._redial_at = 0.0
             with contextlib.suppress(zmq.ZMQError):

@@ -84,7 +84,7 @@ class SchedulerLink:
         credentials: WorkerCredentials | None = None,
         tiers: KvTiers | None = None,
     ) -> None:
-        """Makes the link; `start` connects it.
+        """Make the link; `start` connects it.
 
         Args:
             address: ZeroMQ address of the scheduler.
@@ -117,16 +117,16 @@ class SchedulerLink:
         metrics.gauge("worker_steps_waiting", "Steps received and not finished.").set_function(self._num_waiting)
 
     def start(self) -> None:
-        """Connects and begins to register."""
+        """Connect and begins to register."""
         self._thread.start()
 
     def send_result(self, step: Step, output: StepOutput, waiting_s: float) -> None:
-        """Hands over the result of `step`; it is dropped if its epoch is over."""
+        """Hand over the result of `step`; it is dropped if its epoch is over."""
         self._outbox.append((step, output, waiting_s))
         self._wake()
 
     def abandon_epoch(self) -> None:
-        """Ends the epoch from this side, after a step that could not be executed.
+        """End the epoch from this side, after a step that could not be executed.
 
         The worker then registers as if its process had been started anew, so that the scheduler counts a death and can
         find the request that is to blame.
@@ -136,12 +136,12 @@ class SchedulerLink:
         self._wake()
 
     def leave(self) -> None:
-        """Takes no more steps, finishes those at hand, says farewell, then puts Stopped into the inbox."""
+        """Take no more steps, finishes those at hand, says farewell, then puts Stopped into the inbox."""
         self._leaving = True
         self._wake()
 
     def join(self) -> None:
-        """Waits for the thread, after Stopped."""
+        """Wait for the thread, after Stopped."""
         self._thread.join()
         self._wake_reader.close()
         self._wake_writer.close()
@@ -166,7 +166,7 @@ class SchedulerLink:
                 dealer.disable_monitor()
 
     def _turn(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
-        """Waits for something to do and does it; False when the worker has left."""
+        """Wait for something to do and does it; False when the worker has left."""
         poller.poll(max(0, int((self._next_send - time.monotonic()) * 1000) + 1))
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(4096)

@@ -34,7 +34,7 @@ FEATURES = (
 
 
 def decode_step(message: worker_pb2.StepBatch) -> Step:
-    """The step that `message` describes.
+    """Return the step that `message` describes.
 
     Raises:
         ValueError: Parallel arrays differ in length, or a number does not fit.

@@ -20,7 +20,7 @@ class RequestLog:
         self._request_ids.clear()
 
     def note(self, step: Step) -> None:
-        """Takes in whose rows a step fills; before it is run."""
+        """Take in whose rows a step fills; before it is run."""
         ids = self._request_ids
         for new in step.new_sequences:
             ids[new.row] = new.request_id
@@ -29,7 +29,7 @@ class RequestLog:
             ids[fork.to_row] = ids.get(fork.from_row, "")
 
     def note_failures(self, output: StepOutput) -> None:
-        """Says which requests failed in a step, and why."""
+        """Say which requests failed in a step, and why."""
         for row, error in output.errors:
             logger.warning("a sequence failed: %s", error, extra={"request_id": self._request_ids.get(row, "")})
 

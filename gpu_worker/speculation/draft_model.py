@@ -36,7 +36,7 @@ class _Row:
 
 
 def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> LoadedModel:
-    """Loads the draft model that the settings name.
+    """Load the draft model that the settings name.
 
     Raises:
         ConfigError: It cannot be loaded, or its vocabulary is another one.
@@ -53,7 +53,7 @@ class DraftModel:
     """Makes drafts for rows of another model with the same vocabulary."""
 
     def __init__(self, model: LoadedModel, rows: Rows, kv: KvCache, max_num_tokens: int) -> None:
-        """Takes over a model and its pool.
+        """Take over a model and its pool.
 
         Args:
             model: The loaded model.
@@ -90,7 +90,7 @@ class DraftModel:
         return {row: np.array(tokens, dtype=np.int32) for row, tokens in drafts.items()}
 
     def _make_room(self, row: int, limit: int) -> bool:
-        """Takes blocks for a row's tokens and drafts; False when there are none, or it holds virtual tokens."""
+        """Take blocks for a row's tokens and drafts; False when there are none, or it holds virtual tokens."""
         length = int(self._rows.lengths[row])
         tokens = self._rows.tokens[row, :length]
         if length + limit > self._model.description.max_sequence_length:
@@ -107,12 +107,12 @@ class DraftModel:
         return True
 
     def _reclaim(self) -> None:
-        """Takes back what rows hold that hold no sequence any more."""
+        """Take back what rows hold that hold no sequence any more."""
         for row in [row for row in self._known if not self._rows.is_active[row]]:
             self._free += self._known.pop(row).blocks
 
     def _catch_up(self, rows: Mapping[int, int]) -> dict[int, int]:
-        """Computes tokens as far as one pass goes.
+        """Compute tokens as far as one pass goes.
 
         Returns:
             The rows of which no more than the last pass is missing, with the first position of that.
@@ -137,7 +137,7 @@ class DraftModel:
         return ready
 
     def _forward(self, starts: Mapping[int, int]) -> torch.Tensor:
-        """Computes rows from so far on to the ends that they have now; logits at the ends, by ascending row."""
+        """Compute rows from so far on to the ends that they have now; logits at the ends, by ascending row."""
         rows = np.array(sorted(starts), dtype=np.int32)
         ends = self._rows.lengths[rows]
         firsts = np.array([starts[row] for row in rows.tolist()], dtype=np.int32)

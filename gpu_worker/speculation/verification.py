@@ -50,7 +50,7 @@ class Answer:
 
 
 def with_shadows(state: Rows, generation: IntArray, drafts: Drafts) -> IntArray:
-    """The rows that sample for `generation`: each of them, followed by its shadows, which are made here."""
+    """Return the rows that sample for `generation`: each of them, followed by its shadows, which are made here."""
     sampled: list[int] = []
     shadow = int(np.flatnonzero(state.is_active)[-1]) + 1
     for row in generation.tolist():
@@ -76,7 +76,7 @@ def settle(
     errors: Sequence[tuple[int, MidstreamError]],
     log_probs: tuple[RowLogProbs, ...],
 ) -> Answer:
-    """Appends to rows what they gave: a token each, or the run of those with drafts; to beams nothing.
+    """Append to rows what they gave: a token each, or the run of those with drafts; to beams nothing.
 
     Args:
         state: The rows.

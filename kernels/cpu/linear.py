@@ -35,7 +35,7 @@ class WeightFormat(IntEnum):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether weights come as rows of blocks, and only so."""
+        """Return whether weights come as rows of blocks, and only so."""
         return self >= WeightFormat.Q4_1
 
 

@@ -201,7 +201,7 @@ def segment_keys_for(max_sequence_length: int) -> int:
 
 
 def _num_splits(num_programs: int, most_keys: int, launch: Launch, device: torch.device) -> int:
-    """A power of two: enough programs for every processor, each with a key tile at the longest context."""
+    """Return a power of two: enough programs for every processor, each with a key tile at the longest context."""
     wanted = math.ceil(_PROGRAMS_PER_PROCESSOR * _num_processors(device) / num_programs)
     useful = max(1, most_keys // launch.block_n)
     return min(triton.next_power_of_2(wanted) if wanted > 1 else 1, 1 << (useful.bit_length() - 1), _MAX_SPLITS)

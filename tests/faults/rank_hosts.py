@@ -41,10 +41,10 @@ def main() -> None:
         else:
             ranks[1].kill()
         logs = [process.communicate(timeout=LIMIT_S)[1] for process in ranks]
-    assert f"steps come over {'TCP' if hosts else 'shared memory'}" in logs[1], logs[1]
+    assert f"receiving steps over {'TCP' if hosts else 'shared memory'}" in logs[1], logs[1]
     assert ranks[0].returncode == LOST, logs[0]
     assert not hosts or ranks[1].returncode == LOST, logs[1]
-    assert ("has been silent for 3 s" if hosts else "rank 1 is gone") in logs[0], logs[0]
+    assert ("sent no heartbeat for 3 s" if hosts else "rank 1 disconnected") in logs[0], logs[0]
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def lifelines() -> Iterator[Lines]:
 def test_the_end_of_a_rank_is_noticed(lifelines: Lines) -> None:
     _, _, far, lost = lifelines
     far.shutdown(socket.SHUT_RDWR)
-    assert lost.get(timeout=LIMIT_S) == "rank 1 is gone"
+    assert lost.get(timeout=LIMIT_S) == "rank 1 disconnected"
 
 
 def test_an_expected_end_is_no_loss(lifelines: Lines) -> None:
@@ -123,14 +123,14 @@ def test_a_rank_that_asks_for_the_end_is_heard(
 def test_a_process_that_does_not_get_on_is_lost(lifelines: Lines) -> None:
     one, _, _, lost = lifelines
     one.watch(lambda: True)
-    assert lost.get(timeout=LIMIT_S) == "a step does not end"
+    assert lost.get(timeout=LIMIT_S) == "a step is stuck"
 
 
 def test_a_silent_rank_is_lost() -> None:
     near, far = tcp_pair()
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     lifelines = Lifelines({3: near}, 0.2, lost.put)
-    assert lost.get(timeout=LIMIT_S) == "rank 3 has been silent for 0.2 s"
+    assert lost.get(timeout=LIMIT_S) == "rank 3 sent no heartbeat for 0.2 s"
     far.close()
     lifelines.close()
 
@@ -172,5 +172,5 @@ def test_a_rank_with_other_settings_is_refused() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(UnavailableError, match=r"ranks \[1, 2\] did not come within 0.1 s"):
+    with pytest.raises(UnavailableError, match=r"ranks \[1, 2\] did not connect within 0.1 s"):
         await_followers(HashStore(), RANKS[0], DIGEST, 0.1)

@@ -34,4 +34,4 @@ def test_sigterm_to_any_rank_drains_the_group(tiny_folder: Path, tiny_runner: Mo
         assert scheduler.receive("leave").epoch == 1
         logs = [process.communicate(timeout=LIMIT_S)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0]
-    assert "steps come over shared memory" in logs[1]
+    assert "receiving steps over shared memory" in logs[1]

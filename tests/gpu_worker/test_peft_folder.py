@@ -83,7 +83,7 @@ def having(name: str, tensor: Tensor) -> Callable[[Tensors], None]:
         ),
         ({}, having(Q.format(0, "A"), torch.ones(4, 64, dtype=torch.int32)), "lora_A.weight is torch.int32"),
         ({"r": 8}, None, r"lora_A.weight is \[4, 64\], expected \[8, 64\]"),
-        ({"r": 65}, None, "adapter_config.json: rank 65; this worker takes 1 to 64"),
+        ({"r": 65}, None, "adapter_config.json: rank 65; this worker supports 1 to 64"),
         ({"r": "4"}, None, "adapter_config.json: r is '4', not a number"),
         ({"lora_alpha": None}, None, "lora_alpha is None, not a number"),
         ({"target_modules": ["q_proj", "lm_head"]}, None, "target_modules: 'lm_head' is none of q_proj, k_proj"),
@@ -152,7 +152,7 @@ def test_only_folders_below_the_root_are_read(tmp_path: Path, description: Decod
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(folder)
     for path in (folder, tmp_path / "root" / ".." / "x", tmp_path / "root" / "link"):
-        with pytest.raises(InvalidArgumentError, match="not in the folder"):
+        with pytest.raises(InvalidArgumentError, match="outside the adapter folder"):
             read(path, description, root=str(tmp_path / "root"))
 
 

@@ -58,9 +58,9 @@ def test_what_is_not_quantized_again(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "source", "Llama")
     source = open_model_folder(str(tmp_path / "source"))
     quantize_folder(source, tmp_path / "made", "int8")
-    with pytest.raises(ConfigError, match="made exists already"):
+    with pytest.raises(ConfigError, match="made already exists"):
         quantize_folder(source, tmp_path / "made", "int4")
-    with pytest.raises(UnsupportedError, match="quantized already"):
+    with pytest.raises(UnsupportedError, match="already quantized"):
         quantize_folder(open_model_folder(str(tmp_path / "made")), tmp_path / "again", "int4")
     assert not (tmp_path / "again").exists()
 

@@ -196,7 +196,7 @@ def test_a_lora_adapter_is_refused_as_it_is_read(gemma2: tuple[torch.nn.Module, 
     model, folder = gemma2
     make_lora(model, tmp_path / "lora", seed=1, r=4, target_modules=["q_proj"])
     runner = make_runner(folder, implementation="transformers")
-    with pytest.raises(UnsupportedError, match="LoRA is not computed for a model that runs by transformers' code"):
+    with pytest.raises(UnsupportedError, match="LoRA is not supported for a model that runs on transformers' code"):
         runner.adapters.load(str(tmp_path / "lora")).result()
     assert runner.adapters.device_bytes == 0
 

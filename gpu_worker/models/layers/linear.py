@@ -39,7 +39,7 @@ class Linear:
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 [N, K] to floats, and the float32 scale [N] of each row."""
+    """Return the nearest int8 [N, K] to floats, and the float32 scale [N] of each row."""
     values = weight.float()
     scale = values.abs().amax(dim=1) / 127
     inverse = torch.where(scale > 0, 1 / scale, 0)

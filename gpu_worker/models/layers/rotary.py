@@ -64,7 +64,7 @@ def query_scales(description: DecoderDescription) -> Tensor | None:
 
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Divides long wavelengths by the factor, keeps short ones, and blends between."""
+    """Divide long wavelengths by the factor, keeps short ones, and blends between."""
     factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     original = float(rope["original_max_position_embeddings"])
     wavelengths = 2 * math.pi / frequencies
@@ -76,7 +76,7 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: Mapping[str, Any], head_dim: int, num_positions: int) -> tuple[Tensor, float]:
-    """Interpolates the dimensions that turn seldom, keeps those that turn often, and a ramp between."""
+    """Interpolate the dimensions that turn seldom, keeps those that turn often, and a ramp between."""
     base = float(rope["rope_theta"])
     original = float(rope.get("original_max_position_embeddings") or num_positions)
     factor = float(rope.get("factor") or num_positions / original)
@@ -99,7 +99,7 @@ def _yarn(frequencies: Tensor, rope: Mapping[str, Any], head_dim: int, num_posit
 
 
 def _longrope(frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Divides each frequency by the factor that holds up to the original length: beyond it the model is not run."""
+    """Divide each frequency by the factor that holds up to the original length: beyond it the model is not run."""
     factor, magnitude = float(rope["factor"]), rope.get("attention_factor")
     if magnitude is None:
         original = float(rope["original_max_position_embeddings"])

@@ -27,7 +27,7 @@ class DecoderWeights:
     """The weights of `folder`, read when asked for."""
 
     def __init__(self, folder: ModelFolder, description: DecoderDescription, weights: str) -> None:
-        """Opens the files.
+        """Open the files.
 
         Args:
             folder: The model.
@@ -186,7 +186,7 @@ class DecoderWeights:
         )
 
     def _linear(self, prefix: str, names: Sequence[str], sizes: Sequence[int], num_columns: int) -> LinearWeights:
-        """One linear layer of the rows of several, which one tensor each holds, or one tensor together."""
+        """Return one linear layer of the rows of several, which one tensor each holds, or one tensor together."""
         if len(names) == 1:
             sizes = [sum(sizes)]
         parts = [(prefix + name, size) for name, size in zip(names, sizes, strict=True)]
@@ -199,14 +199,14 @@ class DecoderWeights:
         return self._kept(self._stored(name, num_rows, num_columns))
 
     def _stored(self, name: str, num_rows: int, num_columns: int) -> Weight:
-        """A matrix in the form in which the file holds it."""
+        """Return a matrix in the form in which the file holds it."""
         weight = self._file.matrix(self._in_file(name + ".weight"))
         if weight.shape != (num_rows, num_columns):
             raise ConfigError(f"{name}.weight is {weight.shape}, not {(num_rows, num_columns)}", field="model")
         return weight
 
     def _kept(self, weight: Weight | Tensor) -> Weight:
-        """A matrix in the form in which it is to be kept."""
+        """Return a matrix in the form in which it is to be kept."""
         if isinstance(weight, Tensor):
             weight = Weight("bf16" if weight.dtype == torch.bfloat16 else "f32", weight, weight.shape[-1])
         target = self._target.get(self._weights)

@@ -51,29 +51,29 @@ class WeightFile(Protocol):
     """Named tensors."""
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
+        """Return whether there is a tensor of this name."""
 
     def matrix(self, name: str) -> Weight:
-        """A matrix in the form in which the file holds it."""
+        """Return a matrix in the form in which the file holds it."""
 
     def vector(self, name: str) -> Tensor:
-        """A vector as float32."""
+        """Return a vector as float32."""
 
     def names(self) -> list[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it."""
+        """Return a tensor's shape, without reading it."""
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of floats as the file holds it; of blocks in bfloat16."""
+        """Return a tensor of floats as the file holds it; of blocks in bfloat16."""
 
 
 class SafetensorsFiles:
     """One file or several shards."""
 
     def __init__(self, paths: Sequence[Path], scheme: Scheme | None = None) -> None:
-        """Maps the files into memory.
+        """Map the files into memory.
 
         Args:
             paths: The files.
@@ -93,11 +93,11 @@ class SafetensorsFiles:
                 self._owners[name] = file
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name, or the module's weight in another form."""
+        """Return whether there is a tensor of this name, or the module's weight in another form."""
         return name in self._owners or (name.endswith(".weight") and is_packed(self._module(name)))
 
     def matrix(self, name: str) -> Weight:
-        """A matrix; float16 counts as f32, which holds it exactly.
+        """Return a matrix; float16 counts as f32, which holds it exactly.
 
         Raises:
             ConfigError: There is none, or it is damaged.
@@ -113,19 +113,19 @@ class SafetensorsFiles:
         return Weight("bf16" if tensor.dtype == torch.bfloat16 else "f32", tensor, tensor.shape[-1])
 
     def vector(self, name: str) -> Tensor:
-        """A vector as float32."""
+        """Return a vector as float32."""
         return self._get(name).float()
 
     def names(self) -> list[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
         return list(self._owners)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it."""
+        """Return a tensor's shape, without reading it."""
         return tuple(self._owners[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as the file holds it."""
+        """Return a tensor as the file holds it."""
         return self._raw(name)
 
     def _module(self, name: str) -> Module:
@@ -148,7 +148,7 @@ class GgufFile:
     """One GGUF file; quantized blocks that are computed with as they are stay so, others become floats."""
 
     def __init__(self, path: Path, permuted_heads: tuple[int, int] | None) -> None:
-        """Maps the file into memory.
+        """Map the file into memory.
 
         Args:
             path: The file.
@@ -163,11 +163,11 @@ class GgufFile:
         self._permuted_heads = permuted_heads
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
+        """Return whether there is a tensor of this name."""
         return _gguf_name(name) in self._tensors
 
     def matrix(self, name: str) -> Weight:
-        """A matrix in the form in which the file holds it."""
+        """Return a matrix in the form in which the file holds it."""
         kind, columns, data = self._get(name)
         blocks = from_gguf(kind, torch.from_numpy(np.array(data)))
         if blocks is not None:
@@ -180,22 +180,22 @@ class GgufFile:
         return weight if order is None else weight.take(order)
 
     def vector(self, name: str) -> Tensor:
-        """A vector as float32."""
+        """Return a vector as float32."""
         kind, _, data = self._get(name)
         values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32)).flatten()
         order = self._row_order(name, values.shape[0])
         return values if order is None else values[order]
 
     def names(self) -> list[str]:
-        """The names of all tensors, as Hugging Face has them where it has them."""
+        """Return the names of all tensors, as Hugging Face has them where it has them."""
         return [_name_of(name) for name in self._tensors]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it."""
+        """Return a tensor's shape, without reading it."""
         return tuple(reversed(self._tensors[_gguf_name(name)].shape))
 
     def tensor(self, name: str) -> Tensor:
-        """A vector as float32; a matrix in bfloat16, or in float32 where the file has floats."""
+        """Return a vector as float32; a matrix in bfloat16, or in float32 where the file has floats."""
         if len(self.shape(name)) == 1:
             return self.vector(name)
         weight = self.matrix(name)

@@ -117,7 +117,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _two_scales(unit: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
-    """A float16 [..., 2], 16 bytes of scales and signed levels [..., 8, 32] as blocks of two scales."""
+    """Return a float16 [..., 2], 16 bytes of scales and signed levels [..., 8, 32] as blocks of two scales."""
     units = unit[..., None, :].expand(*unit.shape[:-1], 8, 2)
     return torch.cat((units, torch.unflatten(scales, -1, (8, 2)), _bytes(levels)), dim=-1)
 

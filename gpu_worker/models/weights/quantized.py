@@ -62,7 +62,7 @@ def refuse_quantized(folder: ModelFolder) -> None:
 
 
 def _settings(folder: ModelFolder) -> tuple[str, Mapping[str, Any]] | None:
-    """The settings, and where they are."""
+    """Return the settings, and where they are."""
     for place, config in (("", folder.config), ("text_config.", folder.config.get("text_config"))):
         for name in _SETTINGS:
             settings = config.get(name) if isinstance(config, dict) else None
@@ -173,7 +173,7 @@ def _refuse(found: str) -> NoReturn:
 
 
 def _tensor_types(path: Path) -> dict[str, str]:
-    """The type of each tensor of a safetensors file, by its header alone: readers do not know every type."""
+    """Return the type of each tensor of a safetensors file, by its header alone: readers do not know every type."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

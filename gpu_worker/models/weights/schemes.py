@@ -41,7 +41,7 @@ class Module:
         self.name, self._has, self._get = name, has, get
 
     def has(self, name: str) -> bool:
-        """Whether it has a tensor of this name."""
+        """Return whether it has a tensor of this name."""
         return self._has(f"{self.name}.{name}")
 
     def get(self, name: str) -> Tensor:
@@ -54,7 +54,7 @@ class Module:
 
 
 def is_packed(module: Module) -> bool:
-    """Whether the module's matrix is stored under another name than weight."""
+    """Return whether the module's matrix is stored under another name than weight."""
     return any(module.has(name) for name in ("qweight", "weight_packed"))
 
 
@@ -166,7 +166,7 @@ def _scaled(module: Module, scheme: Scheme) -> Weight:
 
 
 def _by_row(scale: Tensor, num_rows: int, num_columns: int, scheme: Scheme) -> Tensor:
-    """A scale of a tensor, of rows, of groups of columns or of blocks as [N, groups]."""
+    """Return a scale of a tensor, of rows, of groups of columns or of blocks as [N, groups]."""
     if scale.numel() == 1:
         return scale.view(1, 1).expand(num_rows, 1)
     scale = scale.view(scale.shape[0], -1)
