@@ -1,4 +1,4 @@
-"""The error tree. Every error that a user can meet is one of these; each class has one gRPC status."""
+"""The error hierarchy. Every user-visible error is one of these; each class maps to one gRPC status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class StatusCode(IntEnum):
-    """gRPC's status numbers; here, so that a worker can run by itself where gRPC is not installed."""
+    """gRPC status codes, defined here because workers run without gRPC."""
 
     CANCELLED = 1
     INVALID_ARGUMENT = 3
@@ -114,7 +114,7 @@ class UnauthenticatedError(MidstreamError):
 
 
 class PermissionDeniedError(MidstreamError):
-    """The caller is known and may not do this."""
+    """The caller is authenticated but not authorized."""
 
     code = StatusCode.PERMISSION_DENIED
 

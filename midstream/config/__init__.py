@@ -37,7 +37,7 @@ KNOWN_SETTINGS = frozenset(
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for a variable that no service would start with."""
+    """Raise ConfigError for an unknown or invalid variable."""
     for config_class in _CONFIG_CLASSES:
         parse_config(config_class, (), environment, program="midstream", known=KNOWN_SETTINGS)
 

@@ -15,10 +15,10 @@ class DetokenizerConfig(GrpcServiceConfig):
         "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
     )
     port: int = setting(50054, "gRPC port.")
-    frames_port: int = setting(0, "TCP port of frames, for peers on other hosts; 0 picks a free one.")
+    frames_port: int = setting(0, "TCP port for frames from other hosts; 0: any free one.")
     schedulers: str = setting("127.0.0.1:50052", "Comma-separated scheduler targets, one per cell.")
     router_names: str = setting(
-        "router", "Comma-separated names in certificates of those that may call as routers: kinds, DNS names or URIs."
+        "router", "Certificate names allowed to call as routers, comma-separated: kinds, DNS names or URIs."
     )
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
-    max_pending_bytes: int = setting(8 << 20, "Bytes of one request that may wait for a slow router.")
+    max_pending_bytes: int = setting(8 << 20, "Bytes buffered per request for a slow router.")

@@ -1,4 +1,4 @@
-"""Fills a configuration dataclass from flags and MIDSTREAM_* variables; whatever nobody knows is an error."""
+"""Fill a configuration dataclass from flags and MIDSTREAM_* variables; unknown settings are errors."""
 
 from __future__ import annotations
 

@@ -14,35 +14,35 @@ class RouterConfig(GrpcServiceConfig):
     model: str = setting(
         "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
     )
-    served_model_name: str = setting("", "Name of the model in the API; empty: its own.")
+    served_model_name: str = setting("", "Model name in the API; empty: the model's own.")
     generation_config: str = setting(
         "auto",
-        "Sampling defaults: auto takes what the model's generation_config.json recommends, none the service's own.",
+        "Sampling defaults: auto uses the model's generation_config.json, none the service's own.",
         choices=("auto", "none"),
     )
     port: int = setting(50051, "gRPC port.")
     http_port: int = setting(8000, "HTTP port.")
     schedulers: str = setting(
-        "127.0.0.1:50052", "Comma-separated scheduler targets, one per cell; a dns:/// target is resolved anew."
+        "127.0.0.1:50052", "Comma-separated scheduler targets, one per cell; dns:/// targets are re-resolved."
     )
     detokenizers: str = setting(
-        "127.0.0.1:50054", "Comma-separated detokenizer targets; a dns:/// target is resolved anew."
+        "127.0.0.1:50054", "Comma-separated detokenizer targets; dns:/// targets are re-resolved."
     )
-    max_pending_bytes: int = setting(1 << 20, "Bytes waiting for one slow reader before its stream is cut.")
-    max_tensor_bytes: int = setting(256 << 20, "Bytes of logits and hidden states that one request may ask for.")
-    max_beam_width: int = setting(16, "Widest beam search that a request may ask for.")
+    max_pending_bytes: int = setting(1 << 20, "Bytes buffered for a slow reader before its stream is closed.")
+    max_tensor_bytes: int = setting(256 << 20, "Maximum bytes of logits and hidden states per request.")
+    max_beam_width: int = setting(16, "Maximum beam width of a request.")
     max_message_bytes: int = setting(64 << 20, "Largest gRPC message.")
     allowed_hosts: str = setting(
         "",
-        "Comma-separated host names by which clients call the HTTP port, * for any; empty: on a loopback address "
-        "those of this machine, on others any.",
+        "Comma-separated Host headers accepted on the HTTP port, * for any; empty: on a loopback address "
+        "the names of this machine, on other addresses any.",
     )
     max_body_bytes: int = setting(0, "Largest HTTP body; 0: 2 MiB and 128 bytes for each token of the context.")
-    max_concurrent_streams: int = setting(4096, "Streams at once on this router.")
-    max_streams_per_client: int = setting(1024, "Streams at once of one client, or address where none is known.")
-    auth: str = setting(
-        "none", "How clients are known; mtls: by their certificates.", choices=("none", "token", "mtls")
+    max_concurrent_streams: int = setting(4096, "Maximum concurrent streams on this router.")
+    max_streams_per_client: int = setting(
+        1024, "Maximum concurrent streams per client, or per address without a client id."
     )
+    auth: str = setting("none", "How clients authenticate; mtls: by certificate.", choices=("none", "token", "mtls"))
     auth_tokens: str = setting(
         "",
         "File with lines of `TOKEN CLIENT_ID [ROLE,...]`, re-read when it changes. Roles are generate, observe and "
@@ -58,24 +58,26 @@ class RouterConfig(GrpcServiceConfig):
     )
     share_prefix_cache: bool = setting(
         False,
-        "Share cached prefixes between authenticated clients. It is faster where they send the same prompts, and lets "
-        "each find out by timing what others sent.",
+        "Share cached prefixes between authenticated clients. Faster if they send the same prompts, but lets "
+        "each detect by timing what others sent.",
     )
     adapter_root: str = setting(
-        "", "Folder under which adapters may be loaded by path; empty: requests name loaded adapters only."
+        "", "Folder from which adapters may be loaded by path; empty: requests can only name loaded adapters."
     )
-    tls_require_client_cert: bool = setting(False, "Take only clients with a certificate of the authorities.")
+    tls_require_client_cert: bool = setting(False, "Accept only clients with a certificate signed by the CAs.")
     unavailable_timeout_s: float = setting(
-        30.0, "Seconds that a request without a deadline waits for a part that is away."
+        30.0, "Seconds that a request without a deadline waits for an unavailable part."
     )
     response_ttl_s: int = setting(7 * 24 * 3600, "Seconds that a response of the Responses API is stored.")
-    trace_ratio: float = setting(1.0, "Share, 0 to 1, of requests traced where the client's traceparent does not say.")
+    trace_ratio: float = setting(1.0, "Fraction, 0 to 1, of requests traced if the client sends no traceparent.")
     tool_parser: str = setting(
-        "auto", "How the model writes tool calls; auto: as its chat template tells; none: they are not read."
+        "auto", "Format of the model's tool calls; auto: detected from its chat template; none: not parsed."
     )
-    reasoning_parser: str = setting("auto", "How the model marks its reasoning; auto and none as for tool_parser.")
-    access_log: bool = setting(False, "Log a line for each request that ends: how, how many tokens, how long.")
+    reasoning_parser: str = setting("auto", "Format of the model's reasoning; auto and none as for tool_parser.")
+    access_log: bool = setting(
+        False, "Log a line for each finished request with its finish reason, token counts and duration."
+    )
     throughput_log_s: float = setting(
-        10.0, "Seconds between lines in the log with tokens per second and open streams, while there are any; 0: none."
+        10.0, "Seconds between log lines with throughput and open streams, while there are any; 0: none."
     )
     num_tokenizer_threads: int = setting(2, "Threads that tokenize and render templates.")

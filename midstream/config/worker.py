@@ -14,15 +14,15 @@ class WorkerConfig(ServiceConfig):
     model: str = setting(
         "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
     )
-    draft_model: str = setting("", "A smaller model of the same vocabulary that makes drafts; empty: none.")
+    draft_model: str = setting("", "Smaller draft model with the same vocabulary; empty: none.")
     scheduler: str = setting("tcp://127.0.0.1:50053", "ZeroMQ address of the scheduler.")
-    curve: bool = setting(False, "Encrypt the link to the scheduler, and show a key.")
+    curve: bool = setting(False, "Encrypt the connection to the scheduler and authenticate with a key.")
     curve_secret_key: str = setting("", "File with this process's key pair, from `midstream keys`.")
     curve_server_key: str = setting("", "File with the scheduler's public key.")
     group_id: str = setting("", "Name of the worker group; default: host and name, or process.")
-    device: str = setting("auto", "cpu, cuda, cuda:N; auto takes CUDA where there is one.")
+    device: str = setting("auto", "cpu, cuda, cuda:N; auto: CUDA if available.")
     weights: str = setting(
-        "auto", "Weight storage; auto: what the file holds.", choices=("auto", "f32", "bf16", "int8", "q4")
+        "auto", "Weight storage type; auto: as in the file.", choices=("auto", "f32", "bf16", "int8", "q4")
     )
     kv: str = setting(
         "auto",
@@ -31,10 +31,10 @@ class WorkerConfig(ServiceConfig):
     )
     activations: str = setting(
         "auto",
-        "What CPU kernels round the input of quantized layers to; auto: int16, which loses next to nothing.",
+        "Activation type of quantized layers on CPU kernels; auto: int16, with negligible loss.",
         choices=("auto", "f32", "int16", "int8"),
     )
-    kernels: str = setting("auto", "Which CPU kernels run.", choices=("auto", "native", "torch"))
+    kernels: str = setting("auto", "CPU kernel implementation.", choices=("auto", "native", "torch"))
     implementation: str = setting(
         "auto",
         "Model implementation: native, transformers (with paged attention), or auto (native where it exists).",
@@ -42,12 +42,13 @@ class WorkerConfig(ServiceConfig):
     )
     tokens_per_block: int = setting(16, "Tokens in one KV block; must equal the scheduler's.")
     max_attention_window: int = setting(
-        0, "Most tokens that any layer attends to; 0: as the model says. Must equal the scheduler's."
+        0, "Maximum attention window in tokens; 0: the model's. Must equal the scheduler's."
     )
     free_memory_fraction: float = setting(
-        0.9, "Share of the memory left after loading and warm-up that the KV pool takes on a GPU; on a CPU 0.25 of it."
+        0.9,
+        "Fraction of the memory left after loading and warm-up for the KV pool on a GPU; on a CPU a quarter of it.",
     )
-    max_kv_tokens: int = setting(0, "Most tokens in the KV pool; 0: what the memory fraction gives.")
+    max_kv_tokens: int = setting(0, "Maximum tokens in the KV pool; 0: limited only by the memory fraction.")
     shared_kv_folder: str = setting(
         "",
         "Folder in shared memory, of this user alone, that holds the KV pool of a CPU worker: should it die, others of "
@@ -62,12 +63,12 @@ class WorkerConfig(ServiceConfig):
         "", "Folder on a disk, of this user alone, for full KV blocks of CPU workers; empty: none. Outlives everything."
     )
     disk_kv_bytes: int = setting(16 << 30, "Bytes that the blocks of one model may take in disk_kv_folder.")
-    max_batch_size: int = setting(256, "Sequences in one step.")
-    max_num_tokens: int = setting(0, "Tokens in one step; 0: 2048 on a GPU, 256 on a CPU.")
-    max_sequence_length: int = setting(0, "Prompt and output together; 0: as the model says.")
-    lora_host_cache_bytes: int = setting(1 << 30, "Bytes of adapters that are kept on the host, as they were read.")
+    max_batch_size: int = setting(256, "Maximum sequences per step.")
+    max_num_tokens: int = setting(0, "Maximum tokens per step; 0: 2048 on a GPU, 256 on a CPU.")
+    max_sequence_length: int = setting(0, "Maximum tokens of prompt and output; 0: the model's limit.")
+    lora_host_cache_bytes: int = setting(1 << 30, "Bytes of adapters cached in host memory.")
     lora_device_cache_percent: float = setting(
-        0.05, "Share, 0 to 1, of the memory left behind weights and KV pool that adapters in use may take."
+        0.05, "Fraction, 0 to 1, of the memory left after weights and KV pool for adapters in use."
     )
     lora_num_host_module_layer: int = setting(
         0, "In place of lora_host_cache_bytes: ranks of a module in a layer that are kept; 0: bytes count."
@@ -75,17 +76,19 @@ class WorkerConfig(ServiceConfig):
     lora_num_device_module_layer: int = setting(
         0, "In place of lora_device_cache_percent: ranks of a module in a layer on the device; 0: the share counts."
     )
-    lora_max_adapter_size: int = setting(64, "Largest rank of an adapter.")
-    logits_post_processors: str = setting(
-        "", "Logits post-processors beside those of installed packages: comma-separated NAME=module:Class."
-    )
+    lora_max_adapter_size: int = setting(64, "Maximum adapter rank.")
+    logits_post_processors: str = setting("", "Additional logits post-processors: comma-separated NAME=module:Class.")
     replicate_post_processors: bool = setting(
         False, "Call them on all ranks of a group; only off is implemented for several ranks: on rank 0 alone."
     )
-    adapter_root: str = setting("", "Folder that adapters must lie in, behind links too; empty: as routers say.")
-    cuda_graphs: bool = setting(True, "On a GPU, decode by replaying recorded CUDA graphs.")
-    batch_invariant: bool = setting(False, "On a GPU, let no output depend on the rest of its batch; slower.")
-    num_threads: int = setting(0, "Compute threads on a CPU; 0: one for each core that affinity and cgroup leave.")
-    tensor_parallel: int = setting(0, "Ranks that divide each layer; 0: WORLD_SIZE divided by the stages.")
-    pipeline_parallel: int = setting(1, "Stages that divide the layers among them.")
-    rank_timeout_s: float = setting(10.0, "Silence of a rank after which all ranks of its group end.")
+    adapter_root: str = setting(
+        "", "Folder that must contain all adapters, after resolving links; empty: the routers' setting."
+    )
+    cuda_graphs: bool = setting(True, "On a GPU, decode with CUDA graphs.")
+    batch_invariant: bool = setting(False, "On a GPU, make outputs independent of the rest of the batch; slower.")
+    num_threads: int = setting(0, "Compute threads on a CPU; 0: one per core allowed by affinity and cgroup.")
+    tensor_parallel: int = setting(0, "Tensor parallel ranks; 0: WORLD_SIZE divided by the pipeline stages.")
+    pipeline_parallel: int = setting(1, "Pipeline stages.")
+    rank_timeout_s: float = setting(
+        10.0, "Time without a sign of life from a rank after which all ranks of its group exit."
+    )

@@ -14,7 +14,7 @@ READY, WAITING, OVERRUN = "ready", "waiting", "overrun"
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """What output has to follow.
+    """Constraint on the output.
 
     Attributes:
         kind: json, json_schema, regex or ebnf.
@@ -29,7 +29,7 @@ def send(connection: socket.socket, header: object, data: bytes = b"") -> None:
     """Send a message.
 
     Raises:
-        OSError: The other side is gone, or does not take it in time.
+        OSError: The peer has closed the connection or does not read in time.
     """
     head = json.dumps(header).encode()
     connection.sendall(_LENGTHS.pack(len(head), len(data)) + head + data)
@@ -39,7 +39,7 @@ def receive(connection: socket.socket) -> tuple[object, bytes]:
     """Return the next message.
 
     Raises:
-        OSError: The other side is gone, or has sent nothing in time.
+        OSError: The peer has closed the connection or sent nothing in time.
     """
     head, data = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
     return json.loads(_read(connection, head)), _read(connection, data)
@@ -50,6 +50,6 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while len(parts) < size:
         part = connection.recv(min(size - len(parts), 1 << 20))
         if not part:
-            raise ConnectionError("the other side is gone")
+            raise ConnectionError("the peer has closed the connection")
         parts += part
     return bytes(parts)

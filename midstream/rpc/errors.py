@@ -46,7 +46,7 @@ def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
 
 
 def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
-    """Return what a call that fails with `error` sends after its status."""
+    """Return the trailing metadata of a call that fails with `error`."""
     metadata: list[tuple[str, str]] = []
     if error.field:
         metadata.append((FIELD_KEY, _printable(error.field)))
@@ -123,7 +123,7 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def _printable(field: str) -> str:
-    """Return what metadata can carry: some fields have names that a client chose."""
+    """Sanitize text for metadata: some field names are chosen by clients."""
     return "".join(character if " " <= character <= "~" else "?" for character in field[:_MAX_FIELD_CHARACTERS])
 
 
@@ -135,9 +135,9 @@ async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) 
     if isinstance(error, MidstreamError):
         await context.abort(_STATUS_CODES[error.code], str(error)[:_MAX_DETAIL_CHARACTERS], trailing_metadata(error))
     if context.done():
-        # The caller has left: nobody to tell, and what failed is usually a write to it.
+        # The caller has disconnected; the failure is usually a write to it.
         logger.debug("error after the end of a call", exc_info=error)
         return
-    # What went wrong inside is in the log under the request's id, and nobody else's business.
+    # Internal details go only to the log, under the request's id.
     logger.error("unexpected error in a call", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the log has its details")
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the log for details")

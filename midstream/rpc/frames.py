@@ -52,11 +52,11 @@ class Kind(IntEnum):
 
 
 class FrameError(Exception):
-    """What came is no frame, or none that may come now."""
+    """Invalid or unexpected frame."""
 
 
 class FrameHandler(Protocol):
-    """Who uses a connection."""
+    """Callbacks of a connection."""
 
     def take(self, body: bytes) -> None:
         """Handle a message; an error closes the connection."""
@@ -96,7 +96,9 @@ class FrameConnection(asyncio.Protocol):
         self.handler = handler
         self.is_open = False
         self.on_welcome: Callable[[], None] = lambda: None
-        self.on_hello: Callable[[bytes], None] = lambda _: self.fail(FrameError("a hello came from the wrong side"))
+        self.on_hello: Callable[[bytes], None] = lambda _: self.fail(
+            FrameError("hello received from the accepting side")
+        )
         self._max_bytes = max_message_bytes + 1
         self._keepalive_s = keepalive_s
         self._timeout_s = timeout_s
@@ -188,7 +190,7 @@ class FrameConnection(asyncio.Protocol):
             self._transport.close()
 
     def peer_uid(self) -> int | None:
-        """Return whose process is at the other end of a Unix socket; None of other sockets."""
+        """Return the user id of the peer of a Unix socket; None for other sockets."""
         sock = self._transport.get_extra_info("socket") if self._transport is not None else None
         if sock is None or sock.family != socket.AF_UNIX:
             return None
@@ -205,7 +207,7 @@ class FrameConnection(asyncio.Protocol):
             return
         self._transport.write(b"".join(posted))
         if self._transport.get_write_buffer_size() > self._max_bytes:
-            self.fail(FrameError("the other side does not read"))
+            self.fail(FrameError("the peer does not read"))
 
     def _parse(self, data: bytes) -> None:
         buffer = self._buffer
@@ -248,7 +250,7 @@ class FrameConnection(asyncio.Protocol):
     def _look(self) -> None:
         silent_s = self._loop.time() - self._heard_at
         if silent_s >= self._timeout_s:
-            self.fail(TimeoutError(f"nothing was heard for {silent_s:.1f} s"))
+            self.fail(TimeoutError(f"no message for {silent_s:.1f} s"))
             return
         if silent_s >= 0.9 * self._keepalive_s:
             self._write(Kind.PING)
@@ -264,7 +266,7 @@ class Pump:
         collect: Callable[[], Message | None],
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write nothing yet.
+        """Set up the writer; nothing is written yet.
 
         Args:
             connection: Where batches go.
@@ -386,7 +388,7 @@ class FrameServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._none_left.wait(), _CLOSE_S)
         for connection in tuple(self.connections):
-            connection.fail(ConnectionAbortedError("the server has ended"))
+            connection.fail(ConnectionAbortedError("the server has stopped"))
 
     def _connect(self) -> FrameConnection:
         connection = FrameConnection(self._max_message_bytes, _Unknown(lambda: self._unknown.pop(connection, None)))
@@ -399,12 +401,12 @@ class FrameServer:
 
     def _expire(self, connection: FrameConnection) -> None:
         if connection in self._unknown:
-            connection.fail(TimeoutError("no hello came"))
+            connection.fail(TimeoutError("no hello received"))
 
     def _greet(self, connection: FrameConnection, token: bytes) -> None:
         expires_at, accept = self._tokens.pop(token, (0.0, None))
         if accept is None or expires_at <= asyncio.get_running_loop().time() or not _is_own(connection):
-            logger.warning("a connection was refused: its token is not known here")
+            logger.warning("connection rejected: unknown token")
             connection.fail(FrameError("unknown token"))
             return
         self._unknown.pop(connection, None)
@@ -514,4 +516,4 @@ class _Waiting:
 
     def lose(self, error: Exception | None) -> None:
         if not self._welcomed.done():
-            self._welcomed.set_exception(ConnectionResetError(f"the connection was refused: {error}"))
+            self._welcomed.set_exception(ConnectionResetError(f"connection rejected: {error}"))

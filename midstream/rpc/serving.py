@@ -159,7 +159,7 @@ class Server:
         logger.info("stopped")
 
     def fail(self, error: MidstreamError) -> None:
-        """End the process, because it cannot do its work any more; whoever started it starts it again."""
+        """Stop the process with an error, so that its supervisor restarts it."""
         if self._failure is None:
             self._failure = error
             self._progress.set_reason(str(error), stands=True)

@@ -1,4 +1,4 @@
-"""What a gRPC client is told to connect to, checked before gRPC turns a slip into another address."""
+"""Validation of gRPC targets, since gRPC would turn a typo into another address."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def plain_problem(details: str) -> str:
     if found is not None:
         address, problem = found.groups()
         if "refused" in problem:
-            return f"nothing listens at {address}; is the service running, and is this the port of its gRPC?"
+            return f"nothing listens at {address}; is the service running, and is this its gRPC port?"
         if "HTTP/2" in problem or "http1" in problem:
-            return f"what listens at {address} does not speak gRPC; is it an HTTP port, or does it speak TLS?"
+            return f"the server at {address} does not speak gRPC; is it an HTTP port, or does it need TLS?"
         return f"cannot connect to {address}: {problem}"
     found = _RESOLVING.search(details)
     if found is not None:

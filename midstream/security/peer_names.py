@@ -1,4 +1,4 @@
-"""Which peers an inner port takes, by the names in their certificates.
+"""Authorization of peers on internal ports by the names in their certificates.
 
 Certificates of one authority go to parts and to clients, so that a certificate alone says nothing: a part's carries its
 kind as the URI `spiffe://DOMAIN/.../KIND` or as the DNS name `KIND`.
@@ -28,7 +28,7 @@ class PeerNames:
         """
         self.names = frozenset(name.strip() for name in names.split(",") if name.strip())
         if not self.names:
-            raise ConfigError("names no peer, so nobody could call", field=field)
+            raise ConfigError("is empty, so every call would be rejected", field=field)
 
     def include(self, dns_names: Iterable[str], uris: Iterable[str]) -> bool:
         """Return whether one of a certificate's names is listed."""

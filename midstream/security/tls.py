@@ -42,9 +42,9 @@ class Tls:
             ConfigError: A file is missing, empty or damaged, or key and certificate do not belong together.
         """
         if bool(cert) != bool(key):
-            raise ConfigError("certificate and key come together", field="tls_key" if cert else "tls_cert")
+            raise ConfigError("give certificate and key together", field="tls_key" if cert else "tls_cert")
         if require_client_cert and not ca:
-            raise ConfigError("clients' certificates need authorities to come from", field="tls_ca")
+            raise ConfigError("require_client_cert needs a CA file", field="tls_ca")
         self.require_client_cert = require_client_cert
         self._paths = {name: Path(path) for name, path in (("cert", cert), ("key", key), ("ca", ca)) if path}
         self._lock = threading.Lock()
@@ -82,9 +82,9 @@ class Tls:
                         self._version += 1
                         for context in self._contexts:
                             self._load(context)
-                        logger.info("took new certificates")
+                        logger.info("loaded new certificates")
             except ConfigError as error:
-                logger.warning("the certificates on disk are not usable, so the old ones stay: %s", error)
+                logger.warning("the new certificates are invalid, keeping the old ones: %s", error)
             return self._version
 
     def server_credentials(self) -> grpc.ServerCredentials:

@@ -1,4 +1,4 @@
-"""What a process says of itself: JSON log lines with the request's id, Prometheus metrics, and an HTTP port for both.
+"""Logs with the request id, Prometheus metrics, and the HTTP port for metrics and health.
 
 The HTTP server runs in a thread of its own, so `/health` and `/metrics` answer even while the event loop hangs.
 """
@@ -25,7 +25,7 @@ from midstream.security.host_header import AllowedHosts
 
 PREFIX = "midstream:"
 ALIAS_PREFIX = "vllm:"
-# What gateways and autoscalers read under vLLM's names.
+# Metrics that gateways and autoscalers read under vLLM's names.
 ALIASED = frozenset(
     PREFIX + name
     for name in (
@@ -78,7 +78,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """The same for a person's eyes."""
+    """Human-readable log lines."""
 
     def __init__(self, service: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)-7s {service} %(message)s%(request)s", "%H:%M:%S")
@@ -224,6 +224,6 @@ def _handler_of(pages: Mapping[str, Page], allowed: AllowedHosts) -> type[BaseHT
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Probes and scrapes are not worth a line."""
+            """Do not log probes and scrapes."""
 
     return Handler

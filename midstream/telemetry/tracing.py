@@ -55,7 +55,7 @@ class TraceParent:
 
     @classmethod
     def parse(cls, text: str) -> TraceParent | None:
-        """Return what a `traceparent` says; None where it is empty or not as W3C has it."""
+        """Parse a W3C `traceparent`; return None if empty or invalid."""
         match = _TRACE_PARENT.fullmatch(text)
         if match is None or (text.startswith("00") and len(text) > 55):
             return None
@@ -64,12 +64,12 @@ class TraceParent:
 
     @classmethod
     def sampled(cls, text: str) -> TraceParent | None:
-        """Return the same where its spans are wanted, else None."""
+        """Return this context if sampled, else None."""
         parent = cls.parse(text) if text else None
         return parent if parent is not None and parent.is_sampled else None
 
     def __str__(self) -> str:
-        """As `traceparent` has it."""
+        """Format as `traceparent`."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
 
     def new_child(self) -> TraceParent:

@@ -163,7 +163,7 @@ def test_addresses_that_grpc_knows_are_taken(target: str) -> None:
         ),
         (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:8000: Failed parsing HTTP/2 (",
-            "what listens at 127.0.0.1:8000 does not speak gRPC",
+            "the server at 127.0.0.1:8000 does not speak gRPC",
         ),
         (
             "errors resolving no-such-host:50051: [field:hostname lookup error:address lookup failed]",

@@ -126,7 +126,7 @@ async def test_a_token_opens_one_connection() -> None:
         offer = server.offer(lambda _: Peer())
         await connect(offer, Peer())
         for wrong in (offer.token, b"", b"x" * 16):
-            with pytest.raises(OSError, match="refused"):
+            with pytest.raises(OSError, match="rejected"):
                 await connect(FramesOffer(port=offer.port, unix_name=offer.unix_name, token=wrong), Peer())
         assert len(server.connections) == 1
 
