@@ -126,8 +126,8 @@ def plan_processes(
     for index in range(topology.num_routers):
         router = _Addresses(ports, topology.host)
         is_first = index == 0
-        port = router.add_public("--port", topology.port if is_first else None)
-        http_port = router.add_public("--http-port", topology.http_port if is_first else None)
+        port = router.add_public("--port", topology.port if is_first else 0)
+        http_port = router.add_public("--http-port", topology.http_port if is_first else 0)
         own = ("--port", str(port), "--http-port", str(http_port))
         specs.append(ProcessSpec(f"router-{index}", "router", (*links, *own), router.taken))
     return specs

@@ -125,14 +125,35 @@ def test_with_nothing_running_commands_say_how_to_start(tmp_path: Path) -> None:
 def test_a_model_folder_that_lacks_a_file_stops_the_start_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    result = midstream("up", "--detach", "--run-dir", str(tmp_path / "run"), "--model", str(tmp_path / "model"))
+    result = midstream(
+        "up",
+        "--detach",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--model",
+        str(tmp_path / "model"),
+    )
     assert result.returncode == 1
     assert "model.safetensors" in result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_a_wrong_setting_stops_the_start_and_is_named(tmp_path: Path) -> None:
-    result = midstream("up", "--detach", "--run-dir", str(tmp_path / "run"), MIDSTREAM_MAX_BATCH_SIZ="8")
+    result = midstream(
+        "up",
+        "--detach",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        "--run-dir",
+        str(tmp_path / "run"),
+        MIDSTREAM_MAX_BATCH_SIZ="8",
+    )
     assert result.returncode == 1
     assert "MIDSTREAM_MAX_BATCH_SIZE" in result.stdout + result.stderr
     assert midstream("status", "--run-dir", str(tmp_path / "run")).returncode == 1

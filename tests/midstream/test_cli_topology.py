@@ -70,6 +70,14 @@ def test_default_ports_are_taken_where_they_are_free() -> None:
     assert specs["scheduler-0"].addresses["zmq"] == "127.0.0.1:50053"
 
 
+def test_no_router_takes_the_default_ports_where_others_are_asked_for() -> None:
+    specs = plan_processes(Topology(num_routers=2, port=0, http_port=0), is_free=lambda _: True)
+    ports = {
+        address.rpartition(":")[2] for spec in specs if spec.kind == "router" for address in spec.addresses.values()
+    }
+    assert ports.isdisjoint({"50051", "8000"})
+
+
 def test_a_port_with_a_listener_is_not_free() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
