@@ -225,8 +225,6 @@ def windows_of(s: Settings, window: object, kinds: list[Any] | None) -> tuple[in
     unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if unknown:
         raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
-    if window is None or "sliding_attention" not in kinds:
-        return (None,) * num_layers
-    if not isinstance(window, int) or window <= 0:
+    if window is not None and (not isinstance(window, int) or window <= 0):
         raise ConfigError(f"config.json: sliding_window is {window!r}", field="model")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
