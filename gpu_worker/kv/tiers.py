@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,9 @@ from numpy.typing import NDArray
 from gpu_worker.kv.shared_store import PoolMemory
 from midstream.errors import ConfigError
 from midstream.security.private_folder import is_private
-from midstream.telemetry import Metrics
+
+if TYPE_CHECKING:
+    from midstream.telemetry import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gpu_worker.models.families import describe
 from gpu_worker.models.layers.linear import Linear
@@ -123,6 +125,34 @@ def test_adapters_add_to_parts_of_other_orders(
     with adapted(model, tmp_path / "lora") as made, torch.no_grad():
         wanted = made(torch.tensor([tokens])).logits[0, -1]
     assert float((recorder.logits[-1] - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+
+def test_experts_of_gpt_oss_are_computed_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor of codes and one of exponents hold all experts, gate and up in turn; against transformers' values."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 24}
+    model = make_tiny_model(tmp_path, "GptOss", hidden_size=64, intermediate_size=96, num_hidden_layers=2, **experts)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parameters, generator = dict(model.named_parameters()), torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_columns, num_rows = tensors.pop(name).shape
+        groups = (num_experts, num_rows, num_columns // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 125, groups, generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        parameters[name].data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    left_alone = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left_alone}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for settings in ({"kernels": "native"}, {"kernels": "torch"}):
+        tokens, logits = logits_of(tmp_path, monkeypatch, activations="f32", kv="f32", **settings)
+        wanted = expected_logits(model, tokens)[39:42]
+        assert float((logits - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+    opened = open_model_folder(str(tmp_path))
+    layer, _ = DecoderWeights(opened, describe(opened.config), "auto").layers()
+    assert layer.mixture is not None
+    assert {expert.gate_up.weight.format for expert in layer.mixture.experts} == {"mxfp4"}
 
 
 def test_modules_that_are_left_alone_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

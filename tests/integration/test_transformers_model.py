@@ -79,6 +79,7 @@ def gemma2_service(gemma2: tuple[Any, Path], tmp_path_factory: pytest.TempPathFa
         MIDSTREAM_MAX_KV_TOKENS="512",
         MIDSTREAM_MAX_CONTEXT_CHUNK="7",
         MIDSTREAM_ADAPTER_ROOT=tempfile.gettempdir(),
+        MIDSTREAM_IMPLEMENTATION="transformers",
     )
     yield service
     service.stop()

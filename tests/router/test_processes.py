@@ -37,11 +37,12 @@ class Process:
         return f"127.0.0.1:{self.port}"
 
     async def ready(self) -> None:
-        """Returns once it says SERVING."""
+        """Return once it says SERVING."""
         async with asyncio.timeout(60), open_channel(self.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            response = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            assert response.status == health_pb2.HealthCheckResponse.SERVING
+            async for response in stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
 
     def get(self, path: str) -> str:
         """A page of its HTTP port."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpu_worker.models.description import DecoderDescription, Mixture
 from gpu_worker.models.families import family_of
+from gpu_worker.models.weights.block_rows import mxfp4_weight
 from gpu_worker.models.weights.files import GgufFile, SafetensorsFiles, WeightFile
 from gpu_worker.models.weights.layer_weights import (
     FeedForwardWeights,
@@ -147,26 +148,49 @@ class DecoderWeights:
                 )
                 for i in range(mixture.num_experts)
             ]
-        hidden_size = self._description.hidden_size
-        gate_up = self._stacked(prefix + names.expert_gate_up[0], (mixture.num_experts, hidden_size, 2 * size))
-        down = self._stacked(prefix + names.expert_down, (mixture.num_experts, size, hidden_size))
+        num, hidden_size = mixture.num_experts, self._description.hidden_size
+        gate_up = self._stacked(prefix + names.expert_gate_up[0], num, 2 * size, hidden_size)
+        down = self._stacked(prefix + names.expert_down, num, hidden_size, size)
         order = torch.arange(2 * size)
         if names.experts == "stacked_in_turn":
             order = torch.cat((order[::2], order[1::2]))
         return [
             FeedForwardWeights(
-                LinearWeights(self._kept(up.t()[order]), None if up_bias is None else up_bias[order]),
-                LinearWeights(self._kept(low.t().contiguous()), low_bias),
+                LinearWeights(self._kept(up.take(order)), None if up_bias is None else up_bias[order]),
+                LinearWeights(self._kept(low), low_bias),
             )
-            for up, up_bias, low, low_bias in zip(*gate_up, *down, strict=True)
+            for (up, up_bias), (low, low_bias) in zip(gate_up, down, strict=True)
         ]
 
-    def _stacked(self, name: str, shape: tuple[int, int, int]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Matrices [inputs, outputs] of all experts, and their biases."""
-        values = self._vector_of(name, shape)
-        if not self._has(name + "_bias"):
-            return list(values), [None] * shape[0]
-        return list(values), list(self._vector_of(name + "_bias", (shape[0], shape[2])))
+    def _stacked(
+        self, name: str, num_experts: int, num_rows: int, num_columns: int
+    ) -> Iterator[tuple[Weight, Tensor | None]]:
+        """Yield the matrix and the bias of each expert.
+
+        They lie in one tensor [experts, columns, rows], or in MXFP4 as gpt-oss stores it: codes
+        [experts, rows, groups, 16], two in a byte, and exponents [experts, rows, groups].
+        """
+        biases: list[Tensor | None] = [None] * num_experts
+        if self._has(name + "_bias"):
+            biases = list(self._vector_of(name + "_bias", (num_experts, num_rows)))
+        if self._has(name + "_blocks"):
+            groups = (num_experts, num_rows, num_columns // 32)
+            codes, exponents = self._raw(name + "_blocks", (*groups, 16)), self._raw(name + "_scales", groups)
+            for number, bias in enumerate(biases):
+                packed = codes[number]
+                levels = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+                yield mxfp4_weight(levels, exponents[number]), bias
+            return
+        values = self._vector_of(name, (num_experts, num_columns, num_rows))
+        for value, bias in zip(values, biases, strict=True):
+            yield self._float_weight(value.t().contiguous()), bias
+
+    def _raw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of bytes, of this shape."""
+        tensor = self._file.tensor(self._in_file(name))
+        if tensor.dtype != torch.uint8 or tuple(tensor.shape) != shape:
+            raise ConfigError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not uint8 {shape}", field="model")
+        return tensor
 
     def _latent(self, prefix: str) -> LatentWeights:
         d, names, latent = self._description, self._names, self._description.latent
@@ -205,10 +229,11 @@ class DecoderWeights:
             raise ConfigError(f"{name}.weight is {weight.shape}, not {(num_rows, num_columns)}", field="model")
         return weight
 
-    def _kept(self, weight: Weight | Tensor) -> Weight:
+    def _float_weight(self, values: Tensor) -> Weight:
+        return Weight("bf16" if values.dtype == torch.bfloat16 else "f32", values, values.shape[-1])
+
+    def _kept(self, weight: Weight) -> Weight:
         """Return a matrix in the form in which it is to be kept."""
-        if isinstance(weight, Tensor):
-            weight = Weight("bf16" if weight.dtype == torch.bfloat16 else "f32", weight, weight.shape[-1])
         target = self._target.get(self._weights)
         return weight if target is None else weight.converted(target)
 
