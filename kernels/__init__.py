@@ -1,6 +1,6 @@
 """Model operations: the PyTorch reference of each, Triton kernels for GPUs, and C++ kernels for CPUs.
 
-The names here choose by the tensors' device; see `kernels.dispatch`.
+The functions here dispatch on the tensors' device; see `kernels.dispatch`.
 """
 
 from kernels.activation import Activation

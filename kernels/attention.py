@@ -15,7 +15,7 @@ QUERY_TILES_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """What becomes of scores: which keys are seen, and how they are bent."""
+    """Which keys each query sees, and the softcap of its scores."""
 
     window: int | None
     chunk: int | None

@@ -1,4 +1,4 @@
-"""Building the CPU kernels: `python -m kernels.build` compiles csrc/ once for each instruction set."""
+"""Build the CPU kernels: `python -m kernels.build` compiles csrc/ once for each instruction set."""
 
 import argparse
 import fcntl
@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent
 SOURCES = PACKAGE / "csrc"
 
-# -ffp-contract=off: whether a multiplication and an addition are joined must not depend on where code is inlined.
+# -ffp-contract=off: whether a multiply and an add are fused must not depend on where code is inlined.
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno"]
 ISA_FLAGS = {
     "avx512": [
@@ -70,7 +70,7 @@ def library_path(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
         digest.update(path.name.encode() + path.read_bytes())
     digest.update(" ".join([*FLAGS, *ISA_FLAGS[isa], *extra_flags]).encode())
     name = f"midstream-{isa}-{digest.hexdigest()[:16]}.so"
-    # An installation that its user may not write to, a container's for one, brings its libraries along.
+    # Installations that the user cannot write to, such as containers, include prebuilt libraries.
     shipped = PACKAGE / "_build" / name
     return shipped if shipped.exists() else _build_dir() / name
 
@@ -84,7 +84,7 @@ def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or clang++) is installed")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Of several processes that want it one compiles, and the others wait.
+    # One of several processes compiles, and the others wait.
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
@@ -95,7 +95,7 @@ def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
 def _compile(compiler: str, isa: str, extra_flags: tuple[str, ...], target: Path) -> None:
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        # Who finds the library finds all of it.
+        # Renaming makes the library appear only when it is complete.
         made = Path(scratch) / target.name
         command = [*compiler.split(), *FLAGS, *ISA_FLAGS[isa], *extra_flags, *sources, "-o", str(made)]
         try:

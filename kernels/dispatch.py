@@ -1,4 +1,4 @@
-"""The one chooser: which implementation of an operation runs.
+"""Choose the implementation of each operation.
 
 Tensors on a CPU take the PyTorch references. On CUDA an operation takes flash-attn where it is installed and can run
 the case (attention only), else our Triton kernels, else the PyTorch reference. A batch-invariant process takes Triton
@@ -76,7 +76,7 @@ def set_batch_invariant(is_on: bool, max_sequence_length: int = 0) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """Return the implementations that tensors on `device` take, for a log line."""
+    """Return the implementations used for tensors on `device`, for a log line."""
     if device.type != "cuda":
         return "PyTorch operations"
     names = []

@@ -24,7 +24,7 @@ class FlashAttention:
 
     Attributes:
         version: 2, 3 or 4.
-        function: What that version calls its paged attention.
+        function: That version's paged attention function.
         block_multiple: Block sizes are a multiple of this.
     """
 
@@ -119,7 +119,7 @@ _VERSIONS = {
 
 @functools.cache
 def load_flash_attention(capability: tuple[int, int]) -> FlashAttention | None:
-    """Return the installed version that suits a device of this compute capability best; None: there is none."""
+    """Return the installed version that suits a device of this compute capability best, or None."""
     order = (4, 2) if capability[0] >= 10 else (3, 4, 2) if capability[0] == 9 else (2,)
     for version in order:
         module_name, function_name, block_multiple = _VERSIONS[version]

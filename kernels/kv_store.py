@@ -1,4 +1,4 @@
-"""Writing keys and values into the paged cache, in plain PyTorch."""
+"""Write keys and values into the paged cache, in plain PyTorch."""
 
 from torch import Tensor
 

@@ -50,7 +50,7 @@ def quantized_paged_attention(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """paged_attention over a quantized cache, which is widened as a whole: right, not fast."""
+    """Run paged_attention over a quantized cache by dequantizing all of it: correct but slow."""
     keys = k_cache.float() * scales.keys[..., None]
     values = v_cache.float() * scales.values[..., None]
     tables = (block_tables, query_starts, context_lens)

@@ -1,1 +1,1 @@
-"""Models that run natively."""
+"""Model implementations and weight loading."""

@@ -1,4 +1,4 @@
-"""The decoder in PyTorch: any that `DecoderDescription` describes, over the operations of `kernels`."""
+"""The PyTorch decoder for any `DecoderDescription`, using the operations of `kernels`."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class ForwardInputs:
     Attributes:
         token_ids, positions, slot_mapping: [M], sequence after sequence.
         query_starts: [B + 1]; sequence i has tokens query_starts[i]:query_starts[i + 1].
-        context_lens: [B]; positions known to each sequence, these tokens included.
-        block_tables: [B, most blocks of one sequence].
-        sampled: [S]; indices into the M tokens whose logits are wanted.
+        context_lens: [B]; number of positions of each sequence so far, including these tokens.
+        block_tables: [B, max blocks per sequence].
+        sampled: [S]; indices into the M tokens of those whose logits are needed.
         adapters: LoRA adapters of the tokens; None: no token has one.
-        virtual: What stands where token ids do; None: every token is one.
+        virtual: Embeddings that replace token ids; None: there are none.
     """
 
     token_ids: Tensor
@@ -61,12 +61,12 @@ class ForwardInputs:
 
 
 class Probe:
-    """What is to be kept of a forward pass beside its logits.
+    """Intermediate results of a forward pass to keep.
 
     Attributes:
         layers: Layers whose output is kept; 0 is the embeddings, the number of layers the normed output.
         states: By layer, [M, hidden_size]; filled by the pass.
-        last: What `Decoder.logits` takes, [M, hidden_size]; filled by the pass.
+        last: Input of `Decoder.logits`, [M, hidden_size]; filled by the pass.
     """
 
     def __init__(self, layers: frozenset[int]) -> None:
@@ -75,46 +75,46 @@ class Probe:
         self.last: Tensor | None = None
 
     def keep(self, layer: int, hidden: Tensor) -> None:
-        """Keep a layer's output, if it is wanted."""
+        """Keep a layer's output if it was requested."""
         if layer in self.layers:
             self.states[layer] = hidden.clone()
 
 
 class Decoder(Protocol):
-    """A model that computes over the paged cache."""
+    """A model over the paged cache."""
 
     def use_cache(self, kv: KvCache) -> None:
-        """Compute over this cache from now on."""
+        """Use this cache from now on."""
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values of all tokens, and return float32 logits [S, vocab_size] of the sampled ones."""
+        """Write keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled ones."""
 
     def logits(self, last: Tensor) -> Tensor:
         """Return float32 logits [N, vocab_size] of some rows of what a probe kept as `last`."""
 
     def place_adapter(self, adapter: Adapter) -> object:
-        """Make of a LoRA adapter what `ForwardInputs.adapters` takes."""
+        """Convert a LoRA adapter to what `ForwardInputs.adapters` takes."""
 
 
 @runtime_checkable
 class GreedyDecoder(Protocol):
-    """A decoder that can choose the likeliest tokens itself, for less than `Decoder.forward` and a choice take."""
+    """A decoder with a greedy path that is cheaper than `Decoder.forward` followed by an argmax."""
 
     def choose(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
         """Run the step as `Decoder.forward` does, and return the likeliest tokens, int32 [S], with their logits [S].
 
-        The first counts where several are equal; the logit is NaN where one of the row is. None: use `forward`.
+        Ties go to the first token; the logit is NaN if any of the row is. None: the step needs `forward`.
         """
 
 
 class PartDecoder(Decoder, Protocol):
-    """A decoder whose layers may be some of a model's; the first has the embeddings and the head as well."""
+    """A decoder that may hold only some layers of a model; the first part also has the embeddings and the head."""
 
     def embed(self, inputs: ForwardInputs) -> Tensor:
-        """What the first layer takes, [M, hidden_size]."""
+        """Return the first layer's input, [M, hidden_size]."""
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values, and turn a layer's input [M, hidden_size] into the last one's output."""
+        """Write keys and values, and return the last layer's output for the first layer's input [M, hidden_size]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class _Layer:
 
 
 class TorchDecoder:
-    """Computes in `dtype` on `device`; matrices hold the values of their stored format, int8 as integers."""
+    """A decoder in `dtype` on `device`; matrices keep the values of their stored format, int8 as integers."""
 
     def __init__(
         self,
@@ -142,12 +142,12 @@ class TorchDecoder:
         """Load the weights, showing progress.
 
         Args:
-            description: Of the model.
-            weights: Of the part that is here.
-            dtype: What it computes in.
-            device: Where it computes.
-            shard: The part; None: all of it.
-            tensor_ranks: Those that compute the other parts of these layers.
+            description: Description of the model.
+            weights: Weights of this part.
+            dtype: Compute type.
+            device: Compute device.
+            shard: The part of the model; None: all of it.
+            tensor_ranks: The ranks that compute the other parts of these layers.
         """
         self._shard = shard or whole_shard(description)
         self._ranks = tensor_ranks
@@ -162,7 +162,7 @@ class TorchDecoder:
             for i, layer in enumerate(with_progress(weights.layers(), d.num_layers, "loading layers"))
         ]
         self._final_norm = self._place(weights.final_norm())
-        # Layers that turn alike share a table.
+        # Layers with the same rotary settings share a table.
         self._tables: list[tuple[Rotary, Tensor, Tensor]] = []
         self._table_of = [None if rotary is None else self._table(rotary, weights) for rotary in d.rotary]
         scales = query_scales(d)
@@ -172,15 +172,15 @@ class TorchDecoder:
         self._adapters = StackedAdapters(device)
 
     def place_adapter(self, adapter: Adapter) -> TorchAdapter:
-        """Bring a LoRA adapter to the device."""
+        """Copy a LoRA adapter to the device."""
         return place_adapter(adapter, self._dtype, self._device)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Compute over this cache from now on."""
+        """Use this cache from now on."""
         self._kv = kv
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values of all tokens, and return float32 logits [S, vocab_size] of the sampled ones."""
+        """Write keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled ones."""
         hidden = self.run_layers(self.embed(inputs), inputs, probe)
         if probe is not None:
             probe.last = hidden
@@ -202,7 +202,7 @@ class TorchDecoder:
         return hidden
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values, and turn the first layer's input [M, hidden_size] into the last one's output."""
+        """Write keys and values, and return the last layer's output for the first layer's input [M, hidden_size]."""
         d, first = self._description, self._shard.layers.start
         positions = inputs.positions.long()
         angles = [Angles(cos[positions], sin[positions], rotary.is_interleaved) for rotary, cos, sin in self._tables]
@@ -244,7 +244,7 @@ class TorchDecoder:
         if d.logits_scale != 1.0:
             logits = logits * d.logits_scale
         if d.logits_softcap:
-            # In float64 on a CPU, for the reason that `kernels.activate` gives.
+            # In float64 on a CPU, for the reason given in `kernels.activate`.
             wide = logits.double() if logits.device.type == "cpu" else logits
             logits = (d.logits_softcap * torch.tanh(wide / d.logits_softcap)).float()
         return logits
@@ -372,7 +372,7 @@ class TorchDecoder:
 
     def _linear(self, weights: LinearWeights, *, keeps_blocks: bool = True) -> Linear:
         bias = self._placed(weights.bias)
-        # On a CPU they would be expanded in each step.
+        # On a CPU they would be expanded in every step.
         if keeps_blocks and self._device.type == "cuda" and (parts := weights.weight.as_blocks()):
             placed = tuple(
                 (part.to(self._device), None if order is None else order.to(self._device)) for part, order in parts

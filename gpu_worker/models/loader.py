@@ -1,4 +1,4 @@
-"""Loads a model: chooses device, number types and kernels, and reads the weights."""
+"""Load a model: choose device, number types and kernels, and read the weights."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int16": torch.int16
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run.
+    """A loaded model, ready to run.
 
     Attributes:
-        dtype: What it computes in.
-        kv_dtype: What keys and values are kept in.
-        can_record: Whether CUDA graphs of its steps may be recorded.
-        takes_lora: Whether its linear layers compute LoRA adapters.
+        dtype: Compute type.
+        kv_dtype: Type of cached keys and values.
+        can_record: Whether its steps can be recorded as CUDA graphs.
+        takes_lora: Whether its linear layers support LoRA adapters.
         divided: What of it is here; None: all.
     """
 
@@ -54,26 +54,26 @@ class LoadedModel:
 
     @property
     def shard(self) -> Shard:
-        """What of it is here."""
+        """The part of the model held here."""
         return self.divided or whole_shard(self.description)
 
     @property
     def part(self) -> DecoderDescription:
-        """What is here, as a model of its own."""
+        """The description of that part, as a model of its own."""
         return self.description if self.divided is None else self.divided.part
 
 
 def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | None = None) -> LoadedModel:
-    """Read `folder` as `config` says.
+    """Load `folder` with the settings in `config`.
 
     Args:
         config: The worker's settings.
         folder: The model.
-        links: To the ranks that hold the other parts; None: there are none.
+        links: Connections to the ranks that hold the other parts, if any.
 
     Raises:
-        ConfigError: The device is not there, or the folder is damaged.
-        UnsupportedError: The model or a setting is not known here.
+        ConfigError: The device is missing, or the folder is corrupt.
+        UnsupportedError: The model or a setting is not supported.
     """
     # Only here, because these need the readers of weight files, without which a model made elsewhere can run.
     from gpu_worker.models.native import CpuDecoder
@@ -118,7 +118,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
 
 
 def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:
-    """What our own code runs; None: it does not run this model, or is not to."""
+    """Return the description for native execution, or None if the model is to run on transformers' code."""
     if config.implementation == "transformers":
         return None
     try:
@@ -149,12 +149,12 @@ def _load_from_transformers(
 
 
 def num_threads(config: WorkerConfig) -> int:
-    """Compute threads on a CPU."""
+    """Return the number of compute threads on a CPU."""
     return config.num_threads or num_compute_threads()
 
 
 def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: Ranks) -> Library | None:
-    """Return the CPU kernels; None where PyTorch's operations run in their place."""
+    """Return the CPU kernels, or None if PyTorch's operations are used instead."""
     if config.kernels == "torch":
         return None
     from gpu_worker.models.native import dims_of, what_is_missing

@@ -1,4 +1,4 @@
-"""The decoder on the CPU kernels: all layers in one call, over packed weights."""
+"""The decoder on the CPU kernels: one call runs all layers over packed weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _PackedLayer:
 
 
 class CpuDecoder:
-    """Computes on `num_threads` threads, in float32 but for the input of quantized layers."""
+    """A decoder on `num_threads` threads, in float32 except for the input of quantized layers."""
 
     def __init__(
         self,
@@ -72,15 +72,15 @@ class CpuDecoder:
         activations: str = "auto",
         shard: Shard | None = None,
     ) -> None:
-        """Load and packs the weights, showing progress.
+        """Load and pack the weights, showing progress.
 
         Args:
             description: Of the model.
             weights: Its weights.
             library: The kernels.
             num_threads: Compute threads, the caller's among them.
-            activations: What the input of quantized layers is rounded to: f32, int16 (auto) or int8.
-            shard: Whose layers are here, each as a whole; None: all of them.
+            activations: Rounding of the input of quantized layers: f32, int16 (auto) or int8.
+            shard: The part of the model, with whole layers; None: all of it.
         """
         self._shard = shard or whole_shard(description)
         self._description = description = self._shard.part
@@ -100,7 +100,7 @@ class CpuDecoder:
             )
         ]
         self._final_norm = weights.final_norm().contiguous()
-        # Layers that turn alike share a table.
+        # Layers with the same rotary settings share a table.
         kinds: list[Rotary] = []
         for rotary in description.rotary:
             if rotary is not None and rotary not in kinds:
@@ -115,7 +115,7 @@ class CpuDecoder:
         self._native: NativeDecoder | None = None
 
     def place_adapter(self, adapter: Adapter) -> PackedLora:
-        """Lay a LoRA adapter out as the kernels read it."""
+        """Convert a LoRA adapter to the kernels' layout."""
         layers = [
             {module: (pair.a, pair.b.float() * pair.scale) for module, pair in pairs.items()}
             for pairs in adapter.layers
@@ -123,7 +123,7 @@ class CpuDecoder:
         return PackedLora(dims_of(self._description), layers)
 
     def use_cache(self, kv: KvCache) -> None:
-        """Compute over this cache from now on, each block of it laid out as the kernels read fastest."""
+        """Use this cache from now on, with each block in the kernels' layout."""
         heads, dim = self._description.num_kv_heads, stored_head_dim(self._description.head_dim, kv.keys.dtype)
         layers = [
             DecoderLayer(
@@ -152,14 +152,14 @@ class CpuDecoder:
         )
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
-        """Write keys and values of all tokens, and return float32 logits [S, vocab_size] of the sampled ones."""
+        """Write keys and values of all tokens; return float32 logits [S, vocab_size] of the sampled ones."""
         hidden = self.run_layers(self.embed(inputs), inputs, probe)
         if probe is not None:
             probe.last = hidden
         return self.logits(hidden if len(inputs.sampled) == len(hidden) else hidden[inputs.sampled])
 
     def choose(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
-        """Return a whole step in one call of the kernels; None where it takes more than that."""
+        """Run a whole greedy step in one call of the kernels; return None if the step needs more than that."""
         if self._table is None or inputs.virtual is not None or not len(inputs.sampled):
             return None
         assert self._native is not None
@@ -283,7 +283,7 @@ class CpuDecoder:
 
 
 def _alike(experts: list[FeedForwardWeights]) -> list[FeedForwardWeights]:
-    """Experts in one format and in the order of their inputs, as grouped products want them; else as floats."""
+    """Return experts in one format and input order, as grouped products need; else as floats."""
 
     layers = [linear.weight for expert in experts for linear in (expert.gate_up, expert.down)]
     is_plain = all(weight.input_order is None and not weight.parts for weight in layers)
@@ -297,7 +297,7 @@ def _alike(experts: list[FeedForwardWeights]) -> list[FeedForwardWeights]:
 
 
 def _table(weight: Weight, width: int) -> Embedding | None:
-    """Return the embeddings as the kernels read them; None where they do not know the form they are kept in."""
+    """Return the embeddings in a format the kernels read; None if they do not support theirs."""
     source = weight.source.contiguous()
     is_known = weight.format in ("q4", "q8") or (weight.format, source.dtype) in (
         ("f32", torch.float32),
@@ -315,7 +315,7 @@ def _by_sequence(inputs: ForwardInputs) -> list[PackedLora | None] | None:
 
 
 def what_is_missing(description: DecoderDescription) -> str | None:
-    """Return what of a decoder the kernels do not compute; None: they compute all of it."""
+    """Return which part of a decoder the kernels do not support; None: they support all of it."""
     d = description
     if d.latent is not None:
         return "it has latent attention"

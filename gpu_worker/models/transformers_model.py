@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, with its attention over the paged cache.
+"""Run any causal language model of transformers with attention over the paged cache.
 
 One pass: transformers' own code runs over the flattened tokens of a step as if they were one sequence, each with its
 own position. Where it asks for attention it comes here, through its attention interface: the layer's keys and values
@@ -90,7 +90,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_FIRST_LOOK, _mask)
 
 
 class _FirstLook:
-    """A pass that notes what the layers are."""
+    """A pass that records the layers' attention settings."""
 
     def __init__(self, config: transformers.PretrainedConfig, max_attention_window: int) -> None:
         self.layers: dict[nn.Module, _Layer] = {}
@@ -102,7 +102,7 @@ class _FirstLook:
         """Note the window that a mask stands for; return the mask.
 
         Raises:
-            UnsupportedError: It is more than causal attention within a window.
+            UnsupportedError: The mask is not causal attention within a window.
         """
         last = int(self._config.max_position_embeddings) - 1
         num_seen: dict[int, int] = {}
@@ -200,15 +200,15 @@ class TransformersDecoder:
         """Load the model.
 
         Args:
-            folder: Where it lies.
-            dtype: What it computes in.
-            device: Where it computes.
-            weights: How matrices are kept: auto (as `dtype`), f32, bf16 (rounded so) or int8.
-            max_attention_window: Most tokens that a layer attends to; 0: as many as the model does.
+            folder: The model's folder.
+            dtype: Compute type.
+            device: Compute device.
+            weights: How matrices are stored: auto (as `dtype`), f32, bf16 (rounded) or int8.
+            max_attention_window: Upper limit of the tokens that a layer attends to; 0: the model's own.
 
         Raises:
             ConfigError: Weights are missing or of another shape.
-            UnsupportedError: The model cannot run so; says why.
+            UnsupportedError: The model cannot run this way; the message says why.
         """
         self._model = _load(folder, dtype)
         _replace_linears(self._model, weights)

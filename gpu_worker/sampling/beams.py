@@ -11,16 +11,16 @@ from torch import Tensor
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import IntArray
 
-# What is reported for a token that may not come, whose log probability is no number that JSON has.
+# Reported for a token that is not allowed, since JSON cannot represent its log probability.
 _LEAST_REPORTED = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Tokens and their log probabilities, likeliest first; of equal ones the lowest id first.
+    """Tokens and their log probabilities, likeliest first; ties are ordered by token id.
 
     Attributes:
-        top_token_ids, top_log_probs: The likeliest tokens, as many as the request wants to be told of.
+        top_token_ids, top_log_probs: Top tokens, as many as the request asks for.
     """
 
     token_ids: tuple[int, ...]
@@ -30,14 +30,14 @@ class Candidates:
 
 
 def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candidates]:
-    """Return the likeliest next tokens of beams: as many as the search is wide, and one for each end token.
+    """Return the candidates of beams: as many as the beam width, plus one for each end token.
 
-    Log probabilities are of what a temperature makes of the logits; 0 is as 1.
+    Log probabilities are of the logits divided by the temperature; temperature 0 counts as 1.
 
     Args:
         logits: Float32 [len(rows), vocab_size].
         state: The rows.
-        rows: Those that are beams.
+        rows: The beam rows.
     """
     sampling = [state.sampling[row] for row in rows.tolist()]
     temperatures = [item.temperature or 1.0 for item in sampling]
@@ -58,7 +58,7 @@ def _likeliest(log_probs: Tensor, count: int) -> tuple[tuple[int, ...], tuple[fl
     if log_probs.device.type == "cpu":
         values = log_probs.numpy()
         least = np.partition(values, len(values) - count)[len(values) - count]
-        # All of equal ones, so that ids tell them apart.
+        # Include all ties, so that ids decide between them.
         tokens = np.flatnonzero((values >= least) & (values > -np.inf))
         values = values[tokens]
     else:

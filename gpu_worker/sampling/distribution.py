@@ -1,4 +1,4 @@
-"""Cutting a distribution to its likeliest tokens, and drawing from it. Rows do not influence each other's bits."""
+"""Truncate a distribution to its likeliest tokens, and sample from it. A row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-# Likeliest tokens that are looked at first; all are where their probability does not reach top_p.
+# Number of likeliest tokens to try first; if their probability does not reach top_p, all are used.
 _NUM_CANDIDATES = 256
-# Probabilities are summed in blocks of this many, then the block that is hit is searched.
+# Probabilities are summed in blocks of this many, then the selected block is searched.
 _BLOCK = 256
 
 
@@ -31,13 +31,13 @@ def top_threshold(probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArra
 def _threshold_within(
     probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32], width: int
 ) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Return the threshold, looking at the `width` likeliest tokens alone, and whether they are enough to know it."""
+    """Return the threshold from the `width` likeliest tokens alone, and whether they suffice to determine it."""
     device, num_tokens = probabilities.device, probabilities.shape[1]
     is_limited = torch.from_numpy((top_k > 0) & (top_k < num_tokens)).to(device)[:, None]
     limit = torch.from_numpy(top_k).to(device).long()[:, None]
     limit = torch.where(is_limited, limit, num_tokens)
     values = _largest(probabilities, width)
-    # Sequential within a row, so its beginning is the same for any width.
+    # Sequential within a row, so that a prefix is the same for any width.
     cumulative = torch.cumsum(values, dim=1, dtype=torch.float64)
     mass = torch.where(is_limited, cumulative.gather(1, limit.clamp(max=width) - 1), 1.0)
     wanted = torch.from_numpy(top_p).to(device)[:, None] * mass
@@ -47,7 +47,7 @@ def _threshold_within(
 
 
 def _largest(values: Tensor, width: int) -> Tensor:
-    """Return the `width` largest of each row, largest first."""
+    """Return the `width` largest of each row, in descending order."""
     if values.device.type != "cpu":
         return torch.topk(values, width, dim=1).values
     found = values.numpy()  # numpy's partition and sort are several times faster here
@@ -57,10 +57,10 @@ def _largest(values: Tensor, width: int) -> Tensor:
 
 
 def invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Where each row's cumulative weight passes number * total: int64 [num_rows].
+    """Return the index where each row's cumulative weight exceeds number * total: int64 [num_rows].
 
     Args:
-        weights: Float32 [num_rows, V], none negative, not all zero. An index of weight zero is never hit.
+        weights: Float32 [num_rows, V], non-negative, not all zero. An index of weight zero is never returned.
         numbers: Float64 [num_rows], in [0, 1).
     """
     num_rows, num_tokens = weights.shape
@@ -71,7 +71,7 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
     targets = targets - torch.where(block > 0, before.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks[torch.arange(num_rows, device=weights.device), block.squeeze(1)]
     place = torch.searchsorted(torch.cumsum(inside, dim=1, dtype=torch.float64), targets, right=True)
-    # A block's sum and the sum of its parts may differ by a rounding: then it is the block's last token with weight.
+    # A block's sum may differ from the sum of its parts by rounding: then take its last token with weight.
     last = _BLOCK - 1 - (inside > 0).flip(1).int().argmax(dim=1, keepdim=True)
     return (block * _BLOCK + torch.minimum(place, last)).squeeze(1)
 
@@ -79,5 +79,5 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
 def _block_sums(blocks: Tensor) -> Tensor:
     if blocks.device.type != "cpu":
         return blocks.sum(dim=2)
-    # PyTorch divides a sum among threads by the number of rows; numpy's order is fixed.
+    # PyTorch splits a sum among threads depending on the number of rows; numpy's order is fixed.
     return torch.from_numpy(blocks.numpy().sum(axis=2))

@@ -1,14 +1,14 @@
-"""Which tokens may come next in sequences that follow a grammar.
+"""Token masks for sequences that follow a grammar.
 
-The matchers run in a process of their own (midstream/grammar), which computes masks while the model computes logits:
+The matchers run in a separate process (midstream/grammar), which computes masks while the model computes logits:
 
-1. `ask`, before the forward pass: each row that samples sends its tokens since the last time, the first time with its
-   guide. Rows in the middle of their prompt send the guide alone, so that it is compiled meanwhile.
+1. `ask`, before the forward pass: each sampling row sends its tokens since the last request, the first time with its
+   guide. Rows still in prefill send only the guide, so that it is compiled in the meantime.
 2. `answer`, after it: a mask for each row, or an error. A row whose guide is not compiled yet fails as unavailable: the
-   scheduler lets it try again, and the batch has not waited.
+   scheduler retries it, and the batch does not wait.
 
-A process that dies or takes too long is replaced, and rows go on from their tokens. Guides of rows that it was working
-for become suspects, which are tried one at a time; one that fails alone is refused from then on.
+A process that dies or times out is replaced, and rows resume from their tokens. The guides of rows it was working on
+become suspects, which are tried one at a time; one that fails alone is rejected from then on.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _TOO_MUCH = InvalidArgumentError("takes too much time or memory", field="guided_
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What a step's rows must keep to, by row.
+    """Grammar masks of a step's rows, and rows that failed.
 
     Attributes:
-        masks: uint8 [bytes]; one bit for each token, lowest first: whether it may come.
-        errors: Rows that cannot go on.
+        masks: uint8 [bytes] by row; one bit for each token, lowest first: whether it is allowed.
+        errors: Errors of rows that cannot continue, by row.
     """
 
     masks: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ UNCONSTRAINED = Constraints()
 
 
 class Guides:
-    """The guided sequences in `rows`; the process is started with the first one."""
+    """The guided sequences in `rows`; the grammar process starts with the first one."""
 
     def __init__(self, rows: Rows, start: Callable[[], GrammarProcess]) -> None:
         self._rows = rows
@@ -60,18 +60,18 @@ class Guides:
         self._process: GrammarProcess | None = None
         self._life = 0
         self._asked: list[int] = []  # rows whose masks are awaited
-        self._is_awaited = False  # an answer, of masks or not
+        self._is_awaited = False  # any answer, with or without masks
         self._errors: dict[int, MidstreamError] = {}
-        self._suspects: OrderedDict[bytes, int] = OrderedDict()  # by digest: times that the process was lost over it
+        self._suspects: OrderedDict[bytes, int] = OrderedDict()  # by digest: number of process failures with it
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the grammar process."""
         if self._process is not None:
             self._process.kill()
             self._process = None
 
     def ask(self, sampled: IntArray, others: list[int]) -> bool:
-        """Begin with the masks of rows that sample, and with the guides of others; False where none is guided."""
+        """Request masks for sampling rows and compilation of other rows' guides; return False if none is guided."""
         features = self._rows.features
         rows = sampled[(features[sampled] & Feature.GUIDED) != 0].tolist()
         ahead = [row for row in others if features[row] & Feature.GUIDED and row not in rows]
@@ -88,7 +88,7 @@ class Guides:
         return True
 
     def answer(self) -> Constraints:
-        """Return the masks that `ask` began with."""
+        """Return the masks that `ask` requested."""
         masks: dict[int, NDArray[np.uint8]] = {}
         if self._is_awaited and self._process is not None:
             try:
@@ -100,7 +100,7 @@ class Guides:
         return Constraints(masks, self._errors)
 
     def _choose(self, rows: list[int], suspects: list[int]) -> list[int]:
-        """Those without a suspicion; where there are none, one suspect. The others wait or are refused."""
+        """Return rows without a suspect guide, else the rows of one suspect. The others wait or are rejected."""
         for row in suspects:
             self._errors[row] = _TOO_MUCH if self._strikes(row) > 1 else _NOT_READY
         chosen = [row for row in rows if row not in self._errors]
@@ -161,7 +161,7 @@ class Guides:
             self.close()
 
     def _lose(self, rows: list[int], error: OSError) -> None:
-        logger.warning("the grammar process was lost over %d rows: %s", len(rows), error)
+        logger.warning("the grammar process failed on %d rows: %s", len(rows), error)
         self.close()
         self._is_awaited = False
         self._errors |= dict.fromkeys(rows, _NOT_READY)

@@ -1,8 +1,7 @@
-"""Changes logits as requests ask, before a token is chosen from them.
+"""Modify logits as requested, before sampling.
 
-In this order: bias, penalties, end tokens held back until min_tokens, bad words, repeated n-grams. All of it is a
-function of the row's tokens, so a row that is rebuilt anywhere goes on as before. Rows that ask for nothing are not
-looked at.
+In this order: bias, penalties, end tokens banned until min_tokens, bad words, repeated n-grams. All depend only on the
+row's tokens, so a rebuilt row continues unchanged. Rows without such parameters are skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ STEERING = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS | Feature.BAD_W
 
 
 def steer(logits: Tensor, state: Rows, rows: IntArray) -> None:
-    """Change `logits` [len(rows), vocab_size] of `rows` in place."""
+    """Modify `logits` [len(rows), vocab_size] of `rows` in place."""
     features = state.features[rows]
     used = Feature(int(np.bitwise_or.reduce(features)))
     for feature, change in _CHANGES:
@@ -29,11 +28,11 @@ def steer(logits: Tensor, state: Rows, rows: IntArray) -> None:
 
 
 def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np.uint8]]) -> None:
-    """Leave the tokens that masks allow. Where steering has banned all of these, it is the steering that gives way.
+    """Ban all tokens outside the masks. If the processors banned every token in a mask, their changes are dropped.
 
     Args:
         logits: [num_rows, vocab_size], changed in place at `places`.
-        raw: The same before steering.
+        raw: The logits before the processors.
         places: Rows that have a mask.
         masks: One bit for each token, lowest first.
     """
@@ -64,7 +63,7 @@ def decayed_top_p(state: Rows, rows: IntArray) -> NDArray[np.float32]:
 
 
 def repeated_ngram_ends(tokens: IntArray, size: int) -> IntArray:
-    """Tokens that would complete an n-gram of this size that `tokens` holds already."""
+    """Return the tokens that would complete an n-gram of this size already in `tokens`."""
     num_starts = len(tokens) - size + 1
     if num_starts < 1:
         return tokens[:0]
@@ -76,7 +75,7 @@ def repeated_ngram_ends(tokens: IntArray, size: int) -> IntArray:
 
 
 def bad_word_ends(tokens: IntArray, words: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Last tokens of those words whose other tokens `tokens` ends with."""
+    """Return the last tokens of those words whose other tokens `tokens` ends with."""
     ends = []
     for word in words:
         num_before = len(word) - 1
@@ -98,17 +97,17 @@ def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) ->
     flat, width, device = logits.view(-1), logits.shape[1], logits.device
 
     def keys(tokens: list[IntArray]) -> NDArray[np.int64]:
-        # Ids beyond the vocabulary are virtual tokens, which have no logits.
+        # Ids beyond the vocabulary are virtual tokens and have no logits.
         parts = [part[part < width].astype(np.int64) + i * width for i, part in zip(places, tokens, strict=True)]
         return np.concatenate(parts)
 
     def spread(values: list[float], keys: NDArray[np.int64]) -> Tensor:
-        """Return each key's row's value."""
+        """Return the value of each key's row."""
         by_row = np.zeros(len(rows), dtype=np.float32)
         by_row[places] = values
         return torch.from_numpy(by_row[keys // width]).to(device)
 
-    # A token that occurs more than once is read before any is written, and written with one value.
+    # A token that occurs more than once is read before any write, and written with one value.
     seen = keys(known)
     places_seen = torch.from_numpy(seen).to(device)
     repetition = spread([item.repetition_penalty for item in sampling], seen)

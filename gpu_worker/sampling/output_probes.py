@@ -1,9 +1,9 @@
-"""Output probes: code of your own that computes a tensor for each token of a forward pass, reported under its name.
+"""Output probes: user code that computes a tensor for each token of a forward pass, reported under the probe's name.
 
-A package offers one under the entry point group `midstream.output_probes`, as a class without arguments derived from
-OutputProbe. A request asks for it by its name among `output.additional_outputs`.
+A package registers one under the entry point group `midstream.output_probes`, as a class derived from OutputProbe with
+a constructor without arguments. A request asks for it by name in `output.additional_outputs`.
 
-One that raises, or returns something else than it says, ends the request that it was called for.
+A probe that raises, or returns a tensor of the wrong type or shape, fails the request it was called for.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MAX_WIDTH = 1 << 20
 
 
 class OutputProbe(ABC):
-    """Computes a tensor of some positions of a forward pass.
+    """Compute a tensor for positions of a forward pass.
 
     Attributes:
         width: Values per position.
-        layers: Hidden states that it reads: 0 is the embeddings, i the output of layer i, the last one normed.
+        layers: Hidden states that it reads: 0 is the embeddings, i the output of layer i, the last one is normed.
     """
 
     width: ClassVar[int]
@@ -44,15 +44,15 @@ class OutputProbe(ABC):
 
         Args:
             states: Float32 [positions, hidden size] of each of `layers`.
-            logits: Float32 [positions, vocabulary]: the model's own, before anything changes them.
+            logits: Float32 [positions, vocabulary]: the model's logits, unmodified.
         """
 
 
 def load_output_probes(num_layers: int) -> dict[str, OutputProbe]:
-    """Return all that installed packages offer, by name.
+    """Return the probes of all installed packages, by name.
 
     Raises:
-        ConfigError: One cannot be loaded, is none, or reads a layer that the model lacks.
+        ConfigError: A probe cannot be loaded, is not an OutputProbe, or reads a layer that the model lacks.
     """
     return {item.name: _load(item, num_layers) for item in entry_points(group=ENTRY_POINT_GROUP)}
 
@@ -73,10 +73,10 @@ def _load(entry_point: EntryPoint, num_layers: int) -> OutputProbe:
 
 
 def refuse_unknown_probes(step: Step, known: Collection[str]) -> Step:
-    """Let sequences fail that ask for a probe that is not installed here."""
+    """Fail sequences that ask for a probe that is not installed here."""
     if all(name in known for new in step.new_sequences for name, _ in new.outputs.probes):
         return step
-    error = InvalidArgumentError("this worker has none of that name", field=_FIELD)
+    error = InvalidArgumentError("is not installed on this worker", field=_FIELD)
     news = (
         new if all(name in known for name, _ in new.outputs.probes) else replace(new, error=error)
         for new in step.new_sequences
@@ -85,10 +85,10 @@ def refuse_unknown_probes(step: Step, known: Collection[str]) -> Step:
 
 
 def run_probe(name: str, probe: OutputProbe, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
-    """Return what the probe computes.
+    """Return the probe's output.
 
     Raises:
-        ExecutionError: It failed, or returned something else than it says.
+        ExecutionError: It failed, or returned the wrong type or shape.
     """
     shape = (len(logits), probe.width)
     try:
@@ -96,7 +96,7 @@ def run_probe(name: str, probe: OutputProbe, states: Mapping[int, Tensor], logit
         if not isinstance(values, Tensor) or values.shape != shape or not values.is_floating_point():
             described = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(f"it returned {described}, not float32 {list(shape)}")
-    except Exception as error:  # noqa: BLE001 (it is others' code)
+    except Exception as error:  # noqa: BLE001 (user code)
         logger.warning("the output probe %s failed: %r", name, error)
         message = f"the output probe {name!r} failed: {type(error).__name__}: {error}"
         raise ExecutionError(message[:500], field=_FIELD) from None

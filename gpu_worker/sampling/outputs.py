@@ -1,8 +1,8 @@
-"""What rows report beside their tokens: logits, hidden states, log probabilities of the prompt.
+"""Additional outputs of rows: logits, hidden states, log probabilities of the prompt.
 
 Values of the prompt come from its context chunks, piece by piece; values of the output come with each token, from the
-position that it was chosen at. A sequence that is rebuilt reports what follows, and its prompt only where it has no
-output yet: what was reported before is with the scheduler. Steps without such rows pass through here untouched.
+position it was sampled at. A rebuilt sequence reports only later values, and its prompt only if it has no output yet:
+the scheduler already has the earlier ones. Steps without such rows skip this module.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gpu_worker.models.decoder import Decoder, Probe
 from gpu_worker.sampling.output_probes import OutputProbe, run_probe
 from midstream.errors import MidstreamError
 
-# Positions whose logits are computed at once: it bounds the memory that a long prompt takes.
+# Positions whose logits are computed at once; it bounds the memory for a long prompt.
 _NUM_POSITIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What a step's rows report; `errors` are of rows whose output probe failed."""
+    """The additional outputs of a step; `errors` are of rows whose output probe failed."""
 
     prompt_log_probs: tuple[PromptLogProbs, ...] = ()
     tensors: tuple[RowTensor, ...] = ()
@@ -36,7 +36,7 @@ class Reports:
 
 
 class Reporter:
-    """Gathers reports of the sequences in `rows`."""
+    """Collect the additional outputs of sequences in `rows`."""
 
     def __init__(self, rows: Rows, decoder: Decoder, probes: Mapping[str, OutputProbe] | None = None) -> None:
         self._rows = rows
@@ -44,7 +44,7 @@ class Reporter:
         self._probes = probes or {}
 
     def probe(self, step: PreparedStep) -> Probe | None:
-        """What the forward pass has to keep; None where nobody asks."""
+        """Return what the forward pass must keep; None if no row needs anything."""
         features = self._rows.features
         used = bool((features[step.sampled_rows] & Feature.REPORTS).any())
         if not used and not any(features[chunk.row] & Feature.REPORTS for chunk in step.contexts):
@@ -56,12 +56,12 @@ class Reporter:
         return Probe(frozenset(layers))
 
     def collect(self, step: PreparedStep, probe: Probe, logits: Tensor) -> Reports:
-        """Return the reports of a step that ran with `probe`, before its tokens are appended.
+        """Return the outputs of a step that ran with `probe`, before its tokens are appended.
 
         Args:
             step: The step.
-            probe: What it kept.
-            logits: Of its sampled rows that ran.
+            probe: The probe after the step.
+            logits: Logits of the sampled rows that ran.
         """
         assert step.inputs is not None
         prompts: list[PromptLogProbs] = []

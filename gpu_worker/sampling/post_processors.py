@@ -1,12 +1,12 @@
-"""Logits post-processors: code of your own that changes logits, chosen by name per request.
+"""Logits post-processors: user code that changes logits, chosen by name per request.
 
-A package offers one under the entry point group `midstream.logits_post_processors`, or the setting
-`logits_post_processors` names it: a class without arguments, derived from LogitsPostProcessor, or from
-BatchedLogitsPostProcessor, which is called once for all its sequences of a step. It sees the model's logits before
-anything else changes them. It must be a function of what it is given, since a sequence is computed again after a worker
-was lost. In a group of ranks it is called on rank 0, which chooses the tokens of all.
+A package registers one under the entry point group `midstream.logits_post_processors`, or the setting
+`logits_post_processors` names it: a class with a constructor without arguments, derived from LogitsPostProcessor, or
+from BatchedLogitsPostProcessor, which is called once for all its sequences of a step. It receives the model's
+unmodified logits. It must depend only on its arguments, since a sequence is recomputed after a worker is lost. In a
+group of ranks it runs on rank 0, which samples for all.
 
-One that raises, or returns something else than float32 logits of the same shape, ends the request it was called for.
+One that raises, or returns anything but float32 logits of the same shape, fails the request it was called for.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ ENTRY_POINT_GROUP = "midstream.logits_post_processors"
 
 
 class LogitsPostProcessor(ABC):
-    """Changes the logits of one sequence."""
+    """Change the logits of one sequence."""
 
     @abstractmethod
     def process(self, logits: Tensor, tokens: NDArray[np.int32], client_id: str, request_id: str) -> Tensor:
-        """New logits.
+        """Return the new logits.
 
         Args:
             logits: Float32 [vocab_size]; may be changed and returned.
             tokens: Prompt and output so far, int32 [num_tokens]; not to be changed.
-            client_id: Of the request; several may share one.
-            request_id: Of the request, whose sequences share it.
+            client_id: The request's client id; requests may share it.
+            request_id: The request's id, shared by its sequences.
         """
 
 
 class BatchedLogitsPostProcessor(ABC):
-    """Changes the logits of all its sequences in a step at once."""
+    """Change the logits of all its sequences in a step at once."""
 
     @abstractmethod
     def process(
@@ -57,9 +57,9 @@ class BatchedLogitsPostProcessor(ABC):
         client_ids: Sequence[str],
         request_ids: Sequence[str],
     ) -> Tensor:
-        """As LogitsPostProcessor.process; logits are [num_sequences, vocab_size]. No row may depend on others.
+        """As LogitsPostProcessor.process, with logits [num_sequences, vocab_size]. No row may depend on others.
 
-        Where it fails, it is called again for each sequence by itself, to find the one that is to blame.
+        If it fails, it is called again for each sequence alone, to find the one that fails.
         """
 
 
@@ -67,10 +67,10 @@ PostProcessor = LogitsPostProcessor | BatchedLogitsPostProcessor
 
 
 def refuse_unknown(step: Step, known: Collection[str]) -> Step:
-    """Let sequences fail whose post-processor is not installed here."""
+    """Fail sequences whose post-processor is not installed here."""
     if all(not new.post_processor or new.post_processor in known for new in step.new_sequences):
         return step
-    error = InvalidArgumentError("this worker has none of that name", field="logits_post_processor_name")
+    error = InvalidArgumentError("is not installed on this worker", field="logits_post_processor_name")
     news = (
         new if not new.post_processor or new.post_processor in known else replace(new, error=error)
         for new in step.new_sequences
@@ -79,13 +79,13 @@ def refuse_unknown(step: Step, known: Collection[str]) -> Step:
 
 
 def load_post_processors(named: str = "") -> dict[str, PostProcessor]:
-    """Return all that installed packages offer, by name, and those that are named.
+    """Return the post-processors of all installed packages and of the setting, by name.
 
     Args:
-        named: Comma-separated `NAME=module:Class`; these replace others of their name.
+        named: Comma-separated `NAME=module:Class`; these override others of the same name.
 
     Raises:
-        ConfigError: One cannot be loaded, or is none.
+        ConfigError: One cannot be loaded, or is not a post-processor.
     """
     offered = {entry_point.name: entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
     for item in filter(None, named.split(",")):
@@ -110,7 +110,7 @@ def _load(entry_point: EntryPoint) -> PostProcessor:
 def post_process(
     logits: Tensor, state: Rows, rows: IntArray, places: list[int], processors: Mapping[str, PostProcessor]
 ) -> dict[int, MidstreamError]:
-    """Change `logits` [len(rows), vocab_size] at `places` in place; return what went wrong, by place."""
+    """Change `logits` [len(rows), vocab_size] at `places` in place; return errors by place."""
     by_name: dict[str, list[int]] = {}
     for place in places:
         by_name.setdefault(state.post_processors[rows[place]][0], []).append(place)
@@ -131,7 +131,7 @@ def _try_all(
     given = logits[places]
     try:
         changed = _checked(processor.process(given, *_context(state, rows, places)), given)
-    except Exception:  # noqa: BLE001 (it is a stranger's code)
+    except Exception:  # noqa: BLE001 (user code)
         return False
     logits[places] = changed
     return True
@@ -147,7 +147,7 @@ def _process_one(
             changed = _checked(processor.process(given[0], tokens[0], client_ids[0], request_ids[0]), given[0])[None]
         else:
             changed = _checked(processor.process(given, tokens, client_ids, request_ids), given)
-    except Exception as error:  # noqa: BLE001 (it is a stranger's code)
+    except Exception as error:  # noqa: BLE001 (user code)
         logger.warning("the logits post-processor %s failed: %r", name, error)
         message = f"the logits post-processor {name!r} failed: {type(error).__name__}: {error}"
         return ExecutionError(message[:500], field="logits_post_processor_name")
@@ -159,7 +159,7 @@ def _context(state: Rows, rows: IntArray, places: list[int]) -> tuple[list[NDArr
     tokens = []
     for place in places:
         known = state.tokens[rows[place], : state.lengths[rows[place]]]
-        known.flags.writeable = False  # of this view
+        known.flags.writeable = False  # this view only
         tokens.append(known)
     _, client_ids, request_ids = zip(*(state.post_processors[rows[place]] for place in places), strict=True)
     return tokens, list(client_ids), list(request_ids)

@@ -1,8 +1,8 @@
-"""Chooses each row's next token from its logits.
+"""Sample each row's next token from its logits.
 
 A batch may mix rows of every kind. All rows take part in one argmax, which is all that plain greedy rows need; the
-others are copied out, their logits changed as asked (post-processors, steering, grammars), and those with a temperature
-are drawn by inverting the cumulative distribution at one uniform number per row. No result depends on the batch's rest.
+others are copied, their logits modified (post-processors, logits processors, grammars), and rows with a temperature
+sample by inverting the cumulative distribution at one uniform number. No result depends on other rows of the batch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gpu_worker.sampling.post_processors import PostProcessor, post_process
 from gpu_worker.sampling.uniforms import uniforms
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
-# Below it the likeliest token is as good as certain, and logits divided by it might overflow.
+# Below this temperature the likeliest token is practically certain, and dividing logits by it might overflow.
 _MIN_TEMPERATURE = 1e-6
-# 4-byte words that a row's drawing takes.
+# 4-byte words of a row's sampling parameters.
 _WORDS = 8
 NOT_FINITE = ExecutionError("the model gave logits that are not finite")
 _NOTHING_LEFT = InvalidArgumentError("no token is left that the request allows", field="sampling")
@@ -39,13 +39,13 @@ _NOTHING_LEFT = InvalidArgumentError("no token is left that the request allows",
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was chosen.
+    """Sampling results.
 
     Attributes:
         token_ids: int32 [num_rows].
-        errors: (place, error) of rows whose token means nothing; it is 0.
-        log_probs: Of the rows that ask for them.
-        candidates: Of the rows that are beams, by their place; their tokens mean nothing.
+        errors: (place, error) of rows whose token is invalid; it is 0.
+        log_probs: Log probabilities of the rows that ask for them.
+        candidates: Candidates of beam rows, by place; these rows' tokens are invalid.
     """
 
     token_ids: IntArray
@@ -55,7 +55,7 @@ class Sampled:
 
 
 class Sampler:
-    """Samples for the sequences in `rows`."""
+    """Sample for the sequences in `rows`."""
 
     def __init__(self, rows: Rows, post_processors: Mapping[str, PostProcessor] | None = None) -> None:
         self._rows = rows
@@ -63,7 +63,7 @@ class Sampler:
         self._pinned: PinnedBuffers | None = None
 
     def sample(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Sampled:
-        """Choose from float32 `logits` [len(rows), vocab_size], which it leaves as they are."""
+        """Sample from float32 `logits` [len(rows), vocab_size], which are not modified."""
         token_ids, highest = _likeliest(logits)
         is_broken = ~np.isfinite(highest)
         is_special = (self._rows.temperature[rows] > 0) | (self._rows.features[rows] != 0)
@@ -97,11 +97,11 @@ class Sampler:
         return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
 
     def is_greedy(self, rows: IntArray) -> bool:
-        """Return whether `sample_greedy` will do for these rows."""
+        """Return whether `sample_greedy` supports these rows."""
         return not (self._rows.features[rows].any() or self._rows.temperature[rows].any())
 
     def sample_greedy(self, token_ids: IntArray, highest: NDArray[np.float32]) -> Sampled:
-        """Take the likeliest tokens of greedy rows, which have these logits."""
+        """Return the given likeliest tokens of greedy rows; `highest` are their logits."""
         is_finite = np.isfinite(highest)
         if is_finite.all():
             return Sampled(token_ids, (), ())
@@ -110,11 +110,11 @@ class Sampler:
         return Sampled(np.where(is_broken, 0, token_ids).astype(np.int32), tuple(errors.items()), ())
 
     def is_plain(self, rows: IntArray) -> bool:
-        """Return whether `choose` will do for these rows."""
+        """Return whether `choose` supports these rows."""
         return not self._rows.features[rows].any()
 
     def choose(self, logits: Tensor, rows: IntArray) -> Tensor:
-        """Choose for plain rows without waiting for the device: int32 [len(rows)] there; -1: logits are broken."""
+        """Sample plain rows without waiting for the device: int32 [len(rows)] on it; -1 for non-finite logits."""
         best = _argmax(logits)
         highest = logits.gather(1, best[:, None]).squeeze(1)
         chosen, drawn = best.int(), np.flatnonzero(self._rows.temperature[rows] > 0)
@@ -133,7 +133,7 @@ class Sampler:
         candidates: dict[int, Candidates],
         constraints: Constraints,
     ) -> tuple[IntArray, dict[int, MidstreamError]]:
-        """Return the tokens, and by place why there is none."""
+        """Return the tokens, and errors by place."""
         errors: dict[int, MidstreamError] = {}
         logits, chosen = raw, best.copy()
         if (self._rows.features[rows] & (STEERING | Feature.GUIDED | Feature.POST_PROCESSED)).any():
@@ -192,7 +192,7 @@ class Sampler:
         return self._rows.top_p[rows]
 
     def _draw_on_gpu(self, logits: Tensor, rows: IntArray) -> Tensor:
-        """Return the likeliest token of rows without a temperature, what is drawn of others: int32, on the device."""
+        """Return the argmax of greedy rows and a sample of the others: int32, on the device."""
         state, wanted = self._rows, self._rows.temperature[rows]
         vectors = (
             state.seeds[rows].view(np.int64),
@@ -209,7 +209,7 @@ class Sampler:
         return kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, indices, lengths)
 
     def _log_probs(self, raw: Tensor, rows: IntArray, token_ids: IntArray) -> tuple[RowLogProbs, ...]:
-        """Of the model's own distribution: before bias, penalties and temperature."""
+        """Return log probabilities of the model's own distribution: before bias, penalties and temperature."""
         places = self._with(rows, Feature.LOG_PROBS)
         if not places:
             return ()
@@ -233,18 +233,18 @@ class Sampler:
 
 
 def _likeliest(logits: Tensor) -> tuple[IntArray, NDArray[np.floating[Any]]]:
-    """Return the token that `_argmax` names in each row, and its logit."""
+    """Return each row's argmax token (see `_argmax`) and its logit."""
     best = _argmax(logits)
     if logits.device.type == "cpu":
         places = best.numpy()
         return places.astype(np.int32), logits.numpy()[np.arange(len(places)), places]
-    # One copy, because each waits for the step to end; float64 holds both exactly.
+    # One copy, because each waits for the step to end; float64 represents both exactly.
     found = torch.stack((best.double(), logits.gather(1, best[:, None]).squeeze(1).double())).cpu().numpy()
     return found[0].astype(np.int32), found[1]
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """Return the first of the highest in each row; a NaN counts as the highest."""
+    """Return the first maximum of each row; a NaN counts as the maximum."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=1))  # several times faster than torch's
     return logits.argmax(dim=1)

@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but (seed, sequence, position), so any worker draws them again."""
+"""Random numbers that depend only on (seed, sequence, position), so that any worker can reproduce them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dials the scheduler's ZeroMQ socket, and hears when the connection is cut or refused."""
+"""Connect to the scheduler's ZeroMQ socket, and detect lost and rejected connections."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ LINK_EVENTS = zmq.EVENT_DISCONNECTED | _REFUSED
 
 
 class Dialler:
-    """The way to one scheduler."""
+    """Manages the connection to one scheduler."""
 
     def __init__(self, address: str, credentials: WorkerCredentials | None) -> None:
-        """`credentials` are the keys of the link; None: plain text."""
+        """`credentials` are the connection's keys; None: plain text."""
         self._address = address
         self._credentials = credentials
         self._was_refused = False
         self._redial_at = 0.0
 
     def dial(self, dealer: zmq.Socket[bytes]) -> None:
-        """Set a DEALER up and connects it; from then on it reconnects by itself."""
+        """Configure and connect a DEALER; from then on ZeroMQ reconnects it."""
         dealer.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a scheduler that is not there
+        dealer.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages without a connection
         dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
         dealer.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -43,7 +43,7 @@ class Dialler:
         dealer.connect(self._address)
 
     def was_cut(self, monitor: zmq.Socket[bytes]) -> bool:
-        """Return whether the connection was lost since it was last asked; `monitor` reports LINK_EVENTS."""
+        """Return whether the connection was lost since the last call; `monitor` reports LINK_EVENTS."""
         was_cut = False
         while monitor.poll(0):
             event = parse_monitor_message(monitor.recv_multipart())["event"]
@@ -52,11 +52,11 @@ class Dialler:
                 self._redial_at = time.monotonic() + _REDIAL_S
             if event != zmq.EVENT_DISCONNECTED and not self._was_refused:
                 self._was_refused = True
-                logger.warning("no handshake: the scheduler does not know this worker's key, or has another itself")
+                logger.warning("handshake failed: the scheduler rejects this worker's key, or has another key itself")
         return was_cut
 
     def redial_when_due(self, dealer: zmq.Socket[bytes]) -> None:
-        """Connect again after a refusal, which ZeroMQ takes as final: the key may be let in meanwhile."""
+        """Reconnect after a rejection, which ZeroMQ treats as final: the key may be allowed by then."""
         if self._redial_at and time.monotonic() >= self._redial_at:
             self._redial_at = 0.0
             with contextlib.suppress(zmq.ZMQError):
@@ -64,5 +64,5 @@ class Dialler:
             dealer.connect(self._address)
 
     def note_registered(self) -> None:
-        """The scheduler has let the worker in; a refusal after that is news again."""
+        """Note a successful registration, so that the next rejection is logged again."""
         self._was_refused = False

@@ -1,10 +1,10 @@
-"""The worker's line to the scheduler: a ZeroMQ DEALER in a thread of its own.
+"""The worker's connection to the scheduler: a ZeroMQ DEALER in its own thread.
 
-The life of a registration: Register is sent until Registered brings an epoch; then steps come in, in order of step_id,
-and are put into the inbox, from which the compute loop takes them; its results go into the outbox and from there to the
-scheduler; a heartbeat tells of progress in between. When the scheduler ends the epoch, falls silent, or a step is
-missing, the epoch is over: all its steps and results are dropped, and Register is sent again. So a restarted scheduler,
-a cut link and a lost message are one case.
+Registration: Register is sent until Registered assigns an epoch; then steps arrive in order of step_id and are put into
+the inbox, from which the compute loop takes them; its results go through the outbox to the scheduler; heartbeats report
+progress in between. If the scheduler ends the epoch, falls silent, or a step is missing, the epoch ends: all its steps
+and results are dropped, and Register is sent again. A restarted scheduler, a lost connection and a lost message are
+thus handled alike.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _REJECTED_EXIT_CODE = 3
 
 @dataclass(frozen=True, slots=True)
 class EpochStarted:
-    """All sequences known so far are gone; steps of a new epoch follow."""
+    """All sequences are gone; steps of a new epoch follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class WaitingStep:
-    """A step and when it came, by time.perf_counter."""
+    """A step and its arrival time (time.perf_counter)."""
 
     step: Step
     received_at: float
@@ -69,8 +69,8 @@ class SchedulerLink:
     """Registers the worker, receives steps, sends results and heartbeats.
 
     Attributes:
-        inbox: What the compute loop has to do, in order.
-        epoch: The current one; 0 while there is none. Steps of another one need not be run.
+        inbox: Work for the compute loop, in order.
+        epoch: The current epoch; 0: none. Steps of other epochs need not run.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class SchedulerLink:
         credentials: WorkerCredentials | None = None,
         tiers: KvTiers | None = None,
     ) -> None:
-        """Make the link; `start` connects it.
+        """Create the link; `start` connects it.
 
         Args:
             address: ZeroMQ address of the scheduler.
-            register: What the worker offers.
-            metrics: Where drops and registrations are counted.
-            memory: Memory in use now.
-            adapters: The worker's adapters.
-            kept: What its blocks hold.
-            credentials: Keys of the link; None: plain text.
-            tiers: Of the KV pool; None: there are none.
+            register: The registration to send.
+            metrics: Registry for the link's counters.
+            memory: Return the memory in use.
+            adapters: The worker's adapter cache.
+            kept: Content hashes of the worker's blocks.
+            credentials: Keys of the connection; None: plain text.
+            tiers: Tiers of the KV pool, if any.
         """
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.epoch = 0
@@ -117,37 +117,37 @@ class SchedulerLink:
         metrics.gauge("worker_steps_waiting", "Steps received and not finished.").set_function(self._num_waiting)
 
     def start(self) -> None:
-        """Connect and begins to register."""
+        """Connect and start registering."""
         self._thread.start()
 
     def send_result(self, step: Step, output: StepOutput, waiting_s: float) -> None:
-        """Hand over the result of `step`; it is dropped if its epoch is over."""
+        """Queue the result of `step` for sending; it is dropped if its epoch has ended."""
         self._outbox.append((step, output, waiting_s))
         self._wake()
 
     def abandon_epoch(self) -> None:
         """End the epoch from this side, after a step that could not be executed.
 
-        The worker then registers as if its process had been started anew, so that the scheduler counts a death and can
-        find the request that is to blame.
+        The worker then registers as if its process had restarted, so that the scheduler counts a crash and can find the
+        request that caused it.
         """
         self._has_failed = True
         self.epoch = 0
         self._wake()
 
     def leave(self) -> None:
-        """Take no more steps, finishes those at hand, says farewell, then puts Stopped into the inbox."""
+        """Accept no more steps, finish the current ones, send Goodbye, then put Stopped into the inbox."""
         self._leaving = True
         self._wake()
 
     def join(self) -> None:
-        """Wait for the thread, after Stopped."""
+        """Wait for the thread to end, after Stopped."""
         self._thread.join()
         self._wake_reader.close()
         self._wake_writer.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread is about to wake anyway; closed: it has ended
+        with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: it has ended
             self._wake_writer.send(b"\0")
 
     def _num_waiting(self) -> int:
@@ -166,13 +166,13 @@ class SchedulerLink:
                 dealer.disable_monitor()
 
     def _turn(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
-        """Wait for something to do and does it; False when the worker has left."""
+        """Wait for events and handle them; return False when the worker has left."""
         poller.poll(max(0, int((self._next_send - time.monotonic()) * 1000) + 1))
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(4096)
         if self._dialler.was_cut(monitor) and self.epoch:
-            # Steps and results that were on their way are lost, so the scheduler is told to begin anew.
-            self._end_epoch("the link was cut")
+            # Steps and results in transit are lost, so register again.
+            self._end_epoch("the connection was lost")
         self._send_results(dealer)
         while True:
             try:
@@ -206,12 +206,12 @@ class SchedulerLink:
             self._last_finished = step.step_id
             self._kept.finish(step.step_id, is_whole=output.is_whole)
             if not all(self._send(dealer, message) for message in messages):
-                self._end_epoch("the link is down")
+                self._end_epoch("the connection is down")
 
     def _send_when_due(self, dealer: zmq.Socket[bytes]) -> None:
         now = time.monotonic()
         if self.epoch and now - self._last_heard > self._timeout_s:
-            self._end_epoch("the scheduler is silent")
+            self._end_epoch("the scheduler sent no message in time")
         if now < self._next_send:
             return
         if self.epoch:
@@ -286,7 +286,7 @@ class SchedulerLink:
             step = self._adapters.complete(decode_step(message))
             if step is None:
                 self._drop("gap")
-                self._end_epoch("a table of virtual tokens did not come")
+                self._end_epoch("a table of virtual tokens is missing")
                 return
             self._kept.receive(message)
             self._last_received = message.step_id
@@ -308,7 +308,7 @@ class SchedulerLink:
         logger.info("registered with epoch %d", self.epoch)
 
     def _end_epoch(self, reason: str) -> None:
-        logger.warning("epoch %d is over: %s", self.epoch, reason)
+        logger.warning("epoch %d ended: %s", self.epoch, reason)
         self.epoch = 0
         self._kept.end_epoch()
         self._next_send = 0.0

@@ -1,4 +1,4 @@
-"""Translates between the wire's messages and the worker's plain types."""
+"""Convert between protobuf messages and the worker's plain types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midstream.grammar.process import is_available
 from protos import generation_pb2, worker_pb2
 
 PROTOCOL_VERSION = 1
-# Optional features that this worker has; what a request asks beyond them fails that request alone.
+# Optional features of this worker; a request that needs others fails alone.
 FEATURES = (
     "additional_outputs",
     "bad_words",
@@ -34,7 +34,7 @@ FEATURES = (
 
 
 def decode_step(message: worker_pb2.StepBatch) -> Step:
-    """Return the step that `message` describes.
+    """Convert `message` to a step.
 
     Raises:
         ValueError: Parallel arrays differ in length, or a number does not fit.
@@ -74,7 +74,7 @@ def decode_step(message: worker_pb2.StepBatch) -> Step:
 
 
 def encode_result(epoch: int, step_id: int, output: StepOutput, waiting_s: float) -> Iterator[worker_pb2.WorkerMessage]:
-    """The messages that carry `output`: those with tensors, then the result itself."""
+    """Yield the messages that carry `output`: those with tensors, then the result itself."""
     for outputs in encode_tensors(output.tensors):
         yield worker_pb2.WorkerMessage(
             step_outputs=worker_pb2.StepOutputs(epoch=epoch, step_id=step_id, outputs=outputs)

@@ -1,4 +1,4 @@
-"""Between what rows report and the wire's messages."""
+"""Convert between row outputs and protobuf messages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from gpu_worker.batch.step import NOTHING, OutputParams, PromptLogProbs, RowLogProbs, RowTensor
 from protos import generation_pb2, worker_pb2
 
-# A piece of a tensor, as far as its rows allow, and the pieces of one message.
+# Maximum size of a piece of a tensor (at least one row), and number of pieces per message.
 _PIECE_BYTES, _MESSAGE_BYTES = 1 << 20, 8 << 20
 
 
 def output_params(config: generation_pb2.OutputConfig) -> OutputParams:
-    """What a sequence is to report."""
+    """Convert a request's output config."""
     additional = [
         (*item.name.partition(".")[::2], item.gather_context)
         for item in config.additional_outputs
@@ -39,7 +39,7 @@ def _named(additional: list[tuple[str, str, bool]], kind: str) -> tuple[tuple[in
 
 
 def row_outputs(item: RowLogProbs) -> worker_pb2.RowOutputs:
-    """Log probabilities of a new token."""
+    """Convert log probabilities of a new token."""
     log_probs = generation_pb2.LogProbs(
         token_log_probs=[item.token_log_prob],
         top_k=len(item.top_token_ids),
@@ -51,7 +51,7 @@ def row_outputs(item: RowLogProbs) -> worker_pb2.RowOutputs:
 
 
 def prompt_outputs(item: PromptLogProbs) -> worker_pb2.RowOutputs:
-    """Log probabilities of prompt tokens."""
+    """Convert log probabilities of prompt tokens."""
     log_probs = generation_pb2.LogProbs(
         token_log_probs=item.token_log_probs,
         top_k=item.top_k,
@@ -63,7 +63,7 @@ def prompt_outputs(item: PromptLogProbs) -> worker_pb2.RowOutputs:
 
 
 def encode_tensors(tensors: Iterable[RowTensor]) -> Iterator[list[worker_pb2.RowOutputs]]:
-    """Tensors in pieces, as many as one message should hold at a time."""
+    """Yield tensors in pieces, grouped by message."""
     batch: list[worker_pb2.RowOutputs] = []
     num_bytes = 0
     for tensor in tensors:

@@ -1,1 +1,1 @@
-"""Drafts: how they are made and how they are verified."""
+"""Speculative decoding: proposing and verifying draft tokens."""

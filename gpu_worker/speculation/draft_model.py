@@ -1,10 +1,9 @@
-"""A smaller model that makes drafts for the one that is served.
+"""A smaller model that proposes draft tokens for the served model.
 
-It has a KV pool of its own, and for each row blocks and the tokens that it has computed. Before it makes drafts, it
-computes what it does not know yet of the row's tokens: all of the prompt at first, later what was accepted. What
-differs from the row's tokens now is computed anew, so it does not matter whose tokens a row held before, or which
-drafts were rejected. Its drafts are drawn as the row's tokens are, with the same random numbers, which makes them equal
-more often.
+It has its own KV pool, and tracks for each row its blocks and the tokens computed in them. Before it drafts, it
+computes the row's tokens that it has not seen: the whole prompt at first, later the accepted tokens. Tokens that differ
+from the row's current ones are recomputed, so it does not matter what sequence a row held before, or which drafts were
+rejected. Drafts are sampled like the row's tokens, with the same random numbers, which raises the acceptance rate.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from midstream.model.folder import open_model_folder
 
 @dataclass(slots=True)
 class _Row:
-    """What the model knows of a row: computed tokens, and the blocks that they are in."""
+    """The draft model's state of a row: computed tokens and their blocks."""
 
     blocks: list[int] = field(default_factory=list)
     tokens: IntArray = field(default_factory=lambda: EMPTY)
@@ -39,7 +38,7 @@ def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> Loaded
     """Load the draft model that the settings name.
 
     Raises:
-        ConfigError: It cannot be loaded, or its vocabulary is another one.
+        ConfigError: It cannot be loaded, or its vocabulary differs.
     """
     model = load_model(config, open_model_folder(config.draft_model))
     if model.description.vocab_size != target.vocab_size:
@@ -50,16 +49,16 @@ def load_draft_model(config: WorkerConfig, target: DecoderDescription) -> Loaded
 
 
 class DraftModel:
-    """Makes drafts for rows of another model with the same vocabulary."""
+    """Propose drafts for rows of another model with the same vocabulary."""
 
     def __init__(self, model: LoadedModel, rows: Rows, kv: KvCache, max_num_tokens: int) -> None:
-        """Take over a model and its pool.
+        """Use a loaded model and its pool.
 
         Args:
             model: The loaded model.
-            rows: Of the model that is served.
+            rows: Rows of the served model.
             kv: The draft model's pool.
-            max_num_tokens: Most tokens in one pass; longer prompts take several steps before there are drafts.
+            max_num_tokens: Maximum tokens in one pass; longer prompts take several steps before drafts are proposed.
         """
         self._model = model
         self._rows = rows
@@ -71,7 +70,7 @@ class DraftModel:
         model.decoder.use_cache(kv)
 
     def propose(self, rows: Mapping[int, int]) -> dict[int, IntArray]:
-        """Drafts for rows, up to so many each; none for those that it must first catch up with, or has no room for."""
+        """Return up to rows[row] drafts per row; none for rows that must catch up first or have no free blocks."""
         lengths = {row: int(self._rows.lengths[row]) for row in rows}
         ready = self._catch_up({row: limit for row, limit in rows.items() if self._make_room(row, limit)})
         drafts: dict[int, list[int]] = {row: [] for row in ready}
@@ -90,7 +89,7 @@ class DraftModel:
         return {row: np.array(tokens, dtype=np.int32) for row, tokens in drafts.items()}
 
     def _make_room(self, row: int, limit: int) -> bool:
-        """Take blocks for a row's tokens and drafts; False when there are none, or it holds virtual tokens."""
+        """Allocate blocks for a row's tokens and drafts; return False if none are free or it has virtual tokens."""
         length = int(self._rows.lengths[row])
         tokens = self._rows.tokens[row, :length]
         if length + limit > self._model.description.max_sequence_length:
@@ -107,15 +106,15 @@ class DraftModel:
         return True
 
     def _reclaim(self) -> None:
-        """Take back what rows hold that hold no sequence any more."""
+        """Free the blocks of rows that no longer hold a sequence."""
         for row in [row for row in self._known if not self._rows.is_active[row]]:
             self._free += self._known.pop(row).blocks
 
     def _catch_up(self, rows: Mapping[int, int]) -> dict[int, int]:
-        """Compute tokens as far as one pass goes.
+        """Compute missing tokens, as many as one pass allows.
 
         Returns:
-            The rows of which no more than the last pass is missing, with the first position of that.
+            Rows that are complete except for the final pass, with the first position of that pass.
         """
         ready: dict[int, int] = {}
         num_left = self._max_num_tokens
@@ -137,7 +136,7 @@ class DraftModel:
         return ready
 
     def _forward(self, starts: Mapping[int, int]) -> torch.Tensor:
-        """Compute rows from so far on to the ends that they have now; logits at the ends, by ascending row."""
+        """Compute rows from these positions to their current ends; return logits at the ends, by ascending row."""
         rows = np.array(sorted(starts), dtype=np.int32)
         ends = self._rows.lengths[rows]
         firsts = np.array([starts[row] for row in rows.tolist()], dtype=np.int32)

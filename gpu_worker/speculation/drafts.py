@@ -1,4 +1,4 @@
-"""Makes drafts for speculative rows: what followed the row's last tokens before, or what a smaller model would say."""
+"""Propose drafts for speculative rows: by prompt lookup, or with a draft model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import EMPTY, IntArray, Step
 from gpu_worker.features import Feature
 
-# All that these do is a function of a row's tokens, so it can be done for a shadow of the row as well.
+# Features that depend only on a row's tokens, so that they also work on a shadow of the row.
 _ALLOWED = (
     Feature.PENALTIES
     | Feature.BIAS
@@ -24,21 +24,21 @@ _ALLOWED = (
 
 
 class DraftMaker(Protocol):
-    """A model that makes drafts."""
+    """A model that proposes drafts."""
 
     def propose(self, rows: Mapping[int, int]) -> dict[int, IntArray]:
-        """Drafts for rows, up to so many each; rows that it has none for may be missing."""
+        """Return up to rows[row] drafts per row; rows without drafts may be missing."""
 
 
 class Drafter:
-    """Makes drafts for the sequences in `rows`."""
+    """Propose drafts for the sequences in `rows`."""
 
     def __init__(self, rows: Rows, model: DraftMaker | None = None) -> None:
         self._rows = rows
         self._model = model
 
     def propose(self, step: Step) -> dict[int, IntArray]:
-        """Drafts for rows of the step, as far as there are any. Rows that do more than choose tokens get none."""
+        """Return drafts for rows of the step. Rows with features that drafts do not support get none."""
         drafts: dict[int, IntArray] = {}
         of_model: dict[int, int] = {}
         for row, limit in zip(step.draft_rows.tolist(), step.draft_limits.tolist(), strict=True):
@@ -59,13 +59,13 @@ class Drafter:
 
 
 def look_up(tokens: IntArray, max_ngram_size: int, limit: int, prediction: Sequence[int] = ()) -> IntArray:
-    """Return what followed the last n tokens at the latest place where they occur, for the largest n that does.
+    """Return the tokens after the latest earlier occurrence of the last n tokens, for the largest n that occurs.
 
     Args:
         tokens: Prompt and output so far.
         max_ngram_size: The largest n.
-        limit: Most tokens to return.
-        prediction: What the output is expected to repeat; it is searched first.
+        limit: Maximum number of tokens to return.
+        prediction: Expected output; it is searched first.
     """
     if prediction:
         found = _look_up(np.asarray(prediction, tokens.dtype), tokens, max_ngram_size, limit)

@@ -1,10 +1,10 @@
-"""Verifies drafts: the target's own choice at each position decides.
+"""Verify drafts: the target model's own token at each position decides.
 
-A row with drafts is computed as one chunk: its last token and the drafts behind it. The next token is chosen at each of
-these positions as it would be if the drafts before it were known, by *shadow rows*: copies of the row, each with one
-draft more. Choices depend on (seed, sequence, position) and the tokens alone, so as long as a draft equals the choice
-at its position, the choice at the next one is what the row would have come to without drafts. The run ends with the
-first choice that differs from its draft.
+A row with drafts is computed as one chunk: its last token and the drafts after it. At each of these positions the next
+token is sampled as if the drafts before it were known, using *shadow rows*: copies of the row, each with one draft
+more. Tokens depend only on (seed, sequence, position) and the tokens before, so as long as a draft equals the sampled
+token, the next one is the same as without drafts. Acceptance ends with the first sampled token that differs from its
+draft.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from midstream.errors import MidstreamError
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Tokens that may come next.
+    """Draft tokens of a step.
 
     Attributes:
-        tokens: Of each row that has some; the row's token array holds them behind those that are known.
-        shadows: (row, number of drafts before) of each shadow row.
+        tokens: Drafts by row; the row's token array holds them after its known tokens.
+        shadows: (row, number of drafts before its position) of each shadow row.
     """
 
     tokens: Mapping[int, IntArray] = field(default_factory=dict)
@@ -39,7 +39,7 @@ NO_DRAFTS = Drafts()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the sampled rows of a step gave; fields are those of StepOutput."""
+    """Results for a step's sampled rows; fields as in StepOutput."""
 
     token_ids: IntArray
     log_probs: tuple[RowLogProbs, ...]
@@ -50,7 +50,7 @@ class Answer:
 
 
 def with_shadows(state: Rows, generation: IntArray, drafts: Drafts) -> IntArray:
-    """Return the rows that sample for `generation`: each of them, followed by its shadows, which are made here."""
+    """Return the rows that sample for `generation`: each followed by its shadows, which are created here."""
     sampled: list[int] = []
     shadow = int(np.flatnonzero(state.is_active)[-1]) + 1
     for row in generation.tolist():
@@ -76,17 +76,17 @@ def settle(
     errors: Sequence[tuple[int, MidstreamError]],
     log_probs: tuple[RowLogProbs, ...],
 ) -> Answer:
-    """Append to rows what they gave: a token each, or the run of those with drafts; to beams nothing.
+    """Append results to rows: one token, or the accepted run of rows with drafts; nothing to beams.
 
     Args:
         state: The rows.
-        sampled_rows: Those of contexts, then as `with_shadows` made them.
-        is_run: Whether each of them ran; else it has failed.
-        drafts: Those that were verified.
-        choices: A token of each sampled row.
-        candidates: Of the places among the rows that ran that are beams.
-        errors: (row, error) of those that failed.
-        log_probs: Of rows and shadows.
+        sampled_rows: Rows of contexts, then those that `with_shadows` returned.
+        is_run: Whether each of them ran; False: it has failed.
+        drafts: The drafts that were verified.
+        choices: One token per sampled row.
+        candidates: Candidates of beams, by place among the rows that ran.
+        errors: (row, error) of rows that failed.
+        log_probs: Log probabilities of rows and shadows.
     """
     failed = dict(errors)
     places_run = np.flatnonzero(is_run).tolist()

@@ -1,4 +1,4 @@
-"""Chooses the build of the compiled kernels that runs on this processor, and checks it before it is trusted."""
+"""Choose the build of the compiled kernels for this processor, and check it before use."""
 
 import contextlib
 import functools
@@ -46,8 +46,8 @@ def _load(wanted: str) -> Library | None:
 
 
 def _try(isa: str) -> tuple[Library | None, str | None]:
-    """Return the build for this instruction set, or why it cannot be trusted."""
-    # Only here, because the check also runs as a program of its own, which must not find itself imported.
+    """Return the build for this instruction set, or why it cannot be used."""
+    # Imported here because the check also runs as a separate program, which must not find itself imported.
     from kernels.cpu.self_check import find_difference
 
     try:

@@ -1,7 +1,7 @@
-"""A look at whether a build of the kernels computes here what the reference does, before it is trusted.
+"""Check that a build of the kernels matches the reference on this machine, before it is used.
 
-`python -m kernels.cpu.self_check LIBRARY ISA` does so in a process of its own, which alone ends if an instruction is
-not known here; it exits with 1 and prints what differs.
+`python -m kernels.cpu.self_check LIBRARY ISA` checks in a separate process, so that an unsupported instruction kills
+only that process; it exits with 1 and prints what differs.
 """
 
 import sys

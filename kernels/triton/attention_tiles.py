@@ -26,7 +26,7 @@ def add_sink(top, total, acc, sink):
 
 @triton.jit
 def _bend(scores, softcap):
-    """Give softcap * tanh(scores / softcap), in units of log(2)."""
+    """Return softcap * tanh(scores / softcap), in units of log(2)."""
     # tanh by exp2 of a negative number, which cannot overflow.
     shrunk = tl.exp2(tl.abs(scores) * (-2 * 1.4426950408889634 / softcap))
     size = softcap * 1.4426950408889634 * (1 - shrunk) / (1 + shrunk)
@@ -101,7 +101,7 @@ def walk(
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         top = highest
-        # What lies past the last key may be anything, NaN included, so it is not read.
+        # Memory past the last key may hold anything, NaN included, so it is not read.
         if IS_MASKED:
             v = tl.load(v_ptr + places, mask=is_key[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
         elif HEAD_DIM == BLOCK_D:

@@ -1,4 +1,4 @@
-"""Writing keys and values into the paged cache, quantizing them where the cache is quantized."""
+"""Write keys and values into the paged cache, quantizing them if the cache is quantized."""
 
 from __future__ import annotations
 

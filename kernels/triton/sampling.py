@@ -1,4 +1,4 @@
-"""Drawing each row's token under temperature, top-k, top-p and min-p, with nothing read back from the device.
+"""Sample each row's token under temperature, top-k, top-p and min-p, without reading anything back from the device.
 
 The rules and the random numbers are those of the worker's sampler: a token is kept if its probability reaches a
 threshold (ties with the last kept one are kept), and the one drawn is where the kept probabilities, summed in order of
@@ -79,7 +79,7 @@ def _mix(x):
 
 @triton.jit
 def uniform(seed, sequence_index, position):
-    """The number in [0, 1), float64, of each (seed, sequence, position)."""
+    """Return the float64 number in [0, 1) of each (seed, sequence, position)."""
     mixed = _mix(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
     mixed = _mix((mixed ^ sequence_index.to(tl.uint64)) + 0x9E3779B97F4A7C15)
     mixed = _mix((mixed ^ position.to(tl.uint64)) + 0x9E3779B97F4A7C15)
@@ -88,7 +88,7 @@ def uniform(seed, sequence_index, position):
 
 @triton.jit
 def _count_and_mass(ptr, num_tokens, pivots, BLOCK: tl.constexpr):
-    """How many probabilities reach each of pivots [4] (bits), and their float64 sum."""
+    """Return how many probabilities reach each of pivots [4] (bits), and their float64 sum."""
     counts = tl.zeros([4], tl.int32)
     masses = tl.zeros([4], tl.float64)
     for start in range(0, num_tokens, BLOCK):

@@ -1,4 +1,4 @@
-"""The families of models that our own code computes: a file each says what they are made of."""
+"""Model families with native support; each file describes one family's architecture."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def family_of(model_type: str) -> Family:
     """Return the family of a `model_type` of config.json.
 
     Raises:
-        UnsupportedError: It is none of them; names them.
+        UnsupportedError: No family has this type; the message lists the supported ones.
     """
     if model_type not in _BY_TYPE:
         known = ", ".join(_BY_TYPE)
@@ -47,10 +47,10 @@ def describe(config: Mapping[str, Any], max_attention_window: int = 0) -> Decode
 
     Args:
         config: Contents of config.json.
-        max_attention_window: Most tokens that a layer attends to; 0: as many as the model does.
+        max_attention_window: Upper limit of the tokens that a layer attends to; 0: the model's own.
 
     Raises:
-        UnsupportedError: An architecture, activation or rope type that is not native here; names it.
+        UnsupportedError: An architecture, activation or rope type without native support; the message names it.
         ConfigError: A setting is missing or contradicts another.
     """
     description = family_of(str(config.get("model_type"))).read(config)

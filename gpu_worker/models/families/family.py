@@ -1,4 +1,4 @@
-"""What a family's file is made of: names of tensors, and how config.json is read."""
+"""Building blocks of family files: tensor names, and reading config.json."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Models that are described alike.
+    """Models with the same description.
 
     Attributes:
-        title: What people call them.
+        title: Common name.
         types: Their `model_type` in config.json.
-        read: Makes the description of config.json.
-        reads_gguf: Whether GGUF files of them are read.
+        read: Convert config.json to a description.
+        reads_gguf: Whether GGUF files are supported.
     """
 
     title: str
@@ -88,10 +88,10 @@ class Family:
 
 
 class Settings:
-    """config.json, with what transformers takes where it is silent."""
+    """config.json with transformers' defaults."""
 
     def __init__(self, config: Mapping[str, Any], **defaults: Any) -> None:
-        # A model of text and images has the language model's settings in a part of their own.
+        # A model of text and images nests the language model's settings.
         text = config.get("text_config")
         self._values = {**defaults, **(text if isinstance(text, Mapping) else config)}
         self._values["model_type"] = config.get("model_type")
@@ -102,10 +102,10 @@ class Settings:
         return default if value is None else value
 
     def size(self, name: str, *others: str, default: int | None = None) -> int:
-        """Return a positive whole number by the first of the names that is there.
+        """Return a positive integer by the first of the names that is set.
 
         Raises:
-            ConfigError: It is missing, or none.
+            ConfigError: It is missing or not a positive integer.
         """
         found = next((key for key in (name, *others) if self._values.get(key) is not None), name)
         value = self.get(found, default)
@@ -117,7 +117,7 @@ class Settings:
         """Return a number.
 
         Raises:
-            ConfigError: It is none.
+            ConfigError: It is not a number.
         """
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -125,7 +125,7 @@ class Settings:
         return float(value)
 
     def layers(self, name: str) -> list[Any] | None:
-        """Return a list with an entry for each layer; None: there is none.
+        """Return a list with one entry per layer; None if not set.
 
         Raises:
             ConfigError: It has another length.
@@ -139,10 +139,10 @@ class Settings:
         return values
 
     def refuse(self, **wanted: Any) -> None:
-        """Raise where a setting is neither missing, null, nor what is computed here.
+        """Raise if a setting is set to anything but what is supported.
 
         Raises:
-            UnsupportedError: Names it.
+            UnsupportedError: The message names the setting.
         """
         for name, value in wanted.items():
             if self.get(name, value) != value:
@@ -150,11 +150,11 @@ class Settings:
 
 
 def plain(s: Settings, **changes: Any) -> DecoderDescription:
-    """Return a decoder as Llama's, with changes.
+    """Return a Llama-like decoder, with changes.
 
     Raises:
-        UnsupportedError: An activation or rope type that is not known.
-        ConfigError: A setting is missing or makes no sense.
+        UnsupportedError: The activation or rope type is not supported.
+        ConfigError: A setting is missing or invalid.
     """
     num_heads, hidden_size = s.size("num_attention_heads"), s.size("hidden_size")
     num_layers = s.size("num_hidden_layers")
@@ -182,10 +182,10 @@ def plain(s: Settings, **changes: Any) -> DecoderDescription:
 
 
 def activation_of(name: object) -> Activation:
-    """Return an activation by transformers' name.
+    """Return an activation by its name in transformers.
 
     Raises:
-        UnsupportedError: It is not known.
+        UnsupportedError: It is not supported.
     """
     if name not in _ACTIVATIONS:
         raise UnsupportedError(f"activation {name!r} is not supported", field="model")
@@ -200,7 +200,7 @@ def rotary_of(s: Settings, head_dim: int, *, part: float = 1.0, is_interleaved: 
 
 
 def rope_of(s: Settings, settings: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
-    """Return one set of rotary settings, complete."""
+    """Return one set of rotary settings, completed with defaults."""
     rope = dict(settings)
     rope.setdefault("rope_type", rope.pop("type", "default"))
     if rope.get("rope_theta") is None:
@@ -214,7 +214,7 @@ def rope_of(s: Settings, settings: Mapping[str, Any], theta: float = 10000.0) ->
 
 
 def windows_of(s: Settings, window: object, kinds: list[Any] | None) -> tuple[int | None, ...]:
-    """Return the window of each layer by its kind in `layer_types`; without kinds every layer has it.
+    """Return each layer's window by its kind in `layer_types`; without kinds all layers have it.
 
     Raises:
         ConfigError: The window is not a positive number.

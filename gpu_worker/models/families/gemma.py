@@ -27,7 +27,7 @@ def _common(s: Settings) -> dict[str, Any]:
 
 def _read_gemma(config: Mapping[str, Any]) -> DecoderDescription:
     s = Settings(config, head_dim=256, tie_word_embeddings=True)
-    # Early files say gelu, and mean its approximation.
+    # Early files say gelu but mean its tanh approximation.
     return plain(s, **{**_common(s), "activation": "gelu_tanh"})
 
 
@@ -46,7 +46,7 @@ def _read_gemma2(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _read_gemma3(config: Mapping[str, Any]) -> DecoderDescription:
-    # The language model in a checkpoint with images names only what differs from these.
+    # In a checkpoint with images, the language model's settings list only what differs from these.
     s = Settings(
         config,
         vocab_size=262208,
@@ -81,7 +81,7 @@ def _read_gemma3(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _every(s: Settings, pattern: int) -> list[str]:
-    """Every so-manieth layer sees all tokens, the others a window."""
+    """Return the layer kinds: every `pattern`-th layer attends to all tokens, the others to a window."""
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(s.size("num_hidden_layers"))]
 
 

@@ -1,1 +1,1 @@
-"""Pieces that models are built of."""
+"""Layers that models are built from."""

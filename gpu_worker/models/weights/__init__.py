@@ -1,1 +1,1 @@
-"""Weights: from files to what a model computes with."""
+"""Read weight files and convert them to the formats that decoders use."""

@@ -1,4 +1,4 @@
-"""Reads the weights of a decoder from a model folder."""
+"""Read a decoder's weights from a model folder."""
 
 from __future__ import annotations
 

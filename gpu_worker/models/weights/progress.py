@@ -1,4 +1,4 @@
-"""Shows how far the loading of a model is: a bar on a terminal, log lines elsewhere."""
+"""Report the progress of loading: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINES = 4
 
 
 def with_progress(items: Iterable[ItemT], total: int, text: str) -> Iterator[ItemT]:
-    """`items`, telling a person how many of `total` have gone by."""
+    """Yield `items`, reporting progress out of `total`."""
     if sys.stderr.isatty():
         yield from track(items, total=total, description=text, console=Console(stderr=True), transient=True)
         return

@@ -83,7 +83,7 @@ class Weight:
         return values
 
     def take(self, rows: Tensor) -> Weight:
-        """Return the rows of the given numbers, in that order."""
+        """Return the rows with the given numbers, in that order."""
         if not self.parts:
             return Weight(self.format, self.source[rows], self.num_columns, self.input_order)
         ends = torch.tensor([part.shape[0] for part in self.parts]).cumsum(0)
@@ -96,7 +96,7 @@ class Weight:
         return stack([self.parts[owner].take(piece - starts[owner]) for owner, piece in pieces])
 
     def converted(self, target: WeightFormat) -> Weight:
-        """Return the same matrix kept in another format."""
+        """Return the same matrix in another format."""
         if target == self.format or (target == "q4" and self.num_columns % _BLOCK_SIZE):
             return self
         if target in _TARGETS:
