@@ -28,7 +28,7 @@ SERVICE = "midstream.v1.Detokenizer"
 
 
 async def serve(config: DetokenizerConfig) -> None:
-    """Runs the service until SIGTERM.
+    """Run the service until SIGTERM.
 
     Raises:
         ConfigError: The model folder or a setting is wrong.
@@ -88,7 +88,7 @@ async def serve(config: DetokenizerConfig) -> None:
 
 
 def main() -> int:
-    """The process's exit status."""
+    """Return the process's exit status."""
     try:
         config = load_config(DetokenizerConfig, "detokenizer")
         configure_logging(config.name or f"detokenizer:{config.port}", level=config.log_level, style=config.log_format)

@@ -36,7 +36,7 @@ class DecoderFactory(Protocol):
     """Creates decoders, and holds the byte table that they share."""
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """A decoder at the beginning of a text."""
+        """Return a decoder for a new text."""
 
 
 def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
@@ -65,7 +65,7 @@ class ByteLevelFactory:
         self._plain = [b"" if i in tokenizer.special_ids else piece for i, piece in enumerate(self._all)]
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """A decoder at the beginning of a text."""
+        """Return a decoder for a new text."""
         return _ByteLevelDecoder(self._plain if skip_special_tokens else self._all)
 
 
@@ -96,7 +96,7 @@ class ByteFallbackFactory:
         self._strip_first_space = strip_first_space
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """A decoder at the beginning of a text."""
+        """Return a decoder for a new text."""
         return _ByteFallbackDecoder(self._plain if skip_special_tokens else self._all, self._strip_first_space)
 
 
@@ -146,7 +146,7 @@ class LibraryFactory:
         self._tokenizer = tokenizer
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        """A decoder at the beginning of a text."""
+        """Return a decoder for a new text."""
         return _LibraryDecoder(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
 

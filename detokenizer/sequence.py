@@ -37,7 +37,7 @@ class TextRules:
 
     @staticmethod
     def words(words: Sequence[str]) -> StopWords | None:
-        """The automaton for `words`, if there are any."""
+        """The automaton for the stop words; None without any."""
         return stop_words(tuple(words)) if words else None
 
 

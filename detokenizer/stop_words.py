@@ -16,11 +16,11 @@ from dataclasses import dataclass
 class _Node:
     """A prefix of one or more stop words.
 
-        Attributes:
-    held: Length of its longest suffix that may still become a stop word.
-            children: Next character -> node index.
-            word: The longest stop word that ends here; empty when none does.
-    fallback: Node of its longest proper suffix that is a prefix of a stop word.
+    Attributes:
+        held: Length of its longest suffix that may still become a stop word.
+        children: Next character -> node index.
+        word: The longest stop word that ends here; empty when none does.
+        fallback: Node of its longest proper suffix that is a prefix of a stop word.
     """
 
     held: int
@@ -47,8 +47,8 @@ def stop_words(words: tuple[str, ...]) -> StopWords:
 class StopWordScanner:
     """Scans one sequence's text.
 
-        Attributes:
-    match: The stop word that was found; None before that.
+    Attributes:
+        match: The stop word that was found; None before that.
     """
 
     __slots__ = ("_held", "_keep_match", "_node", "_words", "match")

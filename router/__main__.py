@@ -1,4 +1,4 @@
-"""`python -m router`: takes requests from clients."""
+"""`python -m router`: serves clients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from router.status import StatusFeed
 
 
 async def serve(config: RouterConfig) -> None:
-    """Runs the service until SIGTERM.
+    """Run the service until SIGTERM.
 
     Raises:
         ConfigError: The model folder or a setting is wrong.
@@ -86,7 +86,7 @@ async def serve(config: RouterConfig) -> None:
         progress,
         max_message_bytes=config.max_message_bytes,
         max_request_bytes=max_request_bytes(folder, config.max_message_bytes),
-        # Beyond the router's own limit, which refuses: here a client's calls would wait in silence.
+        # Above the router's own limit, which rejects calls: at this one they would wait silently.
         max_concurrent_streams=2 * config.max_concurrent_streams,
         tls=tls,
         admit=remember_client(admit) if tracer is not None else admit,
@@ -152,7 +152,7 @@ async def serve(config: RouterConfig) -> None:
 
 
 def main() -> int:
-    """The process's exit status."""
+    """Return the process's exit status."""
     try:
         config = load_config(RouterConfig, "router")
         configure_logging(config.name or f"router:{config.port}", level=config.log_level, style=config.log_format)

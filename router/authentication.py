@@ -252,9 +252,9 @@ class Authenticator:
     def admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Set `current_caller` for a gRPC call.
 
-                Raises:
-        UnauthenticatedError: The caller is unknown.
-                    PermissionDeniedError: It lacks the role that the method needs.
+        Raises:
+            UnauthenticatedError: The caller is unknown.
+            PermissionDeniedError: It lacks the role that the method needs.
         """
         address = context.peer().rpartition(":")[0]
         if method.startswith(_OPEN_METHODS):

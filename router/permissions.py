@@ -99,8 +99,8 @@ def roles_for_path(path: str) -> frozenset[Role]:
 def parse_roles(text: str, field: str) -> frozenset[Role]:
     """Return the roles in a comma-separated list.
 
-        Raises:
-    ConfigError: One is unknown, or the list is empty.
+    Raises:
+        ConfigError: One is unknown, or the list is empty.
     """
     names = [name.strip() for name in text.split(",")]
     try:

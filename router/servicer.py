@@ -1,4 +1,4 @@
-"""The public gRPC service. Protobuf and status codes stop here; what a request goes through is in generation.py."""
+"""The public gRPC service: converts protobuf and status codes; the request path is in generation.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
 
 _CALL_TIMEOUT_S = 10.0
-# Of one response: gRPC's clients take messages of 4 MiB by default.
+# Of one response: gRPC clients accept messages up to 4 MiB by default.
 _MAX_TENSOR_BYTES = 2 << 20
 
 
@@ -40,7 +40,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802 (it writes to the context)
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> None:
-        """Runs a request and streams its output."""
+        """Run a request and stream its output."""
         if request.attachment:
             raise InvalidArgumentError("must not be set by clients", field="attachment")
         key = key_of(context.invocation_metadata() or ())
@@ -55,17 +55,17 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         request: service_pb2.ResumeRequest,
         context: grpc.aio.ServicerContext[service_pb2.ResumeRequest, pb.GenerateResponse],
     ) -> None:
-        """Streams the rest of a request."""
+        """Stream the rest of a request."""
         offsets = request.from_token_by_sequence[:]
         output = self._front.resume(request.request_id, request.from_token, offsets, context.time_remaining())
         await _relay(output, context)
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:  # noqa: N802
-        """Ends a request."""
+        """Abort a request."""
         return loads_pb2.AbortResponse(was_running=await self._front.abort(request.request_id))
 
     async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:  # noqa: N802
-        """What is served. Answered from the model folder; only `features` is the workers' word."""
+        """Return model information, from the model folder but for `features`, which the workers report."""
         model = self._model
         check_model(request.model, model)
         info = loads_pb2.ModelInfo(
@@ -85,7 +85,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return info
 
     async def GetServerInfo(self, request: loads_pb2.GetServerInfoRequest, context: object) -> loads_pb2.ServerInfo:  # noqa: N802
-        """The first cell's word, with the worker groups and detokenizers of all cells."""
+        """Return the first cell's information, with the worker groups and detokenizers of all cells."""
         calls = [cell.watch_stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S) for cell in self._cells.cells.values()]
         first, *others = await asyncio.gather(*calls)
         for other in others:
@@ -96,7 +96,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return first
 
     async def GetLoads(self, request: loads_pb2.GetLoadsRequest, context: object) -> loads_pb2.GetLoadsResponse:  # noqa: N802
-        """The load of every cell."""
+        """Return the load of every cell."""
         response = loads_pb2.GetLoadsResponse()
         cells = list(self._cells.cells.values())
         answers = await asyncio.gather(*(cell.watch_stub.GetLoads(request, timeout=_CALL_TIMEOUT_S) for cell in cells))
@@ -111,10 +111,10 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         request: stats_pb2.GetIterationStatsRequest,
         context: grpc.aio.ServicerContext[stats_pb2.GetIterationStatsRequest, stats_pb2.IterationStats],
     ) -> AsyncIterator[stats_pb2.IterationStats]:
-        """Statistics of all cells, as they come."""
+        """Stream the statistics of all cells."""
         calls = [cell.watch_stub.GetIterationStats(request) for cell in self._cells.cells.values()]
         if request.stream:
-            # From here on the caller misses no iteration.
+            # From here on the caller gets every iteration.
             await asyncio.gather(*(call.initial_metadata() for call in calls))
             await context.send_initial_metadata(())
         reads = {asyncio.ensure_future(call.read()): call for call in calls}
@@ -133,7 +133,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
     async def GetRequestStats(  # noqa: N802
         self, request: stats_pb2.GetRequestStatsRequest, context: object
     ) -> stats_pb2.GetRequestStatsResponse:
-        """Requests of all cells."""
+        """Return the requests of all cells."""
         scope = current_caller.get().scope
         names = {scope(request_id): request_id for request_id in request.request_ids}
         scoped = stats_pb2.GetRequestStatsRequest(request_ids=names)
@@ -149,7 +149,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
     async def SubscribeKvEvents(  # noqa: N802
         self, request: stats_pb2.SubscribeKvEventsRequest, context: object
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
-        """KV-cache events of the one cell."""
+        """Stream the KV-cache events of the only cell."""
         if len(self._cells.cells) > 1:
             raise UnsupportedError("each cell numbers its own KV events: subscribe at the schedulers")
         async for batch in self._cells.any().watch_stub.SubscribeKvEvents(request):
@@ -158,7 +158,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
     async def GetStatus(  # noqa: N802
         self, request: status_pb2.GetStatusRequest, context: object
     ) -> AsyncIterator[status_pb2.SystemStatus]:
-        """What every part does: now, or again and again."""
+        """Stream the status of every part, once or continuously."""
         async with contextlib.aclosing(self._status.watch()) as states:
             async for state in states:
                 yield state
@@ -166,20 +166,20 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
                     return
 
     async def LoadLora(self, request: loads_pb2.LoadLoraRequest, context: object) -> loads_pb2.LoadLoraResponse:  # noqa: N802
-        """Loads an adapter in every cell."""
+        """Load an adapter in every cell."""
         check_adapter_path(request.path, self._front.runner.adapter_root, "path")
         self._cells.any()
         first, *_ = await asyncio.gather(*(cell.watch_stub.LoadLora(request) for cell in self._cells.cells.values()))
         return first
 
     async def UnloadLora(self, request: loads_pb2.UnloadLoraRequest, context: object) -> loads_pb2.UnloadLoraResponse:  # noqa: N802
-        """Unloads an adapter in every cell."""
+        """Unload an adapter in every cell."""
         self._cells.any()
         await asyncio.gather(*(cell.watch_stub.UnloadLora(request) for cell in self._cells.cells.values()))
         return loads_pb2.UnloadLoraResponse()
 
     async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:  # noqa: N802
-        """The adapters that are loaded; all cells have the same."""
+        """Return the loaded adapters, which are the same in all cells."""
         response = await self._cells.any().watch_stub.ListLoras(request, timeout=_CALL_TIMEOUT_S)
         if Role.ADMIN not in current_caller.get().roles:
             for lora in response.loras:
@@ -188,7 +188,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
 
 async def _relay(output: Output, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Writes output as it comes."""
+    """Write output as it arrives."""
     request_id = output.request_id
     async with output:
         while not output.is_final:

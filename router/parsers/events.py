@@ -23,10 +23,10 @@ class ReasoningDelta:
 class CallBegin:
     """A tool call begins.
 
-        Attributes:
-            index: Which call of the sequence, from 0.
-            name: The tool, one of those offered.
-    call_id: The model's own id of the call; None in formats without ids.
+    Attributes:
+        index: Which call of the sequence, from 0.
+        name: The tool, one of those offered.
+        call_id: The model's own id of the call; None in formats without ids.
     """
 
     index: int

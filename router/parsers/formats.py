@@ -162,7 +162,7 @@ class ModelFormat:
         return (*tools, *reasoning, *(harmony.MARKS if self.has_channels else ()))
 
     def parser(self, offer: Offer) -> Machine:
-        """A parser of one sequence's text."""
+        """Return a parser for one sequence's text."""
         if self.has_channels:
             return Machine(harmony.script, offer)
         reads_calls = self.tools is not None and offer.tools

@@ -24,12 +24,12 @@ _SPACE = r"SPACE: /\s*/"
 class CallGrammar:
     """How a format writes calls whose arguments are JSON.
 
-        Attributes:
-    begin: Text before the first call, or its first part; ends the free text.
-            opening: Text before a call's arguments; NAME stands for the tool and NUMBER for digits.
-            closing: Text after a call's arguments.
-            separator: Text between calls of a section; None: a section has one call.
-            end: Text after the last call of a section.
+    Attributes:
+        begin: Text before the first call, or its first part; ends the free text.
+        opening: Text before a call's arguments; NAME stands for the tool and NUMBER for digits.
+        closing: Text after a call's arguments.
+        separator: Text between calls of a section; None: a section has one call.
+        end: Text after the last call of a section.
     """
 
     begin: str
@@ -50,13 +50,13 @@ def auto_guide(
 ) -> str:
     """Return a Lark grammar for free text with calls in it.
 
-        Args:
-            grammar: The model's format.
-            tools: Schemas of parameters, by name.
-    strict: Tools whose arguments must match their schema; others take any object.
-            tokens: Marks that are one token, with its id.
-            max_calls: 1: at most one call; None: any number.
-            thinking: Marks of the model's reasoning, where they may come first.
+    Args:
+        grammar: The model's format.
+        tools: Schemas of parameters, by name.
+        strict: Tools whose arguments must match their schema; others take any object.
+        tokens: Marks that are one token, with its id.
+        max_calls: 1: at most one call; None: any number.
+        thinking: Marks of the model's reasoning, where they may come first.
     """
     strict = frozenset(strict)
     spell = _Speller(tokens)

@@ -26,8 +26,8 @@ class LiteralError(ValueError):
 class Literals:
     """Parses a text's literals one by one.
 
-        Attributes:
-    position: Index of the next character.
+    Attributes:
+        position: Index of the next character.
     """
 
     def __init__(self, text: str, quote: str = "") -> None:

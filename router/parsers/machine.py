@@ -33,10 +33,10 @@ _SPACE = re.compile(r"\s*")
 class Call:
     """A call as parsed by a format.
 
-        Attributes:
-            name: The tool.
-            arguments: JSON text of an object.
-    call_id: The model's own id of the call, if any.
+    Attributes:
+        name: The tool.
+        arguments: JSON text of an object.
+        call_id: The model's own id of the call, if any.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Call:
 class Offer:
     """What a request offers the model.
 
-        Attributes:
-            tools: JSON schema of the parameters of each tool, by name.
-    max_calls: Further calls, and all text after them, are dropped; None: no limit.
-            is_thinking: The prompt has opened the reasoning.
+    Attributes:
+        tools: JSON schema of the parameters of each tool, by name.
+        max_calls: Further calls, and all text after them, are dropped; None: no limit.
+        is_thinking: The prompt has opened the reasoning.
     """
 
     tools: Mapping[str, Schema]
@@ -107,12 +107,12 @@ class Machine:
     # Output of scripts.
 
     def text(self, text: str) -> None:
-        """Emits content."""
+        """Emit content."""
         if not self._is_full:
             self._events.append(TextDelta(text))
 
     def reasoning(self, text: str) -> None:
-        """Emits reasoning."""
+        """Emit reasoning."""
         if not self._is_full:
             self._events.append(ReasoningDelta(text))
 
@@ -121,11 +121,11 @@ class Machine:
         self._events.append(CallBegin(self._num_calls, name))
 
     def arguments(self, text: str) -> None:
-        """Emits more of the open call's arguments."""
+        """Emit more of the open call's arguments."""
         self._events.append(CallArguments(self._num_calls, text))
 
     def close_call(self) -> None:
-        """Ends the open call."""
+        """End the open call."""
         self._events.append(CallEnd(self._num_calls))
         self._num_calls += 1
 
@@ -156,11 +156,11 @@ class Machine:
     # Input of scripts.
 
     def text_until(self, *markers: str) -> Steps[str | None]:
-        """Emits content up to the first of `markers`; see `copy_until`."""
+        """Emit content up to the first of `markers`; see `copy_until`."""
         return (yield from self.copy_until(self.text, *markers))
 
     def copy_until(self, emit: Callable[[str], None], *markers: str) -> Steps[str | None]:
-        """Emits text up to the first of `markers`, which is consumed and returned; None at the end.
+        """Emit text up to the first of `markers`, which is consumed and returned; None at the end.
 
         White space before a marker is left out. No marker may begin with another.
         """

@@ -11,10 +11,10 @@ from router.parsers.machine import Machine, Script, Steps
 class ThinkTags:
     """How a model marks its reasoning.
 
-        Attributes:
-            opening: Written by the model, or by the template at the end of the prompt.
-            closing: Ends it.
-    is_always_open: The model reasons first even without an opening tag (DeepSeek R1).
+    Attributes:
+        opening: Written by the model, or by the template at the end of the prompt.
+        closing: Ends it.
+        is_always_open: The model reasons first even without an opening tag (DeepSeek R1).
     """
 
     opening: str

@@ -1,1 +1,1 @@
-"""The way of a request through the router: validate, tokenize, choose a cell, submit, relay."""
+"""A request's path through the router: validate, tokenize, choose a cell, submit, relay."""

@@ -1,7 +1,7 @@
 """The schedulers that this router submits to. A cell is one scheduler with its workers; usually there is one.
 
-Where there are several, requests that begin alike go to the same cell, because it has their prefix cached, unless that
-cell is clearly busier than the least busy one.
+With several cells, requests with the same prefix go to the same cell, which has it cached, unless that cell is clearly
+busier than the least busy one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _PREFIX_TOKENS = 64
-# How much busier than the least busy cell the one with the prefix may be.
+# Load that the cell with the prefix may have above the least busy one.
 _BUSY_FACTOR, _BUSY_MARGIN = 1.25, 8
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _TRY_TIMEOUT_S = 5.0
-# A busy scheduler whose handler is cut off at the call's deadline says CANCELLED before the deadline passes here.
+# A busy scheduler may return CANCELLED at the call's deadline, before the deadline passes here.
 _TRIED_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -38,13 +38,13 @@ class Cell:
 
     Attributes:
         name: Its address.
-        stub: Its calls that requests need, and those that say whether they would be answered.
-        watch_stub: All others, over a connection of their own: watchers cannot fill that of requests.
-        load: Requests it has or will have, by its last word and what was submitted since.
-        features: What its workers can do; None while that is not known.
-        is_up: Whether it answered last.
-        has_workers: Whether it had any when it answered last.
-        is_gone: It is no longer found, and takes nothing more.
+        stub: Calls of requests, and those that show whether requests would be answered.
+        watch_stub: All other calls, over a separate connection, so that watchers cannot fill that of requests.
+        load: Its requests, from its last report and what was submitted since.
+        features: Features of its workers; None if unknown.
+        is_up: Whether its last poll succeeded.
+        has_workers: Whether it had workers at its last successful poll.
+        is_gone: It is no longer discovered, and gets no more requests.
     """
 
     def __init__(self, name: str, max_message_bytes: int, tls: Tls | None = None, server_name: str = "") -> None:
@@ -60,7 +60,7 @@ class Cell:
         self.is_gone = False
 
     async def poll(self) -> None:
-        """Asks for its load and features."""
+        """Poll its load and features."""
         try:
             loads = await self.stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=_POLL_S)
             info = await self.stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=_POLL_S)
@@ -70,21 +70,21 @@ class Cell:
         self.is_up = True
         self.has_workers = any(cell.num_blocks for cell in loads.cells)
         self.load = sum(cell.num_running_requests + cell.num_queued_requests for cell in loads.cells)
-        # None while no worker has joined: what it cannot do it will say itself.
+        # None until a worker joins; the scheduler then rejects unsupported features itself.
         self.features = frozenset(info.features) or None
 
     async def submit(
         self, request: generation_pb2.GenerateRequest, give_up_at: float, deadline: float | None
     ) -> scheduler_pb2.SubmitResponse:
-        """Hands a request over; while the scheduler cannot be reached, again and again, since Submit is idempotent.
+        """Submit a request, with retries while the scheduler is unreachable, since Submit is idempotent.
 
         Args:
             request: Checked and normalized.
-            give_up_at: Loop time after which it is not tried again.
-            deadline: Loop time of the request's deadline, from which its timeout is filled at each try.
+            give_up_at: Loop time of the last retry.
+            deadline: Loop time of the request's deadline, from which each attempt's timeout is computed.
 
         Raises:
-            MidstreamError: What the scheduler says; UnavailableError where it cannot be reached; DeadlineError.
+            MidstreamError: The scheduler's error; UnavailableError if it is unreachable; DeadlineError.
         """
         loop = asyncio.get_running_loop()
         attempt, delay = 0, _FIRST_RETRY_S
@@ -117,13 +117,13 @@ class Cell:
             delay = min(2 * delay, _LAST_RETRY_S)
 
     async def close(self) -> None:
-        """Closes the channels."""
+        """Close the channels."""
         await self._channel.close()
         await self._watch_channel.close()
 
 
 class Cells:
-    """All cells that can be found."""
+    """All discovered cells."""
 
     def __init__(self, targets: str, max_message_bytes: int, tls: Tls | None = None) -> None:
         self.cells: dict[str, Cell] = {}
@@ -133,7 +133,7 @@ class Cells:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Keeps loads up to date until cancelled."""
+        """Poll the cells until cancelled."""
         discovering = asyncio.create_task(self._discovery.run())
         try:
             while True:
@@ -144,7 +144,7 @@ class Cells:
             await asyncio.gather(*(cell.close() for cell in self.cells.values()))
 
     def choose(self, token_ids: Sequence[int], cache_salt: str) -> Cell:
-        """The cell for a prompt.
+        """Return the cell for a prompt.
 
         Raises:
             UnavailableError: There is none.
@@ -159,7 +159,7 @@ class Cells:
         return favourite if favourite.load <= _BUSY_FACTOR * least.load + _BUSY_MARGIN else least
 
     def any(self) -> Cell:
-        """A cell that is up, for questions that each can answer.
+        """Return a cell that is up, for calls that any cell can answer.
 
         Raises:
             UnavailableError: There is none.
@@ -171,11 +171,11 @@ class Cells:
 
     @property
     def features(self) -> frozenset[str]:
-        """What the workers of a cell that is up can do; empty where that is not known."""
+        """Return the features of the workers of a cell that is up; empty if unknown."""
         return next((cell.features for cell in self.cells.values() if cell.is_up and cell.features), frozenset())
 
     async def abort(self, request_id: str, *, only_if_unread: bool = False) -> bool:
-        """Ends a request wherever it is, with `only_if_unread` unless somebody reads it; whether it was running.
+        """Abort a request in any cell, with `only_if_unread` only if nobody reads it; return whether it was running.
 
         Raises:
             MidstreamError: No cell has it, and some cell did not answer.
@@ -202,12 +202,12 @@ class Cells:
 
 
 async def _leave(cell: Cell) -> None:
-    """Closes a cell once no try of a call to it can be under way; it would be cancelled, as if its client had left."""
+    """Close a cell once no call to it can be in flight; closing earlier would cancel the call."""
     cell.is_gone = True
     await asyncio.sleep(2 * _TRY_TIMEOUT_S)
     await cell.close()
 
 
 def _affinity(name: str, prefix: Sequence[int], cache_salt: str) -> bytes:
-    """Rendezvous hashing: when a cell comes or goes, only its own prefixes move."""
+    """Return a rendezvous hash: when a cell is added or removed, only its own prefixes move."""
     return hashlib.blake2b(f"{name}\0{cache_salt}\0{list(prefix)}".encode(), digest_size=8).digest()

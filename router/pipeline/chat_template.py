@@ -1,7 +1,7 @@
-"""Renders a model's chat template: Jinja from a model folder, which is not trusted.
+"""Renders a model's chat template: untrusted Jinja from the model folder.
 
-It runs in processes of its own (template_renderer.py), which have little memory, no files and no network. One that
-takes too long or dies is replaced; its conversation is refused, and no other is disturbed.
+It runs in separate processes (template_renderer.py) with little memory, no files and no network. One that times out or
+dies is replaced; its conversation is rejected, and no other is affected.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.python_process import python_command, python_environment
 from router.pipeline.template_renderer import CPU_LIMIT_S, LENGTH, MAX_OUTPUT_CHARACTERS
 
-# A guard for the case that a process waits instead of computing; its own limit is of CPU time.
+# For a process that blocks instead of computing; its own limit is CPU time.
 _WALL_LIMIT_S = 20.0
 _MAX_TEMPLATE_CHARACTERS = 1 << 20
 _MAX_ANSWER_BYTES = 12 * MAX_OUTPUT_CHARACTERS
 
 
 class _BrokenError(Exception):
-    """The process died, or was ended because it took too long."""
+    """The process died, or was killed after a timeout."""
 
 
 class ChatTemplate:
-    """A chat template and the processes that render it; safe to use from several threads, each of which has its own."""
+    """A chat template and the processes that render it; thread-safe, one process per thread."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], num_processes: int = 1) -> None:
-        """Compiles it.
+        """Compile the template.
 
         Args:
             source: Jinja.
             tokens: Variables such as `bos_token` that templates expect.
-            num_processes: Conversations that are rendered at once.
+            num_processes: Conversations rendered concurrently.
 
         Raises:
             ConfigError: It does not compile.
@@ -48,7 +48,7 @@ class ChatTemplate:
             raise ConfigError("the chat template is too large", field="model")
         self._source = source
         self._tokens = dict(tokens)
-        # None: is started when it is needed.
+        # None: started on demand.
         self._processes: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(num_processes - 1):
             self._processes.put(None)
@@ -65,10 +65,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt text of a conversation. Waits for a process.
+        """Return the prompt text of a conversation; blocks until a process is free.
 
         Raises:
-            InvalidArgumentError: The template refuses the conversation, fails on it, or passes its limits.
+            InvalidArgumentError: The template rejects the conversation, fails, or exceeds its limits.
         """
         values: dict[str, object] = {**self._tokens, **(variables or {})}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
@@ -89,7 +89,7 @@ class ChatTemplate:
         return answer["text"]
 
     def close(self) -> None:
-        """Ends the processes that are idle."""
+        """Stop the idle processes."""
         with contextlib.suppress(queue.Empty):
             while True:
                 process = self._processes.get_nowait()
@@ -98,15 +98,15 @@ class ChatTemplate:
 
 
 class _Process:
-    """A renderer. Not for several threads at once."""
+    """A renderer process; not thread-safe."""
 
     def __init__(self, source: str) -> None:
-        """Starts it and has it compile `source`.
+        """Start the process and compile `source`.
 
         Raises:
             _BrokenError: That failed.
         """
-        # Nothing of this process's environment: keys and tokens may be in it.
+        # Without this process's environment, which may hold keys and tokens.
         environment = python_environment({"PATH": os.environ.get("PATH", "")})
         self._process = subprocess.Popen(
             python_command("router.pipeline.template_renderer"),
@@ -125,10 +125,10 @@ class _Process:
             raise
 
     def ask(self, message: Mapping[str, object]) -> dict[str, str]:
-        """The answer to a message.
+        """Send a message and return the answer.
 
         Raises:
-            _BrokenError: There is none; close it.
+            _BrokenError: No answer; close the process.
         """
         assert self._process.stdin is not None
         body = json.dumps(message).encode()
@@ -159,13 +159,13 @@ class _Process:
         return bytes(data)
 
     def _end(self) -> str:
-        """Why it ended."""
+        """Return why it ended."""
         if self._process.wait() == -signal.SIGPROF:
             return f"takes longer than {CPU_LIMIT_S:g} s"
         return "crashed its process"
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

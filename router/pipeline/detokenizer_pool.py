@@ -1,7 +1,7 @@
 """The detokenizers that this router uses, one stream to each.
 
-A request's output comes from one of them, the one with the fewest attached. When a detokenizer dies, every ClientStream
-on it is failed with UNAVAILABLE, and whoever runs the request attaches it to another at the offset it has reached.
+Each request is attached to the one with the fewest streams. When a detokenizer dies, its ClientStreams fail with
+UNAVAILABLE, and the requests' owners attach them to another at the offsets reached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from router.pipeline.streams import ClientStream
 
 _CONNECT_TIMEOUT_S = 2.0
 _REFUSAL_S = 0.5
-# A detokenizer answers in milliseconds; one that stands still is left for another as soon as that is certain.
+# A detokenizer responds within milliseconds; a stalled one is replaced quickly.
 _SILENCE_S = 3.0
 _Call = grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]
 
@@ -33,8 +33,8 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
     """The stream to one detokenizer; while it is open, requests can be attached.
 
     Attributes:
-        streams: What is attached, by number.
-        refuses_until: Loop time until which it is the last choice.
+        streams: Attached streams, by number.
+        refuses_until: Loop time until which it is used only as a last resort.
     """
 
     batch_class = pb.StreamBatch
@@ -55,7 +55,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         self._numbers = itertools.count(1)
 
     def attach(self, stream: ClientStream) -> int:
-        """Asks for a request's output from where `stream` is; returns the number to detach it by."""
+        """Attach a request at the offsets of `stream`; return the number to detach it by."""
         number = next(self._numbers)
         self.streams[number] = stream
         attach = pb.StreamAttach(
@@ -68,7 +68,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         return number
 
     def detach(self, number: int) -> None:
-        """Asks for no more."""
+        """Detach a stream."""
         if self.streams.pop(number, None) is not None and self.is_open:
             self._send(pb.StreamCommand(detach=pb.StreamDetach(stream=number)))
 
@@ -98,7 +98,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
                 del streams[item.stream]
                 error = from_proto(item.error)
                 if isinstance(error, UnavailableError):
-                    # It drains, or has lost its scheduler: others go first for a while.
+                    # It is draining or lost its scheduler: prefer others for a while.
                     self.refuses_until = asyncio.get_running_loop().time() + _REFUSAL_S
                 stream.fail(error)
 
@@ -109,7 +109,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
 
 
 class Attachment:
-    """Where a ClientStream's output comes from."""
+    """The detokenizer that a ClientStream is attached to."""
 
     __slots__ = ("_number", "link")
 
@@ -118,17 +118,17 @@ class Attachment:
         self._number = number
 
     def detach(self) -> None:
-        """Asks for no more; harmless when it has ended."""
+        """Detach the stream; no effect if it has ended."""
         self.link.detach(self._number)
 
 
 class DetokenizerPool:
-    """All detokenizers that can be found."""
+    """All discovered detokenizers."""
 
     def __init__(
         self, targets: str, max_message_bytes: int, tls: Tls | None = None, *, transport: str = "grpc"
     ) -> None:
-        """`transport` is as in the configuration."""
+        """`transport` is the setting's value."""
         self._transport = transport
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -140,11 +140,11 @@ class DetokenizerPool:
 
     @property
     def num_live(self) -> int:
-        """Detokenizers that can be used now."""
+        """Number of detokenizers that are available."""
         return sum(link.is_open for link in self.links.values())
 
     async def run(self) -> None:
-        """Keeps the links until cancelled."""
+        """Keep the links connected until cancelled."""
         try:
             await self._discovery.run()
             await asyncio.Event().wait()
@@ -154,18 +154,18 @@ class DetokenizerPool:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def attach(self, stream: ClientStream, *, avoid: DetokenizerLink | None = None) -> Attachment:
-        """Attaches to the live detokenizer with the fewest streams, waiting until there is one.
+        """Attach to the live detokenizer with the fewest streams; wait until there is one.
 
         Args:
-            stream: What to attach, at the offsets it has reached.
-            avoid: A detokenizer to take only where there is no other.
+            stream: The stream, attached at the offsets that it has reached.
+            avoid: A detokenizer to use only if there is no other.
         """
         while True:
             live = [link for link in self.links.values() if link.is_open]
             now = asyncio.get_running_loop().time()
             live = [link for link in live if link is not avoid and link.refuses_until <= now] or live
             if live:
-                # Equals take turns.
+                # Round robin among equals.
                 self._turn += 1
                 start = self._turn % len(live)
                 link = min(live[start:] + live[:start], key=lambda link: len(link.streams))
@@ -175,7 +175,7 @@ class DetokenizerPool:
 
     def _set_targets(self, targets: list[str]) -> None:
         for target in set(self.links) - set(targets):
-            # What is attached there is failed as the task ends.
+            # Its streams fail as the task ends.
             del self.links[target]
             self._tasks.pop(target).cancel()
         for target in targets:

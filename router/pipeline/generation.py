@@ -1,14 +1,14 @@
-"""A request's way through the router; every front door becomes this.
+"""A request's path through the router, shared by all APIs.
 
-1. `start` checks the request, makes its prompt into token ids, fills what is unset, and picks a cell.
-2. The cell's scheduler takes it (Submit, tried again within the deadline while the scheduler is away).
-3. A live detokenizer is asked for its output, which gathers in a ClientStream.
-4. The front door takes chunks. When the detokenizer is lost, the next `take` attaches at another, at the offset
-   reached; when the scheduler has forgotten the request, it is submitted again, and since its output is a function of
-   its contents and seed, the stream goes on where it was.
-5. When the client leaves before the end and does not come back at once, the request is aborted, unless it is detached.
+1. `start` checks the request, tokenizes its prompt, fills unset fields, and chooses a cell.
+2. The cell's scheduler accepts it (Submit, retried within the deadline while the scheduler is unreachable).
+3. It is attached to a live detokenizer, whose output collects in a ClientStream.
+4. The API takes chunks. When the detokenizer is lost, the next `take` attaches to another at the offset reached; when
+   the scheduler has lost the request, it is submitted again, and since its output is a function of its contents and
+   seed, the stream continues from the same offset.
+5. When the client disconnects before the end and does not soon return, the request is aborted, unless it is detached.
 
-The router holds nothing that cannot be had again: `resume` enters at step 3 with a request id and an offset.
+The router holds no state that cannot be recovered: `resume` enters at step 3 with a request id and an offset.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from router.pipeline.virtual_tokens import put_table_first, take_embeddings
 logger = logging.getLogger(__name__)
 
 _REATTACH_S = 0.05
-# How long a client whose connection is gone may take to come back.
+# How long a disconnected client may take to reconnect.
 _RETURN_S = 0.5
 
 
 class Generation:
-    """A request that runs, or a finished one that is read again.
+    """A running request, or a finished one that is read again.
 
     Attributes:
         request_id: The request's id.
@@ -83,7 +83,7 @@ class Generation:
         self._num_failures = 0  # since the last output
 
     async def take(self) -> list[Chunk]:
-        """The next output, at least one chunk; the final one comes last, and after it nothing may be taken.
+        """Return the next output, at least one chunk; must not be called after the final chunk.
 
         Raises:
             MidstreamError: The stream cannot go on.
@@ -103,7 +103,7 @@ class Generation:
                 return chunks
 
     async def _attach(self, avoid: Attachment | None = None) -> None:
-        """Asks a detokenizer for the output from where the stream is."""
+        """Attach the stream to a detokenizer at its current offset."""
         try:
             async with asyncio.timeout_at(self._runner.give_up_at(self._deadline)):
                 link = avoid.link if avoid else None
@@ -112,7 +112,7 @@ class Generation:
             raise UnavailableError("no detokenizer is reachable") from None
 
     async def _recover(self, error: UnavailableError | NotFoundError) -> None:
-        """Attaches at another detokenizer, and submits again what its scheduler has forgotten."""
+        """Attach to another detokenizer, and resubmit the request if its scheduler lost it."""
         now = asyncio.get_running_loop().time()
         if not self._num_failures:
             self._give_up_at = self._runner.give_up_at(self._deadline)
@@ -131,13 +131,13 @@ class Generation:
         await self._attach(avoid=lost)
 
     def close(self, *, abort: bool) -> None:
-        """The client has its output, or has left; with `abort` a request that is not detached ends."""
+        """Release the stream; with `abort`, abort the request unless it is detached."""
         if self._attachment is not None:
             self._attachment.detach()
         if self._is_reading:
             self._is_reading = False
             self._runner.readers.leave(self.request_id)
-        # A deadline that has passed is the scheduler's to tell.
+        # The scheduler reports a passed deadline.
         is_late = self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline
         if abort and not is_late and not self.stream.is_final and self._request and not self._request.detached:
             self._runner.abort_soon(self.request_id)
@@ -147,8 +147,8 @@ class Runner:
     """Runs requests on the cells and detokenizers of this router.
 
     Attributes:
-        readers: Clients that wait for a request's output, or for its scheduler to take it.
-        adapter_root: Folder under which adapters may be loaded by path; empty: nowhere.
+        readers: Clients that wait for a request's output, or for its scheduler to accept it.
+        adapter_root: Folder from which adapters may be loaded by path; empty: disabled.
     """
 
     def __init__(
@@ -170,15 +170,15 @@ class Runner:
 
         Args:
             model: What is served.
-            prompts: Makes token ids of what clients send.
+            prompts: Converts requests' inputs to token ids.
             cells: Schedulers.
             pool: Detokenizers.
             max_pending_bytes: Bytes that may wait for one slow reader.
-            unavailable_timeout_s: How long a part that is away is waited for where there is no deadline.
-            max_tensor_bytes: Bytes of tensors that one request may ask for.
-            sampling_defaults: Fill what requests leave unset.
+            unavailable_timeout_s: How long to wait for an unreachable part if there is no deadline.
+            max_tensor_bytes: Limit on a request's output tensors.
+            sampling_defaults: Defaults of unset sampling parameters.
             share_prefix_cache: Whether authenticated clients share prefixes.
-            adapter_root: Folder under which requests may name adapters by path; empty: nowhere.
+            adapter_root: Folder from which requests may name adapters by path; empty: disabled.
         """
         self.model = model
         self.cells = cells
@@ -198,15 +198,15 @@ class Runner:
     async def start(
         self, request: pb.GenerateRequest, timeout_s: float | None, on_overflow: Callable[[], None] = lambda: None
     ) -> Generation:
-        """Runs a request; `request` is changed to what the scheduler gets.
+        """Start a request; `request` is normalized in place, into what the scheduler gets.
 
         Args:
-            request: As it came from the client.
-            timeout_s: Time left by the call's deadline.
+            request: As received from the client.
+            timeout_s: Time left until the call's deadline.
             on_overflow: Called when the client reads too slowly; its next `take` raises.
 
         Raises:
-            MidstreamError: The request is refused.
+            MidstreamError: The request is rejected.
         """
         timeout_s = _shorter(timeout_s, request.timeout_ms / 1000 if request.HasField("timeout_ms") else None)
         if timeout_s is not None and timeout_s <= 0:
@@ -221,7 +221,7 @@ class Runner:
         try:
             check_supported(request, cell.features)
         except (InvalidArgumentError, UnavailableError, UnsupportedError):
-            # A worker that can do it may have registered since the last poll.
+            # A worker with the feature may have registered since the last poll.
             await cell.poll()
             check_supported(request, cell.features)
         check_tensors(request, self.model, self._max_tensor_bytes)
@@ -232,7 +232,7 @@ class Runner:
             cell = await self.submit(cell, request, deadline)
         except BaseException as error:
             self.readers.leave(request.request_id)
-            # Where its client has left, the scheduler may have the request all the same.
+            # If the client disconnected, the scheduler may still have the request.
             if isinstance(error, asyncio.CancelledError) and not request.detached:
                 self.abort_soon(request.request_id)
             raise
@@ -247,10 +247,10 @@ class Runner:
         timeout_s: float | None,
         on_overflow: Callable[[], None] = lambda: None,
     ) -> Generation:
-        """The rest of a running or recently finished request.
+        """Attach to a running or recently finished request.
 
         Raises:
-            InvalidArgumentError: No request id, or one that cannot be.
+            InvalidArgumentError: The request id is missing or invalid.
         """
         if not request_id:
             raise InvalidArgumentError("must be set", field="request_id")
@@ -266,11 +266,11 @@ class Runner:
         return Generation(self, stream, deadline)
 
     def close(self) -> None:
-        """Ends what runs beside."""
+        """Cancel the background tasks."""
         self._grammars.close()
 
     async def submit(self, cell: Cell, request: pb.GenerateRequest, deadline: float | None) -> Cell:
-        """Hands the request to its scheduler, or to another where that one is gone; returns which has it."""
+        """Submit the request to its cell, or to another if that one is gone; return the cell that has it."""
         give_up_at = self.give_up_at(deadline)
         while True:
             try:
@@ -283,15 +283,15 @@ class Runner:
                 return cell
 
     def give_up_at(self, deadline: float | None) -> float:
-        """Loop time until which a part that is away now is waited for."""
+        """Return the loop time until which to wait for an unreachable part."""
         limit = asyncio.get_running_loop().time() + self._unavailable_timeout_s
         return limit if deadline is None else min(limit, deadline)
 
     def abort_soon(self, request_id: str) -> None:
-        """Aborts a request whose client left, without waiting for it.
+        """Abort a request whose client disconnected, in the background.
 
-        A client whose connection was cut is back at once, over another one; so it is aborted a moment later, unless
-        somebody reads it then.
+        A client whose connection broke soon reconnects; so the request is aborted after a delay, and only if nobody
+        reads it then.
         """
         task = asyncio.create_task(self._abort(request_id))
         self._aborting.add(task)
@@ -304,11 +304,11 @@ class Runner:
         try:
             await self.cells.abort(request_id, only_if_unread=True)
         except MidstreamError as error:
-            # The scheduler ends it by itself when nobody has been attached for a while.
+            # The scheduler ends it itself when nobody has been attached for a while.
             logger.warning("abort failed: %s", error, extra={"request_id": request_id})
 
     async def _normalize(self, request: pb.GenerateRequest) -> None:
-        """Fills what is unset: after it the input is token ids, and the same request gives the same contents."""
+        """Tokenize the input and fill unset fields, deterministically."""
         kind = request.WhichOneof("input") or "input"
         take_embeddings(request, self.model)
         token_ids = put_table_first(request, await self._prompts.token_ids(request), self.model)
@@ -328,7 +328,7 @@ class Runner:
         request.model = self.model.name
         fill_sampling(request.sampling, self._sampling_defaults)
         if not request.sampling.HasField("seed"):
-            # Drawn from the id, so that the same request sent to another router has the same contents.
+            # Derived from the id, so that another router gives the same request the same contents.
             digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
             request.sampling.seed = int.from_bytes(digest, "little")
         if not request.arrival_time_unix_ns:

@@ -1,7 +1,6 @@
 """Checks guides before their requests are scheduled, in an isolated process with limits of time and memory.
 
-A guide that cannot be compiled, or not within the limits, is the client's fault. What was found is kept for the most
-recent guides.
+A guide that does not compile within the limits is the client's error. Results of the most recent guides are cached.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ KINDS = {
 
 
 class GrammarChecker:
-    """Checks one guide after another; the process is started with the first one.
+    """Checks guides one by one; the process is started with the first.
 
     Attributes:
-        num_checked: Guides whose outcome is kept.
+        num_checked: Number of cached results.
     """
 
     def __init__(self, folder: ModelFolder, *, limit_s: float = LIMIT_S) -> None:
@@ -44,21 +43,21 @@ class GrammarChecker:
 
     @property
     def num_checked(self) -> int:
-        """Guides whose outcome is kept."""
+        """Number of cached results."""
         return len(self._checked)
 
     def close(self) -> None:
-        """Ends thread and process."""
+        """Stop the thread and the process."""
         self._thread.shutdown(cancel_futures=True)
         self._drop()
 
     async def check(self, config: pb.GuidedDecodingConfig) -> None:
-        """Returns where the guide can be followed.
+        """Check that the guide compiles.
 
         Raises:
-            InvalidArgumentError: It cannot be compiled, or not within the limits.
-            OverloadedError: Too many guides wait to be checked.
-            UnsupportedError: The library for grammars is not installed here.
+            InvalidArgumentError: It does not compile within the limits.
+            OverloadedError: Too many guides are waiting.
+            UnsupportedError: The grammar library is not installed.
         """
         guide = Guide(KINDS[config.guide_type], config.guide)
         problem = self._checked.get(guide)

@@ -1,7 +1,7 @@
-"""Idempotency keys: a call that is sent again with its key attaches to what the first one started.
+"""Idempotency keys: a call repeated with the same key attaches to the request that the first one started.
 
-The key makes the request's id, and Submit is idempotent on that. The request is detached, as its client may come back
-after its connection broke, and it is kept for a day.
+The request's id is derived from the key, and Submit is idempotent on the id. The request is detached, since its client
+may return after its connection broke, and it is kept for a day.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEEP_S = 24 * 3600
 
 
 def check_key(key: str | None) -> str:
-    """Return a key as it came; empty for none.
+    """Return a valid key unchanged; empty for none.
 
     Raises:
         InvalidArgumentError: It is empty or too long.
@@ -37,12 +37,12 @@ def key_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def request_id_of(key: str, call: str) -> str:
-    """Return the id of the request that a key stands for; `call` tells apart one key at several methods."""
+    """Return the request id of a key; `call` separates the keys of different methods."""
     return hashlib.blake2b(f"{call}\0{key}".encode(), digest_size=16).hexdigest()
 
 
 def make_repeatable(request: pb.GenerateRequest, request_id: str) -> None:
-    """Make a request that is found again by its key.
+    """Derive a request's id from its key.
 
     Raises:
         InvalidArgumentError: It has an id of its own.
@@ -53,20 +53,20 @@ def make_repeatable(request: pb.GenerateRequest, request_id: str) -> None:
 
 
 def check_no_id(request_id: str) -> None:
-    """Raise InvalidArgumentError where a request has an id of its own."""
+    """Raise InvalidArgumentError if a request has its own id."""
     if request_id:
         raise InvalidArgumentError(f"must not be set together with {_FIELD}", field="request_id")
 
 
 def keep(request: pb.GenerateRequest) -> None:
-    """Let a request go on when its client leaves, and keep it when it has ended."""
+    """Detach a request from its client, and keep it after its end."""
     request.detached = True
     request.keep_s = max(request.keep_s, _KEEP_S)
 
 
 @contextlib.contextmanager
 def naming_key(key: str) -> Iterator[None]:
-    """Say of a request id that is taken that the key is: not to be tried again.
+    """Convert a conflict of request ids into an error about the key, which is not retried.
 
     Raises:
         InvalidArgumentError: The key belongs to another request.

@@ -1,4 +1,4 @@
-"""Requests that schedulers know, also finished ones that are kept: what they are, and deleting them."""
+"""Looks up and deletes requests at the schedulers, including finished ones that are kept."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _T = TypeVar("_T")
 
 
 class KeptRequests:
-    """Asks all cells; an authenticated caller finds its own requests alone."""
+    """Kept requests of all cells; an authenticated caller finds only its own."""
 
     def __init__(self, cells: Cells, unavailable_timeout_s: float) -> None:
-        """`unavailable_timeout_s`: how long a scheduler that is away is waited for."""
+        """`unavailable_timeout_s`: how long to wait for an unreachable scheduler."""
         self._cells = cells
         self._unavailable_timeout_s = unavailable_timeout_s
 
     async def get(self, request_id: str) -> scheduler_pb2.GetRequestResponse:
-        """Return a request, by the caller's name for it.
+        """Return a request by the caller's id of it.
 
         Raises:
             NotFoundError: No cell has it.
-            UnavailableError: No cell has it that answers, and some do not.
+            UnavailableError: No cell that responds has it, and some do not respond.
         """
         query = scheduler_pb2.GetRequestRequest(request_id=current_caller.get().scope(request_id))
         return (await self._ask(lambda cell: cell.stub.GetRequest(query, timeout=_TRY_TIMEOUT_S)))[0]
 
     async def delete(self, request_id: str) -> None:
-        """End a request where it runs, and keep it no longer; errors as in `get`."""
+        """Abort a request if it runs, and delete it; errors as in `get`."""
         query = scheduler_pb2.DeleteRequestRequest(request_id=current_caller.get().scope(request_id))
         await self._ask(lambda cell: cell.stub.DeleteRequest(query, timeout=_TRY_TIMEOUT_S))
 
     async def _ask(self, call: Callable[[Cell], Awaitable[_T]]) -> Sequence[_T]:
-        """Return the answers of cells that have the request, at least one."""
+        """Return the responses of cells that have the request, at least one."""
         loop = asyncio.get_running_loop()
         give_up_at, delay = loop.time() + self._unavailable_timeout_s, _FIRST_RETRY_S
         while True:

@@ -1,12 +1,12 @@
-"""What every front door does with a request's output: take it, count it, and abort when its client leaves.
+"""A request's output, for all APIs: take it, count it, and abort when the client disconnects.
 
     async with await front.start(request, timeout_s) as output:
         while not output.is_final:
             for chunk in await output.take():
                 await write(chunk)
 
-While a write waits for the client, what comes is merged in `generation.stream`; past its limit the task that opened the
-output is cancelled, to get out of a write that the client does not take.
+While a write waits for the client, output is merged in `generation.stream`; past its limit the task that opened the
+output is cancelled, to interrupt the blocked write.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 class RouterMetrics:
-    """What clients of this router see.
+    """Metrics of this router's clients.
 
     Attributes:
-        num_tokens, num_ended: Tokens sent and requests ended so far, for the throughput line in the log.
+        num_tokens: Tokens sent so far, for the throughput log.
+        num_ended: Requests ended so far, for the throughput log.
     """
 
     def __init__(self, metrics: Metrics, *, logs_requests: bool = False) -> None:
@@ -51,7 +52,7 @@ class RouterMetrics:
         self.tokens: Counter = metrics.counter("relayed_tokens", "Tokens sent to clients.")
 
     def log_end(self, reason: str, duration_s: float, first_s: float | None, num_tokens: int) -> None:
-        """Write the access line of a request that has ended; the log's context names it."""
+        """Log an ended request; the log's context has its id."""
         self.num_ended += 1
         if logger.isEnabledFor(self._request_level):
             extra = {
@@ -64,7 +65,7 @@ class RouterMetrics:
 
 
 class Output:
-    """A request's output on its way to one client. Leaving it before the end means that the client has left.
+    """A request's output to one client; exiting before the end means that the client disconnected.
 
     Attributes:
         request_id: The request's id.
@@ -81,7 +82,7 @@ class Output:
         arrival: float | None = None,
         span: RequestSpan | None = None,
     ) -> None:
-        """`release` is called when the output is left."""
+        """`release` is called on exit."""
         self.request_id = request_id
         self.is_final = False
         self._generation = generation
@@ -96,10 +97,10 @@ class Output:
         self._span = span
 
     async def take(self) -> list[Chunk]:
-        """The next output, at least one chunk; the final one comes last.
+        """Return the next output, at least one chunk; the final one comes last.
 
         Raises:
-            MidstreamError: The stream cannot go on.
+            MidstreamError: The stream failed and cannot continue.
         """
         chunks = await self._generation.take()
         now = time.monotonic()
@@ -110,7 +111,7 @@ class Output:
         return chunks
 
     def raise_failure(self) -> None:
-        """After the final chunk: raises what ended the request, where that is not one of the ordinary reasons."""
+        """Raise the request's error, if any; to be called after the final chunk."""
         if self._end is None:
             return
         if self._end.finish_reason is FinishReason.DEADLINE:
@@ -158,11 +159,11 @@ class Output:
 
 
 class FrontDoor:
-    """Opens outputs, for whatever protocol the client speaks.
+    """Starts and resumes requests for all APIs.
 
     Attributes:
-        runner: The one path that requests take.
-        draining: Set while what runs is finished and nothing new is taken.
+        runner: The path of all requests.
+        draining: Set while running requests finish and new ones are rejected.
     """
 
     def __init__(
@@ -180,10 +181,10 @@ class FrontDoor:
         self._traces = traces
 
     async def start(self, request: pb.GenerateRequest, timeout_s: float | None) -> Output:
-        """Runs a request, of which nobody else holds a reference.
+        """Start a request; takes ownership of `request`.
 
         Raises:
-            MidstreamError: It is refused.
+            MidstreamError: It is rejected.
         """
         arrival, caller = time.monotonic(), current_caller.get()
         request_id = request.request_id or uuid.uuid4().hex
@@ -208,10 +209,10 @@ class FrontDoor:
     def resume(
         self, request_id: str, from_token: int, from_token_by_sequence: Sequence[int], timeout_s: float | None
     ) -> Output:
-        """The rest of a request.
+        """Resume a request's output.
 
         Raises:
-            InvalidArgumentError: The request id is empty or cannot be.
+            InvalidArgumentError: The request id is empty or invalid.
             OverloadedError: The client has too many streams.
         """
         current_request_id.set(request_id)
@@ -221,12 +222,12 @@ class FrontDoor:
         return Output(request_id, generation, self._metrics, self.draining, release, span=span)
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request of the caller; whether it was running."""
+        """Abort a request of the caller; return whether it was running."""
         current_request_id.set(request_id)
         return await self.runner.cells.abort(current_caller.get().scope(request_id))
 
     def abort_soon(self, request_id: str) -> None:
-        """Ends a request of the caller, without waiting for it."""
+        """Abort a request of the caller in the background."""
         self.runner.abort_soon(current_caller.get().scope(request_id))
 
 

@@ -15,7 +15,7 @@ from protos import generation_pb2 as pb
 from router.pipeline.chat_template import ChatTemplate
 
 _T = TypeVar("_T")
-# A prompt of fewer characters is tokenized before the next loop iteration would have begun.
+# Shorter prompts are tokenized faster than a thread pool would return.
 _INLINE_CHARACTERS = 256
 
 
@@ -23,10 +23,10 @@ class PromptBuilder:
     """Renders and tokenizes the prompts of one model."""
 
     def __init__(self, folder: ModelFolder, num_threads: int) -> None:
-        """Loads tokenizer and chat template.
+        """Load tokenizer and chat template.
 
         Raises:
-            ConfigError: Either is damaged.
+            ConfigError: Either is invalid.
         """
         self.tokenizer = Tokenizer(folder.path)
         self._max_tokens = folder.max_sequence_length
@@ -39,17 +39,17 @@ class PromptBuilder:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stop the threads."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self._template is not None:
             self._template.close()
 
     async def token_ids(self, request: pb.GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of the request's input, at least one; a text's with those that the tokenizer adds, or without.
+        """Return the input's token ids, at least one; a text's with or without the tokenizer's special tokens.
 
         Raises:
             InvalidArgumentError: No input, an empty one, one that is too long, or a conversation that does not parse.
-            UnsupportedError: A conversation for a model without a chat template, or an input this version lacks.
+            UnsupportedError: A conversation for a model without a chat template, or an unknown kind of input.
         """
         kind = request.WhichOneof("input")
         if kind == "token_ids":
@@ -70,7 +70,7 @@ class PromptBuilder:
         return ids
 
     async def bad_word_ids(self, words: list[str]) -> list[list[int]]:
-        """Token sequences of words that may not appear: each as it is and with a space before it."""
+        """Return the token sequences of banned words: each word unchanged and with a space before it."""
 
         def encode() -> list[list[int]]:
             spellings = [spelling for word in words for spelling in (word, " " + word)]
@@ -97,11 +97,11 @@ class PromptBuilder:
             variables=variables,
         )
         self._check_length(text, "chat")
-        # The template writes the special tokens itself.
+        # The template adds the special tokens.
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _check_length(self, text: str, field: str) -> None:
-        """Refuses, before tokenizing, what is certainly longer than the model's context."""
+        """Reject, before tokenizing, text that must exceed the model's context."""
         if len(text) > self._max_tokens * self.tokenizer.longest_token:
             raise InvalidArgumentError(f"is longer than the model's context of {self._max_tokens} tokens", field=field)
 
@@ -114,7 +114,7 @@ def _message(message: pb.ChatMessage, index: int) -> dict[str, object]:
     if message.tool_calls_json:
         turn["tool_calls"] = _parse(message.tool_calls_json, list, f"{path}.tool_calls_json")
     if message.reasoning_content:
-        # gpt-oss's template calls it `thinking`.
+        # gpt-oss's template names it `thinking`.
         turn["reasoning_content"] = turn["thinking"] = message.reasoning_content
     if message.tool_call_id:
         turn["tool_call_id"] = message.tool_call_id
@@ -124,7 +124,7 @@ def _message(message: pb.ChatMessage, index: int) -> dict[str, object]:
 
 
 def _parse(text: str, kind: type[_T], field: str) -> _T | None:
-    """The JSON value in `text`, which must be of `kind`; None where it is empty."""
+    """Return the JSON value in `text`, which must be of `kind`; None if it is empty."""
     if not text:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Whether this router reaches the parts that requests need: health that answers while they time out misleads."""
+"""Health of the router: unhealthy if it cannot reach the parts that requests need."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 
 _LOOK_S = 0.5
-# A part that was killed is back sooner; meanwhile requests wait for it here.
+# A killed part restarts sooner; meanwhile requests wait here.
 UNREACHED_S = 10.0
 
 
 async def watch_reach(
     cells: Cells, pool: DetokenizerPool, progress: Progress, *, unreached_s: float = UNREACHED_S
 ) -> None:
-    """Keep a reason against health until each part has answered, and once it has not for `unreached_s`.
+    """Report the router unhealthy until each part has responded, and when one has not for `unreached_s`.
 
-    A scheduler answers when its loads come back over the connection that requests take; they tell of its workers.
+    A scheduler has responded when its loads arrive over the connection that requests use; they include its workers.
     """
     loop = asyncio.get_running_loop()
     seen = dict.fromkeys(("no scheduler answers", "no worker is connected", "no detokenizer answers"), -math.inf)

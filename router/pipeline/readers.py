@@ -6,7 +6,7 @@ from collections import Counter
 
 
 class Readers:
-    """Counts the clients of each request: one whose connection was cut is back before its first stream is given up."""
+    """Counts each request's clients: a client may reconnect before its first stream is dropped."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -15,11 +15,11 @@ class Readers:
         return request_id in self._counts
 
     def enter(self, request_id: str) -> None:
-        """A client is there."""
+        """Add a client."""
         self._counts[request_id] += 1
 
     def leave(self, request_id: str) -> None:
-        """It has left, or has all it came for."""
+        """Remove a client."""
         self._counts[request_id] -= 1
         if not self._counts[request_id]:
             del self._counts[request_id]

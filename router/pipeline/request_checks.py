@@ -31,7 +31,7 @@ MAX_DEFAULT_TOKENS = 16_384
 MAX_TOPK_LOGITS = 1024
 MAX_NGRAM_SIZE = 64
 MAX_KEEP_S = 366 * 24 * 3600
-MAX_DURATION_MS = 1 << 40  # 34 years; in nanoseconds and behind any time of day it fits into 64 bits
+MAX_DURATION_MS = 1 << 40  # 34 years; as nanoseconds added to the current time it fits into 64 bits
 
 _ADDITIONAL_OUTPUT = re.compile(r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[1-9]\d{0,3}")
 
@@ -68,7 +68,7 @@ _SAMPLING: dict[str, _Range] = {
     "length_penalty": _FINITE,
     "num_return_sequences": _Range(1, 128),
 }
-# Feature -> whether a request uses it. A worker names those it has.
+# Feature -> whether a request uses it. Workers report the features they have.
 FEATURES: dict[str, Callable[[pb.GenerateRequest], bool]] = {
     "beam_search": lambda request: request.sampling.beam_width > 1,
     "guided_decoding": lambda request: request.HasField("guided_decoding"),
@@ -114,7 +114,7 @@ def check_request(
     model: ModelFolder,
     max_beam_width: int = 16,
 ) -> None:
-    """Check all fields but the input's length and what only the workers know (`check_supported`).
+    """Check all fields but the input's length and what depends on the workers (`check_supported`).
 
     Args:
         request: As it came from the client.
@@ -123,7 +123,7 @@ def check_request(
 
     Raises:
         InvalidArgumentError: Names the field.
-        NotFoundError: Another model than the one that is served.
+        NotFoundError: The named model is not the served one.
     """
     for field in ("request_id", "client_id", "cache_salt", "logits_post_processor_name"):
         check_name(getattr(request, field), field)
@@ -145,29 +145,29 @@ def check_request(
 
 
 def check_model(name: str, model: ModelFolder) -> None:
-    """Raises NotFoundError unless `name` is empty or the served model's."""
+    """Raise NotFoundError unless `name` is empty or the served model's."""
     if name and name != model.name:
         raise NotFoundError(f"no model {name[:MAX_NAME]!r} here; this is {model.name!r}", field="model")
 
 
 def check_name(value: str, field: str) -> None:
-    """Raises InvalidArgumentError where a name is too long."""
+    """Raise InvalidArgumentError if a name is too long."""
     if len(value) > MAX_NAME:
         raise InvalidArgumentError(f"has {len(value)} characters; at most {MAX_NAME}", field=field)
 
 
 def check_adapter_path(path: str, root: str, field: str) -> None:
-    """Raise where the caller may not load an adapter from `path`, which does not depend on what is there.
+    """Raise if the caller may not load an adapter from `path`, whether it exists or not.
 
     Raises:
-        PermissionDeniedError: The caller is no admin.
-        InvalidArgumentError: Paths are not taken, or it is not below `root`.
+        PermissionDeniedError: The caller is not an admin.
+        InvalidArgumentError: Paths are disabled, or it is not below `root`.
     """
     current_caller.get().require(frozenset({Role.ADMIN}))
     if not root:
         reason = "adapter paths need --adapter-root; name a loaded adapter instead"
         raise InvalidArgumentError(reason, field=field)
-    # Where symbolic links lead is the workers' to check, whose files they are.
+    # Workers check symbolic links, since the files are theirs.
     if not PurePath(os.path.normpath(path)).is_relative_to(os.path.normpath(root)) or "\0" in path:
         raise InvalidArgumentError("is outside the adapter folder (--adapter-root)", field=field)
 
@@ -209,7 +209,7 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
 
 
 def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelFolder, field: str = "prompt") -> int:
-    """Output tokens that a sequence may have: what was asked for, as far as the model's context goes.
+    """Return the limit on a sequence's output tokens: the requested one, capped by the model's context.
 
     Raises:
         InvalidArgumentError: The prompt leaves no room for a token.
@@ -225,10 +225,10 @@ def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelF
 
 
 def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_bytes: int) -> None:
-    """Checks the tensors that a normalized request asks for.
+    """Check the size of the output tensors of a normalized request.
 
     Raises:
-        InvalidArgumentError: They are larger than is let through.
+        InvalidArgumentError: They exceed the limit.
     """
     num_bytes = tensor_bytes(request, len(request.token_ids.values), model.vocab_size, model.hidden_size)
     if num_bytes > max_tensor_bytes:
@@ -239,7 +239,7 @@ def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_by
 
 
 def check_sampling(sampling: pb.SamplingConfig, model: ModelFolder) -> None:
-    """Raise InvalidArgumentError, with the field's name, where a sampling parameter is out of range."""
+    """Raise InvalidArgumentError, with the field's name, if a sampling parameter is out of range."""
     for name, bounds in _SAMPLING.items():
         if sampling.HasField(name):  # type: ignore[arg-type]
             bounds.check(getattr(sampling, name), f"sampling.{name}")

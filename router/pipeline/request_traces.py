@@ -1,7 +1,7 @@
-"""The router's span of each traced request: what its client waited for.
+"""The router's span of each traced request, which covers the time that the client waits.
 
-The client's `traceparent` comes as gRPC metadata or as an HTTP header; `admit` and `TracedApp` keep it where the front
-door finds it. Without one, a share of the requests begins traces of its own.
+The client's `traceparent` comes as gRPC metadata or as an HTTP header; `admit` and `TracedApp` store it in a context
+variable. Of the requests without one, a share is sampled for new traces.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _client_parent: ContextVar[str] = ContextVar("client_parent", default="")
 
 
 class RequestTraces:
-    """Begins spans."""
+    """Starts spans."""
 
     def __init__(self, tracer: Tracer, ratio: float) -> None:
-        """`ratio` is the share, 0 to 1, of requests that are traced where their clients do not say."""
+        """`ratio` is the share, 0 to 1, of requests without a `traceparent` that are traced."""
         self._tracer = tracer
         self._ratio = ratio
 
     def begin(self, name: str, request_id: str) -> RequestSpan | None:
-        """A span of the request that the running task answers; None where it is not traced."""
+        """Start a span for the current task's request; None if it is not traced."""
         client = TraceParent.parse(_client_parent.get())
         if client is None:
             if random.random() >= self._ratio:
@@ -41,10 +41,10 @@ class RequestTraces:
 
 
 class RequestSpan:
-    """From a request's arrival to its last output.
+    """A span from a request's arrival to its last output.
 
     Attributes:
-        span: What the other parts' spans are children of.
+        span: Parent of the other parts' spans.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class RequestSpan:
         self._attributes: dict[str, str | int] = {"midstream.request_id": request_id}
 
     def note(self, event: str) -> None:
-        """Something happened now."""
+        """Record an event at the current time."""
         self._events.append((event, time.time_ns()))
 
     def end(self, final: Chunk | None, error: BaseException | None) -> None:
-        """It is over: with the final chunk, or because of an error; with neither the client has left."""
+        """End the span with the final chunk or an error; with neither, the client disconnected."""
         attributes, failure = self._attributes, ""
         if final is not None:
             attributes["gen_ai.response.finish_reason"] = final.finish_reason or ""
@@ -88,7 +88,7 @@ class RequestSpan:
 
 
 def remember_client(admit: Admit) -> Admit:
-    """`admit`, which also keeps the `traceparent` of gRPC calls."""
+    """Wrap `admit` to also store the `traceparent` of gRPC calls."""
 
     def admit_and_remember(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[], None] | None:
         release = admit(method, context)
@@ -103,7 +103,7 @@ def remember_client(admit: Admit) -> Admit:
 
 
 class TracedApp:
-    """An ASGI application; it keeps the `traceparent` of HTTP requests."""
+    """ASGI middleware that stores the `traceparent` of HTTP requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

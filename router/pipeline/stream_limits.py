@@ -1,4 +1,4 @@
-"""How many calls may be open at once, in all and for one client."""
+"""Limits on concurrent calls, in total and per client."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from midstream.rpc.errors import Admit
 from router.authentication import Authenticator, current_caller
 
 _RETRY_AFTER_MS = 1000
-# Of streams that only watch, and of calls that ask or control; none of them is a request.
+# For watch streams, and for query and control calls; requests are counted separately.
 _MAX_WATCHERS, _MAX_WATCHERS_PER_CLIENT = 256, 64
 _MAX_CONTROL_CALLS, _MAX_CONTROL_CALLS_PER_CLIENT = 1024, 128
-# Anybody may watch the health of a router, and a watch costs a few kilobytes.
+# Health watches need no credentials and cost a few kilobytes each.
 _MAX_HEALTH_WATCHES, _MAX_HEALTH_WATCHES_PER_CLIENT = 2048, 256
 _NATIVE, _OPENENGINE = "/midstream.v1.Midstream/", "/openengine.v1."
 _KSERVE = "/inference.GRPCInferenceService/"
-# Counted by the requests that they run.
+# Counted by their requests.
 _COUNTED_AS_REQUESTS = frozenset(
     {_NATIVE + "Generate", _NATIVE + "Resume", _OPENENGINE + "Inference/Generate", _KSERVE + "ModelInfer"}
 )
@@ -33,9 +33,9 @@ _COUNTED_AS_WATCHERS = frozenset(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     }
 )
-# The status feed counts it with those that watch over HTTP.
+# The status feed counts it, together with watchers over HTTP.
 _GET_STATUS = _NATIVE + "GetStatus"
-# One stream may hold any number of requests, and a client may abort all of its own at once.
+# One stream may carry any number of requests, and a client may abort all of its own at once.
 _COUNTED_AS_STREAMS = frozenset({_KSERVE + "ModelStreamInfer", _NATIVE + "Abort", _OPENENGINE + "Control/Abort"})
 
 
@@ -43,7 +43,7 @@ class StreamLimits:
     """Counts open streams.
 
     Attributes:
-        num_open: Streams that are open now.
+        num_open: Number of open streams.
     """
 
     def __init__(self, max_streams: int = 4096, max_streams_per_client: int = 1024) -> None:
@@ -53,14 +53,14 @@ class StreamLimits:
         self._open: Counter[str] = Counter()
 
     def take(self, client: str) -> Callable[[], None]:
-        """Counts a stream of `client`; what comes back ends it, once.
+        """Count a stream of `client`; return a callable that releases it, once.
 
         Raises:
-            OverloadedError: There are too many.
+            OverloadedError: The limit is reached.
         """
         if self.num_open >= self._max_streams:
             raise OverloadedError(
-                f"this router has {self.num_open}such streams, its limit; try another",
+                f"this router has {self.num_open} such streams, its limit; try another",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         if self._open[client] >= self._max_streams_per_client:
@@ -80,12 +80,12 @@ class StreamLimits:
 
 
 def watcher_limits() -> StreamLimits:
-    """Return the limits of streams that watch, of whatever protocol."""
+    """Return the limits on watch streams, over all protocols."""
     return StreamLimits(_MAX_WATCHERS, _MAX_WATCHERS_PER_CLIENT)
 
 
 class CallLimits:
-    """Counts the open gRPC calls of each kind, so that no client's fill what others need."""
+    """Counts open gRPC calls by kind, so that no client can exhaust the limit of others."""
 
     def __init__(self, watchers: StreamLimits, max_streams: int = 4096, max_streams_per_client: int = 1024) -> None:
         self._watchers = watchers
@@ -94,10 +94,10 @@ class CallLimits:
         self._health = StreamLimits(_MAX_HEALTH_WATCHES, _MAX_HEALTH_WATCHES_PER_CLIENT)
 
     def take(self, method: str) -> Callable[[], None] | None:
-        """Count a call of the current caller; what comes back ends it, where it is counted here.
+        """Count a call of the current caller; return a callable that releases it, if it is counted here.
 
         Raises:
-            OverloadedError: There are too many.
+            OverloadedError: The limit is reached.
         """
         if method in _COUNTED_AS_REQUESTS or method == _GET_STATUS:
             return None
@@ -112,7 +112,7 @@ class CallLimits:
 
 
 def admit_within(limits: CallLimits, authenticator: Authenticator) -> Admit:
-    """Return what lets a gRPC call in: of a known caller that may, while it has not too many."""
+    """Return the gRPC admission check: authentication, permission, and limits on open calls."""
 
     def admit(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> Callable[[], None] | None:
         authenticator.admit(method, context)

@@ -1,7 +1,7 @@
-"""What waits for one client: the newest output that it has not taken yet, merged.
+"""Pending output of one client, merged.
 
 There is no queue. While a client is slow its next message grows, one chunk per sequence; once more than
-`max_pending_bytes` wait, the stream is cut and nobody else notices.
+`max_pending_bytes` are pending, the stream is cut, without effect on others.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from midstream.extras import TensorCursor
 
 
 class ClientStream:
-    """Output of one request on its way to one client.
+    """Pending output of one request for one client.
 
     Attributes:
-        request_id: The request.
-        is_final: The final chunk has arrived (it may still wait to be taken).
-        overflowed: It was cut because the client reads too slowly.
+        request_id: The request's id.
+        is_final: The final chunk has arrived (it may still be pending).
+        overflowed: The stream was cut because the client reads too slowly.
     """
 
     __slots__ = (
@@ -38,7 +38,7 @@ class ClientStream:
         from_token_by_sequence: Sequence[int] = (),
         on_overflow: Callable[[], None] = lambda: None,
     ) -> None:
-        """The client has `from_token` tokens of each sequence, or those that `from_token_by_sequence` says."""
+        """The client already has `from_token` tokens of each sequence, or as many as `from_token_by_sequence` gives."""
         self.request_id = request_id
         self.is_final = False
         self.overflowed = False
@@ -55,17 +55,17 @@ class ClientStream:
 
     @property
     def from_token(self) -> int:
-        """Where sequences that have not begun are to be read from."""
+        """Start offset of sequences that have not begun."""
         return self._from_token
 
     @property
     def offsets(self) -> list[int]:
-        """Next offset of each sequence, up to the last that has begun; empty where none has."""
+        """Next offset of each sequence, up to the last that has begun; empty if none has."""
         size = max(self._offsets, default=-1) + 1
         return [self._offsets.get(index, self._from_token) for index in range(size)]
 
     def push(self, chunk: Chunk) -> None:
-        """Adds output; what the stream has already is dropped, and a gap is a reason to attach anew."""
+        """Add output; duplicates are dropped, and a gap fails the source, so that the stream is reattached."""
         index = chunk.sequence_index
         if chunk.extras is not None:
             chunk.extras = self._tensors[index].new(chunk.extras)
@@ -96,15 +96,15 @@ class ClientStream:
             self._wake()
 
     def fail(self, error: MidstreamError) -> None:
-        """The source of the output is gone; `take` raises once everything before is taken."""
+        """Fail the source of the output; `take` raises once all pending output is taken."""
         self._error = error
         self._wake()
 
     async def take(self) -> list[Chunk]:
-        """Everything that waits, at least one chunk; the final one last.
+        """Return all pending output, at least one chunk; the final one comes last.
 
         Raises:
-            MidstreamError: What `fail` was given. After UnavailableError, output may go on from another source.
+            MidstreamError: The error given to `fail`. After UnavailableError, another source may continue the output.
         """
         while not self._pending:
             if self._error is not None:
@@ -119,7 +119,7 @@ class ClientStream:
         return chunks
 
     def _take_error(self) -> MidstreamError:
-        # A local variable would make the error and its traceback a reference cycle, which keeps the call alive.
+        # A local variable would form a reference cycle with the traceback, which keeps the call alive.
         try:
             return self._error or UnavailableError("the source is gone")
         finally:

@@ -1,8 +1,8 @@
 """Run a model's chat template in a process of its own: `python -m router.pipeline.template_renderer`.
 
-Templates come with models, which are not trusted. Jinja's sandbox keeps them from Python's objects; this process keeps
-what gets past that from everything else: its memory and each rendering's CPU time are limited, it can open no file and
-no socket, and it writes no more than the limit. It is told the template once, then renders until its input ends.
+Templates come with models and are not trusted. Jinja's sandbox isolates them from Python's objects; this process
+contains sandbox escapes: its memory, output and CPU time per rendering are limited, and it can open no file and no
+socket. It reads the template once, then renders conversations until its input ends.
 
 Messages, each way: four bytes of length, then JSON.
 """
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 import jinja2
-import jinja2.debug  # Jinja imports it where something fails, when no file can be opened any more.
+import jinja2.debug  # Jinja imports it on errors, when files can no longer be opened.
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -46,7 +46,7 @@ class Renderer:
         self._template = environment.from_string(source)
 
     def render(self, variables: Mapping[str, object]) -> dict[str, str]:
-        """`text`, or what went wrong as `error`."""
+        """Return `text`, or the failure as `error`."""
         parts: list[str] = []
         size = 0
         try:
@@ -61,7 +61,7 @@ class Renderer:
         except MemoryError:
             parts.clear()
             return {"error": "uses too much memory"}
-        except Exception as error:  # noqa: BLE001 (whatever a template does, it is its own fault)
+        except Exception as error:  # noqa: BLE001 (a template may raise anything)
             return {"error": f"fails: {str(error)[:500] or type(error).__name__}"}
 
 
@@ -74,12 +74,12 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _to_json(value: object, *, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    # Jinja's own escapes for HTML, which a prompt is not.
+    # Jinja's own filter escapes HTML, which is wrong in a prompt.
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
 
 
 def _confine() -> None:
-    # What Jinja and Python load where something fails must be there before no file can be opened.
+    # Load what Jinja and Python import lazily on errors, before files can no longer be opened.
     Renderer("{% for m in messages %}{{ m.x.y | tojson }}{% endfor %}").render({"messages": [{}]})
     Renderer("{{ raise_exception('x') ~ strftime_now('%B') }}").render({})
     for limit, value in (
@@ -87,7 +87,7 @@ def _confine() -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_NOFILE, 0),  # those that are open stay so
+        (resource.RLIMIT_NOFILE, 0),  # open files are unaffected
     ):
         resource.setrlimit(limit, (value, value))
 
@@ -119,8 +119,8 @@ def _write(stream_number: int, message: Mapping[str, str]) -> None:
 
 
 def main() -> int:
-    """Renders until the input ends."""
-    # Only the kernel can end a rendering that is stuck in one call; the signal ends the process.
+    """Render conversations until the input ends."""
+    # Only a signal can stop a rendering stuck in one call; it kills the process.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _confine()

@@ -1,4 +1,4 @@
-"""A line in the log every few seconds that says what this router does; nothing while it does nothing."""
+"""A periodic throughput line in the log, while there is traffic."""
 
 from __future__ import annotations
 

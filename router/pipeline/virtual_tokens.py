@@ -1,7 +1,7 @@
-"""Embeddings in place of token ids: checks them, and gives them ids from the vocabulary's size on.
+"""Checks prompt embeddings and prompt-tuning tables, and assigns them token ids from the vocabulary's size on.
 
-Downstream there is one form: token ids, and a table whose row i stands behind the id vocab_size + i. A prompt given as
-embeddings becomes a table with all of its rows in order; a table for a prompt without such ids goes before it.
+Downstream there is one form: token ids, and a table whose row i has the id vocab_size + i. A prompt given as embeddings
+becomes a table with all of its rows in order; a table for a prompt without such ids is prepended to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BYTES_PER_ELEMENT = {pb.Tensor.DTYPE_FLOAT32: 4, pb.Tensor.DTYPE_FLOAT16: 2, pb
 
 
 def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder) -> None:
-    """Checks prompt tuning and prompt embeddings.
+    """Check prompt tuning and prompt embeddings.
 
     Raises:
         InvalidArgumentError: Names the field.
@@ -43,13 +43,13 @@ def check_virtual_tokens(request: pb.GenerateRequest, model: ModelFolder) -> Non
 
 
 def num_token_ids(request: pb.GenerateRequest, model: ModelFolder) -> int:
-    """Token ids that the prompt may have are below this."""
+    """Return the exclusive upper bound of the prompt's token ids."""
     table = request.prompt_tuning.table.shape
     return model.vocab_size + (table[0] if table else 0)
 
 
 def take_embeddings(request: pb.GenerateRequest, model: ModelFolder) -> None:
-    """Turns a prompt of embeddings, which was checked, into a table and the ids of its rows."""
+    """Convert a checked prompt of embeddings into a table and the ids of its rows."""
     if request.WhichOneof("input") == "prompt_embeddings":
         request.prompt_tuning.table.CopyFrom(request.prompt_embeddings)
         first, count = model.vocab_size, request.prompt_embeddings.shape[0]
@@ -57,7 +57,7 @@ def take_embeddings(request: pb.GenerateRequest, model: ModelFolder) -> None:
 
 
 def put_table_first(request: pb.GenerateRequest, token_ids: Sequence[int], model: ModelFolder) -> Sequence[int]:
-    """The prompt with the ids of all rows of the request's table before it, if it has a table and none of its ids."""
+    """Prepend the ids of the request's table to the prompt, if it has a table and uses none of its ids."""
     if not request.prompt_tuning.HasField("table") or max(token_ids) >= model.vocab_size:
         return token_ids
     first = model.vocab_size

@@ -1,4 +1,4 @@
-"""Front doors for the clients that people already have; each becomes the one native call."""
+"""APIs for existing clients, each translated to the native call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAPTED_SERVICES = ("inference.GRPCInferenceService", "openengine.v1.Inference",
 def add_servicers(
     server: Server, front: FrontDoor, prompts: PromptBuilder, cells: Cells, status: StatusFeed, router_id: str
 ) -> None:
-    """Adds the public gRPC services to a router's server: the native one, KServe's and openengine's."""
+    """Add the public gRPC services to a router's server: the native one, KServe's and openengine's."""
     native = RouterServicer(front, cells, status, router_id)
     service_pb2_grpc.add_MidstreamServicer_to_server(native, server.grpc)
     kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(KserveServicer(front, prompts), server.grpc)

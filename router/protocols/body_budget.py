@@ -1,4 +1,4 @@
-"""How many bytes of requests that are not yet complete may be in memory, in all and of one client."""
+"""Limits on the bytes of incomplete requests in memory, in total and per client."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from types import TracebackType
 from midstream.errors import OverloadedError
 from midstream.model.folder import ModelFolder
 
-# For guides, tools and all that is not prompt; and bytes for each token of the context, as JSON at its most verbose.
+# For guides, tools and everything but the prompt; and bytes per token of the context, in the most verbose JSON.
 _FIXED_BYTES, _BYTES_PER_TOKEN = 2 << 20, 128
-# Largest bodies that may come in at once, in all and from one client.
+# Number of largest bodies that may be received at once, in total and from one client.
 _BODIES, _BODIES_PER_CLIENT = 16, 4
 _RETRY_AFTER_MS = 500
 
 
 def max_body_bytes(model: ModelFolder, configured: int, max_message_bytes: int) -> int:
-    """Return the size of the largest HTTP body that is taken: as configured, or by the model's context length."""
+    """Return the size limit of HTTP bodies: as configured, or by the model's context length."""
     by_context = _FIXED_BYTES + _BYTES_PER_TOKEN * model.max_sequence_length
     return min(configured or by_context, max_message_bytes)
 
 
 def max_request_bytes(model: ModelFolder, max_message_bytes: int) -> int:
-    """Return the size of the largest gRPC request that is taken: its prompt may be embeddings in float32."""
+    """Return the size limit of gRPC requests, whose prompt may be float32 embeddings."""
     by_context = (4 << 20) + (4 * model.hidden_size + _BYTES_PER_TOKEN) * model.max_sequence_length
     return min(by_context, max_message_bytes)
 
@@ -54,7 +54,7 @@ class BodyBudget:
         self._by_client[client] += num_bytes
 
     def remove(self, client: str, num_bytes: int) -> None:
-        """Take bytes back."""
+        """Release bytes."""
         self.num_bytes -= num_bytes
         self._by_client[client] -= num_bytes
         if not self._by_client[client]:

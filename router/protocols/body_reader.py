@@ -26,7 +26,7 @@ class BodyReader:
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     async def read(self, request: Request, make: Callable[[Body], _T]) -> _T:
-        """Return what `make` makes of the body, which is parsed off the event loop where it is long.
+        """Return `make` of the parsed body; long bodies are parsed off the event loop.
 
         Raises:
             InvalidArgumentError: The body is too large, or is not a JSON object.
@@ -43,6 +43,6 @@ class BodyReader:
                     raise InvalidArgumentError(f"the body has more than {limit} bytes")
             if len(data) <= _INLINE_BYTES:
                 return make(Body.parse(bytes(data)))
-            # One at a time: parsers hold the interpreter's lock, and two would starve the loop for twice as long.
+            # One at a time: parsers hold the GIL, and two would starve the loop for twice as long.
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._parser, lambda: make(Body.parse(bytes(data))))

@@ -1,8 +1,8 @@
-"""A conversation with a model as every chat API asks for it, and the events that every one writes its answer from.
+"""Conversations, shared by all chat APIs, and the events from which they write their responses.
 
-1. An API reads its body into a Conversation: the native request, and what it says of tools.
-2. `prepare` renders the prompt, which tells whether the model begins by thinking, and adds the grammar that tools need.
-3. A SequenceReader turns a sequence's text into events. They depend on the text alone, so that a stream is resumed by
+1. An API reads its body into a Conversation: the native request and its tools.
+2. `prepare` renders the prompt, detects whether it opens the reasoning, and adds the grammar that tools need.
+3. A SequenceReader turns a sequence's text into events. They depend only on the text, so that a stream is resumed by
    reading the text again.
 """
 
@@ -28,28 +28,28 @@ from router.parsers.reasoning import after_thinking, plain
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import fit_to_context
 
-# Retention of prefixes that a client asks to be kept: above the default of 35.
+# Retention priority of prefixes that a client wants cached: above the default of 35.
 _KEPT_PRIORITY = 80
-# Tokens at the end of a prompt that tell whether it has opened the reasoning.
+# Tokens at the end of a prompt that are searched for an opening of the reasoning.
 _NUM_TAIL = 16
 # Tokens of a prediction that are verified in one step.
 _NUM_DRAFTS = 8
 _ANY_JSON: Schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 _SWITCHES = ("enable_thinking", "thinking")
-# Efforts that templates know, and those that some APIs have beside them.
+# Efforts that templates support, and further ones of some APIs.
 _EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
 EFFORTS = tuple(_EFFORTS)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """What is known of the served model's text.
+    """The served model's text format.
 
     Attributes:
         format: How it writes calls and reasoning.
         template: Its chat template; empty where it has none.
         tokens: Marks of the format that are one token, which grammars must name by its id.
-        has_special_marks: Some of them are special tokens, which text must then keep.
+        has_special_marks: Some are special tokens, which the text must then keep.
     """
 
     format: ModelFormat = field(default_factory=ModelFormat)
@@ -61,20 +61,20 @@ class ChatModel:
     def of(
         folder: ModelFolder, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> ChatModel:
-        """The model in `folder`, its parsers by name or `auto`.
+        """Load the text format of the model in `folder`, with parsers by name or `auto`.
 
         Raises:
-            ConfigError: A parser that is not known.
+            ConfigError: Unknown parser.
         """
         found = format_of(folder, tool_parser, reasoning_parser)
         special = {tokenizer.token(token) for token in tokenizer.special_ids}
         ids = {mark: tokenizer.added_tokens[mark] for mark in found.marks if mark in tokenizer.added_tokens}
-        # The grammar library takes tokens in angle brackets for special ones, whatever the tokenizer says.
+        # The grammar library treats tokens in angle brackets as special, whatever the tokenizer says.
         tokens = {mark: number for mark, number in ids.items() if mark in special or mark.startswith("<")}
         return ChatModel(found, folder.chat_template or "", tokens, any(mark in special for mark in found.marks))
 
     def thinking_variables(self, effort: str) -> dict[str, object]:
-        """Template variables for a reasoning effort, one of EFFORTS; none where the template knows no such thing."""
+        """Return template variables for a reasoning effort, one of EFFORTS; none if the template has no efforts."""
         values: dict[str, object] = {}
         if "reasoning_effort" in self.template:
             values["reasoning_effort"] = _EFFORTS[effort]
@@ -86,7 +86,7 @@ class ChatModel:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a request says of tools.
+    """A request's tools.
 
     Attributes:
         schemas: JSON schema of each tool's parameters, by name; empty where none may be called.
@@ -135,14 +135,14 @@ class Conversation:
 
     @property
     def reads_text(self) -> bool:
-        """Whether text is parsed; else it is the answer."""
+        """Whether text is parsed; otherwise all of it is the answer."""
         known = self.model.format
         if known.has_channels or known.reasoning is not None:
             return True
         return bool(self.tools.schemas) and (self.tools.choice != "auto" or known.tools is not None)
 
     async def prepare(self, prompts: PromptBuilder, folder: ModelFolder, *, renders: bool = False) -> None:
-        """Adds what depends on the prompt; with `renders` the prompt is made in any case, and its tokens counted.
+        """Add what depends on the prompt; with `renders` the prompt is always rendered, and its tokens counted.
 
         Raises:
             MidstreamError: The conversation cannot be rendered, or is too long.
@@ -164,20 +164,20 @@ class Conversation:
         self.add_guide()
 
     def note_prompt(self, ids: Sequence[int], tokenizer: Tokenizer) -> None:
-        """Take in what the prompt's tokens tell: their count, and whether they open the reasoning."""
+        """Set what depends on the prompt's tokens: their count, and whether they open the reasoning."""
         tags = self.model.format.reasoning
         tail = tokenizer.decode(list(ids[-_NUM_TAIL:]), skip_special_tokens=False)
         self.is_thinking = tags is not None and tags.is_open_after(tail)
         self.num_prompt_tokens = len(ids)
 
     def add_guide(self) -> None:
-        """Adds the grammar for the tools, and lets reasoning come before any."""
+        """Add the grammar for the tools, and allow reasoning before any grammar."""
         guide = self._guide()
         if guide is not None:
             self.request.guided_decoding.CopyFrom(guide)
 
     def _guide(self) -> pb.GuidedDecodingConfig | None:
-        """The grammar for the tools or, after reasoning, for the format that was asked for."""
+        """Return the grammar for the tools or, after reasoning, for the requested format."""
         tools = self.tools
         if self._is_guided:
             return self._own_guide()
@@ -204,7 +204,7 @@ class Conversation:
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
 
     def _own_guide(self) -> pb.GuidedDecodingConfig | None:
-        """The request's own guide where reasoning comes first; None where it stands as it is."""
+        """Return the request's own guide with reasoning before it; None if it needs no change."""
         guide = self.request.guided_decoding
         if not self.is_thinking:
             return None
@@ -216,7 +216,7 @@ class Conversation:
             except ValueError:
                 schema = None
             return self._json_guide(schema) if isinstance(schema, dict) else None
-        # A grammar of the client's own begins with the first token: all text is the answer.
+        # The client's own grammar starts at the first token: all text is the answer.
         self.is_thinking = False
         return None
 
@@ -228,13 +228,13 @@ class Conversation:
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=json.dumps(schema))
 
     def parser(self) -> Machine:
-        """A parser of one sequence."""
+        """Return a parser for one sequence."""
         tools, known = self.tools, self.model.format
         limit = None if tools.is_parallel else 1
         is_free = tools.choice == "auto" or not tools.schemas
         if is_free and not self._is_guided:
             return known.parser(Offer(tools.schemas, limit, self.is_thinking))
-        # A grammar decides from the first token on, or from the end of the reasoning.
+        # A grammar applies from the first token on, or from the end of the reasoning.
         answer: Script = plain
         if not is_free:
             answer = partial(_arguments, tools.named) if tools.choice == "named" else llama.script
@@ -256,7 +256,7 @@ class SequenceReader:
         self._call_id = partial(conversation.model.format.call_id, request_id, sequence)
 
     def read(self, text: str, *, is_final: bool) -> list[Event]:
-        """The events of `text`, which goes on where the last ended; every call has an id."""
+        """Return the events of the next piece of text; every call has an id."""
         events = self._parser.feed(text)
         if is_final:
             events += self._parser.finish()
@@ -268,7 +268,7 @@ class SequenceReader:
 
 
 def keep_prefix(request: pb.GenerateRequest, num_tokens: int | None, duration_s: int) -> None:
-    """Keeps the KV cache of the prompt, or of so many of its first tokens, longer than others'."""
+    """Retain the KV cache of the prompt, or of its first `num_tokens` tokens, longer than the default."""
     kept = request.kv_retention.token_ranges.add(start=0, priority=_KEPT_PRIORITY, duration_ms=duration_s * 1000)
     if num_tokens is not None:
         kept.end = num_tokens
@@ -285,7 +285,7 @@ def _with_text_arguments(calls_json: str) -> str:
 
 
 def _arguments(name: str, machine: Machine) -> Steps[None]:
-    """All text is the arguments of a call of `name`."""
+    """Treat all text as the arguments of a call of `name`."""
     yield from machine.take_space()
     machine.open_call(name)
     yield from machine.copy_until(machine.arguments)

@@ -1,6 +1,6 @@
-"""What becomes of each field of the chat APIs: the table in docs/adapters.md, and what /v1/messages takes.
+"""How each field of the chat APIs is handled: the table in docs/adapters.md, and the fields of /v1/messages.
 
-`python -m router.protocols.fields` prints the table. A field that is not in it is refused by /v1/messages.
+`python -m router.protocols.fields` prints the table. /v1/messages rejects fields that are not in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from midstream.errors import InvalidArgumentError, UnsupportedError
 from router.protocols.openai.body import Body
 
 Status = Literal["works", "refused", "ignored"]
-# Path, without indexes -> what becomes of it, and how or why.
+# Path, without indexes -> how it is handled, and why.
 Table = Mapping[str, tuple[Status, str]]
 
 CHAT: Table = {
@@ -204,7 +204,7 @@ RESPONSES: Table = {
     "moderation": ("refused", ""),
 }
 RESPONSES_OPAQUE = ("tools.parameters", "tools.format", "text.format", "metadata", "stream_options")
-# Values that are the client's own: they may hold anything.
+# Values defined by the client, which are not checked.
 _OPAQUE = (
     "tools.input_schema",
     "messages.content.input",
@@ -213,7 +213,7 @@ _OPAQUE = (
     "caller",
     "diagnostics",
 )
-# Of fields that are refused, what is what happens anyway.
+# Values of refused fields that match the behaviour anyway, and are accepted.
 _DEFAULTS: dict[str, object] = {
     "speed": "standard",
     "tools.allowed_callers": ["direct"],
@@ -257,7 +257,7 @@ def _paths(fields: Mapping[str, object], prefix: str, opaque: tuple[str, ...]) -
 
 
 def markdown() -> str:
-    """The tables, for docs/adapters.md."""
+    """Return the tables, for docs/adapters.md."""
     lines = []
     for endpoint, table in TABLES.items():
         lines += [f"| `{endpoint}` | | |", "| --- | --- | --- |"]

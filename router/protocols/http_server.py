@@ -19,8 +19,8 @@ from midstream.security.host_header import AllowedHosts
 from midstream.security.tls import Tls
 
 _LOOK_INTERVAL_S = 1.0
-# Seconds that a client may take from connecting (or from the first byte of a further request) to the end of the head,
-# and from there to the end of the body.
+# Time limits, in seconds: from connecting (or from the first byte of a further request) to the end of the head, and
+# from there to the end of the body.
 HEAD_TIMEOUT_S, BODY_TIMEOUT_S = 10.0, 60.0
 _MAX_CONNECTIONS = 16_384
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
@@ -29,15 +29,15 @@ _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: c
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the gRPC server's to take; both drain together."""
+        """Leave signals to the gRPC server; both drain together."""
         yield
 
 
 class ConnectionLimits:
-    """Counts the open connections of a port, in all and of each address."""
+    """Counts a port's open connections, in total and per address."""
 
     def __init__(self, max_connections: int) -> None:
-        """Leave half of what may be open to the rest, and half of that to other addresses."""
+        """Limit connections to half of the open files, and those of one address to half of that."""
         self.max_connections = max(min(max_connections, _MAX_CONNECTIONS), 2)
         self._open: Counter[str] = Counter()
         self._num_open = 0
@@ -59,9 +59,9 @@ class ConnectionLimits:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits of connections, of what is not body, and of the time in which a request comes.
+    """uvicorn's protocol with limits on connections, head size and the time to receive a request.
 
-    It also knows the names of the client's certificate.
+    It also provides the names in the client's certificate.
     """
 
     limits: ConnectionLimits
@@ -72,7 +72,7 @@ class _Protocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuses a connection that is too many; from the others a head is expected."""
+        """Reject a connection over the limit; otherwise wait for a head."""
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
         self._is_counted = self.limits.enter(self._address)
@@ -83,7 +83,7 @@ class _Protocol(HttpToolsProtocol):
         self._expect(self.timeouts_s[0])
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives back what the connection held."""
+        """Release the connection's resources."""
         self._expect(None)
         if self._is_counted:
             self._is_counted = False
@@ -91,7 +91,7 @@ class _Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Cuts a connection whose head (or trailer) does not end within the limit."""
+        """Close a connection whose head (or trailer) exceeds the limit."""
         self._num_held_bytes += len(data)
         super().data_received(data)
         if self._num_held_bytes > MAX_METADATA_BYTES and not self.transport.is_closing():
@@ -101,7 +101,7 @@ class _Protocol(HttpToolsProtocol):
             self._expect(self.timeouts_s[0])
 
     def _expect(self, timeout_s: float | None) -> None:
-        """Closes the connection unless called again in time; None expects nothing."""
+        """Close the connection unless called again in time; None clears the limit."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if timeout_s is None else self.loop.call_later(timeout_s, self._time_out, timeout_s)
@@ -110,7 +110,7 @@ class _Protocol(HttpToolsProtocol):
         self._timer = None
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
-            # A request that is whole is being answered, however long that takes.
+            # A complete request has no time limit here.
             self._expect(timeout_s)
         elif not self.transport.is_closing():
             if cycle is None or cycle.response_complete or not cycle.response_started:
@@ -118,7 +118,7 @@ class _Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """Handle a complete head."""
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_METADATA_BYTES:
             self._is_too_large = True
             raise ValueError("the head is too large")
@@ -131,18 +131,18 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Handle a part of the body."""
         self._num_held_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Handle a complete request."""
         self._num_held_bytes = 0
         self._expect(None)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is not HTTP, or too much of it."""
+        """Reject malformed HTTP and oversized heads."""
         if not self._is_too_large:
             super().send_400_response(msg)
             return
@@ -151,12 +151,12 @@ class _Protocol(HttpToolsProtocol):
 
 
 def _protocol(limits: ConnectionLimits, timeouts_s: tuple[float, float]) -> type[_Protocol]:
-    """Return the protocol of one port."""
+    """Return the protocol class of one port."""
     return type("_PortProtocol", (_Protocol,), {"limits": limits, "timeouts_s": timeouts_s})
 
 
 class HostCheckedApp:
-    """An ASGI application that answers only requests to hosts that it knows itself by."""
+    """ASGI middleware that rejects requests for unknown host names."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
         self._app = app
@@ -190,16 +190,16 @@ class HttpPort:
         """Bind the port.
 
         Args:
-            app: What answers.
+            app: The ASGI application.
             host: Address to listen on.
-            port: 0 takes a free one, which is in `self.port`.
+            port: 0 selects a free one, stored in `self.port`.
             tls: Certificates for HTTPS; None: plain HTTP.
-            max_open_files: What the process may have open; connections here take half of it at most.
-            head_timeout_s: Within which a request's head must come.
-            body_timeout_s: Within which its body must come.
+            max_open_files: The process's limit on open files; connections use half of it at most.
+            head_timeout_s: Time limit to receive a request's head.
+            body_timeout_s: Time limit to receive its body.
 
         Raises:
-            OSError: It is taken.
+            OSError: The port is in use.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=2048)
@@ -219,13 +219,13 @@ class HttpPort:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Start serving."""
         self._tasks.append(asyncio.create_task(self._server.serve([self._socket]), name="http"))
         if self._tls is not None:
             self._tasks.append(asyncio.create_task(_keep_fresh(self._tls), name="certificates"))
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Takes nothing new, and gives what runs up to `drain_timeout_s`."""
+        """Stop accepting requests, and wait up to `drain_timeout_s` for running ones."""
         self._server.config.timeout_graceful_shutdown = max(int(drain_timeout_s), 0)
         self._server.should_exit = True
         for task in self._tasks[1:]:

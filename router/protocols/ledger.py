@@ -19,7 +19,7 @@ _TIMEOUT_S = 10.0
 
 
 def ledger_route(cells: Cells) -> Route:
-    """Return the route: entries as JSON behind `after`, of the one cell or of `cell`."""
+    """Return the route: entries after `after` as JSON, of the only cell or of `cell`."""
 
     async def answer(request: Request) -> Response:
         try:

@@ -1,4 +1,4 @@
-"""What HTTP answers that stream have in common."""
+"""Helpers for streamed HTTP responses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-
 
 
 async def write(send: Send, text: str, *, more: bool) -> None:
-    """Writes a part of the body."""
+    """Write a part of the body."""
     await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 
 async def while_connected(receive: Receive, work: Coroutine[object, object, None]) -> None:
-    """Runs `work` until it ends or the client leaves."""
+    """Run `work` until it ends or the client disconnects."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:

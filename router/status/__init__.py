@@ -1,4 +1,4 @@
-"""What this router knows of the whole system, for those who watch: `midstream top` by gRPC, the dashboard by HTTP."""
+"""Status of the whole system, for `midstream top` over gRPC and the dashboard over HTTP."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Asks the schedulers how they are, once a second, and gives what they say to any number of watchers.
+"""Polls the schedulers' status once a second, and distributes it to any number of watchers.
 
-A watcher holds nothing but a cursor into the samples: one that reads slowly misses states in between and no samples.
-Schedulers draw up block maps only while somebody watches.
+A watcher holds only a cursor into the samples: a slow one skips intermediate states but no samples. Schedulers build
+block maps only while there are watchers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ANY_ADDRESS = ("0.0.0.0:", "[::]:")
 
 
 class StatusFeed:
-    """The state of the whole system, as this router knows it."""
+    """The system's status as seen by this router."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class StatusFeed:
         interval_s: float = _INTERVAL_S,
         watchers: StreamLimits | None = None,
     ) -> None:
-        """`router` says how it is; `watchers` counts watchers, which are sent away when `draining` is set."""
+        """`router` returns its own status; `watchers` limits watchers, whose streams end when `draining` is set."""
         self._cells = cells
         self._model = model
         self._router = router
@@ -59,7 +59,7 @@ class StatusFeed:
         self._changed = asyncio.Condition()
 
     async def run(self) -> None:
-        """Asks until cancelled."""
+        """Poll until cancelled."""
         sending_away = asyncio.create_task(self._send_away())
         try:
             while True:
@@ -67,9 +67,9 @@ class StatusFeed:
                 try:
                     await self._ask()
                 except Exception:
-                    # A defect here or there; the feed must not stand still for it.
+                    # The feed must survive a defect here or in a scheduler.
                     logger.exception("cannot collect the status")
-                # Python 3.11's wait_for loses a cancellation that comes as its time is up.
+                # Python 3.11's wait_for loses a cancellation that arrives at its timeout.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s):
                         await self._wanted.wait()
@@ -77,11 +77,11 @@ class StatusFeed:
             sending_away.cancel()
 
     async def watch(self) -> AsyncGenerator[status_pb2.SystemStatus, None]:
-        """The state with its block maps, as soon as it is known, then each new one; the message is the reader's own.
+        """Yield the status with block maps, once known, then each new one; the caller owns the message.
 
         Raises:
             OverloadedError: There are too many watchers.
-            UnavailableError: This router drains.
+            UnavailableError: This router is draining.
         """
         seen = 0
         release = self._limits.take(current_caller.get().name)
@@ -132,7 +132,7 @@ class StatusFeed:
         silent = [self._names.get(cell.name, cell.name) for cell in cells if cell.name not in answered]
         self._samples.add(time.time(), answered)
         parts = [part for answer in answered.values() for part in cell_parts(answer)]
-        # Its own word is newer than what a scheduler heard.
+        # Its own status is newer than a scheduler's copy.
         parts.append(router_part(router))
         status = status_pb2.SystemStatus(
             time_unix_ms=round(time.time() * 1e3),
@@ -158,7 +158,7 @@ async def _ask_cell(cell: Cell, request: status_pb2.GetCellStatusRequest) -> sta
 
 
 def _add(status: status_pb2.SystemStatus, cell: status_pb2.CellStatus) -> None:
-    """Takes a cell into the state of all."""
+    """Merge a cell into the status."""
     status.groups.extend(cell.groups)
     for total, part in ((status.requests, cell.requests), (status.counts, cell.counts)):
         for field, value in part.ListFields():

@@ -1,4 +1,4 @@
-"""Which parts there are and how each is, with a memory of those that went. Pure: time comes in."""
+"""The status of each part, including recently lost ones. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ PartStatus = status_pb2.PartStatus
 
 REMEMBERED_S = 120.0
 _ORDER = ("router", "scheduler", "worker", "detokenizer")
-# A worker reports every half second, and is given up after two in silence.
+# A worker reports every half second, and is dropped after two seconds of silence.
 _SILENT_MS = 1_200
 _STALLED_MS = 10_000
 
 
 class Parts:
-    """All parts that were seen lately."""
+    """All recently seen parts."""
 
     def __init__(self) -> None:
-        # (kind, name) -> (when it was seen last, how it was then).
+        # (kind, name) -> (last seen, status then).
         self._seen: dict[tuple[str, str], tuple[float, PartStatus]] = {}
 
     def update(
         self, now_s: float, present: Iterable[PartStatus], silent_schedulers: Iterable[str] = ()
     ) -> list[PartStatus]:
-        """Takes in who is there now; returns them and those that are missed, in order of kind and name.
+        """Update with the present parts; return them and missing ones, ordered by kind and name.
 
         Args:
-            now_s: Any clock that does not go back.
-            present: One per part; of several alike the last counts.
-            silent_schedulers: Names of those that do not answer. Those connected to one that did cannot be asked after.
+            now_s: Time of any monotonic clock.
+            present: One per part; the last of duplicates applies.
+            silent_schedulers: Names of those that do not respond; the status of parts connected to them is unknown.
         """
         here = {(part.kind, part.name): part for part in present}
         silent = {("scheduler", name) for name in silent_schedulers} - here.keys()
         self._forget(now_s, here)
         is_complete = silent.isdisjoint(self._seen)
         parts = list(here.values())
-        # A standby does not answer either.
+        # A standby does not respond either.
         parts += [_part(key, PartStatus.UNKNOWN, "has not responded yet") for key in silent - self._seen.keys()]
         for key, (seen_s, part) in list(self._seen.items()):
             if key in here:
@@ -52,13 +52,13 @@ class Parts:
 
     def _forget(self, now_s: float, here: Mapping[tuple[str, str], PartStatus]) -> None:
         for key, (seen_s, part) in list(self._seen.items()):
-            # What said that it would go is not missed.
+            # A part that announced its exit is not missing.
             if now_s - seen_s > REMEMBERED_S or (part.state == PartStatus.DRAINING and key not in here):
                 del self._seen[key]
 
 
 def router_part(router: status_pb2.RouterStatus) -> PartStatus:
-    """How a router is."""
+    """Return a router's status."""
     detail = _count(router.num_open_streams, "stream")
     state = PartStatus.SERVING
     if router.is_draining:
@@ -72,7 +72,7 @@ def router_part(router: status_pb2.RouterStatus) -> PartStatus:
 
 
 def cell_parts(cell: status_pb2.CellStatus) -> Iterator[PartStatus]:
-    """How a scheduler and those connected to it are."""
+    """Return the status of a scheduler and of the parts connected to it."""
     scheduler = PartStatus(kind="scheduler", name=cell.cell, state=PartStatus.SERVING)
     scheduler.detail = f"{_count(len(cell.groups), 'worker')}, {_count(len(cell.detokenizers), 'detokenizer')}"
     if cell.is_draining:
@@ -112,6 +112,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def natural(name: str) -> tuple[str, int]:
-    """Sorts worker-2 before worker-10."""
+    """Return a sort key that orders worker-2 before worker-10."""
     stem = name.rstrip("0123456789")
     return stem, int(name[len(stem) :] or 0)

@@ -1,4 +1,4 @@
-"""Rates and latencies of the last seconds, out of what each scheduler counted since it started. Pure: time comes in."""
+"""Recent rates and latencies, from each scheduler's cumulative counters. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from protos import status_pb2
 
 LATENCY_WINDOW_S = 10
 HISTORY_S = 300
-# Readings may follow each other at once; rates of some milliseconds would say little.
+# Readings may be close together; rates over a few milliseconds are too noisy.
 _RATE_WINDOW_S = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What all schedulers that answered say at one time, by address."""
+    """The status of all schedulers that responded at one time, by address."""
 
     time_s: float
     cells: Mapping[str, status_pb2.CellStatus]
@@ -36,16 +36,16 @@ class Samples:
         self._readings: deque[_Reading] = deque()
 
     def since(self, number: int) -> list[status_pb2.StatusSample]:
-        """Samples after the one of that number, as far as they are kept."""
+        """Return the kept samples after the given number."""
         num_new = min(self.last_number - number, len(self.kept))
         return list(self.kept)[len(self.kept) - num_new :]
 
     def add(self, time_s: float, cells: Mapping[str, status_pb2.CellStatus]) -> None:
-        """Takes a reading in, and fills each group's steps per second.
+        """Add a reading, and fill each group's steps per second.
 
         Args:
             time_s: Unix seconds.
-            cells: By address, of the schedulers that answered.
+            cells: Status by address, of the schedulers that responded.
         """
         reading = _Reading(time_s, cells)
         while self._readings and self._readings[0].time_s < time_s - LATENCY_WINDOW_S - 0.5:
@@ -60,7 +60,7 @@ class Samples:
         self.last_number += 1
 
     def _reading_before(self, time_s: float) -> _Reading:
-        """The newest reading that is this old, else the oldest."""
+        """Return the newest reading of at least this age, else the oldest."""
         old = [reading for reading in self._readings if reading.time_s <= time_s]
         return old[-1] if old else self._readings[0]
 
@@ -79,7 +79,7 @@ class Samples:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float:
-    """The value below which `share` of what was counted lies, taking each bucket to be filled evenly.
+    """Return the quantile `share` of a histogram, interpolated linearly within buckets.
 
     Args:
         bounds: Upper bounds of the buckets, ascending from above 0; one bucket more lies above them.
@@ -127,14 +127,14 @@ def _fill_rates(sample: status_pb2.StatusSample, before: _Reading, after: _Readi
 
 
 def _between(before: _Reading, after: _Reading, name: str) -> tuple[list[float], list[int]]:
-    """What was counted between two readings, over all cells."""
+    """Return the difference of the counters of two readings, over all cells."""
     totals: dict[float, int] = {}
     for cell_name, cell in after.cells.items():
         earlier = _same_life(before, cell_name, cell)
         if earlier is None:
             continue
         now, then = getattr(cell, name), getattr(earlier, name)
-        # A scheduler of another version may say less.
+        # A scheduler of another version may report fewer fields.
         for bound, count, old in zip((*now.bounds_ms, float("inf")), now.counts, then.counts, strict=False):
             totals[bound] = totals.get(bound, 0) + count - old
     bounds = sorted(totals)
@@ -142,7 +142,7 @@ def _between(before: _Reading, after: _Reading, name: str) -> tuple[list[float],
 
 
 def _same_life(reading: _Reading, name: str, cell: status_pb2.CellStatus) -> status_pb2.CellStatus | None:
-    """The cell's earlier answer, unless its scheduler started anew since then."""
+    """Return the cell's earlier status, unless its scheduler has restarted since."""
     earlier = reading.cells.get(name)
     if earlier is None or earlier.scheduler_epoch != cell.scheduler_epoch:
         return None

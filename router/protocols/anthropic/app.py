@@ -37,7 +37,7 @@ Endpoint = Callable[[Request, str], Awaitable[Response]]
 
 
 class MessagesApi:
-    """/v1/messages and /v1/messages/count_tokens over the native path."""
+    """Serves /v1/messages and /v1/messages/count_tokens."""
 
     def __init__(self, front: FrontDoor, prompts: PromptBuilder, bodies: BodyReader, chat: ChatModel) -> None:
         self._front = front
@@ -48,7 +48,7 @@ class MessagesApi:
         self._models = Models(self._folder, front.runner.cells)
 
     def routes(self) -> list[Route]:
-        """For the HTTP port."""
+        """Return the routes, for the HTTP port."""
         posts: dict[str, Endpoint] = {_PATH: self._create, f"{_PATH}/count_tokens": self._count}
         return [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
 
@@ -63,7 +63,7 @@ class MessagesApi:
         check_name(native.request_id, "request_id")
         native.request_id = native.request_id or request_id
         await self._models.resolve([native])
-        # Of several breakpoints for one duration the last holds the others.
+        # The last of several breakpoints with one duration includes the others.
         points = {point.duration_s: point for point in job.breakpoints}
         prefixes = {duration_s: job.prefix_of(point) for duration_s, point in points.items()}
         await job.conversation.prepare(self._prompts, self._folder, renders=True)
@@ -85,7 +85,7 @@ class MessagesApi:
         return await self._bodies.read(request, lambda body: read_messages(body, self._chat, needs_limit=needs_limit))
 
     async def _keep(self, native: pb.GenerateRequest, prefixes: Mapping[int, pb.GenerateRequest | None]) -> int:
-        """Asks for prefixes to be kept, each for so many seconds; returns how many tokens the longest has."""
+        """Set cache retention for prefixes, by seconds; return the token count of the longest."""
         kept = [0]
         for duration_s, prefix in prefixes.items():
             size = len(native.token_ids.values)
@@ -93,7 +93,7 @@ class MessagesApi:
                 try:
                     size = _common(native.token_ids.values, await self._prompts.token_ids(prefix))
                 except MidstreamError as error:
-                    # The template does not take a part of the conversation: a hint that cannot be followed.
+                    # The template cannot render a partial conversation: ignore the hint.
                     logger.debug("a prefix cannot be rendered: %s", error)
                     continue
             if size:
@@ -103,7 +103,7 @@ class MessagesApi:
 
 
 class _Reply(Response):
-    """A response that runs while its client is there."""
+    """A response that runs while its client is connected."""
 
     def __init__(self, front: FrontDoor, job: MessagesJob, num_kept: int, key: str) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Reply(Response):
         self._writer = MessageWriter(self._id, job.model or front.runner.model.name, shows_thinking=job.shows_thinking)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers; a connection that drops aborts the request."""
+        """Write the response; a dropped connection aborts the request."""
         await while_connected(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,14 +164,14 @@ class _Reply(Response):
         return usage_fields(last.usage or Usage(), self._num_kept)
 
     async def _events(self, send: Send, events: list[Fields], *, more: bool = True) -> None:
-        """Writes events, all at once."""
+        """Write events in one body part."""
         if events:
             text = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
             await write(send, text, more=more)
 
     async def _fail(self, error: MidstreamError, has_begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
         if has_begun and isinstance(error, OverloadedError):
-            # A client that reads too slowly would not read this either: the connection is cut.
+            # A client that reads too slowly would not read this either: close the connection.
             return
         if has_begun:
             await self._events(send, [error_body(error, self._id)], more=False)
@@ -180,7 +180,7 @@ class _Reply(Response):
 
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers a request that does not come to an endpoint with `error`, in its API's shape."""
+    """Send `error` for a request that reaches no endpoint, in its API's format."""
     if scope["path"].startswith(_PATH):
         await _error_response(error)(scope, receive, send)
     else:
@@ -188,10 +188,10 @@ async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Se
 
 
 def _end(output: Output, chunk: Chunk) -> Chunk:
-    """The final chunk.
+    """Return the final chunk.
 
     Raises:
-        MidstreamError: What ended the request is not one of the ordinary reasons.
+        MidstreamError: The request failed.
     """
     output.raise_failure()
     if chunk.finish_reason is FinishReason.ABORT:
@@ -200,7 +200,7 @@ def _end(output: Output, chunk: Chunk) -> Chunk:
 
 
 def _mapped(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint, its errors in Anthropic's shape."""
+    """Wrap an endpoint to return errors in Anthropic's format."""
 
     async def call(request: Request) -> Response:
         request_id = uuid.uuid4().hex
@@ -224,6 +224,6 @@ def _error_response(error: MidstreamError, request_id: str = "") -> Response:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many ids two lists begin with in common."""
+    """Return the length of the common prefix of two lists."""
     size = min(len(first), len(second))
     return next((i for i in range(size) if first[i] != second[i]), size)

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape, with the statuses that its clients act on: they retry 408, 409, 429 and 5xx."""
+"""Errors in Anthropic's format, with the statuses that its clients act on: they retry 408, 409, 429 and 5xx."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PARAMS = {"stop": "stop_sequences", "response_format": "output_config.format"}
 
 
 def http_status(error: MidstreamError) -> int:
-    """The status that the error is answered with."""
+    """Return the HTTP status of an error."""
     return _STATUSES.get(error.code, (500, ""))[0]
 
 
 def headers(error: MidstreamError, request_id: str = "") -> dict[str, str]:
-    """The request's id, and when to retry."""
+    """Return headers with the request's id and the retry delay."""
     found = {"request-id": request_id} if request_id else {}
     if isinstance(error, OverloadedError):
         found["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
@@ -35,7 +35,7 @@ def headers(error: MidstreamError, request_id: str = "") -> dict[str, str]:
 
 
 def error_body(error: MidstreamError, request_id: str = "") -> dict[str, object]:
-    """The JSON that says what went wrong."""
+    """Return the JSON body of an error."""
     kind = _STATUSES.get(error.code, (500, "api_error"))[1]
     param = param_of(error.field)
     param = _PARAMS.get(param, param)

@@ -1,4 +1,4 @@
-"""From a body of /v1/messages to a conversation."""
+"""Converts a body of /v1/messages into a conversation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Breakpoint:
     """The end of a prefix that the client wants cached.
 
     Attributes:
-        duration_s: How long.
+        duration_s: How long to keep it, in seconds.
         num_turns: Turns of the conversation in the prefix, the system's among them; 0: only the tools.
         num_characters: Of the last of those turns; None: all of it, and a prefix that ends with the prompt.
     """
@@ -42,7 +42,7 @@ class MessagesJob:
     """One request.
 
     Attributes:
-        model: As the client calls it.
+        model: The model's name as sent by the client.
         shows_thinking: Reasoning is part of the answer.
         breakpoints: At most four, in order.
     """
@@ -54,7 +54,7 @@ class MessagesJob:
     breakpoints: list[Breakpoint]
 
     def prefix_of(self, point: Breakpoint) -> pb.GenerateRequest | None:
-        """A request whose prompt begins as the prefix does; None where that is the whole prompt."""
+        """Return a request whose prompt starts with the prefix; None if the prefix is the whole prompt."""
         chat = self.conversation.request.chat
         is_all = point.num_turns == len(chat.messages)
         if is_all and point.num_characters in (None, len(chat.messages[-1].content)):
@@ -66,21 +66,21 @@ class MessagesJob:
         if point.num_turns and point.num_characters is not None:
             last = prefix.chat.messages[-1]
             last.content = last.content[: point.num_characters]
-        # Templates want a user's turn; what it says differs from any that follows.
+        # Templates need a user turn; its text must differ from any that follows.
         prefix.chat.messages.add(role="user", content="\u0000")
         return prefix
 
 
 @dataclass(slots=True)
 class _Reading:
-    """What has been read so far."""
+    """State of the reader."""
 
     turns: list[pb.ChatMessage] = field(default_factory=list)
     breakpoints: list[Breakpoint] = field(default_factory=list)
     tool_names: dict[str, str] = field(default_factory=dict)
 
     def mark(self, block: Body, num_characters: int | None = None) -> None:
-        """Notes the block's cache_control, after all that has been read."""
+        """Record the block's cache_control at the current position."""
         control = block.child("cache_control")
         if control is None:
             return
@@ -93,7 +93,7 @@ class _Reading:
 
 
 def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> MessagesJob:
-    """The job of a body; /v1/messages/count_tokens needs no max_tokens.
+    """Return the job of a body; /v1/messages/count_tokens needs no max_tokens.
 
     Raises:
         InvalidArgumentError: A field is wrong, missing or not known.
@@ -148,7 +148,7 @@ def _user(body: Body) -> str:
 
 
 def _thinking(body: Body, max_tokens: int | None) -> tuple[bool, bool]:
-    """Whether the model is to think, and whether that is shown."""
+    """Return whether the model should reason, and whether the reasoning is shown."""
     thinking = body.child("thinking")
     if thinking is None:
         return False, False
@@ -204,7 +204,7 @@ def _tools(body: Body, reading: _Reading) -> Tools:
 
 
 def _chosen(body: Body, tools: Tools) -> Tools:
-    """The tools with what tool_choice says of them."""
+    """Return the tools with tool_choice applied."""
     choice = body.child("tool_choice")
     if choice is None:
         return tools
@@ -249,7 +249,7 @@ def _message(message: Body, reading: _Reading) -> None:
 
 
 def _blocks(role: str, message: Body, reading: _Reading) -> None:
-    """Text, and results of tools, each of which is a turn of its own."""
+    """Add text and tool results; each result is a separate turn."""
     turn: pb.ChatMessage | None = None
     for block in message.objects("content"):
         if block.text("type") == "tool_result":

@@ -1,4 +1,4 @@
-"""How an answer looks to Anthropic's clients: a message of content blocks, whole or as events."""
+"""Responses in Anthropic's format: a message of content blocks, whole or as events."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class MessageWriter:
         self._input = ""
 
     def begin(self, num_prompt_tokens: int) -> list[Fields]:
-        """The events before any output; what came from the cache is only known at the end."""
+        """Return the events before any output; cached tokens are only known at the end."""
         message = self.message(None, None, usage_fields(Usage(num_prompt_tokens), 0))
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def add(self, events: Iterable[Event]) -> list[Fields]:
-        """The events that show `events`."""
+        """Return Anthropic's events for parser events."""
         written: list[Fields] = []
         for event in events:
             if isinstance(event, TextDelta):
@@ -55,13 +55,13 @@ class MessageWriter:
         return written
 
     def end(self, chunk: Chunk, stop_words: Iterable[str], usage: Fields) -> list[Fields]:
-        """The events after all output."""
+        """Return the events after all output."""
         reason, word = self.stop(chunk, stop_words)
         delta = {"stop_reason": reason, "stop_sequence": word}
         return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
     def stop(self, chunk: Chunk, stop_words: Iterable[str]) -> tuple[str, str | None]:
-        """Why the message ended, and the stop sequence where it was one."""
+        """Return the stop reason, and the stop sequence if there was one."""
         if chunk.finish_reason is FinishReason.LENGTH:
             return "max_tokens", None
         if chunk.matched_stop in tuple(stop_words):
@@ -70,7 +70,7 @@ class MessageWriter:
         return ("tool_use" if has_calls else "end_turn"), None
 
     def message(self, reason: str | None, word: str | None, usage: Fields) -> Fields:
-        """The message as it is now."""
+        """Return the message so far."""
         return {
             "id": f"msg_{self._request_id}",
             "type": "message",
@@ -83,7 +83,7 @@ class MessageWriter:
         }
 
     def _block(self, kind: str, fields: Fields) -> list[Fields]:
-        """Opens a block of `kind`, unless the open one is of it."""
+        """Open a block of `kind`, unless the open one is of that kind."""
         if self._is_open and self.blocks[-1]["type"] == kind:
             return []
         written = self._close()
@@ -99,7 +99,7 @@ class MessageWriter:
         block, index = self.blocks[-1], len(self.blocks) - 1
         written: list[Fields] = []
         if block["type"] == "thinking":
-            # Clients send it back; nobody reads it here.
+            # Clients send it back; it is not read.
             digest = hashlib.blake2b(f"{self._request_id}/{index}".encode(), digest_size=24).digest()
             block["signature"] = base64.b64encode(digest).decode()
             written.append(self._shown_delta("signature_delta", "signature", block["signature"]))
@@ -119,7 +119,7 @@ class MessageWriter:
 
 
 def usage_fields(usage: Usage, num_kept: int) -> Fields:
-    """Anthropic's `usage`, where `num_kept` prompt tokens are to be kept in the cache."""
+    """Return Anthropic's `usage`; `num_kept` prompt tokens are retained in the cache."""
     created = max(num_kept - usage.cached_tokens, 0)
     return {
         "input_tokens": max(usage.prompt_tokens - usage.cached_tokens - created, 0),
@@ -131,7 +131,7 @@ def usage_fields(usage: Usage, num_kept: int) -> Fields:
 
 
 def _is_object(text: str) -> bool:
-    """Whether arguments are complete: those that a grammar writes may be cut by max_tokens."""
+    """Return whether arguments are complete: max_tokens may cut off those written under a grammar."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

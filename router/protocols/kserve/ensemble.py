@@ -103,7 +103,7 @@ def _log_probs(request: pb.GenerateRequest, tensor: InputTensor) -> None:
 
 
 def _ignored(request: pb.GenerateRequest, tensor: InputTensor) -> None:
-    """For what is told by another tensor: here only its type is checked."""
+    """Check only the tensor's type: another input handles its value."""
     _one(tensor, _INTEGERS | {"BOOL"}, "one value")
 
 
@@ -166,10 +166,10 @@ OUTPUTS: Mapping[str, tuple[str, tuple[int, ...]]] = {
 
 
 def check_outputs(names: Sequence[str]) -> frozenset[str]:
-    """The outputs that a request wants; all where it names none.
+    """Return the requested outputs; all if the request names none.
 
     Raises:
-        InvalidArgumentError: One that there is not.
+        InvalidArgumentError: An output is unknown.
     """
     for name in names:
         if name not in OUTPUTS:
@@ -178,10 +178,10 @@ def check_outputs(names: Sequence[str]) -> frozenset[str]:
 
 
 def num_rows(inputs: Mapping[str, InputTensor]) -> int:
-    """Requests in the batch: the rows of text_input.
+    """Return the batch size: the rows of text_input.
 
     Raises:
-        InvalidArgumentError: It is missing, or empty.
+        InvalidArgumentError: It is missing or empty.
     """
     if "text_input" not in inputs:
         raise InvalidArgumentError("must be given", field="text_input")
@@ -195,10 +195,10 @@ def num_rows(inputs: Mapping[str, InputTensor]) -> int:
 async def native_request(
     inputs: Mapping[str, InputTensor], index: int, rows: int, prompts: PromptBuilder
 ) -> pb.GenerateRequest:
-    """The native request of one row.
+    """Return the native request of one row.
 
     Raises:
-        InvalidArgumentError: A tensor that there is not, or one of the wrong type or size.
+        InvalidArgumentError: A tensor is unknown, or has the wrong type or size.
     """
     request = pb.GenerateRequest(streaming=False)
     parts = {name: tensor.row(index, rows) for name, tensor in inputs.items()}
@@ -211,7 +211,7 @@ async def native_request(
 
 
 async def _fill_bias(request: pb.GenerateRequest, parts: Mapping[str, InputTensor], prompts: PromptBuilder) -> None:
-    """Every token of a word is biased by the word's weight."""
+    """Bias every token of a word by the word's weight."""
     words, weights = parts.get("embedding_bias_words"), parts.get("embedding_bias_weights")
     if words is None and weights is None:
         return

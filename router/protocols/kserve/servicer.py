@@ -3,8 +3,8 @@
 1. `ModelInfer` and `ModelStreamInfer` read the tensors (tensors.py), and make a native request of each row
    (ensemble.py).
 2. The rows run by the native path, at once. `ModelInfer` answers when all have ended.
-3. `ModelStreamInfer` is decoupled: its requests run side by side, and every chunk is a response; the last response of a
-   request says so by the parameter `triton_final_response`. A client that leaves aborts them all.
+3. `ModelStreamInfer` is decoupled: its requests run concurrently, and every chunk is a response; the last response of a
+   request has the parameter `triton_final_response`. When the client disconnects, all are aborted.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _VERSION = "1"
 _FINAL = "triton_final_response"
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _TYPES = {"BYTES": pb.TYPE_STRING}
-# Responses that may wait for a slow reader of a stream, beside what waits in each request's own output.
+# Responses queued for a slow reader of a stream, in addition to each request's own pending output.
 _MAX_WAITING = 64
 
 
 class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
-    """Implements protos/kserve.proto. The model has its own name, and `ensemble`."""
+    """Implements protos/kserve.proto. The model is served under its own name and as `ensemble`."""
 
     def __init__(self, front: FrontDoor, prompts: PromptBuilder) -> None:
         self._front = front
@@ -53,26 +53,26 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self._num_success = self._num_failures = self._success_ns = self._failure_ns = self._last_ms = 0
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: object) -> pb.ServerLiveResponse:  # noqa: N802
-        """The process answers."""
+        """Return that the process is live."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: object) -> pb.ServerReadyResponse:  # noqa: N802
-        """Requests are taken."""
+        """Return whether requests are accepted."""
         return pb.ServerReadyResponse(ready=not self._front.draining.is_set())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: object) -> pb.ModelReadyResponse:  # noqa: N802
-        """The model is served."""
+        """Return whether the model is served."""
         known = request.name in (_ALIAS, self._model.name) and request.version in ("", _VERSION)
         return pb.ModelReadyResponse(ready=known and not self._front.draining.is_set())
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: object) -> pb.ServerMetadataResponse:  # noqa: N802
-        """What answers."""
+        """Return the server's name, version and extensions."""
         return pb.ServerMetadataResponse(
             name="midstream", version=__version__, extensions=["model_configuration", "statistics"]
         )
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: object) -> pb.ModelMetadataResponse:  # noqa: N802
-        """The tensors."""
+        """Return the model's input and output tensors."""
         self._check_model(request.name, request.version)
         response = pb.ModelMetadataResponse(name=request.name, versions=[_VERSION], platform="midstream")
         for name, field in INPUTS.items():
@@ -82,7 +82,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return response
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: object) -> pb.ModelConfigResponse:  # noqa: N802
-        """The same, as Triton's configuration."""
+        """Return the model's tensors as a Triton configuration."""
         self._check_model(request.name, request.version)
         config = pb.ModelConfig(name=request.name, platform="midstream", backend="midstream")
         config.model_transaction_policy.decoupled = True
@@ -95,7 +95,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ModelConfigResponse(config=config)
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: object) -> pb.ModelStatisticsResponse:  # noqa: N802
-        """Counts of this router's KServe requests."""
+        """Return counts of this router's KServe requests."""
         if request.name:
             self._check_model(request.name, request.version)
         done = self._num_success + self._num_failures
@@ -118,7 +118,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         request: pb.ModelInferRequest,
         context: grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelInferResponse],
     ) -> pb.ModelInferResponse:
-        """Runs every row of the batch, and answers with all sequences of all of them."""
+        """Run all rows of the batch, and return all their sequences."""
         started = time.monotonic_ns()
         try:
             inputs, wanted = self._read(request)
@@ -146,7 +146,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         request_iterator: AsyncIterator[pb.ModelInferRequest],
         context: grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse],
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """Runs requests as they come; each tells of its own failure, and the others go on."""
+        """Run requests as they arrive; a failed one returns its own error, without effect on the others."""
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_WAITING)
         is_broken = False
 
@@ -156,7 +156,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                 async with asyncio.TaskGroup() as group:
                     async for request in request_iterator:
                         group.create_task(self._stream(request, responses, context.time_remaining()))
-            except* Exception:  # of gRPC: each request's own are told in the stream
+            except* Exception:  # from gRPC: errors of requests are sent in the stream
                 logger.debug("a stream of requests broke", exc_info=True)
                 is_broken = True
             await responses.put(None)
@@ -184,7 +184,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             async with asyncio.TaskGroup() as group:
                 for index in range(rows):
                     group.create_task(self._stream_row(request, inputs, index, rows, wanted, responses, timeout_s))
-        except* Exception as errors:  # it may not take the stream's other requests along
+        except* Exception as errors:  # must not fail the stream's other requests
             self._count(started, failed=True)
             error = _first(errors)
             if not isinstance(error, MidstreamError):
@@ -269,7 +269,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _request_id(request: pb.ModelInferRequest, index: int, rows: int) -> str:
-    """Clients number their requests from 1, each for itself, so their ids alone would meet."""
+    """Return a unique request id: clients number their requests from 1, so their own ids would collide."""
     return f"kserve-{uuid.uuid4().hex}-{index}" if rows > 1 else f"kserve-{uuid.uuid4().hex}"
 
 
@@ -278,7 +278,7 @@ def _data_type(datatype: str) -> pb.DataType.ValueType:
 
 
 def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
-    """One of a group's errors: what went wrong with one row ends the batch."""
+    """Return the first error of an exception group: one failed row fails the batch."""
     first: BaseException = errors.exceptions[0]
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]

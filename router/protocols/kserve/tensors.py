@@ -54,10 +54,10 @@ class InputTensor:
     data: bytes = b""
 
     def row(self, index: int, num_rows: int) -> InputTensor:
-        """The part of one row of the batch; a tensor without a batch dimension, or of one row, is everybody's.
+        """Return one row of the batch; a tensor without a batch dimension, or with one row, applies to all rows.
 
         Raises:
-            InvalidArgumentError: It has another number of rows.
+            InvalidArgumentError: The number of rows does not match.
         """
         if len(self.shape) < 2 or self.shape[0] == 1:
             return self
@@ -69,10 +69,10 @@ class InputTensor:
 
 
 def parse_inputs(request: pb.ModelInferRequest) -> dict[str, InputTensor]:
-    """All inputs by name.
+    """Return all inputs by name.
 
     Raises:
-        InvalidArgumentError: Names that come twice, unknown types, or contents that are not what type and shape say.
+        InvalidArgumentError: A duplicate name, an unknown type, or contents that do not match type and shape.
     """
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
@@ -113,7 +113,7 @@ def _unpack(datatype: str, raw: bytes) -> Sequence[Value]:
     if datatype == "BOOL":
         return [value != 0 for value in raw]
     values = array(_ARRAY_CODES[datatype])
-    values.frombytes(raw)  # ValueError where a part of an element is left
+    values.frombytes(raw)  # ValueError if a partial element is left
     if sys.byteorder == "big":
         values.byteswap()
     return values
@@ -142,23 +142,23 @@ class OutputTensor:
 
     @staticmethod
     def of_texts(name: str, texts: Sequence[str]) -> OutputTensor:
-        """A vector of texts."""
+        """Return a vector of texts."""
         parts = [text.encode() for text in texts]
         return OutputTensor(name, "BYTES", (len(parts),), b"".join(struct.pack("<I", len(p)) + p for p in parts))
 
     @staticmethod
     def of_floats(name: str, shape: Sequence[int], values: Iterable[float]) -> OutputTensor:
-        """A tensor of 32-bit floats."""
+        """Return a tensor of 32-bit floats."""
         return OutputTensor(name, "FP32", tuple(shape), struct.pack(f"<{prod(shape)}f", *values))
 
     @staticmethod
     def of_ints(name: str, values: Sequence[int]) -> OutputTensor:
-        """A vector of 32-bit integers."""
+        """Return a vector of 32-bit integers."""
         return OutputTensor(name, "INT32", (len(values),), struct.pack(f"<{len(values)}i", *values))
 
 
 def fill_outputs(response: pb.ModelInferResponse, tensors: Iterable[OutputTensor]) -> None:
-    """Adds outputs to a response, as raw contents."""
+    """Add outputs to a response, as raw contents."""
     for tensor in tensors:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(tensor.data)

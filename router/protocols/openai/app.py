@@ -36,7 +36,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class OpenAiApi:
-    """OpenAI's endpoints over the native path, with the process's /health and /metrics."""
+    """Serves OpenAI's endpoints, /health and /metrics."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class OpenAiApi:
         self._vocabulary = Vocabulary(self._spell, chat)
 
     def app(self) -> Starlette:
-        """The ASGI application."""
+        """Return the ASGI application."""
         posts: dict[str, Endpoint] = {
             "/v1/completions": lambda request: self._generate(request, completion_job),
             "/v1/chat/completions": lambda request: self._generate(request, chat_job),
@@ -103,7 +103,7 @@ class OpenAiApi:
         return Reply(self._front, job, request.headers.get("last-event-id"))
 
     async def _first_arrival(self, job: Job) -> int:
-        """Return the Unix seconds at which a job came first; for one that is new, it comes now."""
+        """Return the Unix seconds at which a job first arrived; now for a new one."""
         try:
             first = (await self._kept.get(job.requests[0].request_id)).request
         except NotFoundError:
@@ -169,7 +169,7 @@ def _health_answer(problems: list[str]) -> Response:
 
 
 def _mapped(endpoint: Endpoint) -> Endpoint:
-    """The endpoint, its errors in OpenAI's shape."""
+    """Wrap an endpoint to return errors in OpenAI's format."""
 
     async def call(request: Request) -> Response:
         try:
@@ -183,7 +183,7 @@ def _mapped(endpoint: Endpoint) -> Endpoint:
 
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers a request that does not come to an endpoint with `error`."""
+    """Send `error` for a request that reaches no endpoint."""
     await JSONResponse(error_body(error), http_status(error), headers=headers(error))(scope, receive, send)
 
 

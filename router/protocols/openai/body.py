@@ -1,4 +1,4 @@
-"""Reads the fields of a JSON body, and knows which of them nobody read. null is unset, as OpenAI has it."""
+"""Reads the fields of a JSON body, and tracks unread ones. null means unset, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_UINT32 = (1 << 32) - 1
 class Body:
     """A JSON object.
 
-    Every getter raises InvalidArgumentError, with the field's path, where the value is not what it should be.
+    Every getter raises InvalidArgumentError, with the field's path, if the value is invalid.
     """
 
     def __init__(self, fields: dict[str, object], path: str = "") -> None:
@@ -26,14 +26,14 @@ class Body:
 
     @staticmethod
     def parse(data: bytes) -> Body:
-        """The object in `data`.
+        """Parse the object in `data`.
 
         Raises:
             InvalidArgumentError: It is not JSON, or not an object.
         """
         try:
             value = json.loads(data, parse_constant=refuse_constant)
-            # Half of a surrogate pair is legal JSON, and no text.
+            # A lone surrogate is legal JSON, but not valid text.
             if b"\\ud" in data.lower():
                 json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
@@ -44,39 +44,39 @@ class Body:
 
     @property
     def fields(self) -> dict[str, object]:
-        """The object as it is."""
+        """The unmodified object."""
         return self._fields
 
     def get(self, name: str) -> object:
-        """The value as it is, with all that is in it; None where it is unset."""
+        """Return the unmodified value, and mark all in it as read; None if unset."""
         self._read.add(name)
         return self._fields.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether it is set."""
+        """Return whether a field is set."""
         return self.get(name) is not None
 
     def path(self, name: str) -> str:
-        """How errors call the field."""
+        """Return the field's path, for errors."""
         return self._path + name
 
     def text(self, name: str) -> str | None:
-        """A string."""
+        """Return a string."""
         value = self.get(name)
         return value if value is None or isinstance(value, str) else self._refuse(name, "a string")
 
     def choice(self, name: str, options: tuple[str, ...]) -> str | None:
-        """One of `options`."""
+        """Return one of `options`."""
         value = self.text(name)
         return value if value is None or value in options else self._refuse(name, f"one of {', '.join(options)}")
 
     def flag(self, name: str) -> bool | None:
-        """A boolean."""
+        """Return a boolean."""
         value = self.get(name)
         return value if value is None or isinstance(value, bool) else self._refuse(name, "a boolean")
 
     def integer(self, name: str, low: int = 0, high: int = _MAX_UINT32) -> int | None:
-        """A whole number in low..high."""
+        """Return an integer in low..high."""
         value = self.get(name)
         if value is None:
             return None
@@ -85,7 +85,7 @@ class Body:
         return value
 
     def number(self, name: str) -> float | None:
-        """A number; its range is the native check's to say."""
+        """Return a number; the native checks validate its range."""
         value = self.get(name)
         if value is None:
             return None
@@ -94,7 +94,7 @@ class Body:
         return float(value)
 
     def child(self, name: str) -> Body | None:
-        """An object."""
+        """Return an object."""
         value = self._fields.get(name)
         if value is None:
             return None
@@ -105,14 +105,14 @@ class Body:
         return self._parts[name][0]
 
     def array(self, name: str) -> list[object]:
-        """An array; empty where it is unset."""
+        """Return an array; empty if unset."""
         value = self.get(name)
         if value is None:
             return []
         return value if isinstance(value, list) else self._refuse(name, "an array")
 
     def objects(self, name: str) -> list[Body]:
-        """An array of objects."""
+        """Return an array of objects."""
         values = self._fields.get(name)
         if values is None:
             return []
@@ -126,7 +126,7 @@ class Body:
         return self._parts.setdefault(name, bodies)
 
     def unread(self) -> Iterator[str]:
-        """Paths of fields that are set, to anything but an empty or false value, and that nobody has read."""
+        """Return the paths of unread fields that are set to anything but an empty or false value."""
         for name, value in self._fields.items():
             if name in self._read or not value:
                 continue
@@ -137,7 +137,7 @@ class Body:
                 yield self.path(name)
 
     def texts(self, name: str) -> list[str]:
-        """A string, or an array of them."""
+        """Return a string or an array of strings, as a list."""
         value = self.get(name)
         if isinstance(value, str):
             return [value]
@@ -147,7 +147,7 @@ class Body:
         return texts
 
     def token_ids(self, name: str) -> list[int]:
-        """An array of token ids."""
+        """Return an array of token ids."""
         return token_ids(self.array(name), self.path(name))
 
     def _refuse(self, name: str, expected: str) -> NoReturn:
@@ -155,7 +155,7 @@ class Body:
 
 
 def token_ids(values: list[object], field: str) -> list[int]:
-    """`values`, where all are whole numbers that may be token ids.
+    """Return `values` if all are integers in the range of token ids.
 
     Raises:
         InvalidArgumentError: One is not.

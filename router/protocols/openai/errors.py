@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, with the status that its clients act on: they try again after 408, 409, 429 and 5xx."""
+"""Errors in OpenAI's format, with the statuses that its clients act on: they retry 408, 409, 429 and 5xx."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from midstream.errors import MidstreamError, OverloadedError, StatusCode
 
 _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
-    # 501 would be tried again, in vain.
+    # 501 would be retried in vain.
     StatusCode.UNIMPLEMENTED: (400, "invalid_request_error"),
     StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
     StatusCode.PERMISSION_DENIED: (403, "permission_error"),
@@ -19,7 +19,7 @@ _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
     StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
-# Native fields that OpenAI and vLLM call otherwise; of the rest the last part of the path is the same.
+# Native fields with other names in OpenAI's and vLLM's APIs; for the rest the last part of the path is the same.
 _PARAMS = {
     "chat": "messages",
     "lora.name": "model",
@@ -35,12 +35,12 @@ _PARAMS = {
 
 
 def http_status(error: MidstreamError) -> int:
-    """The status that the error is answered with."""
+    """Return the HTTP status of an error."""
     return _STATUSES.get(error.code, (500, ""))[0]
 
 
 def headers(error: MidstreamError) -> dict[str, str]:
-    """When to try again, in whole seconds and, as OpenAI's clients read it first, in milliseconds."""
+    """Return the retry headers, in seconds and, as OpenAI's clients prefer, in milliseconds."""
     if not isinstance(error, OverloadedError):
         return {}
     return {
@@ -50,7 +50,7 @@ def headers(error: MidstreamError) -> dict[str, str]:
 
 
 def error_body(error: MidstreamError) -> dict[str, object]:
-    """The JSON that says what went wrong."""
+    """Return the JSON body of an error."""
     kind = _STATUSES.get(error.code, (500, "server_error"))[1]
     code = "model_not_found" if error.code is StatusCode.NOT_FOUND and error.field == "model" else None
     if error.code is StatusCode.UNIMPLEMENTED:
@@ -61,7 +61,7 @@ def error_body(error: MidstreamError) -> dict[str, object]:
 
 
 def param_of(field: str) -> str:
-    """What OpenAI calls a native field."""
+    """Return OpenAI's name of a native field."""
     if field in _PARAMS:
         return _PARAMS[field]
     section, dot, name = field.partition(".")

@@ -1,4 +1,4 @@
-"""Fields that OpenAI's clients send and that change nothing here. What is not among them is refused."""
+"""Fields of OpenAI's API that are accepted and ignored; other unknown fields are rejected."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _INDEX = re.compile(r"\[\d+\]")
 
 
 def ignored_fields(body: Body) -> list[str]:
-    """Return the fields of a body that was read which have no effect.
+    """Return the ignored fields of a body; to be called once it has been read.
 
     Raises:
-        InvalidArgumentError: One is not known.
+        InvalidArgumentError: A field is unknown.
     """
     ignored: dict[str, None] = {}
     for path in body.unread():

@@ -1,4 +1,4 @@
-"""From a body to what is to be run: one native request per prompt, and how the answer looks."""
+"""Converts a body into a job: one native request per prompt, and the format of the response."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _MAX_PROMPTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a job must know of the model.
+    """What a job needs from the model.
 
     Attributes:
-        spell: The text of one token.
+        spell: Returns the text of one token.
         chat: How it writes calls and reasoning.
     """
 
@@ -48,9 +48,9 @@ class Job:
     Attributes:
         request_id: Of the whole; with several prompts, the native requests have it with a number.
         requests: One per prompt.
-        model: As the client calls it.
+        model: The model's name as sent by the client.
         num_choices: Choices shown per prompt: the best of its sequences.
-        includes_usage: The last event of a stream has the usage.
+        includes_usage: The last event of a stream contains the usage.
         ignored: Fields of the body that have no effect.
         conversation: Of a chat; None for completions.
         key: Idempotency key; empty for none.
@@ -69,7 +69,7 @@ class Job:
     key: str = ""
 
     def make_repeatable(self, key: str, call: str) -> None:
-        """Take the ids of the requests from an idempotency key; `call` tells apart one key at several endpoints."""
+        """Derive the requests' ids from an idempotency key; `call` separates the keys of different endpoints."""
         self.key, self.request_id = key, request_id_of(key, call)
         for request, name in zip(self.requests, request_ids(self.request_id, len(self.requests)), strict=True):
             request.request_id = ""
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def reads_text(self) -> bool:
-        """Whether text is parsed, from its beginning on."""
+        """Whether the text is parsed for tool calls or reasoning."""
         return self.conversation is not None and self.conversation.reads_text
 
 
@@ -195,7 +195,7 @@ def _job(body: Body, requests: list[pb.GenerateRequest], shape: Shape, num_choic
 
 
 def request_ids(job_id: str, num_prompts: int) -> list[str]:
-    """Ids of a job's native requests."""
+    """Return the ids of a job's native requests."""
     return [job_id] if num_prompts == 1 else [f"{job_id}-{i}" for i in range(num_prompts)]
 
 
@@ -207,7 +207,7 @@ def _copy(request: pb.GenerateRequest) -> pb.GenerateRequest:
 
 
 def _best_of(body: Body, request: pb.GenerateRequest) -> int:
-    """Choices to show; the request is made to run as many sequences as they are the best of."""
+    """Return the number of choices to return, and set the request to run `best_of` sequences."""
     shown = request.sampling.num_return_sequences or 1
     best_of = body.integer("best_of")
     if best_of is None or best_of == shown:

@@ -1,4 +1,4 @@
-"""The turns of a conversation, as the native request has them."""
+"""Converts chat messages into the native request's turns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from router.protocols.openai.body import Body
 
 
 def chat_messages(body: Body) -> list[pb.ChatMessage]:
-    """The body's messages.
+    """Return the body's messages.
 
     Raises:
-        InvalidArgumentError: One is not what it should be.
+        InvalidArgumentError: A message is invalid.
         UnsupportedError: One has content that is not text.
     """
     return [_message(message) for message in body.objects("messages")]
@@ -45,7 +45,7 @@ def _content(message: Body) -> str:
 
 
 def _tool_call(call: Body) -> dict[str, object]:
-    """Templates expect the arguments as an object; OpenAI's clients send them as text."""
+    """Parse arguments: templates expect an object, OpenAI's clients send text."""
     function = call.child("function")
     if function is None:
         raise InvalidArgumentError("must be an object", field=call.path("function"))

@@ -1,4 +1,4 @@
-"""What `model` may name: the model that is served, and the adapters that are loaded on it."""
+"""Values of `model`: the served model and its loaded adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FRESH_S = 1.0
 
 
 class Models:
-    """Names of models, as OpenAI's clients list and choose them."""
+    """Lists and resolves model names for OpenAI's clients."""
 
     def __init__(self, model: ModelFolder, cells: Cells) -> None:
         self._model = model
@@ -32,7 +32,7 @@ class Models:
         self._fresh_until = 0.0
 
     async def cards(self) -> list[dict[str, object]]:
-        """All of them; while no scheduler answers, the model alone."""
+        """Return the model and its adapters; only the model while no scheduler responds."""
         try:
             adapters = await self._listed()
         except (UnavailableError, DeadlineError):
@@ -40,11 +40,11 @@ class Models:
         return [self._card(), *map(self._adapter_card, adapters.values())]
 
     async def card(self, name: str) -> dict[str, object]:
-        """One of them.
+        """Return a model or adapter.
 
         Raises:
-            NotFoundError: There is no such.
-            MidstreamError: No scheduler tells.
+            NotFoundError: It does not exist.
+            MidstreamError: No scheduler responds.
         """
         if name == self._model.name:
             return self._card()
@@ -56,13 +56,13 @@ class Models:
         return self._adapter_card(adapter)
 
     async def resolve(self, requests: Iterable[pb.GenerateRequest]) -> None:
-        """Turns an adapter's name in the place of the model's into a request for that adapter."""
+        """Convert an adapter's name in `model` into a request for that adapter."""
         for request in requests:
             if request.model in ("", self._model.name):
                 continue
             adapter = await self._adapter(request.model)
             if adapter is None:
-                continue  # refused where every request is checked
+                continue  # rejected by the request checks
             request.model = ""
             if adapter.num_virtual_tokens:
                 request.prompt_tuning.name = adapter.name
@@ -70,7 +70,7 @@ class Models:
                 request.lora.name = adapter.name
 
     async def _adapter(self, name: str) -> loads_pb2.LoraInfo | None:
-        """The adapter of a name, as it was known a moment ago; one that was not known is asked for."""
+        """Return an adapter by name from a short-lived cache; refresh it if the name is missing."""
         if name not in self._adapters or asyncio.get_running_loop().time() >= self._fresh_until:
             await self._listed()
         return self._adapters.get(name)

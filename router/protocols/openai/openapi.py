@@ -27,7 +27,7 @@ _ANY_TEXTS: Part = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
 
 
 def document(model: ModelFolder) -> Part:
-    """The document for a router that serves `model`."""
+    """Return the document for a router that serves `model`."""
     token = _integer(0, model.vocab_size - 1)
     names = {"anyOf": [{"const": model.name}, {"type": "string", "description": "An adapter that is loaded on it."}]}
     common = _common_fields(model, token, names)
@@ -127,7 +127,7 @@ def document(model: ModelFolder) -> Part:
 
 
 def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
-    """Of completions and chat completions."""
+    """Return the schemas shared by completions and chat completions."""
     words = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_WORD_CHARACTERS}
     return {
         "model": names,
@@ -328,7 +328,7 @@ def _with(*parameters: Part) -> Part:
 
 
 def _post(summary: str, fields: Part, required: list[str], *, stream: bool = False) -> Part:
-    # null is unset; OpenAI's clients send it for what they do not set.
+    # null means unset; OpenAI's clients send it for unset fields.
     properties = {
         name: schema if name in required else {"anyOf": [schema, {"type": "null"}]} for name, schema in fields.items()
     }

@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common, as fields of the native request. vLLM's extras among them."""
+"""Parameters shared by completions and chat completions, vLLM's extras included, as native fields."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from protos import generation_pb2 as pb
 from router.protocols.openai.body import Body
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-# Of vLLM's extras, those that would be missed in the output.
+# vLLM's extras that would change the output, and so cannot be ignored.
 _NOT_SUPPORTED = (
     "allowed_token_ids", "logits_processors", "prompt_logprobs", "return_tokens_as_token_ids", "truncate_prompt_tokens",
 )  # fmt: skip
-# Seconds that a prompt's KV cache is kept longer.
+# Seconds to retain a prompt's KV cache.
 CACHE_RETENTION_S = {"in_memory": 0, "24h": 24 * 3600}
 # Priorities of service tiers.
 TIERS = {"auto": 0, "default": 0, "flex": -50, "priority": 50}
@@ -28,11 +28,11 @@ _REGEX_SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 
 
 def native_request(body: Body) -> pb.GenerateRequest:
-    """The request without its input.
+    """Return the request without its input.
 
     Raises:
-        InvalidArgumentError: A field is not what it should be.
-        UnsupportedError: A field that this service will not have.
+        InvalidArgumentError: A field is invalid.
+        UnsupportedError: A field is not supported.
     """
     refuse(body, *_NOT_SUPPORTED)
     user, safety_identifier = body.text("user"), body.text("safety_identifier")
@@ -58,7 +58,7 @@ def native_request(body: Body) -> pb.GenerateRequest:
 
 
 def _priority(body: Body) -> int:
-    """By vLLM's `priority`, whose lower ones go first, or by OpenAI's tier."""
+    """Return the priority from vLLM's `priority`, where lower is first, or from OpenAI's service tier."""
     tier = TIERS[body.choice("service_tier", tuple(TIERS)) or "auto"]
     priority = body.integer("priority", -100, 100)
     return tier if priority is None else -priority
@@ -108,7 +108,7 @@ def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
 
 
 def _guide(body: Body) -> pb.GuidedDecodingConfig | None:
-    """Of response_format, vLLM's guided_* and its newer structured_outputs, the one that is set."""
+    """Return the guide from response_format, vLLM's guided_* or its newer structured_outputs; None if unset."""
     guides = [_response_format(body), *_named_guides(body, "guided_")]
     structured = body.child("structured_outputs")
     if structured is not None:
@@ -157,7 +157,7 @@ def _named_guides(body: Body, prefix: str) -> list[pb.GuidedDecodingConfig | Non
 
 
 def refuse(body: Body, *names: str) -> None:
-    """Raises UnsupportedError where one of `names` is set, to anything but an empty or false value."""
+    """Raise UnsupportedError if one of `names` is set to anything but an empty or false value."""
     for name in names:
         if body.get(name):
             raise UnsupportedError("is not supported", field=body.path(name))

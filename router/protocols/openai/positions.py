@@ -1,4 +1,4 @@
-"""What the reader of a stream has, as the ids of its events say it.
+"""A reader's position in a stream, encoded in event ids.
 
 An id is `REQUEST/PART/PART...`, a part for each prompt: for each of its sequences the next token offset, `:` and the
 number of characters where text is read for tool calls, and an `f` after what has ended.
@@ -19,7 +19,7 @@ _PART = re.compile(rf"({_ONE}(,{_ONE})*)?", re.ASCII)
 
 
 class Position:
-    """What the reader has of one prompt's sequences.
+    """A reader's position in one prompt's sequences.
 
     Attributes:
         offsets: Next token offset of each sequence.
@@ -48,7 +48,7 @@ class Position:
         return [self.offsets.get(i, 0) for i in range(max(self.offsets, default=-1) + 1)]
 
     def advance(self, chunk: Chunk, *, counts_characters: bool) -> None:
-        """The reader gets `chunk`."""
+        """Advance past `chunk`."""
         index = chunk.sequence_index
         self.offsets[index] = max(chunk.next_offset, self.offsets.get(index, 0))
         if counts_characters:
@@ -77,15 +77,15 @@ class Position:
 
 
 def event_id(request_id: str, positions: Sequence[Position]) -> str:
-    """The id of the event after which the reader is at `positions`."""
+    """Return the id of the event after which the reader is at `positions`."""
     return "/".join([quote(request_id, safe=""), *map(str, positions)])
 
 
 def read_event_id(text: str, num_prompts: int) -> tuple[str, list[Position]]:
-    """The request's id, and a position for each prompt.
+    """Parse an event id into the request's id and a position for each prompt.
 
     Raises:
-        InvalidArgumentError: It is not the id of an event of such a request.
+        InvalidArgumentError: It is not an event id of such a request.
     """
     name, *parts = text.split("/")
     if len(parts) != num_prompts or not all(map(_PART.fullmatch, parts)):

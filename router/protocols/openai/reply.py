@@ -1,7 +1,7 @@
-"""Answers one job: runs its requests, and writes their output as JSON or as server-sent events.
+"""Runs one job's requests, and writes their output as JSON or as server-sent events.
 
-Each event's id says what its reader has (positions.py). The same body sent with that as Last-Event-ID, to any router,
-gets the rest.
+Each event's id encodes the reader's position (positions.py). The same body sent with it as Last-Event-ID, to any
+router, resumes the stream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reply(Response):
-    """A response that runs while its client is there."""
+    """A response that runs while its client is connected."""
 
     def __init__(self, front: FrontDoor, job: Job, last_event_id: str | None) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Reply(Response):
         self._metrics: list[PerfMetrics] = []  # where there was a prediction
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers; a connection that drops aborts the requests."""
+        """Write the response; a dropped connection aborts the requests."""
         await while_connected(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +70,7 @@ class Reply(Response):
 
     async def _fail(self, error: MidstreamError, has_begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
         if has_begun and isinstance(error, OverloadedError):
-            # A client that reads too slowly would not read this either: the connection is cut.
+            # A client that reads too slowly would not read this either: close the connection.
             return
         if has_begun:
             await write(send, f"data: {json.dumps(error_body(error))}\n\ndata: [DONE]\n\n", more=False)
@@ -97,7 +97,7 @@ class Reply(Response):
                         output = await self._front.start(request, None)
                 outputs.append(await stack.enter_async_context(output))
         except MidstreamError:
-            # Those that were taken are of no use without the one that was not, unless they are asked for again.
+            # Without the failed one, the started requests are useless, unless the client retries with its key.
             for output in [] if self._job.key else outputs:
                 self._front.abort_soon(output.request_id)
             raise
@@ -156,7 +156,7 @@ class Reply(Response):
                     await self._event(send, choice)
 
     def _choice(self, number: int, chunk: Chunk) -> dict[str, object] | None:
-        """One choice's news; None where the reader has it."""
+        """Return one choice's delta; None if the reader has it."""
         job, position, index = self._job, self._positions[number], chunk.sequence_index
         if index in position.ended:
             return None
@@ -170,7 +170,7 @@ class Reply(Response):
         return job.shape.part(shown, chunk)
 
     async def _event(self, send: Send, choice: dict[str, object] | None) -> None:
-        """Writes one choice's news, or the usage."""
+        """Write one choice's delta, or the usage."""
         event = self._envelope(self._job.shape.chunk_name)
         event["choices"] = [choice] if choice is not None else []
         if self._job.includes_usage:

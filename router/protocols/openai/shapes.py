@@ -1,4 +1,4 @@
-"""How output looks to OpenAI's clients: a choice is a sequence, whole or the part of it in one event."""
+"""Output in OpenAI's format: a choice is a sequence, whole or the part of it in one event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.protocols.conversation import Conversation, SequenceReader
 
 # The text of one token.
 Spell = Callable[[int], str]
-# JSON has no infinity; OpenAI and vLLM say this of tokens that cannot be.
+# JSON has no infinity; OpenAI and vLLM report this for impossible tokens.
 _LOWEST_LOG_PROB = -9999.0
 
 
@@ -33,16 +33,16 @@ class Shape(Protocol):
     envelope: dict[str, object]
 
     def opening(self, index: int) -> dict[str, object] | None:
-        """What the first event of a choice says before any output."""
+        """Return the content of a choice's first event, before any output."""
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """A piece of a choice."""
+        """Return a delta of a choice."""
 
     def whole(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """A complete choice."""
+        """Return a complete choice."""
 
     def read_again(self, index: int, text: str) -> None:
-        """Takes in text that the client has, so that what follows is read as it would have been."""
+        """Process text that the client already has, to restore the parser's state."""
 
 
 class CompletionShape:
@@ -59,11 +59,11 @@ class CompletionShape:
         self._offsets: dict[int, int] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
-        """Nothing."""
+        """Return no content."""
         return None
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """Text and log probabilities."""
+        """Return text and log probabilities."""
         log_probs = chunk.extras.log_probs if chunk.extras and self._with_log_probs else None
         choice: dict[str, object] = {"index": index, "text": chunk.text}
         choice["logprobs"] = self._log_probs(index, chunk, log_probs) if log_probs else None
@@ -74,7 +74,7 @@ class CompletionShape:
     whole = part
 
     def read_again(self, index: int, text: str) -> None:
-        """Text is shown as it is."""
+        """Do nothing: the text is not parsed."""
 
     def _log_probs(self, index: int, chunk: Chunk, log_probs: LogProbs) -> dict[str, object]:
         token_ids = list(chunk.token_ids)
@@ -119,12 +119,12 @@ class ChatShape:
         self._readers: dict[int, SequenceReader] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
-        """Whose turn it is."""
+        """Return the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """A delta."""
+        """Return a delta."""
         events = self._read(index, chunk.text, is_final=chunk.is_sequence_final)
         content, reasoning, calls = _joined(events)
         delta: dict[str, object] = {}
@@ -137,7 +137,7 @@ class ChatShape:
         return {"index": index, "delta": delta, **self._beside(index, chunk)}
 
     def whole(self, index: int, chunk: Chunk) -> dict[str, object]:
-        """A message."""
+        """Return a message."""
         content, reasoning, calls = _joined(self._read(index, chunk.text, is_final=True))
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:
@@ -148,7 +148,7 @@ class ChatShape:
         return {"index": index, "message": message, **self._beside(index, chunk)}
 
     def read_again(self, index: int, text: str) -> None:
-        """Parses what the client has."""
+        """Parse text that the client already has."""
         self._read(index, text, is_final=False)
 
     def _read(self, index: int, text: str, *, is_final: bool) -> list[Event]:
@@ -167,7 +167,7 @@ class ChatShape:
         fields = {"logprobs": self._log_probs(chunk), **_ending(chunk)}
         if self._returns_ids:
             fields["token_ids"] = list(chunk.token_ids)
-        # OpenAI ends a call that was demanded by name with "stop".
+        # OpenAI ends a call required by name with "stop".
         is_named = self._conversation.tools.choice == "named"
         if self._has_calls(index) and not is_named and fields["finish_reason"] == FinishReason.STOP:
             fields["finish_reason"] = "tool_calls"
@@ -185,13 +185,13 @@ class ChatShape:
 
     def _entry(self, token_id: int, value: float) -> dict[str, object]:
         token = self._spell(token_id)
-        # Part of a character has bytes that its spelling does not tell.
+        # The text of a partial character does not contain its bytes.
         data = None if "\ufffd" in token else list(token.encode())
         return {"token": token, "logprob": _finite(value), "bytes": data}
 
 
 def usage_fields(usage: Usage) -> dict[str, object]:
-    """OpenAI's `usage`."""
+    """Return OpenAI's `usage`."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -210,14 +210,14 @@ def _finite(log_prob: float) -> float:
 
 
 def _ending(chunk: Chunk) -> dict[str, object]:
-    """Why it ended; vLLM's `stop_reason` says at what."""
+    """Return the finish reason, and vLLM's `stop_reason`."""
     if not chunk.is_sequence_final:
         return {"finish_reason": None}
     return {"finish_reason": str(chunk.finish_reason or FinishReason.STOP), "stop_reason": chunk.matched_stop}
 
 
 def _joined(events: list[Event]) -> tuple[str, str, dict[int, dict[str, object]]]:
-    """Content, reasoning, and the news of each call by its index."""
+    """Return content, reasoning, and each call's delta by its index."""
     content = reasoning = ""
     calls: dict[int, dict[str, object]] = {}
     for event in events:

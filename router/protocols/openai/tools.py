@@ -1,4 +1,4 @@
-"""The tools that a chat request offers, and what it demands of them."""
+"""Reads a chat request's tools and tool_choice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from router.protocols.openai.body import Body
 
 
 def read_tools(body: Body) -> Tools:
-    """The tools of a body.
+    """Return the tools of a body.
 
     Raises:
-        InvalidArgumentError: Tools or the choice are not what they should be.
-        UnsupportedError: Tools that are not functions.
+        InvalidArgumentError: Tools or tool_choice are invalid.
+        UnsupportedError: A tool is not a function.
     """
     schemas: dict[str, Schema] = {}
     strict = set()

@@ -1,1 +1,1 @@
-"""openengine.v1 over the native path, so that gateways that drive engines over gRPC can drive this one."""
+"""openengine.v1, for gateways that drive engines over gRPC."""

@@ -1,4 +1,4 @@
-"""An openengine request as the native one."""
+"""Converts openengine requests into native ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _COPIED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "prese
 
 
 def native_request(request: oe.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]]) -> pb.GenerateRequest:
-    """The native request.
+    """Return the native request.
 
     Raises:
-        InvalidArgumentError: A value that its field cannot hold. Ranges are the native path's to check.
-        UnsupportedError: Media, sessions of other engines' caches, or a kind of guide or candidates that is not there.
+        InvalidArgumentError: A value does not fit its field; the native checks validate ranges.
+        UnsupportedError: Media, KV caches of other engines, or an unsupported kind of guide or candidates.
     """
     if request.media:
         raise UnsupportedError("only text and tokens are supported", field="media")
@@ -101,7 +101,7 @@ def _guide(guided: oe.GuidedDecoding) -> pb.GuidedDecodingConfig:
     if kind == "choice":
         if not guided.choice.choices:
             raise InvalidArgumentError("must not be empty", field="guided.choice.choices")
-        # A text in JSON is also one in EBNF.
+        # A JSON string is also an EBNF literal.
         rule = " | ".join(json.dumps(choice) for choice in guided.choice.choices)
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=f"root ::= {rule}")
     if kind is None:

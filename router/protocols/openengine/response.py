@@ -1,4 +1,4 @@
-"""Native chunks as openengine's events."""
+"""Converts native chunks into openengine's events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RETRYABLE = (OverloadedError, UnavailableError)
 
 
 class Events:
-    """Turns one request's chunks into events; text and tokens are never cumulative."""
+    """Converts one request's chunks into events; text and tokens are never cumulative."""
 
     def __init__(self, request: oe.GenerateRequest, end_ids: Sequence[int], spell: Spell) -> None:
         """`spell` gives a token's text; `end_ids` are the model's."""
@@ -48,7 +48,7 @@ class Events:
         self._usage: Usage | None = None
 
     def of(self, chunk: Chunk) -> Iterator[oe.GenerateResponse]:
-        """The events of one chunk, of a request that goes well."""
+        """Return the events of one chunk of a request without errors."""
         extras = chunk.extras
         if extras is not None and extras.prompt_log_probs is not None:
             yield self._event(prompt=self._prompt(extras.prompt_log_probs))
@@ -65,7 +65,7 @@ class Events:
             yield response
 
     def failure(self, error: MidstreamError) -> oe.GenerateResponse:
-        """The event that ends a request that was accepted and failed."""
+        """Return the event that ends an accepted request that failed."""
         code = next((code for kind, code in _CODES if isinstance(error, kind)), oe.ERROR_CODE_INTERNAL)
         retryable = isinstance(error, _RETRYABLE)
         return self._event(error=oe.EngineError(code=code, message=str(error), retryable=retryable))
@@ -82,7 +82,7 @@ class Events:
         )
 
     def _prompt(self, rows: LogProbs) -> oe.PromptOutput:
-        # Nothing comes before the first token, so it has no log probability.
+        # The first token has no context, and so no log probability.
         ids = self._prompt_ids or [0] * (len(rows.token_log_probs) + 1)
         first = oe.TokenInfo(token_id=ids[0], token=self._spell(ids[0]))
         tokens = [first, *_tokens(ids[1:], rows, self._spell)]

@@ -1,7 +1,7 @@
 """`openengine.v1.Inference` and `openengine.v1.Control`, over the router's native path and the cells.
 
-A request that is refused fails the call with the error's own status. One that was accepted and fails ends with an
-EngineError, and its call with OK, as the protocol says.
+A rejected request fails the call with the error's status. A request that fails after it was accepted ends with an
+EngineError, and its call with OK, as the protocol requires.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
     async def Generate(  # noqa: N802
         self, request: oe.GenerateRequest, context: grpc.aio.ServicerContext[oe.GenerateRequest, oe.GenerateResponse]
     ) -> AsyncIterator[oe.GenerateResponse]:
-        """Runs a request and streams its events."""
+        """Run a request and stream its events."""
         native = native_request(request, context.invocation_metadata() or ())
         key = key_of(context.invocation_metadata() or ())
         if key:
@@ -51,7 +51,7 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
         request.request_id = native.request_id = native.request_id or uuid.uuid4().hex
         with naming_key(key):
             opened = await self._front.start(native, context.time_remaining())
-        # Filled by now: the prompt's tokens, whatever it came as.
+        # By now the input is token ids, whatever its original form.
         request.token_ids.ids[:] = native.token_ids.values
         events = Events(request, self._front.runner.model.end_ids, self._spell)
         try:
@@ -70,17 +70,17 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
 
 
 class ControlServicer(openengine_pb2_grpc.ControlServicer):
-    """What the engine is and does, and its controls."""
+    """Engine and model information, and control."""
 
     def __init__(self, front: FrontDoor, native: RouterServicer, cells: Cells) -> None:
-        """`native` answers for all cells together."""
+        """`native` covers all cells."""
         self._front = front
         self._model = front.runner.model
         self._native = native
         self._cells = cells
 
     async def GetServerInfo(self, request: oe.GetServerInfoRequest, context: object) -> oe.ServerInfo:  # noqa: N802
-        """All cells as one engine."""
+        """Return all cells as one engine."""
         info = await self._native.GetServerInfo(loads_pb2.GetServerInfoRequest(), context)
         answer = oe.ServerInfo(
             engine_name="midstream",
@@ -99,7 +99,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         return answer
 
     async def GetModelInfo(self, request: oe.GetModelInfoRequest, context: object) -> oe.ModelInfo:  # noqa: N802
-        """The served model."""
+        """Return the served model."""
         model, features = self._model, self._cells.any().features or frozenset()
         check_model(request.model, model)
         top_n = [oe.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N]
@@ -139,7 +139,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         return info
 
     async def GetLoad(self, request: oe.GetLoadRequest, context: object) -> oe.LoadInfo:  # noqa: N802
-        """The load of all cells together."""
+        """Return the total load of all cells."""
         loads = (await self._native.GetLoads(loads_pb2.GetLoadsRequest(), context)).cells
         return oe.LoadInfo(
             timestamp_unix_nanos=time.time_ns(),
@@ -151,7 +151,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         )
 
     async def Health(self, request: oe.HealthRequest, context: object) -> oe.HealthResponse:  # noqa: N802
-        """Of the router, its schedulers, and, where asked for, of one token's way through everything."""
+        """Return the health of the router, its schedulers and, on request, of generating one token."""
         checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY), await self._scheduler_check(context)]
         if self._front.draining.is_set():
             checks[0].state = oe.HEALTH_STATE_DRAINING
@@ -160,14 +160,14 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         return oe.HealthResponse(state=max(check.state for check in checks), checks=checks)
 
     async def Abort(self, request: oe.AbortRequest, context: object) -> oe.AbortResponse:  # noqa: N802
-        """Ends one request."""
+        """Abort one request."""
         if request.WhichOneof("target") != "request_id":
             raise UnsupportedError("abort requests one at a time, by request id", field="target")
         was_running = await self._front.abort(request.request_id)
         return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED if was_running else oe.ABORT_STATUS_ALREADY_FINISHED)
 
     async def LoadLora(self, request: oe.LoadLoraRequest, context: object) -> oe.LoadLoraResponse:  # noqa: N802
-        """Loads an adapter in every cell."""
+        """Load an adapter in every cell."""
         adapter = request.adapter
         known = (await self._native.ListLoras(loads_pb2.ListLorasRequest(), context)).loras
         load = loads_pb2.LoadLoraRequest(name=adapter.lora_name, path=adapter.source_path)
@@ -176,12 +176,12 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         return oe.LoadLoraResponse(adapter=adapter, already_loaded=is_known)
 
     async def UnloadLora(self, request: oe.UnloadLoraRequest, context: object) -> oe.UnloadLoraResponse:  # noqa: N802
-        """Unloads an adapter in every cell."""
+        """Unload an adapter in every cell."""
         await self._native.UnloadLora(loads_pb2.UnloadLoraRequest(name=request.lora_name), context)
         return oe.UnloadLoraResponse(adapter=oe.LoraAdapter(lora_name=request.lora_name))
 
     async def ListLoras(self, request: oe.ListLorasRequest, context: object) -> oe.ListLorasResponse:  # noqa: N802
-        """The adapters that are loaded."""
+        """Return the loaded adapters."""
         loras = (await self._native.ListLoras(loads_pb2.ListLorasRequest(), context)).loras
         adapters = [oe.LoraAdapter(lora_name=item.name, source_path=item.path) for item in loras]
         return oe.ListLorasResponse(adapters=adapters)
@@ -189,14 +189,14 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
     async def GetKvEventSources(  # noqa: N802
         self, request: oe.GetKvEventSourcesRequest, context: object
     ) -> oe.GetKvEventSourcesResponse:
-        """SubscribeKvEvents of this service is the only one; its address is the one that was called."""
+        """Return the one event source: SubscribeKvEvents of this service, at the address of this call."""
         source = oe.KvEventSource(transport="grpc", encoding="protobuf", schema_version=1)
         return oe.GetKvEventSourcesResponse(sources=[source])
 
     async def SubscribeKvEvents(  # noqa: N802
         self, request: oe.SubscribeKvEventsRequest, context: object
     ) -> AsyncIterator[oe.SubscribeKvEventsResponse]:
-        """KV-cache events of the one cell; each worker group is a data-parallel rank, in the order of their names."""
+        """Stream the only cell's KV-cache events; worker groups are data-parallel ranks, ordered by name."""
         if len(self._cells.cells) > 1:
             raise UnsupportedError("each cell numbers its own KV events: subscribe at the schedulers")
         ranks: dict[str, int] = {}

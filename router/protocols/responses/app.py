@@ -1,8 +1,8 @@
 """The routes of the Responses API.
 
 A response is a request that its scheduler keeps (`keep_s`), with the client's body beside it (`attachment`). Its events
-are a function of the two and of the request's tokens (writer.py), so there is nothing else to store: any router writes
-a response again from its request, which a scheduler has in its journal, and streams it on behind any event.
+are a function of the two and of the request's tokens (writer.py), so nothing else is stored: any router can write a
+response again from its request, which is in a scheduler's journal, and resume the stream after any event.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class StoredResponse:
     """A response that can be written.
 
     Attributes:
-        response_id: As its client knows it.
-        job: What was asked for.
+        response_id: The id that its client sees.
+        job: The client's request.
         context: Input and output items of the responses that it continues.
         created_at: Unix seconds.
         key: Idempotency key that it is created with; empty for none.
@@ -75,7 +75,7 @@ class StoredResponse:
     has_finished: bool = False
 
     def writer(self) -> ResponseWriter:
-        """Return a writer at its beginning."""
+        """Return a new writer."""
         head = {"created_at": self.created_at, "model": self.model, **self.job.echo}
         job = self.job
         return ResponseWriter(
@@ -88,7 +88,7 @@ class StoredResponse:
 
 
 class ResponsesApi:
-    """/v1/responses over the native path."""
+    """Serves /v1/responses."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class ResponsesApi:
         return StoredResponse(response_id, job, attachment["context"], created_at, model, "", started, finished)
 
     async def _now(self, stored: StoredResponse) -> Fields:
-        """Return a response as it is now: with its output once it has ended."""
+        """Return a response's current state, with its output once it has ended."""
         if stored.has_finished:
             writer = stored.writer()
             return await self.whole(stored, writer, self.resume(stored))
@@ -303,12 +303,12 @@ class ResponsesApi:
 
 
 class _Reply(Response):
-    """A response, new or stored, that is written while its client is there."""
+    """A response, new or stored, that is written while its client is connected."""
 
     def __init__(
         self, api: ResponsesApi, stored: StoredResponse, native: pb.GenerateRequest | None, after: int = -1
     ) -> None:
-        """`native`: what is to be started; None: it is stored. `after`: the last event that the client has."""
+        """`native`: the request to start; None: it is stored. `after`: the last event that the client has."""
         super().__init__()
         self._api = api
         self._stored = stored
@@ -317,7 +317,7 @@ class _Reply(Response):
         self._last = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; a connection that drops aborts what does not run in the background."""
+        """Write the response; a dropped connection aborts it unless it runs in the background."""
         await while_connected(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -342,7 +342,7 @@ class _Reply(Response):
         writer = self._stored.writer()
         if not self._stored.job.is_background:
             return await self._api.whole(self._stored, writer, output)
-        async with output:  # the request is detached: it goes on
+        async with output:  # the request is detached: it continues
             return writer.response("queued")
 
     async def _stream(self, output: Output, send: Send) -> None:
@@ -368,7 +368,7 @@ class _Reply(Response):
             await _error_response(error)(scope, receive, send)
         elif not isinstance(error, OverloadedError):
             # Of this stream, not of the response: it has no number of its own, so that nothing is skipped behind it.
-            # A client that reads too slowly would not read it either: its connection is cut.
+            # A client that reads too slowly would not read it either: close the connection.
             found = error_body(error)["error"]
             assert isinstance(found, dict)
             fields = {name: found[name] for name in ("code", "message", "param")}
@@ -407,7 +407,7 @@ def _integer(query: Mapping[str, str], name: str) -> int | None:
 
 
 def _mapped(endpoint: Endpoint) -> Endpoint:
-    """Return the endpoint with its errors in OpenAI's shape."""
+    """Wrap an endpoint to return errors in OpenAI's format."""
 
     async def call(request: Request) -> Response:
         try:

@@ -56,8 +56,8 @@ class Turns:
         """Read items.
 
         Raises:
-            InvalidArgumentError: An item is not what it should be.
-            UnsupportedError: An item, or content, of a kind that is not known here.
+            InvalidArgumentError: An item is invalid.
+            UnsupportedError: A kind of item or content is not supported.
         """
         for item in items:
             kind = item.text("type") or ("message" if item.has("role") else "")
@@ -99,7 +99,7 @@ class Turns:
             self.turns.append(pb.ChatMessage(role=self._role(role), content=text))
 
     def _assistant(self) -> pb.ChatMessage:
-        """Return the assistant's turn: its reasoning, text and calls are items of their own."""
+        """Return the assistant's turn, which collects its reasoning, text and call items."""
         if not self._is_open:
             self.turns.append(pb.ChatMessage(role="assistant"))
             self._is_open = True
@@ -120,7 +120,7 @@ class Turns:
 
 
 def hide_reasoning(text: str) -> str:
-    """Return reasoning as clients that do not keep its text send it back. It is no secret: they have the text."""
+    """Encode reasoning for clients that send it back without its text; not encrypted, as they have the text."""
     return base64.b64encode(text.encode()).decode()
 
 

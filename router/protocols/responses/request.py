@@ -1,4 +1,4 @@
-"""From a body of /v1/responses to a conversation."""
+"""Converts a body of /v1/responses into a conversation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 
 @dataclass(slots=True)
 class ResponseJob:
-    """One response that is asked for.
+    """One requested response.
 
     Attributes:
-        echo: Fields of the response that say what was asked for.
+        echo: Fields of the response that repeat the request's.
         items: The input's items.
         custom_tools: Names of tools whose input is free text.
         is_stored: It can be retrieved, and continued.
-        is_background: It runs on when its client leaves.
+        is_background: It continues when its client disconnects.
         shows_hidden: Reasoning items have `encrypted_content`.
     """
 
@@ -151,7 +151,7 @@ def _refuse_values(body: Body) -> None:
 
 
 def _tools(body: Body) -> tuple[Tools, frozenset[str]]:
-    """Return what the body says of tools, and which of them take free text."""
+    """Return the body's tools, and the names of those that take free text."""
     schemas: dict[str, Schema] = {}
     definitions: dict[str, object] = {}
     strict, custom = set(), set()
@@ -178,7 +178,7 @@ def _tools(body: Body) -> tuple[Tools, frozenset[str]]:
 
 
 def _chosen(body: Body, tools: Tools, definitions: dict[str, object]) -> Tools:
-    """Return the tools with what tool_choice says of them."""
+    """Return the tools with tool_choice applied."""
     value = body.get("tool_choice")
     if value in (None, "auto"):
         return tools if tools.schemas else Tools()
@@ -216,7 +216,7 @@ def _check_known(names: set[str], tools: Tools, field: str) -> None:
 
 
 def _echo(body: Body) -> dict[str, object]:
-    """Return what the response says of its request."""
+    """Return the fields of the response that repeat the request's."""
     text = body.get("text")
     reasoning = body.get("reasoning")
     tier = body.get("service_tier")

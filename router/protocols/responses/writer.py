@@ -1,7 +1,7 @@
 """The events of a response, and the response that they build.
 
-Both are functions of the request and of the model's text alone: whoever writes them, wherever and however often, writes
-the same events under the same numbers. So a stream is resumed by writing it again and leaving out what its reader has.
+Both depend only on the request and the model's text: every router writes the same events with the same numbers. So a
+stream is resumed by writing it again without the events that its reader has.
 """
 
 from __future__ import annotations
