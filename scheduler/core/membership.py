@@ -73,7 +73,7 @@ class Membership:
                 self.end_epoch(group, "registered again", tell=False)
             elif group.group_id == event.group_id:
                 # Only its connection shows whether the previous one died: this may be another worker of the same name.
-                self.end_epoch(group, "another registered under its name")
+                self.end_epoch(group, "another worker registered under its name")
         self._forgive(event)
         self._num_registrations += 1
         epoch = (self._config.scheduler_epoch << _REGISTRATION_BITS) + self._num_registrations
@@ -132,7 +132,7 @@ class Membership:
         if group is None:
             return
         if not group.note_beat(event):
-            self.end_at_fault(group, "a step's result did not come")
+            self.end_at_fault(group, "a step's result is missing")
 
     def leave(self, event: WorkerLeft) -> None:
         """Remove a group that leaves; its requests continue on other groups."""
@@ -152,7 +152,7 @@ class Membership:
         if group is None:
             return
         blamed = [request.request_id for request in _running(group)]
-        self.end_by_death(group, "its link is gone", tell=False)
+        self.end_by_death(group, "connection lost", tell=False)
         self._lost[group.group_id] = (group.registration.incarnation, blamed)
         if len(self._lost) > _MAX_LOST:
             self._lost.popitem(last=False)
@@ -294,12 +294,12 @@ class Membership:
             return
         due_ns = group.last_heard_ns + self._config.worker_timeout_ns
         if now_ns >= due_ns:
-            self.end_by_death(group, "it is silent")
+            self.end_by_death(group, "no heartbeat within the timeout")
             return
         if group.in_flight:
             since_ns = max(group.last_progress_ns, group.in_flight[0].planned_ns)
             if now_ns >= since_ns + self._config.progress_timeout_ns:
-                self.end_by_death(group, "it makes no progress")
+                self.end_by_death(group, "no progress within the timeout")
                 return
             due_ns = min(due_ns, since_ns + self._config.progress_timeout_ns)
         self._timers.at(due_ns, partial(self._check_alive, epoch))

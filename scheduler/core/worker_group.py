@@ -191,7 +191,7 @@ class WorkerGroup:
         if not self.in_flight or event.step_id < self.in_flight[0].step_id:
             return None
         if event.step_id > self.in_flight[-1].step_id:
-            return "it reports a step that was not sent"
+            return "result of a step that was not sent"
         self._early_results[event.step_id] = event
         return ""
 

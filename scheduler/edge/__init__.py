@@ -1,1 +1,1 @@
-"""What joins the core to the world: gRPC, ZeroMQ, the token feed, metrics and logs."""
+"""The core's I/O: gRPC, ZeroMQ, the token feed, metrics and logs."""

@@ -1,4 +1,4 @@
-"""What the outputs of a beam search report beside their tokens."""
+"""Extra outputs of a finished beam search."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from scheduler.core.request import ExtraOutput, Request
 
 
 def report_beams(request: Request) -> None:
-    """Give the outputs of a search that is over what their tokens are to be reported with.
+    """Attach extra outputs to the output sequences of a finished search.
 
-    A worker does not know which of its candidates becomes an output, so what it said of each beam at each step is
-    gathered here, along the way that the output took. Log probabilities are those that the search summed up.
+    A worker does not know which of its candidates becomes an output, so its reports for each beam and step are
+    collected here, along the path of the output. Log probabilities are those that the search summed up.
     """
     if request.beams is None or not request.beams.search.is_over:
         return
@@ -50,7 +50,7 @@ def _parsed(step: BeamStep) -> list[_Rows]:
 
 
 def _way(beam: Beam, steps: list[BeamStep], parsed: list[list[_Rows]]) -> Iterator[_Rows]:
-    """What was said with each of a beam's tokens."""
+    """Yield the extra outputs reported for each of a beam's tokens."""
     for place, step, rows in zip(beam.places, steps, parsed, strict=False):
         rank = step.parents[place]
         yield rows[rank] if rank < len(rows) else []

@@ -1,4 +1,4 @@
-"""Numbered items for any number of readers: each has a cursor, the last items are kept, a slow one loses the oldest."""
+"""Numbered items for any number of readers: each has a cursor; the last items are kept, slow readers lose the oldest."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Broadcast(Generic[ItemT]):
 
     @property
     def first_number(self) -> int:
-        """Number of the oldest item that is kept."""
+        """Number of the oldest kept item."""
         return self.last_number - len(self._items) + 1
 
     def append(self, item: ItemT) -> None:
-        """Adds an item and wakes its readers."""
+        """Append an item and wake the readers."""
         self.last_number += 1
         self._items.append(item)
         for event in self._changed:
             event.set()
 
     async def follow(self, first: int) -> AsyncIterator[list[tuple[int, ItemT]]]:
-        """Runs of (number, item) from `first` on; a gap in the numbers is what was lost."""
+        """Yield lists of (number, item) from `first` on; a gap in the numbers means lost items."""
         changed = asyncio.Event()
         self._changed.add(changed)
         try:

@@ -1,7 +1,7 @@
-"""The ZeroMQ port that workers dial: steps go out, results come in.
+"""The ZeroMQ port that workers connect to: sends steps and receives results.
 
-Each message is one frame with one protobuf message. What does not parse is dropped and counted, and the socket itself
-drops frames above `max_frame_bytes` and cuts the link they came over. What parses and is wrong in itself
+Each message is one frame with one protobuf message. Messages that do not parse are dropped and counted; the socket
+itself drops frames above `max_frame_bytes` and closes their connection. A message that parses but is invalid
 (scheduler/wire/worker_checks.py) ends its sender's epoch.
 """
 
@@ -33,7 +33,7 @@ MAX_FRAME_BYTES = 64 << 20
 MAX_HELD_BYTES = 1 << 30
 _HIGH_WATER_MARK = 1000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-# When to look which link it was that closed: the socket learns of it a little later than its monitor.
+# When to check which connection closed: the socket notices it a little later than its monitor.
 _LOOK_AFTER_S = (0.0, 0.002, 0.02, 0.1)
 
 
@@ -46,14 +46,14 @@ class _HeldOutputs:
 
 
 class Dispatcher:
-    """The scheduler's end of the links to all workers.
+    """The scheduler's side of the connections to all workers.
 
     Attributes:
         port: The bound port.
         num_malformed: Messages dropped because they did not parse.
-        num_refused: Connections that did not get through the handshake: no key, a wrong one, or not ZeroMQ at all.
-        num_wrong: Messages that no correct worker sends.
-        num_unsent: Messages dropped because their worker was gone or did not read.
+        num_refused: Connections that failed the handshake: missing or wrong key, or not ZeroMQ.
+        num_wrong: Invalid messages.
+        num_unsent: Messages dropped because their worker was disconnected or did not read.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Dispatcher:
         keys: WorkerKeys | None = None,
         clock: SteadyClock | None = None,
     ) -> None:
-        """Binds the port; 0 takes a free one. With `keys` only workers that they name get through.
+        """Bind the port; 0: a free one. With `keys`, only workers whose key they contain can connect.
 
-        A worker may send at most `max_held_bytes` of tensors ahead of one result. Events carry the time of `clock`.
+        A worker may send at most `max_held_bytes` of tensors before a result. Events carry the time of `clock`.
 
         Raises:
             zmq.ZMQError: The port is taken.
@@ -86,7 +86,7 @@ class Dispatcher:
         self._heartbeat_interval_ms = heartbeat_interval_ms
         self._worker_timeout_ms = worker_timeout_ms
         self._max_held_bytes = max_held_bytes
-        self._outputs: dict[bytes, _HeldOutputs] = {}  # by connection: of the step whose result comes next
+        self._outputs: dict[bytes, _HeldOutputs] = {}  # by connection: outputs of the step whose result comes next
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -103,13 +103,13 @@ class Dispatcher:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     async def run(self, on_event: Callable[[WorkerEvent], None], progress: LoopProgress) -> None:
-        """Hands in what workers say, and which links are gone, until cancelled."""
+        """Pass worker messages and lost connections to `on_event` until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._receive(on_event, progress))
             group.create_task(self._watch_links(on_event))
 
     async def _watch_links(self, on_event: Callable[[WorkerEvent], None]) -> None:
-        """Notices the death of a worker by its closed connection, long before its silence."""
+        """Detect the death of a worker by its closed connection, long before the heartbeat timeout."""
         monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         try:
             while True:
@@ -124,14 +124,14 @@ class Dispatcher:
             monitor.close()
 
     async def _lost_links(self) -> list[bytes]:
-        """Connections with an epoch that nothing can be sent to; they are forgotten."""
+        """Return and forget connections with an epoch to which nothing can be sent."""
         lost = []
         for connection, epoch in list(self._epochs.items()):
             try:
                 await self._socket.send_multipart([connection, _heartbeat_ack(epoch)], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 if error.errno == zmq.EHOSTUNREACH:
-                    logger.warning("the link of a worker is gone", extra={"epoch": self._epochs.pop(connection)})
+                    logger.warning("lost the connection of a worker", extra={"epoch": self._epochs.pop(connection)})
                     self._outputs.pop(connection, None)
                     lost.append(connection)
         return lost
@@ -166,19 +166,19 @@ class Dispatcher:
             self.num_malformed += 1
             logger.warning("dropped a malformed message on the worker port: %s", error)
             return None
-        except Exception as error:  # whatever it is, one worker's message must not end the loop
+        except Exception as error:  # one worker's message must never end the loop
             self.num_wrong += 1
             logger.exception("failed to read a worker's message")
             return WorkerFailed(self._clock.now_ns(), connection, f"its message cannot be read: {error}")
         return event
 
     def _take_adapter_result(self, connection: bytes, result: worker_pb2.LoraResult) -> None:
-        """Hands an adapter's result on; one of an epoch that is not the sender's is dropped."""
+        """Forward an adapter's result; drop it if the epoch is not the sender's."""
         if self._epochs.get(connection) == result.epoch:
             self.on_adapter_result(result)
 
     def _hold_outputs(self, connection: bytes, message: worker_pb2.StepOutputs) -> None:
-        """Keeps outputs of the sender's current epoch until their result comes; others are dropped."""
+        """Hold outputs of the sender's current epoch until their result arrives; drop others."""
         if self._epochs.get(connection) != message.epoch:
             return
         held = self._outputs.get(connection)
@@ -198,13 +198,13 @@ class Dispatcher:
         return replace(event, outputs=(*held.outputs, *event.outputs))
 
     def send_step(self, plan: StepPlan) -> None:
-        """Sends a step, behind what its new sequences need."""
+        """Send a step, preceded by the prompt tables of its new sequences."""
         for part in table_parts(plan):
             self._send(plan.connection, part)
         self._send(plan.connection, encode_step(plan, self._limits))
 
     def send_joined(self, effect: GroupJoined) -> None:
-        """Tells a worker its epoch."""
+        """Send a worker its epoch."""
         logger.info("worker group %s joined", effect.group_id, extra={"epoch": effect.epoch})
         registered = worker_pb2.Registered(
             epoch=effect.epoch,
@@ -215,40 +215,40 @@ class Dispatcher:
         self._send_message(effect.connection, worker_pb2.SchedulerMessage(registered=registered))
 
     def send_refused(self, effect: GroupRefused) -> None:
-        """Tells a worker that it does not fit."""
-        logger.warning("refused a worker: %s", effect.reason, extra={"field": effect.field})
+        """Reject an incompatible worker."""
+        logger.warning("rejected a worker: %s", effect.reason, extra={"field": effect.field})
         rejected = worker_pb2.Rejected(reason=effect.reason, field=effect.field)
         self._send_message(effect.connection, worker_pb2.SchedulerMessage(rejected=rejected))
 
     def send_epoch_ended(self, effect: EpochEnded) -> None:
-        """Tells a worker to begin anew."""
+        """Tell a worker to drop its state and register again."""
         self._outputs.pop(effect.connection, None)
         if effect.reason:
-            logger.warning("gave a worker group up: %s", effect.reason, extra={"epoch": effect.epoch})
+            logger.warning("ended the epoch of a worker group: %s", effect.reason, extra={"epoch": effect.epoch})
         if self._epochs.get(effect.connection) == effect.epoch:
             del self._epochs[effect.connection]
         ended = worker_pb2.EpochEnded(epoch=effect.epoch)
         self._send_message(effect.connection, worker_pb2.SchedulerMessage(epoch_ended=ended))
 
     def send_load_adapter(self, connection: bytes, epoch: int, name: str, path: str) -> None:
-        """Has a worker read an adapter; `on_adapter_result` gets its answer."""
+        """Ask a worker to load an adapter; `on_adapter_result` gets its answer."""
         load = worker_pb2.LoadLoraAdapter(name=name, path=path, epoch=epoch)
         self._send_message(connection, worker_pb2.SchedulerMessage(load_lora=load))
 
     def send_unload_adapter(self, connection: bytes, epoch: int, fingerprint: str) -> None:
-        """Has a worker forget an adapter."""
+        """Ask a worker to unload an adapter."""
         unload = worker_pb2.UnloadLoraAdapter(fingerprint=fingerprint, epoch=epoch)
         self._send_message(connection, worker_pb2.SchedulerMessage(unload_lora=unload))
 
     def send_heartbeat_ack(self, connection: bytes, epoch: int) -> None:
-        """Answers a heartbeat."""
+        """Acknowledge a heartbeat."""
         self._send(connection, _heartbeat_ack(epoch))
 
     def _send_message(self, connection: bytes, message: worker_pb2.SchedulerMessage) -> None:
         self._send(connection, message.SerializeToString())
 
     def _send(self, connection: bytes, frame: bytes) -> None:
-        # A worker that is gone or does not read loses its epoch soon, by its silence.
+        # A worker that is gone or does not read soon loses its epoch by the heartbeat timeout.
         sent = asyncio.ensure_future(self._socket.send_multipart([connection, frame], zmq.NOBLOCK))
         sent.add_done_callback(self._on_sent)
 
@@ -257,7 +257,7 @@ class Dispatcher:
             self.num_unsent += 1
 
     def close(self) -> None:
-        """Closes the port."""
+        """Close the port."""
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()

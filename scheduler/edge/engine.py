@@ -1,6 +1,6 @@
-"""Joins the pure core to the world: hands it events with the time in them, carries its effects out, keeps its timers.
+"""Drives the pure core: passes it timestamped events, carries out its effects, and runs its timers.
 
-Whatever comes in within one round of the event loop is followed by one Turn, so a burst of submits is planned together.
+All events of one event-loop iteration are followed by one Turn, so a burst of submits is planned together.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Engine:
     """One running scheduler.
 
     Attributes:
-        clock: What its times are by.
-        core: Its state; read it, change it by events only.
-        hub: The feeds.
-        kv_events: The last KV events, as (group id, change), under their sequence numbers.
-        num_failed_events: Messages of workers that the core failed at.
-        on_joined: Told of each worker's connection and epoch, once the worker was told itself.
-        on_ended: Told of each request whose end is committed, and again, with True, where that end is amended.
+        clock: The clock of its times.
+        core: Its state; may be read, changes only by events.
+        hub: The token feeds.
+        kv_events: The last KV events, as (group id, change), by sequence number.
+        num_failed_events: Worker messages on which the core raised an exception.
+        on_joined: Called with each worker's connection and epoch, after the worker was notified.
+        on_ended: Called with each request whose end is committed, and again, with True, if that end is amended.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Engine:
         on_failure: Callable[[Exception], None] | None = None,
         clock: SteadyClock | None = None,
     ) -> None:
-        """Serves `core`.
+        """Run `core`.
 
         Args:
             core: The requests and groups.
-            journal: Keeps them.
-            dispatcher: Reaches the workers.
-            observers: See each event with what followed.
-            clock: What events carry the time of.
-            on_failure: Told when planning failed, so that nothing would move any more.
+            journal: Stores them.
+            dispatcher: Sends to the workers.
+            observers: Called with each event and its effects.
+            clock: Source of the events' times.
+            on_failure: Called when planning failed, after which no request would progress.
         """
         self.clock = clock or SteadyClock()
         self.num_failed_events = 0
@@ -101,15 +101,15 @@ class Engine:
         self.on_ended: list[Callable[[Request, bool], None]] = []
 
     def now_ns(self) -> int:
-        """The time that events carry."""
+        """Return the time for a new event."""
         return self.clock.now_ns()
 
     def handle(self, event: Event) -> list[Effect]:
-        """Hands an event to the core and carries out what follows."""
+        """Pass an event to the core and carry out its effects."""
         effects: list[Effect] = []
         try:
             effects = self.core.handle(event)
-        finally:  # an event that the core fails at is what a recording is read for
+        finally:  # recordings are most useful for an event on which the core fails
             for observe in self._observers:
                 observe(event, effects)
         entries: list[JournalEntry] = []
@@ -127,7 +127,7 @@ class Engine:
         return effects
 
     def recover(self, requests: list[Recovered]) -> None:
-        """Goes on with the requests of the journal."""
+        """Restore the requests of the journal."""
         for event in requests:
             self.handle(event)
             request = self.core.lifecycle.requests.get(event.spec.request_id)
@@ -136,23 +136,23 @@ class Engine:
         self._journal.know(list(self.core.lifecycle.requests.values()))
 
     def handle_worker_event(self, event: WorkerEvent) -> None:
-        """Takes in what a worker said; what the core fails at ends that worker's epoch."""
+        """Handle a worker event; if the core fails on it, end that worker's epoch."""
         try:
             self.handle(event)
         except Exception:
-            logger.exception("a worker's message could not be taken in")
+            logger.exception("failed to process a worker's message")
             self.num_failed_events += 1
-            lost = WorkerFailed(event.time_ns, event.connection, f"its {type(event).__name__} could not be taken in")
+            lost = WorkerFailed(event.time_ns, event.connection, f"its {type(event).__name__} could not be processed")
             self.handle(lost)
             return
         if isinstance(event, WorkerBeat) and event.epoch in self.core.membership.groups:
             self._dispatcher.send_heartbeat_ack(event.connection, event.epoch)
 
     async def submit(self, spec: RequestSpec) -> Accepted:
-        """Takes a request in; returns once it is committed.
+        """Submit a request; return once it is committed.
 
         Raises:
-            MidstreamError: It is refused.
+            MidstreamError: It is rejected.
         """
         answer: Accepted | None = None
         for effect in self.handle(Submitted(self.now_ns(), spec)):
@@ -171,7 +171,7 @@ class Engine:
 
     @contextlib.contextmanager
     def watch_iterations(self) -> Iterator[Broadcast[IterationStats]]:
-        """Have statistics made of each iteration while somebody reads them."""
+        """Collect statistics of each iteration while there is a reader."""
         self._num_watchers += 1
         self.core.report_iterations(enabled=True)
         try:
@@ -181,13 +181,13 @@ class Engine:
             self.core.report_iterations(enabled=self._num_watchers > 0)
 
     async def wait_until_idle(self) -> None:
-        """Returns when every request has ended and been read to its end by those who read it."""
+        """Return when every request has ended and its readers have received its end."""
         self._idle.clear()
         self._turn_soon()
         await self._idle.wait()
 
     def close(self) -> None:
-        """Keeps no more timers."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,8 +1,8 @@
-"""Feeds detokenizers with tokens.
+"""The token feeds of detokenizers.
 
-Tokens live in their sequence's output; a reader has a cursor on each. When its stream can take more, a feed collects
-all that is new behind its cursors into one batch. So a slow reader costs a cursor and no queue, and everything new
-since the last batch goes out together. Only committed tokens are shown.
+Tokens are stored in their sequence's output; a reader has a cursor on each. When its stream can take more, a feed
+collects all tokens past its cursors into one batch. So a slow reader costs a cursor and no queue, and everything new
+since the last batch is sent together. Only committed tokens are sent.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MAX_TOKENS_PER_BATCH = 65_536
 
 
 class RequestLog:
-    """What may be shown of a request.
+    """The committed part of a request, which may be sent.
 
     Attributes:
         num_committed: Committed output tokens of each sequence.
         has_ended: Whether each sequence's end is committed.
         is_over: The request's end is committed.
-        is_awaited: Its last reader was lost and did not leave, so that it is expected back.
+        is_awaited: Its last reader was lost without detaching, and is expected to reconnect.
     """
 
     __slots__ = ("has_ended", "is_awaited", "is_over", "num_committed", "readers", "request")
@@ -45,7 +45,7 @@ class Attachment:
     """A reader of one request on one feed.
 
     Attributes:
-        stream: The detokenizer's number for it.
+        stream: The detokenizer's stream number.
         cursors: Tokens of each sequence that were sent.
         num_outputs: Extra outputs of each sequence that were sent.
         ends_sent: Whether each sequence's end was sent.
@@ -64,7 +64,7 @@ class Attachment:
 
 
 class FeedHub:
-    """All requests' logs, and the feeds that read them."""
+    """The logs of all requests, and the feeds that read them."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class FeedHub:
         on_detach: Callable[[str], None],
         clock: SteadyClock,
     ) -> None:
-        """Starts empty.
+        """Create a hub without requests.
 
         Args:
-            scheduler_epoch: Carried by every batch.
-            on_attach: Called with the id of a request that has a reader more.
-            on_detach: Called with the id of a request that has a reader less.
-            clock: What the requests' times are by.
+            scheduler_epoch: Sent with every batch.
+            on_attach: Called with the id of a request that gained a reader.
+            on_detach: Called with the id of a request that lost a reader.
+            clock: The clock of the requests' times.
         """
         self.clock = clock
         self.scheduler_epoch = scheduler_epoch
@@ -89,7 +89,7 @@ class FeedHub:
         self.feeds: list[DetokenizerFeed] = []
 
     def restore(self, request: Request) -> None:
-        """Shows a request of the journal, with all it holds."""
+        """Add a request of the journal, all of which is committed."""
         log = self.logs[request.request_id] = RequestLog(request)
         log.num_committed = [len(sequence.output) for sequence in request.sequences]
         log.has_ended = [sequence.end is not None for sequence in request.sequences]
@@ -97,7 +97,7 @@ class FeedHub:
         log.is_awaited = True
 
     def is_read(self, request_id: str) -> bool:
-        """Whether some detokenizer reads a request, or did until it was lost."""
+        """Return whether a detokenizer reads a request, or did until it was lost."""
         log = self.logs.get(request_id)
         return log is not None and (bool(log.readers) or log.is_awaited)
 
@@ -107,7 +107,7 @@ class FeedHub:
         return log is not None and log.is_over
 
     def publish(self, entries: list[JournalEntry]) -> None:
-        """Shows what has been committed."""
+        """Publish committed entries."""
         for entry in entries:
             if isinstance(entry, Emitted):
                 self._publish_tokens(entry)
@@ -123,7 +123,7 @@ class FeedHub:
                 _wake(log)
             elif isinstance(entry, RequestForgotten):
                 known = self.logs.get(entry.request.request_id)
-                if known is not None and known.request is entry.request:  # else it was read back from what is kept
+                if known is not None and known.request is entry.request:  # else it was restored from the kept requests
                     del self.logs[entry.request.request_id]
 
     def _publish_tokens(self, entry: Emitted) -> None:
@@ -165,17 +165,17 @@ class DetokenizerFeed:
 
     @property
     def num_attached(self) -> int:
-        """Requests that it reads now."""
+        """Requests that it reads."""
         return len(self._attachments)
 
     def mark(self, attachment: Attachment) -> None:
-        """Notes that there is something new for a reader."""
+        """Mark a reader as having new tokens."""
         if not self._dirty:
             self._wake()
         self._dirty[attachment] = None
 
     def attach(self, stream: int, request_id: str) -> None:
-        """Begins to feed a request from its first token; an unknown one is answered with an error.
+        """Start to feed a request from its first token; answer with an error if it is unknown.
 
         Raises:
             InvalidArgumentError: The stream number is in use.
@@ -199,7 +199,7 @@ class DetokenizerFeed:
         self._wake()
 
     def detach(self, stream: int) -> None:
-        """Ends feeding a request; unknown streams are ended already."""
+        """Stop feeding a request; ignore unknown streams."""
         attachment = self._attachments.pop(stream, None)
         if attachment is not None:
             attachment.log.readers.discard(attachment)
@@ -208,7 +208,7 @@ class DetokenizerFeed:
             self._hub.on_detach(attachment.log.request.request_id)
 
     def request_of(self, stream: int) -> Request | None:
-        """The request that a stream stands for."""
+        """Return the request of a stream."""
         attachment = self._attachments.get(stream)
         return attachment.log.request if attachment is not None else None
 
@@ -223,7 +223,7 @@ class DetokenizerFeed:
             attachment.log.is_awaited = True
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
-        """Everything new, up to about MAX_TOKENS_PER_BATCH tokens; None when there is nothing."""
+        """Return everything new, up to about MAX_TOKENS_PER_BATCH tokens, or None."""
         if not self._dirty and not self._refused:
             return None
         builder = FeedBatchBuilder(self._hub.scheduler_epoch, self._hub.clock)

@@ -1,4 +1,4 @@
-"""Writes a FeedBatch: what is new behind the cursors of some readers."""
+"""Builds a FeedBatch: what is new past the cursors of some readers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_OUTPUT_BYTES = 8 << 20
 
 
 class Log(Protocol):
-    """What may be shown of a request."""
+    """The committed part of a request, which may be sent."""
 
     request: Request
     num_committed: list[int]
@@ -23,7 +23,7 @@ class Log(Protocol):
 
 
 class Reader(Protocol):
-    """How much of a request was sent to whom; see scheduler.edge.feed.Attachment."""
+    """A reader's cursors on a request; see scheduler.edge.feed.Attachment."""
 
     stream: int
     is_opened: bool
@@ -33,11 +33,11 @@ class Reader(Protocol):
 
     @property
     def log(self) -> Log:
-        """Of its request."""
+        """The log of its request."""
 
 
 class FeedBatchBuilder:
-    """One batch in the making."""
+    """One batch under construction."""
 
     def __init__(self, scheduler_epoch: int, clock: SteadyClock) -> None:
         self._clock = clock
@@ -52,7 +52,7 @@ class FeedBatchBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far."""
+        """Tokens in the batch so far."""
         return len(self._tokens)
 
     def add_refused(self, stream: int, request_id: str, error: MidstreamError) -> None:
@@ -62,11 +62,11 @@ class FeedBatchBuilder:
 
     @property
     def is_full(self) -> bool:
-        """No more extra outputs fit."""
+        """Whether no more extra outputs fit."""
         return self._num_output_bytes >= MAX_OUTPUT_BYTES
 
     def add(self, reader: Reader) -> bool:
-        """Adds what is new for a reader, and moves its cursors; False when not all of it fits."""
+        """Add what is new for a reader and advance its cursors; return False if not all of it fits."""
         log = reader.log
         if not reader.is_opened:
             reader.is_opened = True
@@ -119,7 +119,7 @@ class FeedBatchBuilder:
             self._tokens.extend(sequence.output[start:end])
 
     def _add_outputs(self, reader: Reader, index: int) -> int:
-        """Adds extra outputs of a sequence; returns how many of its tokens may be shown, all of whose outputs are."""
+        """Add extra outputs of a sequence; return the number of its tokens whose outputs were all sent."""
         sequence, num_committed = reader.log.request.sequences[index], reader.log.num_committed[index]
         for extra in sequence.outputs[reader.num_outputs[index] :]:
             if extra.token_offset >= num_committed:
@@ -159,7 +159,7 @@ class FeedBatchBuilder:
             ended.error.code, ended.error.message, ended.error.field = failure.code, failure.message, failure.field
 
     def finish(self) -> scheduler_pb2.FeedBatch:
-        """The batch."""
+        """Return the batch."""
         batch = self._batch
         batch.streams.extend(self._streams)
         batch.token_offsets.extend(self._offsets)
@@ -172,7 +172,7 @@ class FeedBatchBuilder:
 
 
 def usage_of(request: Request) -> generation_pb2.Usage:
-    """Tokens that a request took."""
+    """Return the token usage of a request."""
     return generation_pb2.Usage(
         prompt_tokens=len(request.spec.prompt),
         completion_tokens=request.num_output_tokens,
@@ -181,7 +181,7 @@ def usage_of(request: Request) -> generation_pb2.Usage:
 
 
 def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.PerfMetrics:
-    """When things happened to a request, by the wall clock."""
+    """Return the performance metrics of a request, with wall-clock times."""
     times, num_steps = request.times, request.num_steps
     if not request.placed_sequences[0].waits_for_result:
         num_steps += max(len(sequence.output) for sequence in request.sequences)

@@ -1,4 +1,4 @@
-"""One detokenizer's side of the token feed, whatever carries it: its commands in, batches of tokens out."""
+"""A detokenizer's session on the token feed, independent of transport: commands in, batches of tokens out."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from scheduler.edge.kept_requests import KeptRequests
 
 
 class FeedSession:
-    """From the hello of a detokenizer until it is gone.
+    """A session, from a detokenizer's hello to its disconnection.
 
     Attributes:
-        is_closed: The detokenizer is gone.
+        is_closed: The detokenizer has disconnected.
     """
 
     def __init__(self, engine: Engine, kept: KeptRequests, wake: Callable[[], None]) -> None:
-        """Feed requests of `engine` and those that are `kept`; call `wake` when there is something to collect."""
+        """Feed requests of `engine` and `kept`; call `wake` when there is something to collect."""
         self.is_closed = False
         self._kept = kept
         self._finding: dict[int, asyncio.Task[None]] = {}
@@ -34,12 +34,12 @@ class FeedSession:
         """Carry out a command.
 
         Raises:
-            InvalidArgumentError: It may not come now, or contradicts an earlier one.
+            InvalidArgumentError: It is out of order, or conflicts with an earlier one.
         """
         kind, feed = command.WhichOneof("command"), self._feed
         if feed is None:
             if kind != "hello":
-                raise InvalidArgumentError("the first command of a feed is hello", field="command")
+                raise InvalidArgumentError("the first command of a feed must be hello", field="command")
             self._feed = self._engine.hub.connect(command.hello.detokenizer_id, self._wake)
         elif kind == "attach":
             self._attach(command.attach, feed)
@@ -50,14 +50,14 @@ class FeedSession:
         elif kind == "stop":
             self._stop(command.stop, feed)
         else:
-            raise InvalidArgumentError("hello comes once, and every command is set", field="command")
+            raise InvalidArgumentError("hello may come only once, and a command must be set", field="command")
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
-        """Return what is new; None while nothing is."""
+        """Return a batch with everything new, or None."""
         return self._feed.collect() if self._feed is not None else None
 
     def close(self) -> None:
-        """The detokenizer is gone."""
+        """Handle the detokenizer's disconnection."""
         self.is_closed = True
         for task in list(self._finding.values()):
             task.cancel()
@@ -73,7 +73,7 @@ class FeedSession:
         task.add_done_callback(lambda _: self._finding.pop(attach.stream, None))
 
     async def _find(self, attach: scheduler_pb2.FeedAttach, feed: DetokenizerFeed) -> None:
-        """Attach a request that may have to be read back first."""
+        """Attach a request that may have to be restored first."""
         try:
             await self._kept.find(attach.request_id)
             feed.attach(attach.stream, attach.request_id)
@@ -90,7 +90,7 @@ class FeedSession:
 
 
 class FeedFrames:
-    """A session over frames."""
+    """A feed session over frames."""
 
     def __init__(self, engine: Engine, kept: KeptRequests, connection: FrameConnection) -> None:
         self._pump = Pump(connection, self._collect)
@@ -105,5 +105,5 @@ class FeedFrames:
         self._session.obey(scheduler_pb2.FeedCommand.FromString(body))
 
     def lose(self, error: Exception | None) -> None:
-        """The detokenizer is gone."""
+        """Handle the detokenizer's disconnection."""
         self._session.close()

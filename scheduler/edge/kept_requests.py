@@ -1,8 +1,8 @@
-"""Ended requests that are kept for long (`keep_s`): documents, read back when somebody asks for them.
+"""Ended requests that are kept for long (`keep_s`), stored as documents and restored on request.
 
 While a request runs, and for finished_ttl_s after its end, it is in memory and in the journal. One with `keep_s`
-becomes a document when its end is committed. Submit and the feed bring it back from there: then it is again a finished
-request, of which everything follows from its tokens.
+is stored as a document when its end is committed. Submit and the feed restore it from there as a finished request; all
+else is derived from its tokens.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ logger = logging.getLogger(__name__)
 
 _KIND = "request"
 _RETRY_S = 1.0
-# A deleted request leaves an empty document: longer than its request can still be in memory and in the journal.
+# A deleted request leaves an empty document, for longer than it can stay in memory and in the journal.
 _DELETED_NS = 7 * 24 * 3600 * 1_000_000_000
 
 
 class KeptRequests:
-    """What is kept of a scheduler's requests."""
+    """The kept requests of a scheduler."""
 
     def __init__(self, documents: Documents, engine: Engine, limits: ModelLimits, model_fingerprint: str) -> None:
-        """Keep what ended before this scheduler's start and may not have been kept, and what ends from now on.
+        """Keep requests that end from now on, and those of the journal that may not have been stored yet.
 
         Args:
-            documents: Where they lie.
-            engine: Whose requests; what the journal holds has been recovered.
-            limits: Of the served model.
-            model_fingerprint: Of the served model; requests of another one cannot be read.
+            documents: Where they are stored.
+            engine: The engine of the requests; the journal has been recovered.
+            limits: Limits of the served model.
+            model_fingerprint: Fingerprint of the served model; requests of another one cannot be restored.
         """
         self._documents = documents
         self._engine = engine
@@ -54,7 +54,7 @@ class KeptRequests:
                 self._keep(request, is_recovered=True)
 
     async def find(self, request_id: str) -> Request | None:
-        """Return a request that is known, or brought back; None where there is none, or it was deleted."""
+        """Return a known or restored request; None if there is none, or it was deleted."""
         known = self._engine.core.lifecycle.requests
         request = known.get(request_id)
         if request is not None and not request.spec.keep_ns:
@@ -69,10 +69,10 @@ class KeptRequests:
         return known.get(request_id)
 
     async def delete(self, request_id: str) -> None:
-        """End a request where it runs, and keep it no longer.
+        """End a request if it is running, and delete it.
 
         Raises:
-            NotFoundError: There is none that would be kept.
+            NotFoundError: There is no such kept request.
         """
         request = await self.find(request_id)
         if request is None or not request.spec.keep_ns:
@@ -82,7 +82,7 @@ class KeptRequests:
         self._engine.handle(AbortRequested(self._engine.now_ns(), request_id))
 
     async def close(self) -> None:
-        """Write no more: what is missing is written when a scheduler starts again."""
+        """Stop writing: the next scheduler writes what is missing."""
         for task in self._writing:
             task.cancel()
         await asyncio.gather(*self._writing, return_exceptions=True)
@@ -94,9 +94,9 @@ class KeptRequests:
             task.add_done_callback(self._writing.discard)
 
     async def _write(self, request: Request, *, is_recovered: bool) -> None:
-        """Write a request as it has ended, unless it was deleted, or had been written before this scheduler's start.
+        """Write an ended request, unless it was deleted, or written before this scheduler's start.
 
-        Until that works it is tried again: meanwhile the request is in the journal, but only for a while.
+        Retries until it succeeds: meanwhile the request is in the journal, but only for a limited time.
         """
         key, data = _key(request.request_id), self._encode(request)
         expires_ns = request.times.finished_ns + request.spec.keep_ns
@@ -110,7 +110,7 @@ class KeptRequests:
                     return
             except UnavailableError as error:
                 extra = {"request_id": request.request_id}
-                logger.error("a finished request cannot be kept now: %s", error.message, extra=extra)
+                logger.error("cannot store a finished request now: %s", error.message, extra=extra)
                 await asyncio.sleep(_RETRY_S)
 
     def _encode(self, request: Request) -> bytes:
@@ -136,8 +136,8 @@ class KeptRequests:
         rows = StoredJournal(requests=[(1, kept.request, kept.output)])
         replayed = replay(rows, self._limits, self._model_fingerprint, self._engine.clock)
         if replayed.num_damaged or not replayed.requests:
-            reason = "it is damaged" if replayed.num_damaged else "it is of another model"
-            logger.warning("a request that was kept cannot be read: %s", reason)
+            reason = "it is damaged" if replayed.num_damaged else "it belongs to another model"
+            logger.warning("cannot restore a kept request: %s", reason)
             return None
         return replayed.requests[1].event(self._engine.now_ns())
 

@@ -1,9 +1,9 @@
-"""The ledger: what each request took, once it has ended.
+"""The ledger: the usage of each ended request.
 
-An entry is made when a request's end is committed, and written with others of the same moment as one document. A
-scheduler that dies before that finds the request in its journal, and writes what is missing when it starts again: ended
-requests stay there much longer (finished_ttl_s) than an entry waits. Where an end is amended, because a stop word is
-found later, the entry is amended in its place. So each request is counted once, with what was delivered.
+An entry is created when a request's end is committed, and written with other recent ones as one document (a page). If
+the scheduler dies before that, the next one finds the request in the journal and writes the missing entry: ended
+requests stay there much longer (finished_ttl_s) than an entry waits. If an end is amended, because a stop word is found later,
+the entry is updated in place. So each request is counted once, with what was delivered.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _KIND = "ledger"
 _WAIT_S = 0.5
 _RETRY_S = 1.0
 _NUM_PAGES = 20
-# Clocks of a page and of its entries may differ by less.
+# Upper bound on the clock difference between a page and its entries.
 _MARGIN_NS = 60_000_000_000
 _Key = tuple[str, int]
 
 
 class Ledger:
-    """Keeps account of one scheduler's requests."""
+    """The ledger of one scheduler."""
 
     def __init__(
         self, documents: Documents, engine: Engine, ended: Iterable[Request], *, ttl_s: int, model: str
     ) -> None:
-        """Write nothing before `run`.
+        """Create a ledger; `run` writes it.
 
         Args:
             documents: Where pages are stored.
-            engine: Whose requests.
-            ended: Those that had ended when the journal was read; of all others the engine tells.
-            ttl_s: How long they are stored.
+            engine: The engine of the requests.
+            ended: Requests that had ended when the journal was read; the engine reports all others.
+            ttl_s: How long entries are stored.
             model: Name of the served model.
         """
         self._documents = documents
@@ -60,21 +60,21 @@ class Ledger:
         engine.on_ended.append(self._note)
 
     async def run(self) -> None:
-        """Write what ended before this scheduler's start and is missing, then what ends, until cancelled."""
+        """Write missing entries of requests from the journal, then those of requests that end, until cancelled."""
         while True:
             try:
                 if not self._is_open:
                     await self._open()
                 await self._flush()
             except UnavailableError as error:
-                logger.error("the ledger cannot be written now: %s", error.message)
+                logger.error("cannot write the ledger now: %s", error.message)
                 await asyncio.sleep(_RETRY_S)
                 continue
             await self._changed.wait()
             await asyncio.sleep(_WAIT_S)
 
     async def close(self) -> None:
-        """Write what is left, if that is possible now. Precondition: `run` was cancelled."""
+        """Try once to write the remaining entries. Precondition: `run` was cancelled."""
         try:
             if self._is_open:
                 await self._flush()
@@ -82,7 +82,7 @@ class Ledger:
             logger.warning("the ledger lacks entries until this scheduler starts again: %s", error.message)
 
     async def read(self, after: str) -> pb.GetLedgerResponse:
-        """Return the entries of some pages behind `after`."""
+        """Return the entries of some pages after `after`."""
         pages = await self._pages(after)
         response = pb.GetLedgerResponse(next_after=pages[-1].key.id if pages else "")
         for page in pages:
@@ -90,7 +90,7 @@ class Ledger:
         return response
 
     def _note(self, request: Request, is_amended: bool) -> None:
-        """Take in a request that has ended, or whose end was amended."""
+        """Add the entry of a request that has ended, or whose end was amended."""
         entry = self._entry(request)
         key = _key(entry)
         entries = self._amended if is_amended and key not in self._waiting else self._waiting
@@ -99,7 +99,7 @@ class Ledger:
 
     def _entry(self, request: Request) -> pb.LedgerEntry:
         spec, usage, end = request.spec, usage_of(request), request.sequences[0].end
-        # What was accepted says the same in every life of the scheduler, so it identifies the request.
+        # The accepted request is the same in every incarnation of the scheduler, so it identifies the entry.
         accepted = generation_pb2.GenerateRequest.FromString(spec.payload)
         return pb.LedgerEntry(
             request_id=spec.request_id,
@@ -115,9 +115,9 @@ class Ledger:
         )
 
     async def _open(self) -> None:
-        """Note the ended requests of the journal that no page has.
+        """Add entries for the ended requests of the journal that are on no page.
 
-        They are among the last max_num_finished that ended: so many entries are read, whatever clocks say.
+        They are among the last max_num_finished that ended, so that many entries are read, independent of clocks.
         """
         max_num_finished, known = self._engine.core.config.max_num_finished, set[_Key]()
         after: DocumentKey | None = None
@@ -134,9 +134,9 @@ class Ledger:
         self._is_open = True
 
     async def _flush(self) -> None:
-        """Write what waits; what cannot be written waits on.
+        """Write pending entries; keep them if that fails.
 
-        A page keeps its id until it is certain that it was written, so that trying again writes nothing twice.
+        A page keeps its id until it is known to be written, so that a retry writes nothing twice.
         """
         self._changed.clear()
         while self._page is not None or self._waiting:
@@ -154,7 +154,7 @@ class Ledger:
                 del self._amended[amended]
 
     async def _amend(self, key: _Key, entry: pb.LedgerEntry) -> None:
-        """Replace an entry where it was written."""
+        """Replace an entry on the page that has it."""
         after = f"{max(entry.finished_unix_ns - _MARGIN_NS, 0):020d}"
         while pages := await self._pages(after):
             for page in pages:

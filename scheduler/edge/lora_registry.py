@@ -1,11 +1,11 @@
-"""The adapters that requests can name: kept in the journal, known to every worker.
+"""The registry of adapters that requests can name: stored in the journal, known to every worker.
 
-An adapter's way: `load` has every worker read the folder, which checks it; when all agree on what it holds, it is kept
-in the journal and can be named. A worker that joins later is told of all. A request that is accepted carries what its
-adapter's name stood for (`resolve`), so it goes on with the same numbers on any worker, whatever is loaded or unloaded
-meanwhile: workers read again what they do not have.
+`load` asks every worker to read and check the folder; when all agree on its contents, the adapter is stored in the
+journal and can be named. Workers that join later get all of them. An accepted request carries what its adapter's name
+resolved to (`resolve`), so it continues with the same weights on any worker, whatever is loaded or unloaded meanwhile:
+workers read missing adapters again.
 
-It stands at the edge: the core only sees which adapter a request uses, and how much room that takes.
+The core only sees which adapter a request uses, and how much memory that takes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ logger = logging.getLogger(__name__)
 
 MAX_NAME = 128
 _LOOK_INTERVAL_S = 0.25
-# A worker with one of them reads adapters, and refuses the kind that it does not compute.
+# A worker with any of these features reads adapters, and rejects the kind that it does not support.
 _FEATURES = frozenset(("lora", "prompt_tuning"))
 
 
 class AdapterSender(Protocol):
-    """What tells workers of adapters."""
+    """Sends adapter commands to workers."""
 
     def send_load_adapter(self, connection: bytes, epoch: int, name: str, path: str) -> None:
-        """Has a worker read an adapter; it answers with a LoraResult."""
+        """Ask a worker to load an adapter; it answers with a LoraResult."""
 
     def send_unload_adapter(self, connection: bytes, epoch: int, fingerprint: str) -> None:
-        """Has a worker forget an adapter."""
+        """Ask a worker to unload an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,14 @@ class Adapters:
         journal: Journal,
         vocab_size: int,
     ) -> None:
-        """Goes on with what the journal holds.
+        """Start with the adapters of the journal.
 
         Args:
-            known: Of the journal.
-            groups: The worker groups of the moment.
-            sender: Tells them.
-            journal: Keeps what is loaded.
-            vocab_size: Of the model; virtual tokens have the ids that follow.
+            known: Adapters of the journal.
+            groups: The current worker groups.
+            sender: Sends to them.
+            journal: Stores loaded adapters.
+            vocab_size: Vocabulary size of the model; virtual tokens have the ids that follow.
         """
         self._known = {adapter.name: adapter for adapter in known}
         self._groups, self._sender, self._journal = groups, sender, journal
@@ -82,19 +82,19 @@ class Adapters:
         self._answers: dict[tuple[str, int], asyncio.Future[worker_pb2.LoraResult]] = {}
 
     def loaded(self) -> list[LoadedAdapter]:
-        """All that are loaded, by name."""
+        """Loaded adapters, sorted by name."""
         return sorted(self._known.values(), key=lambda adapter: adapter.name)
 
     async def load(self, name: str, path: str, *, field: str = "") -> LoadedAdapter:
-        """Loads an adapter on every worker, unless it is loaded.
+        """Load an adapter on every worker, unless it is loaded already.
 
         Args:
-            name: What requests will name.
+            name: The name for requests.
             path: Its folder.
             field: Prefix of the fields that errors name.
 
         Raises:
-            MidstreamError: The name is taken by another path, no worker is there, or the adapter does not fit.
+            MidstreamError: The name is taken by another path, no worker is connected, or the adapter does not fit.
         """
         if not 0 < len(name) <= MAX_NAME:
             raise InvalidArgumentError(f"has {len(name)} characters; 1 to {MAX_NAME}", field=f"{field}name")
@@ -116,7 +116,7 @@ class Adapters:
             raise type(error)(error.message, field=f"{field}{error.field}" if error.field else "") from None
 
     async def unload(self, name: str) -> None:
-        """Lets no more requests name an adapter.
+        """Stop new requests from naming an adapter.
 
         Raises:
             NotFoundError: It is not loaded.
@@ -130,10 +130,10 @@ class Adapters:
                 self._sender.send_unload_adapter(group.connection, group.epoch, adapter.fingerprint)
 
     async def resolve(self, request: generation_pb2.GenerateRequest) -> None:
-        """Fills in what the adapters that the request names stand for.
+        """Fill in the resolved adapters of the names in a request.
 
         Raises:
-            MidstreamError: One is unknown, of the wrong kind, or cannot be loaded from the path that is given with it.
+            MidstreamError: One is unknown, of the wrong kind, or cannot be loaded from the given path.
         """
         if request.HasField("lora"):
             adapter = await self._find(request.lora.name, request.lora.path, "lora.")
@@ -148,12 +148,12 @@ class Adapters:
             tuning.resolved.CopyFrom(self._resolved(adapter))
 
     def on_joined(self, connection: bytes, epoch: int) -> None:
-        """Tells a worker that has joined what is loaded, so that it has read it before it is needed."""
+        """Send a new worker all loaded adapters, so that it reads them before they are needed."""
         for adapter in self._known.values():
             self._sender.send_load_adapter(connection, epoch, adapter.name, adapter.path)
 
     def on_result(self, result: worker_pb2.LoraResult) -> None:
-        """Takes a worker's answer in."""
+        """Process a worker's answer."""
         waiting = self._answers.pop((result.name, result.epoch), None)
         if waiting is not None:
             waiting.set_result(result)
@@ -162,7 +162,7 @@ class Adapters:
         if result.HasField("error"):
             logger.error("a worker cannot load the adapter %s: %s", result.name, result.error.message)
         elif known is not None and known.fingerprint != result.fingerprint:
-            logger.error("a worker finds another adapter than %s in %s", result.name, known.path)
+            logger.error("a worker found an adapter other than %s in %s", result.name, known.path)
 
     async def _find(self, name: str, path: str, field: str) -> LoadedAdapter:
         if path:
@@ -186,11 +186,11 @@ class Adapters:
         if not groups:
             raise UnavailableError("no worker has joined")
         if not all(_FEATURES.intersection(group.registration.features) for group in groups):
-            raise UnsupportedError("the workers have no adapters", field="path")
+            raise UnsupportedError("the workers do not support adapters", field="path")
         answers = await asyncio.gather(*(self._ask(group, name, path) for group in groups))
         results = [answer for answer in answers if answer is not None]
         if not results:
-            raise UnavailableError("the workers that were asked are gone")
+            raise UnavailableError("all workers disconnected before they answered")
         try:
             adapter = _agreed(name, path, results)
         except MidstreamError:
@@ -201,13 +201,13 @@ class Adapters:
         self._known[name] = adapter
         asked = {group.epoch for group in groups}
         for group in self._groups():
-            if group.epoch not in asked:  # it joined meanwhile
+            if group.epoch not in asked:  # joined meanwhile
                 self._sender.send_load_adapter(group.connection, group.epoch, name, path)
         logger.info("loaded the adapter %s", name, extra={"path": path, "fingerprint": adapter.fingerprint})
         return adapter
 
     async def _ask(self, group: WorkerGroup, name: str, path: str) -> worker_pb2.LoraResult | None:
-        """A worker's answer; None when it is gone before."""
+        """Return a worker's answer, or None if it disconnects before."""
         key = (name, group.epoch)
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         self._sender.send_load_adapter(group.connection, group.epoch, name, path)
@@ -235,7 +235,7 @@ def _agreed(name: str, path: str, results: list[worker_pb2.LoraResult]) -> Loade
             raise from_proto(result.error)
     first = results[0]
     if any(result.fingerprint != first.fingerprint for result in results):
-        raise InvalidArgumentError(f"the workers find different files in {path}", field="path")
+        raise InvalidArgumentError(f"workers found different files in {path}", field="path")
     return LoadedAdapter(
         name=name,
         path=path,

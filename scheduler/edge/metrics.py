@@ -16,7 +16,7 @@ from scheduler.journal import Journal
 
 
 class SchedulerCollector(Collector):
-    """Reads the core. It runs in the metrics thread: it copies plain numbers, and changes nothing."""
+    """Reads the core. Runs in the metrics thread: it copies plain numbers and changes nothing."""
 
     def __init__(self, core: SchedulerCore, dispatcher: Dispatcher, journal: Journal) -> None:
         self._core = core
@@ -24,7 +24,7 @@ class SchedulerCollector(Collector):
         self._journal = journal
 
     def collect(self) -> Iterator[Metric]:
-        """All metric families."""
+        """Yield all metric families."""
         yield from self._gauges()
         yield from self._counters()
         totals = self._core.totals
@@ -84,7 +84,7 @@ class SchedulerCollector(Collector):
 
 
 def lora_requests(core: SchedulerCore) -> Metric:
-    """Which adapters run and wait, as gateways read it: 1, with the names in its labels."""
+    """Return the info metric of running and waiting adapters, in the format that gateways expect (names in labels)."""
     groups = core.groups
     running = {request.spec.lora_name for group in groups for request in list(group.active)}
     waiting = {request.spec.lora_name for request in list(core.queue)}

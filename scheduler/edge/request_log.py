@@ -1,4 +1,4 @@
-"""A line in the log for each request that ends, under its id: failures always, the others where they are asked for."""
+"""Logs each request that ends, with its id: failures always, others depending on the log level."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 def log_requests(_: Event, effects: list[Effect]) -> None:
-    """Looks at what followed an event."""
+    """Log the requests that an event accepted or ended."""
     for effect in effects:
         if isinstance(effect, RequestEnded):
             _log_end(effect.request)
         elif isinstance(effect, Accepted) and not effect.is_attached:
-            logger.debug("took a request", extra={"request_id": effect.request.request_id})
+            logger.debug("accepted a request", extra={"request_id": effect.request.request_id})
 
 
 def _log_end(request: Request) -> None:

@@ -42,7 +42,7 @@ Commands = AsyncIterator[scheduler_pb2.FeedCommand]
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    """Answers for one engine."""
+    """The service of one engine."""
 
     def __init__(
         self,
@@ -57,18 +57,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         policies: tuple[str, str, str],
         frames: FrameServer | None = None,
     ) -> None:
-        """Serves `engine`.
+        """Serve `engine`.
 
         Args:
             engine: The running scheduler.
-            adapters: What requests can name.
+            adapters: Adapters that requests can name.
             kept: Ended requests that are kept for long.
-            ledger: What requests took; None where it is off.
-            model: What is served.
-            limits: Of the model.
-            cell: This scheduler's name among several.
+            ledger: Usage of ended requests; None: off.
+            model: The served model.
+            limits: Limits of the model.
+            cell: Name of this scheduler's cell.
             policies: Names of capacity policy, batching type and journal, for GetServerInfo.
-            frames: Takes the connections of detokenizers that ask for frames; None: they get none.
+            frames: Accepts frame connections of detokenizers; None: gRPC only.
         """
         self._frames = frames
         self._engine = engine
@@ -87,7 +87,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: scheduler_pb2.SubmitRequest,
         context: ServicerContext[scheduler_pb2.SubmitRequest, scheduler_pb2.SubmitResponse],
     ) -> scheduler_pb2.SubmitResponse:
-        """Takes a request, or attaches to the one that has its id."""
+        """Accept a request, or attach to the known one with its id."""
         if not request.request.request_id:
             raise InvalidArgumentError("it is empty", field="request_id")
         if request.request.keep_s:
@@ -114,7 +114,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: loads_pb2.AbortRequest,
         context: ServicerContext[loads_pb2.AbortRequest, loads_pb2.AbortResponse],
     ) -> loads_pb2.AbortResponse:
-        """Ends a request."""
+        """Abort a request."""
         if request.only_if_unread and self._engine.hub.is_read(request.request_id):
             return loads_pb2.AbortResponse()
         effects = self._engine.handle(AbortRequested(self._engine.now_ns(), request.request_id))
@@ -140,7 +140,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: scheduler_pb2.DeleteRequestRequest,
         context: ServicerContext[scheduler_pb2.DeleteRequestRequest, scheduler_pb2.DeleteRequestResponse],
     ) -> scheduler_pb2.DeleteRequestResponse:
-        """Keep a request no longer."""
+        """Delete a kept request."""
         await self._kept.delete(request.request_id)
         return scheduler_pb2.DeleteRequestResponse()
 
@@ -149,7 +149,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: frames_pb2.OpenFramesRequest,
         context: ServicerContext[frames_pb2.OpenFramesRequest, frames_pb2.FramesOffer],
     ) -> frames_pb2.FramesOffer:
-        """Offer frames in place of TokenFeed."""
+        """Offer a frame connection instead of TokenFeed."""
         if self._frames is None:
             return frames_pb2.FramesOffer()
         return self._frames.offer(lambda connection: FeedFrames(self._engine, self._kept, connection))
@@ -169,7 +169,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request_iterator: Commands,
         context: ServicerContext[scheduler_pb2.FeedCommand, scheduler_pb2.FeedBatch],
     ) -> AsyncIterator[scheduler_pb2.FeedBatch]:
-        """Feeds one detokenizer until it goes."""
+        """Feed one detokenizer until it disconnects."""
         ready = asyncio.Event()
         session = FeedSession(self._engine, self._kept, ready.set)
 
@@ -200,7 +200,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: loads_pb2.GetModelInfoRequest,
         context: ServicerContext[loads_pb2.GetModelInfoRequest, loads_pb2.ModelInfo],
     ) -> loads_pb2.ModelInfo:
-        """Says what is served."""
+        """Return the served model."""
         model = self._model
         if request.model not in ("", model.name):
             raise NotFoundError(f"{request.model!r} is not served here, {model.name!r} is", field="model")
@@ -224,7 +224,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: loads_pb2.GetServerInfoRequest,
         context: ServicerContext[loads_pb2.GetServerInfoRequest, loads_pb2.ServerInfo],
     ) -> loads_pb2.ServerInfo:
-        """Says who takes part."""
+        """Return the connected workers and detokenizers."""
         core = self._engine.core
         capacity_policy, batching_type, journal = self._policies
         return loads_pb2.ServerInfo(
@@ -257,7 +257,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: loads_pb2.GetLoadsRequest,
         context: ServicerContext[loads_pb2.GetLoadsRequest, loads_pb2.GetLoadsResponse],
     ) -> loads_pb2.GetLoadsResponse:
-        """Says how much there is to do."""
+        """Return the current load."""
         core = self._engine.core
         load = loads_pb2.CellLoad(
             cell=self._cell,
@@ -276,13 +276,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: stats_pb2.GetIterationStatsRequest,
         context: ServicerContext[stats_pb2.GetIterationStatsRequest, stats_pb2.IterationStats],
     ) -> AsyncIterator[stats_pb2.IterationStats]:
-        """The state now; then, with `stream`, every iteration."""
+        """Yield the current state; then, with `stream`, every iteration."""
         if not request.stream:
             yield iteration_stats_proto(self._engine.core.current_stats(self._engine.now_ns()), self._engine.clock)
             return
         with self._engine.watch_iterations() as iterations:
             first = iterations.last_number + 1
-            await context.send_initial_metadata(())  # so that the caller knows from where on it follows
+            await context.send_initial_metadata(())  # tells the caller that the subscription has started
             async for run in iterations.follow(first):
                 for _, stats in run if request.min_interval_ms == 0 else run[-1:]:
                     yield iteration_stats_proto(stats, self._engine.clock)
@@ -293,7 +293,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: stats_pb2.GetRequestStatsRequest,
         context: ServicerContext[stats_pb2.GetRequestStatsRequest, stats_pb2.GetRequestStatsResponse],
     ) -> stats_pb2.GetRequestStatsResponse:
-        """Say where requests are."""
+        """Return the state of some requests."""
         if not 1 <= len(request.request_ids) <= _MAX_REQUEST_STATS:
             raise InvalidArgumentError(f"must name 1 to {_MAX_REQUEST_STATS} requests", field="request_ids")
         known = self._engine.core.lifecycle.requests
@@ -305,7 +305,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: stats_pb2.SubscribeKvEventsRequest,
         context: ServicerContext[stats_pb2.SubscribeKvEventsRequest, stats_pb2.KvEventBatch],
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
-        """KV events from a sequence number on; `cleared` stands for those that are lost."""
+        """Yield KV events from a sequence number on; `cleared` replaces lost ones."""
         events, tokens_per_block = self._engine.kv_events, self._engine.core.config.tokens_per_block
         expected = request.start_sequence_number or events.last_number + 1
         await context.send_initial_metadata(())
@@ -323,7 +323,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: status_pb2.GetCellStatusRequest,
         context: ServicerContext[status_pb2.GetCellStatusRequest, status_pb2.CellStatus],
     ) -> status_pb2.CellStatus:
-        """Says what everything does, for those who watch."""
+        """Return the cell's status, for monitoring."""
         return self._status.answer(request, self._engine.now_ns())
 
     async def LoadLora(  # noqa: N802
@@ -331,7 +331,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: loads_pb2.LoadLoraRequest,
         context: ServicerContext[loads_pb2.LoadLoraRequest, loads_pb2.LoadLoraResponse],
     ) -> loads_pb2.LoadLoraResponse:
-        """Makes an adapter known."""
+        """Load an adapter."""
         return loads_pb2.LoadLoraResponse(lora=_lora_info(await self._adapters.load(request.name, request.path)))
 
     async def UnloadLora(  # noqa: N802
@@ -339,7 +339,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: loads_pb2.UnloadLoraRequest,
         context: ServicerContext[loads_pb2.UnloadLoraRequest, loads_pb2.UnloadLoraResponse],
     ) -> loads_pb2.UnloadLoraResponse:
-        """Lets no more requests name an adapter."""
+        """Stop new requests from naming an adapter."""
         await self._adapters.unload(request.name)
         return loads_pb2.UnloadLoraResponse()
 
@@ -348,7 +348,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request: loads_pb2.ListLorasRequest,
         context: ServicerContext[loads_pb2.ListLorasRequest, loads_pb2.ListLorasResponse],
     ) -> loads_pb2.ListLorasResponse:
-        """What is loaded."""
+        """Return the loaded adapters."""
         return loads_pb2.ListLorasResponse(loras=map(_lora_info, self._adapters.loaded()))
 
 

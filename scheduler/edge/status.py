@@ -1,4 +1,4 @@
-"""What this scheduler says of its cell to routers, for those who watch. It reads the core and never changes it."""
+"""The status report of this scheduler's cell, which routers poll for monitoring. It never changes the core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NS_PER_MS = 1_000_000
 
 
 class CellStatusReport:
-    """Answers GetStatus, and remembers which routers asked lately."""
+    """Builds answers to GetStatus, and tracks which routers asked recently."""
 
     def __init__(
         self, core: SchedulerCore, hub: FeedHub, cell: str, clock: Callable[[], float] = time.monotonic
@@ -28,11 +28,11 @@ class CellStatusReport:
         self._hub = hub
         self._cell = cell
         self._clock = clock
-        # Router id -> (when it asked, what it said of itself), the latest last.
+        # Router id -> (time of its request, its status), the latest last.
         self._routers: dict[str, tuple[float, status_pb2.RouterStatus]] = {}
 
     def answer(self, request: status_pb2.GetCellStatusRequest, now_ns: int) -> status_pb2.CellStatus:
-        """The cell as it is now."""
+        """Return the current status of the cell."""
         self._note(request.router)
         core = self._core
         totals = core.totals
@@ -104,7 +104,7 @@ class CellStatusReport:
 
 
 def detokenizer_infos(hub: FeedHub) -> list[loads_pb2.DetokenizerInfo]:
-    """The detokenizers that have a feed."""
+    """Return the detokenizers that have a feed."""
     return [
         loads_pb2.DetokenizerInfo(
             detokenizer_id=feed.detokenizer_id,

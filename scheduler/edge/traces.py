@@ -1,4 +1,4 @@
-"""What the scheduler tells of a traced request, once it has ended: its time in the queue, its prefill, its decoding."""
+"""Trace spans of the scheduler for an ended request: time in the queue, prefill and decoding."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from scheduler.core.request import Request
 
 
 class RequestTraces:
-    """Looks at the core's effects for requests that end."""
+    """Exports spans for requests that end."""
 
     def __init__(self, tracer: Tracer, clock: SteadyClock) -> None:
         self._tracer = tracer
         self._clock = clock
 
     def note(self, _: Event, effects: list[Effect]) -> None:
-        """Takes in what followed an event."""
+        """Export the spans of requests that an event ended."""
         for effect in effects:
             if isinstance(effect, RequestEnded):
                 self._tell(effect.request)

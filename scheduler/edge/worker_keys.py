@@ -1,8 +1,7 @@
-"""Which workers may connect: CURVE on the worker port, with a list of public keys.
+"""Authentication of workers: CURVE on the worker port, with a list of public keys.
 
-A worker without a key, with another's server key, or with a key that is not in the folder does not get through the
-handshake, so none of its messages is ever seen. The folder is looked at at each handshake; taking a key away keeps its
-worker from connecting again.
+A worker without a key, with a wrong server key, or with a key that is not in the folder fails the handshake, so none of
+its messages is processed. The folder is read at each handshake; removing a key prevents its worker from reconnecting.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class WorkerKeys:
     """The scheduler's key pair and the workers' public keys."""
 
     def __init__(self, secret_key: str, worker_keys: str) -> None:
-        """Reads them.
+        """Read the keys.
 
         Args:
             secret_key: File with the scheduler's pair.
@@ -46,10 +45,10 @@ class WorkerKeys:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> WorkerKeys | None:
-        """What the configuration asks for; None is a port that is open to all who reach it.
+        """Return the keys that the configuration names; None: the port accepts any worker.
 
         Raises:
-            ConfigError: It contradicts itself, or a key cannot be used.
+            ConfigError: Settings conflict, or a key is invalid.
         """
         if config.curve:
             return cls(config.curve_secret_key, config.curve_worker_keys)
@@ -59,7 +58,7 @@ class WorkerKeys:
         return None
 
     def secure(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> AsyncioAuthenticator:
-        """Puts a socket that is not bound yet behind the keys; stop what comes back after the socket is closed."""
+        """Enable CURVE on an unbound socket; stop the returned authenticator after closing the socket."""
         authenticator = AsyncioAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve_callback(domain=_DOMAIN, credentials_provider=self)
@@ -67,20 +66,20 @@ class WorkerKeys:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._pair.public)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
-        # Without this a handshake that finds nobody to ask would pass.
+        # Without this a handshake would succeed when no authenticator is running.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         return authenticator
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a worker with this public key may connect."""
+        """Return whether a worker with this public key may connect."""
         try:
             signature = sign_folder(self._folder, "curve_worker_keys")
             if signature != self._signature:
                 self._signature = signature
                 self._allowed = read_public_keys(self._folder, "curve_worker_keys")
-                logger.info("took %d workers' keys", len(self._allowed))
+                logger.info("loaded %d worker keys", len(self._allowed))
         except ConfigError as error:
-            logger.warning("the workers' keys on disk are not usable, so the old ones stay: %s", error)
+            logger.warning("the worker keys on disk are invalid; keeping the old ones: %s", error)
         if key not in self._allowed:
-            logger.warning("refused a worker whose key is not known", extra={"public_key": key.decode("ascii")})
+            logger.warning("rejected a worker with an unknown key", extra={"public_key": key.decode("ascii")})
         return key in self._allowed

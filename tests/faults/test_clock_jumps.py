@@ -112,6 +112,6 @@ async def test_jumps_of_each_parts_clock_harm_no_request(tmp_path: Path) -> None
     assert all(count >= 2 for count in counts)
     print(f"{sum(counts)} requests, {len(late)} deadlines, off by {min(late):+.3f} to {max(late):+.3f} s")
     assert all(-0.05 < each < TOLERANCE_S for each in late), late
-    assert "gave a worker group up" not in parts.log("scheduler")
-    assert "the link of a worker is gone" not in parts.log("scheduler")
+    assert "ended the epoch of a worker group" not in parts.log("scheduler")
+    assert "lost the connection of a worker" not in parts.log("scheduler")
     assert {name: parts.processes[name].pid for name in PARTS} == pids
