@@ -10,7 +10,7 @@ kind of frame at any time after HELLO and WELCOME, and close the connection on a
   1 HELLO    body: the token. The first frame, of the side that connects.
   2 WELCOME  no body. The answer, and the first frame of the other side.
   3 MESSAGE  body: a protobuf message, of the type that the method's stream would carry in that direction.
-  4 PING     no body. Answered by PONG; a side that has heard nothing for a while sends one, and then gives up.
+  4 PING     no body. Answered by PONG; a side that receives nothing for a while sends one, then disconnects.
   5 PONG     no body.
 """
 

@@ -54,7 +54,7 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the model's context is used up."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
-    """Ended by a client, or because nobody was attached."""
+    """Aborted by a client, or because no client was attached."""
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 4
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
 
@@ -66,7 +66,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's context is used up."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
-"""Ended by a client, or because nobody was attached."""
+"""Aborted by a client, or because no client was attached."""
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 4
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 global___FinishReason = FinishReason
@@ -120,13 +120,13 @@ class GenerateRequest(google.protobuf.message.Message):
     logits_post_processor_name: builtins.str
     """Name of a logits post-processor registered in the worker."""
     client_id: builtins.str
-    """Whose request this is, for fairness and post-processors."""
+    """The client, for fairness and post-processors."""
     priority: builtins.int
     """Higher runs sooner. -100..100, default 0."""
     cache_salt: builtins.str
     """Requests share cached prefixes only with requests that carry the same salt."""
     detached: builtins.bool
-    """A detached request goes on when nobody is attached to it."""
+    """A detached request continues when no client is attached to it."""
     arrival_time_unix_ns: builtins.int
     """When the request first arrived anywhere, nanoseconds since the Unix epoch. Set by the router when zero."""
     timeout_ms: builtins.int
@@ -140,7 +140,7 @@ class GenerateRequest(google.protobuf.message.Message):
     scheduler was started again. 0: as long as the scheduler keeps any finished request (finished_ttl_s).
     """
     attachment: builtins.bytes
-    """What a front door keeps beside the request, to write its answer again. Nobody else reads it; clients leave it unset."""
+    """Data of the protocol adapter that rebuilds its response. No other part reads it; clients leave it unset."""
     @property
     def token_ids(self) -> global___TokenIds:
         """Token ids in 0..vocab_size-1. What the router hands to the scheduler is always this."""
@@ -151,8 +151,8 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def prompt_embeddings(self) -> global___Tensor:
-        """Embeddings in place of token ids, shape [num_tokens, hidden_size]: the door for multimodal encoders. The router
-        makes them a prompt-tuning table, all of whose rows are the prompt.
+        """Embeddings instead of token ids, shape [num_tokens, hidden_size], for example from multimodal encoders. The router
+        converts them to a prompt-tuning table, all of whose rows are the prompt.
         """
 
     @property
@@ -277,7 +277,7 @@ class ChatMessage(google.protobuf.message.Message):
     tool_call_id: builtins.str
     name: builtins.str
     reasoning_content: builtins.str
-    """What the assistant thought before it answered; templates leave it out where their model need not see it again."""
+    """The assistant's reasoning before its answer; templates may omit it in later turns."""
     def __init__(
         self,
         *,
@@ -458,9 +458,9 @@ class StoppingConfig(google.protobuf.message.Message):
     end_id: builtins.int
     """Default: the model's end ids."""
     pad_id: builtins.int
-    """What a front door fills rows of unequal length with. Native outputs are never padded."""
+    """Padding token of protocols that return rows of equal length. Native outputs are never padded."""
     ignore_eos: builtins.bool
-    """Go on past the end id."""
+    """Continue past the end id."""
     include_stop_in_output: builtins.bool
     """Keep the stop word or stop token in the output."""
     @property
@@ -504,7 +504,7 @@ global___StoppingConfig = StoppingConfig
 
 @typing.final
 class OutputConfig(google.protobuf.message.Message):
-    """What is reported beside tokens."""
+    """Outputs in addition to tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -627,7 +627,7 @@ class LoraConfig(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     RESOLVED_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """What it was loaded as. Must be set."""
+    """The name that it was loaded with. Must be set."""
     path: builtins.str
     """Absolute path of a PEFT folder that every worker can read: loaded as `name` unless it is already."""
     @property
@@ -681,8 +681,8 @@ global___PromptTuningConfig = PromptTuningConfig
 
 @typing.final
 class ResolvedAdapter(google.protobuf.message.Message):
-    """What stands behind an adapter's name from the moment a request is accepted, so that the request is computed again
-    with the same numbers wherever it goes on. Clients leave it unset.
+    """What an adapter's name resolved to when a request was accepted, so that the request is recomputed with the same
+    weights on any worker. Clients leave it unset.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -130,7 +130,7 @@ class SchedulerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Submit(self, request, context):
-        """Takes a request. Idempotent on request_id: the same contents attach to the first, others are ALREADY_EXISTS.
+        """Submits a request. Idempotent on request_id: the same contents attach to the first, others are ALREADY_EXISTS.
         RESOURCE_EXHAUSTED when the queue is full, with the trailing metadata `retry-after-ms`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -151,7 +151,7 @@ class SchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLedger(self, request, context):
-        """What requests took, in the order of their ends.
+        """Usage of ended requests, in the order of their ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -156,7 +156,7 @@ class MidstreamServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRequestStats(self, request, context):
-        """Where requests are, and what they hold.
+        """The state of requests, and the blocks that they hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,7 +187,7 @@ class MidstreamServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """What every part does: the state now, or again and again.
+        """The status of every part, once or periodically.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -86,7 +86,7 @@ class IterationStats(google.protobuf.message.Message):
     iter_latency_ms: builtins.float
     new_active_requests_queue_latency_ms: builtins.float
     num_active_requests: builtins.int
-    """Requests that hold or wait for blocks, not yet ended."""
+    """Unfinished requests, running or queued."""
     num_queued_requests: builtins.int
     num_completed_requests: builtins.int
     """Since the scheduler started."""
@@ -384,7 +384,7 @@ class RequestStats(google.protobuf.message.Message):
     """reused / (reused + missed)."""
     num_preemptions: builtins.int
     is_aborted: builtins.bool
-    """Ended by a client, or because nobody was attached."""
+    """Aborted by a client, or because no client was attached."""
     group_id: builtins.str
     """The worker group that runs it; empty where none does."""
     def __init__(

@@ -108,7 +108,7 @@ global___SchedulerMessage = SchedulerMessage
 
 @typing.final
 class Register(google.protobuf.message.Message):
-    """A worker group (its rank 0 speaks) offers itself."""
+    """A worker group registers (sent by its rank 0)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -246,7 +246,7 @@ global___Registered = Registered
 
 @typing.final
 class Rejected(google.protobuf.message.Message):
-    """The worker does not fit; it should exit with this message."""
+    """The worker is incompatible; it should exit with this message."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -276,7 +276,7 @@ class Heartbeat(google.protobuf.message.Message):
     REMOVED_HASHES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     last_step_id: builtins.int
-    """Last step that was finished; progress, not only life."""
+    """Last completed step: shows progress, not only liveness."""
     @property
     def memory(self) -> global___MemoryUsage: ...
     @property
@@ -619,7 +619,7 @@ global___ForkRow = ForkRow
 
 @typing.final
 class StepResult(google.protobuf.message.Message):
-    """What a step gave. Sampled rows are: context chunks that sampled, in order of the batch, then generation rows in
+    """The result of a step. Sampled rows are: context chunks that sampled, in order of the batch, then generation rows in
     ascending order.
     """
 
@@ -797,7 +797,7 @@ global___LoadLoraAdapter = LoadLoraAdapter
 
 @typing.final
 class UnloadLoraAdapter(google.protobuf.message.Message):
-    """Forgets what no row uses."""
+    """Unloads the adapter once no row uses it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
