@@ -1,6 +1,6 @@
-"""Finds schedulers: those that come with Midstream by name, others through entry points of installed packages.
+"""Loads schedulers: built-in ones by name, others through entry points of installed packages.
 
-A package offers its own under the group `midstream.schedulers`: a class without arguments, derived from
+A package registers its own in the group `midstream.schedulers`: a class without constructor arguments, derived from
 RequestScheduler, or from CapacityScheduler or MicroBatchScheduler to be combined with the other kind; or a
 RequestListScheduler, a capacity policy that gets all active requests at once.
 """
@@ -19,10 +19,10 @@ ENTRY_POINT_GROUP = "midstream.schedulers"
 
 
 def load_scheduler(name: str, capacity_policy: str, batching_type: str) -> RequestScheduler:
-    """The scheduler to run.
+    """Return the scheduler to run.
 
     Args:
-        name: Of an entry point; empty for Midstream's own.
+        name: Name of an entry point; empty: the built-in scheduler.
         capacity_policy: One of CAPACITY_SCHEDULERS.
         batching_type: One of MICRO_BATCH_SCHEDULERS.
 

@@ -1,4 +1,4 @@
-"""Puts the scheduler's parts together and runs them."""
+"""Builds the scheduler process from its parts and runs it."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class SchedulerService:
 
     Attributes:
         engine: The running core; set by `start`.
-        frames: Takes detokenizers' connections for frames; None where gRPC alone is wanted.
+        frames: Accepts frame connections of detokenizers; None: gRPC only.
         port: gRPC port. worker_port: ZeroMQ port. http_port: Port of /metrics and /health.
     """
 
     engine: Engine
 
     def __init__(self, config: SchedulerConfig, model: ModelFolder | None = None) -> None:
-        """Opens the model folder and binds the ports.
+        """Open the model folder and bind the ports.
 
         Raises:
             ConfigError: A setting or the model folder is wrong.
@@ -117,7 +117,7 @@ class SchedulerService:
         self._tracer = Tracer.from_config(config, "scheduler")
 
     async def start(self) -> None:
-        """Takes the journal over, when its lease is free, and begins to serve."""
+        """Take over the journal, once its lease is free, and start to serve."""
         waiting = "standby" if self.config.standby else "starting"
         self.progress.set_reason(waiting, stands=True)
         self._http.start()
@@ -208,15 +208,15 @@ class SchedulerService:
         self.server.fail(ExecutionError(f"planning failed: {error!r}"))
 
     def _on_journal_failure(self, error: JournalError) -> None:
-        logger.critical("the journal failed, so this scheduler ends: %s", error)
+        logger.critical("the journal failed, stopping this scheduler: %s", error)
         self.progress.set_reason("the journal failed", stands=True)
         self.server.fail(error)
 
     async def run(self) -> None:
-        """Serves until SIGTERM, then drains and stops.
+        """Serve until SIGTERM, then drain and stop.
 
         Raises:
-            ExecutionError: The journal failed, or a loop ended. The successor goes on from the last commit.
+            ExecutionError: The journal failed, or a loop ended. The successor continues from the last commit.
         """
         await self.start()
         try:
@@ -225,17 +225,17 @@ class SchedulerService:
             await self.close()
 
     async def drain(self) -> None:
-        """Takes no new requests; returns when those at hand have ended."""
+        """Reject new requests; return when the known ones have ended."""
         self.engine.handle(DrainStarted(self.engine.now_ns()))
         await self.engine.wait_until_idle()
 
     async def stop(self) -> None:
-        """Stops at once."""
+        """Stop at once."""
         await self.server.stop()
         await self.close()
 
     async def close(self) -> None:
-        """Releases ports and tasks."""
+        """Release ports and tasks."""
         if self.frames is not None:
             await self.frames.close()
         for task in self._tasks:
@@ -268,7 +268,7 @@ _LEAST = {
 
 
 def check(config: SchedulerConfig) -> None:
-    """Raise ConfigError for settings under which no request could run, or that contradict each other."""
+    """Raise ConfigError for settings that conflict, or under which no request could run."""
     for name, least in _LEAST.items():
         if getattr(config, name) < least:
             raise ConfigError(f"is {getattr(config, name)}; at least {least}", field=name)
@@ -285,7 +285,7 @@ def _admit(config: SchedulerConfig) -> Admit | None:
 
 
 def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: int) -> CoreConfig:
-    """The core's settings."""
+    """Return the core's settings."""
     ns_per_s, ns_per_ms = 1_000_000_000, 1_000_000
     return CoreConfig(
         scheduler_epoch=scheduler_epoch,
@@ -316,10 +316,10 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
 def make_journal(
     config: SchedulerConfig, model: ModelFolder, limits: ModelLimits, port: int, clock: SteadyClock
 ) -> Journal:
-    """The journal that the configuration names; a file that it does not name is named after the gRPC port.
+    """Return the configured journal; without a path, its file is named after the gRPC port.
 
     Raises:
-        ConfigError: A standby needs another journal, or PostgreSQL a package.
+        ConfigError: A standby is set for a journal without a lease, or PostgreSQL's package is missing.
     """
     if config.standby and config.journal != "postgres":
         raise ConfigError("only a journal in PostgreSQL has a lease to wait for", field="standby")
@@ -337,7 +337,7 @@ def make_journal(
 def _file_store(config: SchedulerConfig, path: Path) -> Store:
     """Return the journal on this machine's disk.
 
-    A log takes up what a journal in SQLite holds that is at its path, or beside it under the same name with `.sqlite`.
+    A log takes over the contents of a SQLite journal at its path, or at the same path with the suffix `.sqlite`.
     """
     if config.journal == "sqlite":
         if path.is_dir():
@@ -346,7 +346,7 @@ def _file_store(config: SchedulerConfig, path: Path) -> Store:
     predecessor = path.with_suffix(".sqlite")
     if path.is_file():
         if not is_sqlite(path):
-            raise ConfigError(f"{path} is no journal; use the path of a folder", field="journal_path")
+            raise ConfigError(f"{path} is not a journal; use the path of a folder", field="journal_path")
         predecessor, path = path, path.with_name(path.name + ".log")
     return LogStore(LogFolder(path), SqliteStore(predecessor))
 

@@ -1,4 +1,4 @@
-"""Numbered items for any number of readers: each has a cursor; the last items are kept, slow readers lose the oldest."""
+"""Numbered items for any number of readers: each has a cursor; the last items are kept, slow readers lose old ones."""
 
 from __future__ import annotations
 

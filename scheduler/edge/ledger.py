@@ -2,8 +2,8 @@
 
 An entry is created when a request's end is committed, and written with other recent ones as one document (a page). If
 the scheduler dies before that, the next one finds the request in the journal and writes the missing entry: ended
-requests stay there much longer (finished_ttl_s) than an entry waits. If an end is amended, because a stop word is found later,
-the entry is updated in place. So each request is counted once, with what was delivered.
+requests stay there much longer (finished_ttl_s) than an entry waits. If an end is amended, because a stop word is found
+later, the entry is updated in place. So each request is counted once, with what was delivered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The journal holds each request and its output, so that a scheduler that comes after can go on.
+"""The journal stores each request and its output, so that a successor can continue after a crash.
 
-Tokens are shown only once they are committed: `commit` calls back when the entries it was given, and all before them,
-are safe. Entries are the core's effects. Outputs only grow, so a journal may read them later, up to the lengths that
+Tokens are sent to clients only once they are committed: `commit` calls back when its entries, and all before them, are
+durable. Entries are the core's effects. Outputs only grow, so a journal may read them later, up to the lengths that
 the entries state.
 """
 
@@ -47,7 +47,7 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUnloaded:
-    """It can be no more."""
+    """An adapter can no longer be named."""
 
     name: str
 
@@ -65,7 +65,7 @@ JournalEntry = (
 
 
 class JournalError(ExecutionError):
-    """The journal cannot be written, or not be read; nothing more may be shown."""
+    """The journal cannot be written or read; nothing more may be sent to clients."""
 
 
 class DeposedError(JournalError):
@@ -73,11 +73,11 @@ class DeposedError(JournalError):
 
 
 class LostError(JournalError):
-    """What was written is gone: the journal was deleted or truncated while it was in use."""
+    """Committed data is lost: the journal was deleted or truncated while it was in use."""
 
 
 def is_entry(effect: Effect) -> bool:
-    """Whether an effect belongs into the journal."""
+    """Return whether an effect is a journal entry."""
     if isinstance(effect, Accepted):
         return not effect.is_attached
     return isinstance(effect, Emitted | BeamsAdvanced | SequenceEnded | RequestEnded | RequestForgotten)
@@ -85,12 +85,12 @@ def is_entry(effect: Effect) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """What an opened journal holds.
+    """The contents of a journal when it was opened.
 
     Attributes:
-        scheduler_epoch: For this incarnation; greater than any before.
-        requests: Those that are kept: ended ones as they ended, then the others, oldest first.
-        adapters: Those that are loaded.
+        scheduler_epoch: Epoch of this incarnation; greater than any before.
+        requests: Kept requests: ended ones in the order of their ends, then the others, oldest first.
+        adapters: Loaded adapters.
     """
 
     scheduler_epoch: int
@@ -99,13 +99,13 @@ class JournalContents:
 
 
 class Journal(ABC):
-    """Where requests and their tokens are kept.
+    """Storage of requests and their tokens.
 
     Attributes:
         num_commits: Transactions since it was opened.
-        num_damaged: Records that could not be read then, and those that were dropped because they followed one.
-        num_lost: How often it was gone in use, and begun anew with what is in memory.
-        documents: What clients have the service keep; open while the journal is.
+        num_damaged: Records that could not be read then, and those dropped because they followed one.
+        num_lost: How often it was lost in use and recreated from memory.
+        documents: Documents that the service stores for clients; open while the journal is.
     """
 
     documents: Documents
@@ -115,23 +115,23 @@ class Journal(ABC):
 
     @abstractmethod
     async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
-        """Takes the journal over from whoever had it before, and reads it.
+        """Take the journal over from its previous writer, and read it.
 
         Args:
             on_failure: Called once, on the event loop, when entries can no longer be kept; then no commit calls back.
 
         Raises:
-            ConfigError: It is of a newer version, or there is no such place.
+            ConfigError: It has a newer version, or its location does not exist.
             JournalError: It cannot be read or written.
         """
 
     @abstractmethod
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
-        """Keeps entries. Returns at once; calls `then` on the event loop, in order, when they are safe."""
+        """Store entries. Return at once; call `then` on the event loop, in order, when they are durable."""
 
     def know(self, requests: list[Request]) -> None:  # noqa: B027 (not all journals need it)
-        """Tells which requests came of those that `open` gave, should they have to be written again."""
+        """Pass the requests restored from `open`, in case they have to be written again."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Returns when all entries are safe, or cannot be kept."""
+        """Return when all entries are durable, or cannot be stored."""

@@ -1,4 +1,4 @@
-"""Between the journal's records of adapters and what the scheduler knows of them."""
+"""Encode and decode the journal's adapter records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def encode_adapter(adapter: LoadedAdapter, model_fingerprint: str) -> bytes:
-    """An adapter that was loaded."""
+    """Return the record of a loaded adapter."""
     return pb.JournalAdapter(
         name=adapter.name,
         path=adapter.path,
@@ -27,7 +27,7 @@ def encode_adapter(adapter: LoadedAdapter, model_fingerprint: str) -> bytes:
 
 
 def read_adapters(stored: StoredJournal, model_fingerprint: str) -> tuple[LoadedAdapter, ...]:
-    """The adapters of this model; damaged records are left out."""
+    """Return the adapters of this model without damaged records."""
     adapters = []
     for name, sealed in stored.adapters:
         data = unseal(sealed)

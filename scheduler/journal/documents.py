@@ -1,8 +1,8 @@
-"""Documents: what clients have the service keep beyond a request's life, such as stored responses, files and batches.
+"""Documents: data stored for clients beyond a request's lifetime, such as responses, files and batches.
 
-A document is bytes under a key: whose it is, its kind, its id. They lie in a database of their own, which one
-thread of its own reads and writes: a large document delays no token. A write is safe once its coroutine returns; one
-that fails concerns its caller alone; one by a deposed scheduler is refused.
+A document is bytes under a key of owner, kind and id. Documents are stored in a separate database, which a dedicated
+thread reads and writes: a large document delays no token. A write is durable once its coroutine returns; a failed one
+affects only its caller; one by a deposed scheduler is rejected.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class DocumentKey:
     """Identifies a document. Lists are in the order of (id, owner).
 
     Attributes:
-        owner: Whose it is: another owner's document of the same kind and id is another document. May be empty.
-        kind: What it is, such as `response`; a short name that the code chooses.
-        id: 1 to 512 characters, without NUL. Ids that begin with a time make lists chronological.
+        owner: Documents of different owners with the same kind and id are different documents. May be empty.
+        kind: A short name chosen by the code, such as `response`.
+        id: 1 to 512 characters, without NUL. Ids that start with a time make lists chronological.
     """
 
     owner: str
@@ -51,9 +51,9 @@ class Document:
     Attributes:
         key: Identifies it.
         data: Its contents.
-        version: 1 when it is new, one more after each put.
+        version: 1 when new, incremented by each put.
         created_ns: Unix nanoseconds of its first put.
-        expires_ns: Unix nanoseconds from which it is gone; None: it stays.
+        expires_ns: Expiry time in Unix nanoseconds; None: never.
     """
 
     key: DocumentKey
@@ -65,7 +65,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an owner's documents amount to, in number and in bytes of data."""
+    """Number and total bytes of an owner's documents."""
 
     num_documents: int
     num_bytes: int
@@ -74,39 +74,38 @@ class Usage:
 class Documents:
     """The documents of a scheduler.
 
-    All methods raise UnavailableError where the database cannot be read or written, and where another scheduler has
-    taken over.
+    All methods raise UnavailableError if the database cannot be read or written, or another scheduler has taken over.
     """
 
     def __init__(self, store: DocumentStore, clock: SteadyClock) -> None:
-        """Opens nothing yet.
+        """Prepare the documents; call `open` before use.
 
         Args:
-            store: Where they lie; its methods are called by one thread.
-            clock: Tells what has expired.
+            store: Where they are stored; its methods are called by one thread.
+            clock: Clock for expiry.
         """
         self._store, self._clock = store, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="documents")
         self._expiry: asyncio.Task[None] | None = None
 
     async def open(self, scheduler_epoch: int) -> None:
-        """Take the documents over from the scheduler before."""
+        """Take the documents over from the previous scheduler."""
         await self._call(self._store.open, scheduler_epoch)
         self._expiry = asyncio.create_task(self._expire(), name="expiry of documents")
 
     async def put(
         self, key: DocumentKey, data: bytes, *, expires_ns: int | None = None, if_version: int | None = None
     ) -> Document | None:
-        """Store a document, in place of the one that has this key.
+        """Store a document, replacing the one with this key.
 
         Args:
             key: Identifies it.
             data: At most 64 MiB.
-            expires_ns: Unix nanoseconds from which it is gone; None: it stays.
-            if_version: Store it only where the present version is this one; 0: only where there is none. None: always.
+            expires_ns: Expiry time in Unix nanoseconds; None: never.
+            if_version: Store it only if the current version is this one; 0: only if there is none; None: always.
 
         Returns:
-            The document as stored; None where the version is another one, and nothing has changed.
+            The document as stored; None, with nothing changed, if the version differs.
 
         Raises:
             InvalidArgumentError: The key or the data is too long.
@@ -119,11 +118,11 @@ class Documents:
         return await self._call(self._store.put, key, data, self._clock.now_ns(), expires_ns, if_version)
 
     async def get(self, key: DocumentKey) -> Document | None:
-        """Return a document, or None where there is none."""
+        """Return a document, or None."""
         return await self._call(self._store.get, key, self._clock.now_ns())
 
     async def delete(self, key: DocumentKey) -> bool:
-        """Delete a document; whether there was one."""
+        """Delete a document; return whether there was one."""
         return await self._call(self._store.delete, key, self._clock.now_ns())
 
     async def list(
@@ -139,22 +138,22 @@ class Documents:
         """Return documents in the order of their ids.
 
         Args:
-            kind: Of all of them.
-            owner: Of all of them; None: any, for what the service itself does with everyone's.
-            prefix: Of their ids.
-            after: Begin behind this key (before it, where `is_descending`); it need not exist any more.
-            limit: At most this many.
+            kind: Their kind.
+            owner: Their owner; None: any, for the service's own tasks.
+            prefix: Prefix of their ids.
+            after: Start after this key (before it, where `is_descending`); it need not exist any more.
+            limit: Most documents to return.
             is_descending: From the last id to the first.
         """
         query = Query(kind, owner, prefix, after, limit, is_descending)
         return await self._call(self._store.list, query, self._clock.now_ns())
 
     async def usage(self, owner: str) -> Usage:
-        """Return what an owner's documents of all kinds amount to."""
+        """Return the usage of an owner's documents of all kinds."""
         return await self._call(self._store.usage, owner, self._clock.now_ns())
 
     async def close(self) -> None:
-        """Return once all writes are safe or have failed."""
+        """Return once all writes are durable or have failed."""
         if self._expiry is not None:
             self._expiry.cancel()
             await asyncio.wait((self._expiry,))
@@ -165,8 +164,8 @@ class Documents:
         while True:
             try:
                 await self._call(self._store.expire, self._clock.now_ns())
-            except Exception as error:  # noqa: BLE001 (told, and tried again)
-                logger.warning("expired documents cannot be deleted now: %s", error)
+            except Exception as error:  # noqa: BLE001 (logged, and retried)
+                logger.warning("cannot delete expired documents now: %s", error)
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
 
     async def _call(self, function: Callable[..., T], *arguments: object) -> T:
@@ -175,7 +174,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What to list; fields as in `Documents.list`."""
+    """Parameters of a list; fields as in `Documents.list`."""
 
     kind: str
     owner: str | None
@@ -186,11 +185,11 @@ class Query:
 
 
 class DocumentStore(ABC):
-    """Where documents lie. All methods run in one thread; `now_ns` tells what has expired. Errors as in Documents."""
+    """Storage of documents. All methods run in one thread; `now_ns` decides expiry. Errors as in Documents."""
 
     @abstractmethod
     def open(self, scheduler_epoch: int) -> None:
-        """Refuse writes of earlier epochs from now on."""
+        """Reject writes of earlier epochs from now on."""
 
     @abstractmethod
     def put(
@@ -216,7 +215,7 @@ class DocumentStore(ABC):
 
     @abstractmethod
     def expire(self, now_ns: int) -> None:
-        """Delete what has expired."""
+        """Delete expired documents."""
 
     @abstractmethod
     def close(self) -> None:
@@ -224,7 +223,7 @@ class DocumentStore(ABC):
 
 
 class Cursor(Protocol):
-    """What the statements below need of a database's cursor."""
+    """The part of a database cursor that is used here."""
 
     @property
     def rowcount(self) -> int:
@@ -248,7 +247,7 @@ class SqlDocuments(DocumentStore):
 
     @abstractmethod
     def _writing(self) -> AbstractContextManager[Execute]:
-        """Run statements as one transaction that the database refuses to a deposed scheduler."""
+        """Run statements as one transaction, which fails for a deposed scheduler."""
 
     def put(
         self, key: DocumentKey, data: bytes, now_ns: int, expires_ns: int | None, if_version: int | None
@@ -325,7 +324,7 @@ class SqlDocuments(DocumentStore):
         return Usage(int(cast("int", count)), int(cast("int", num_bytes)))
 
     def expire(self, now_ns: int) -> None:
-        """Delete what has expired."""
+        """Delete expired documents."""
         with self._reading() as execute:
             due = execute("SELECT 1 FROM midstream_documents WHERE expires_ns <= ? LIMIT 1", (now_ns,)).fetchall()
         if due:

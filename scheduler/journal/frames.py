@@ -1,6 +1,6 @@
-"""Frames of a log: how records lie in a segment, and which of a segment's bytes are whole records.
+"""Frames of a log: how records are stored in a segment.
 
-The format is described in protos/journal.proto. Sequence numbers tell whether a record is missing.
+The format is described in protos/journal.proto. Sequence numbers show whether a record is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHECKED = struct.Struct("<IQ")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A whole record. `start` and `end`: its bytes in the segment."""
+    """A complete record. `start` and `end`: its bytes in the segment."""
 
     sequence: int
     payload: bytes
@@ -27,7 +27,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Bytes that are no record. `is_tail`: nothing whole follows in this segment."""
+    """Bytes that are not a record. `is_tail`: no complete record follows in this segment."""
 
     start: int
     end: int
@@ -35,12 +35,12 @@ class Gap:
 
 
 def frame(sequence: int, payload: bytes) -> bytes:
-    """Return a record as it lies in a segment."""
+    """Return a record in the segment format."""
     return _HEADER.pack(_MAGIC, len(payload), sequence, _checksum(sequence, payload)) + payload
 
 
 def frames(data: bytes, end: int) -> Iterator[Frame | Gap]:
-    """Return the records in `data[:end]`, and what lies between and behind them; zeros at the end are nothing."""
+    """Yield the records in `data[:end]` and the gaps between and after them; trailing zeros are ignored."""
     start = 0
     while start < end:
         found = _frame_at(data, start, end)

@@ -2,15 +2,16 @@
 
 A commit is one write and one fdatasync. What that costs is in docs/decisions/journal.md.
 
-- **Power cuts.** A record counts once it is synced. One write at a time is under way, so that a cut can tear only the
-  last record; nothing of it was shown, and it is dropped. A segment gets its name once its first record is safe.
-- **A process that is killed** may leave a last record that is whole but not synced. The next one syncs it first of all.
-- **Damage.** A record that is not whole but has whole ones behind it was synced, and has been damaged since. Its
-  contents are lost. The next scheduler goes on behind it (see `replay`), logs where it is, and keeps the file. After
-  half a second without a commit an empty record is written, so that damage to the last one is told from a torn write.
+- **Power cuts.** A record counts once it is synced. Only one write is in progress at a time, so a power cut can tear
+  only the last record; nothing of it was sent, and it is dropped. A segment gets its name once its first record is
+  durable.
+- **A killed process** may leave a last record that is complete but not synced. The next one syncs it first.
+- **Damage.** An incomplete record followed by complete ones was synced, and has been damaged since. Its contents are
+  lost. The next scheduler continues after it (see `replay`), logs its position, and keeps the file. After half a second
+  without a commit an empty record is written, so that damage to the last record differs from a torn write.
 - **Size.** A segment is deleted when no request's latest row is in it. While the log is larger than twice what is live,
   the rows of its oldest segment are written again, a few with each commit.
-- **One writer.** See LogFolder. A successor raises the epoch and begins a segment of its own.
+- **One writer.** See LogFolder. A successor raises the epoch and starts a new segment.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 SEGMENT_BYTES = 4 << 20
-# Beside twice what is live.
+# In addition to twice the live bytes.
 SLACK_BYTES = 16 << 20
 _MAX_REWRITTEN = 32
 _CHECK_INTERVAL_S = 0.5
@@ -74,13 +75,13 @@ class LogStore(Store):
         segment_bytes: int = SEGMENT_BYTES,
         slack_bytes: int = SLACK_BYTES,
     ) -> None:
-        """Open nothing yet.
+        """Prepare the store; `take_over` opens it.
 
         Args:
-            folder: Where it lies.
-            predecessor: A journal in SQLite, whose contents move into the log where there is no log yet.
+            folder: The log's folder.
+            predecessor: A journal in SQLite, whose contents are moved into the log if there is no log yet.
             segment_bytes: Size of a segment; one record may exceed it.
-            slack_bytes: What the log may hold beside twice what is live.
+            slack_bytes: Bytes that the log may hold in addition to twice the live bytes.
         """
         self._folder, self._predecessor = folder, predecessor
         self._segment_bytes, self._slack_bytes = segment_bytes, slack_bytes
@@ -104,7 +105,7 @@ class LogStore(Store):
         return self._segments[-1]
 
     def take_over(self, least_epoch: int) -> int:
-        """Reads the log, lets nobody else write to it, and begins a segment."""
+        """Read the log, become its only writer, and start a segment."""
         try:
             if self._predecessor is not None:
                 least_epoch = max(least_epoch, self._move_in(self._predecessor, least_epoch))
@@ -121,9 +122,9 @@ class LogStore(Store):
         return self._epoch
 
     def _move_in(self, predecessor: SqliteStore, least_epoch: int) -> int:
-        """Lay the contents of a journal in SQLite down as the log, where there is none yet; return its epoch.
+        """Write the contents of a journal in SQLite as the log, if there is none yet; return its epoch.
 
-        The file stays, empty, and the writer that it had is deposed. The log has its name only once it is whole.
+        The file stays, empty, and its writer is deposed. The log gets its name only once it is complete.
         """
         path = self._folder.path
         if path.exists() or not predecessor.path.is_file():
@@ -148,7 +149,7 @@ class LogStore(Store):
         return epoch
 
     def read(self) -> StoredJournal:
-        """What `take_over` has read."""
+        """Return what `take_over` has read."""
         stored, rows = self._stored, sorted(self._rows.items())
         stored.requests = [(number, request, output) for number, (request, output, _) in rows]
         stored.first_commits = {number: first for number, (_, _, first) in rows}
@@ -157,7 +158,7 @@ class LogStore(Store):
         return stored
 
     def write(self, transaction: Transaction) -> None:
-        """One record, synced."""
+        """Append one record and sync it."""
         data = _encode(transaction)
         try:
             with self._folder:
@@ -171,7 +172,7 @@ class LogStore(Store):
             raise self._failure("written", error) from None
 
     def lay_down(self, stored: StoredJournal) -> None:
-        """Write all of another journal to this one, which is empty."""
+        """Write all of another journal to this empty one."""
         transactions = [Transaction(adapters=stored.adapters)]
         transactions += [Transaction(rewritten=[row]) for row in stored.requests]
         transactions += [Transaction(commit=sealed) for _, sealed in stored.commits]
@@ -186,7 +187,7 @@ class LogStore(Store):
             raise self._failure("written", error) from None
 
     def check(self) -> None:
-        """Looks at the files and at the epoch; tells that the last record was synced."""
+        """Check the files and the epoch; mark the last record as synced."""
         try:
             with self._folder:
                 self._checked_at = -math.inf
@@ -198,14 +199,14 @@ class LogStore(Store):
             raise self._failure("written", error) from None
 
     def stale(self, live_bytes: int) -> Sequence[int]:
-        """Some requests of the oldest segment, while the log is more than twice `live_bytes`."""
+        """Return some requests of the oldest segment, while the log is more than twice `live_bytes`."""
         if sum(segment.num_bytes for segment in self._segments) <= 2 * live_bytes + self._slack_bytes:
             return ()
         oldest = self._segments[0]
         return () if oldest is self._current else sorted(oldest.numbers)[:_MAX_REWRITTEN]
 
     def begin_anew(self) -> None:
-        """Sets aside what is there, unless another scheduler has begun a journal there, and begins an empty log."""
+        """Set existing files aside, unless another scheduler has started a journal there, and start an empty log."""
         epoch = self._epoch
         try:
             self._folder.close()
@@ -223,14 +224,14 @@ class LogStore(Store):
             raise self._failure("begun anew", error) from None
 
     def close(self) -> None:
-        """Lets go of the files."""
+        """Close the files."""
         if self._segments and not self._is_marked:
             with contextlib.suppress(JournalError):
                 self.check()
         self._folder.close()
 
     def _check_is_writer(self) -> None:
-        """Look at the open file; now and then, since that costs more, also at what the folder's names stand for."""
+        """Check the open file; occasionally, since that costs more, also the folder's names."""
         self._folder.check(self._current.name, self._offset)
         now = time.monotonic()
         if now - self._checked_at > _CHECK_INTERVAL_S:
@@ -255,10 +256,10 @@ class LogStore(Store):
         self._current.num_bytes = max(self._current.num_bytes, self._offset)
 
     def _begin_segment(self) -> None:
-        """Makes a segment whose first record is safe before it has its name."""
+        """Create a segment whose first record is durable before it gets its name."""
         previous = self._segments[-1] if self._segments else None
         if previous is not None:
-            # Its last record may be in the kernel's memory only: an empty one, or one whose writer was killed.
+            # Its last record may not be synced: an empty one, or one whose writer was killed.
             self._folder.sync(previous.name)
         number = 1 if previous is None else previous.number + 1
         num_bytes = self._folder.create(_NEW, self._segment_bytes)
@@ -305,7 +306,7 @@ class LogStore(Store):
             self._homes[number] = segment
 
     def _drop_dead_segments(self) -> None:
-        """Deletes the oldest segments on which nothing builds; each is gone for good before the next one goes."""
+        """Delete the oldest unneeded segments; each deletion is durable before the next one."""
         while not self._segments[0].numbers and len(self._segments) > 1:
             segment = self._segments.pop(0)
             if segment.is_damaged:
@@ -362,7 +363,7 @@ class LogStore(Store):
             self._note_damage(segment, item.start)
 
     def _note_damage(self, segment: _Segment, offset: int) -> None:
-        """Records are missing behind the last one that was read: what they changed is not known."""
+        """Record that records are missing after the last one read: what they changed is unknown."""
         logger.error(
             "the journal's file %s is damaged at byte %d: going on behind it; "
             "the file is kept as *%s, check the disk that it is on",

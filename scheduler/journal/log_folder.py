@@ -1,6 +1,6 @@
-"""The operations on files that a log consists of; what a power cut spares follows from their order.
+"""File operations of a log; their order determines what survives a power cut.
 
-`sync` makes a file's contents safe, `sync_names` which files there are. Nothing else is safe before.
+`sync` makes a file's contents durable, `sync_names` the directory entries. Nothing is durable before that.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _EPOCH_BYTES = 8
 
 
 class LogFolder:
-    """A folder of files that are written by one process at a time, its owner's alone.
+    """A folder of files that one process at a time writes, accessible only to its owner.
 
     The file `lock` holds the epoch of the one that may write. It is held locked during each write, and while another
     process raises the epoch. The lock ends with its process.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open nothing yet."""
+        """Prepare the folder; `open` opens it."""
         self.path = path
         self._lock = -1
         self._files: dict[str, int] = {}
         self._inodes: dict[str, tuple[int, int]] = {}
 
     def open(self) -> None:
-        """Open the folder, or make it."""
+        """Open the folder, creating it if needed."""
         if not self.path.is_dir():
             self.path.mkdir(mode=0o700, parents=True)
             sync_folder(self.path.parent)
@@ -46,19 +46,19 @@ class LogFolder:
         self._inodes[_LOCK_NAME] = _inode(os.fstat(self._lock))
 
     def names(self) -> list[str]:
-        """Return the names of the files, the lock's left out."""
+        """Return the names of the files without the lock."""
         return sorted(path.name for path in self.path.iterdir() if path.name != _LOCK_NAME)
 
     def read(self, name: str) -> bytes:
-        """Return what a file holds."""
+        """Return a file's contents."""
         with contextlib.suppress(PermissionError):
             (self.path / name).chmod(0o600)
         return (self.path / name).read_bytes()
 
     def create(self, name: str, num_bytes: int) -> int:
-        """Make a file of `num_bytes` zeros, in place of any of this name, and return its size.
+        """Create a file of `num_bytes` zeros, replacing any of this name, and return its size.
 
-        A write into it need not make a change of its size safe as well. Where there is no room for that, its size is 0.
+        Preallocation saves syncing the size with each write. Without enough disk space its size is 0.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._files[name] = file = os.open(self.path / name, flags, 0o600)
@@ -79,7 +79,7 @@ class LogFolder:
             view, offset = view[count:], offset + count
 
     def sync(self, name: str) -> None:
-        """Return when all that was written to a file is safe."""
+        """Return when everything written to a file is durable."""
         file = self._files.get(name)
         if file is not None:
             os.fdatasync(file)
@@ -110,11 +110,11 @@ class LogFolder:
             os.close(file)
 
     def sync_names(self) -> None:
-        """Return when it is safe which files there are."""
+        """Return when the directory entries are durable."""
         sync_folder(self.path)
 
     def check(self, name: str, num_bytes: int) -> None:
-        """Raise LostError where the lock or this file was deleted or replaced, or has less than `num_bytes`."""
+        """Raise LostError if the lock or this file was deleted or replaced, or has fewer than `num_bytes`."""
         if os.fstat(self._lock).st_nlink == 0:
             raise LostError(f"{self.path / _LOCK_NAME} was deleted or replaced while it was in use")
         status = os.fstat(self._files[name])
@@ -124,7 +124,7 @@ class LogFolder:
             raise LostError(f"{self.path / name} was truncated while it was in use")
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise LostError where the folder has other files of these names than those that are open, or none."""
+        """Raise LostError if files with these names are missing or are not the open ones."""
         for name in (_LOCK_NAME, *names):
             path = self.path / name
             try:
@@ -146,7 +146,7 @@ class LogFolder:
             self._wait_for_lock()
 
     def __exit__(self, *_: object) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _wait_for_lock(self) -> None:
@@ -165,11 +165,11 @@ class LogFolder:
                 return
 
     def epoch(self) -> int:
-        """Return the epoch of the one that may write; call it with the lock held."""
+        """Return the epoch of the writer; call it with the lock held."""
         return int.from_bytes(os.pread(self._lock, _EPOCH_BYTES, 0), "little")
 
     def set_epoch(self, epoch: int) -> None:
-        """Let nobody but this epoch write; call it with the lock held. Lasts as long as the machine runs."""
+        """Make this epoch the only writer; call it with the lock held. Not durable across reboots."""
         os.pwrite(self._lock, epoch.to_bytes(_EPOCH_BYTES, "little"), 0)
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ def _inode(status: os.stat_result) -> tuple[int, int]:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when it is safe which files a folder has."""
+    """Return when a folder's directory entries are durable."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)

@@ -1,4 +1,4 @@
-"""No journal: what was accepted lives as long as the process."""
+"""No journal: accepted requests are lost with the process."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from scheduler.journal.sqlite_documents import SqliteDocuments
 
 
 class NoJournal(Journal):
-    """Keeps nothing beside what is in memory anyhow, so everything is committed at once."""
+    """A journal that stores nothing, so everything is committed at once."""
 
     def __init__(self, clock: SteadyClock) -> None:
         """Keep documents in memory; `clock` tells when they expire."""
         self.documents = Documents(SqliteDocuments(None), clock)
 
     async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
-        """Starts empty; the epoch is the time, in milliseconds."""
+        """Start empty; the epoch is the time, in milliseconds."""
         epoch = time.time_ns() // 1_000_000
         await self.documents.open(epoch)
         return JournalContents(scheduler_epoch=epoch, requests=[])
 
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
-        """Calls back at once."""
+        """Call back at once."""
         then()
 
     async def close(self) -> None:
-        """Forgets the documents."""
+        """Drop the documents."""
         await self.documents.close()

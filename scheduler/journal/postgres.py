@@ -1,8 +1,8 @@
 """The journal in PostgreSQL, for a scheduler with a standby on another machine.
 
-The writer holds a lease, which every transaction renews under the writer's epoch; whoever takes the lease over raises
-the epoch in the same row. So a transaction of a deposed scheduler finds no row, and nothing of it is kept. Leases are
-timed by the database's clock alone.
+The writer holds a lease, which every transaction renews under the writer's epoch; a new holder raises the epoch in the
+same row. So a transaction of a deposed scheduler finds no row and is rolled back. Leases are timed by the database's
+clock alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 2.0
 _POLL_INTERVAL_S = 0.2
 CONNECT_TIMEOUT_S = 5
-# Both ends notice a link that is cut soon after the lease has run out, in place of hours later.
+# Both ends detect a lost connection soon after the lease has expired, instead of hours later.
 LINK = {
     "keepalives_idle": 1,
     "keepalives_interval": 1,
@@ -37,7 +37,7 @@ _SERVER_LINK = {
     "tcp_user_timeout": int(2 * LEASE_S * 1000),
     "idle_in_transaction_session_timeout": int(2 * LEASE_S * 1000),
 }
-# Any number, the same for all: only one process at a time lays down the tables.
+# Any constant: an advisory lock, so that only one process at a time creates the tables.
 SCHEMA_LOCK = 0x6D696473
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS midstream_writer (
@@ -56,9 +56,9 @@ _RENEW = (
 
 
 def set_up_session(connection: psycopg.Connection[tuple[object, ...]]) -> None:
-    """Make commits safe, whatever the server's default is, and have the server notice a client that is cut off.
+    """Make commits durable regardless of the server's default, and let the server detect lost clients.
 
-    It would hold the lease's row otherwise until the server gives its transaction up.
+    Otherwise a lost client would hold the lease's row until the server aborts its transaction.
     """
     connection.execute("SET synchronous_commit = on")
     for name, value in _SERVER_LINK.items():
@@ -69,11 +69,11 @@ class PostgresStore(Store):
     """Tables of one database."""
 
     def __init__(self, conninfo: str, holder: str, *, is_standby: bool = False) -> None:
-        """Connects to nothing yet.
+        """Prepare the store; `take_over` connects.
 
         Args:
             conninfo: As libpq takes it: a URL, or `host=... dbname=...`.
-            holder: Name of this scheduler. One that comes back under its name need not wait for its own old lease.
+            holder: Name of this scheduler. One that returns with the same name need not wait for its own old lease.
             is_standby: Wait for the lease in any case.
         """
         self._conninfo = conninfo
@@ -83,7 +83,7 @@ class PostgresStore(Store):
         self._epoch = 0
 
     def take_over(self, least_epoch: int) -> int:
-        """Connects, lays the tables down where there are none, and waits for the lease."""
+        """Connect, create missing tables, and wait for the lease."""
         with self._errors("cannot be opened"):
             self._connection = psycopg.connect(
                 self._conninfo,
@@ -99,7 +99,7 @@ class PostgresStore(Store):
                     self._connection.execute(statement.encode())
             seen: object = None
             since = time.monotonic()
-            # A lease that nobody renews is over also where the database's clock was set back and says otherwise.
+            # A lease that is not renewed has expired even if the database's clock was set back.
             while lease := self._try_to_take(least_epoch, is_over=time.monotonic() - since > 2 * LEASE_S):
                 if seen is None:
                     logger.info("waiting for the journal's lease")
@@ -109,7 +109,7 @@ class PostgresStore(Store):
         return self._epoch
 
     def _try_to_take(self, least_epoch: int, *, is_over: bool) -> tuple[object, ...] | None:
-        """Takes the lease if it is free, or `is_over`; else says which one is in the way."""
+        """Take the lease if it is free, or `is_over`; otherwise return the current one."""
         connection = self._connected
         with connection.transaction():
             version, epoch, holder, is_free, until = connection.execute(
@@ -135,7 +135,7 @@ class PostgresStore(Store):
         return None
 
     def read(self) -> StoredJournal:
-        """Reads all rows."""
+        """Read all rows."""
         stored = StoredJournal()
         with self._errors("cannot be read"):
             query = "SELECT number, request, output FROM midstream_requests ORDER BY number"
@@ -147,7 +147,7 @@ class PostgresStore(Store):
         return stored
 
     def write(self, transaction: Transaction) -> None:
-        """One transaction, which begins with the lease."""
+        """Write one transaction, which starts by renewing the lease."""
         with self._errors("cannot be written"), self._connected.transaction(), self._connected.cursor() as cursor:
             self._renew()
             if transaction.accepted:
@@ -172,7 +172,7 @@ class PostgresStore(Store):
                 cursor.execute("DELETE FROM midstream_requests WHERE number = ANY(%s)", (transaction.forgotten,))
 
     def check(self) -> None:
-        """Renews the lease."""
+        """Renew the lease."""
         with self._errors("cannot be written"):
             self._renew()
 
@@ -194,7 +194,7 @@ class PostgresStore(Store):
         return self._connection
 
     def close(self) -> None:
-        """Gives the lease back, so that a standby need not wait, and disconnects."""
+        """Release the lease, so that a standby need not wait, and disconnect."""
         if self._connection is None:
             return
         with contextlib.suppress(psycopg.Error):

@@ -1,4 +1,4 @@
-"""Documents in PostgreSQL, beside the journal of the same database."""
+"""Documents in PostgreSQL, in the database of the journal."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ CREATE INDEX IF NOT EXISTS midstream_documents_that_expire ON midstream_document
 
 
 class PostgresDocuments(SqlDocuments):
-    """A table beside the journal's. Whoever has the journal's lease may write; connects again after a failure."""
+    """A table next to the journal's. The holder of the journal's lease may write; reconnects after a failure."""
 
     def __init__(self, conninfo: str, holder: str) -> None:
-        """Connect to nothing yet. Arguments as those of PostgresStore."""
+        """Prepare the store; `open` connects. Arguments as in PostgresStore."""
         self._conninfo, self._holder = conninfo, holder
         self._connection: psycopg.Connection[tuple[object, ...]] | None = None
         self._epoch = 0
 
     def open(self, scheduler_epoch: int) -> None:
-        """Connect, and lay the table down where there is none."""
+        """Connect, and create the table if it is missing."""
         self._epoch = scheduler_epoch
         with self._errors("opened"):
             self._connected  # noqa: B018 (connects)
@@ -68,7 +68,7 @@ class PostgresDocuments(SqlDocuments):
     def _writing(self) -> Iterator[Execute]:
         with self._errors("written"), self._connected.transaction():
             yield self._execute
-            # Last, since tokens wait for the row meanwhile. Whoever raises the epoch waits for this transaction's end.
+            # Last, since token commits wait for the row meanwhile. A new writer waits for this transaction's end.
             found = self._execute("SELECT epoch FROM midstream_writer WHERE one = 1 FOR SHARE", ()).fetchall()
             if not found or found[0][0] != self._epoch:
                 raise UnavailableError(f"scheduler epoch {self._epoch} is over: another scheduler has the lease")

@@ -1,4 +1,4 @@
-"""Between the journal's records and what the core knows of requests."""
+"""Encode and decode the journal's request records."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from scheduler.wire.requests import ModelLimits, spec_from_proto
 
 @dataclass(slots=True)
 class StoredRequest:
-    """A request as the journal's rows tell it.
+    """A request as stored in the journal's rows.
 
     Attributes:
-        is_changed: By commits since the last compaction.
-        first_commit: Commits before this one are in its row.
+        is_changed: Changed by commits since the last compaction.
+        first_commit: Commits before this one are included in its row.
     """
 
     number: int
@@ -39,7 +39,7 @@ class StoredRequest:
     first_commit: int = 0
 
     def output_record(self, clock: SteadyClock) -> bytes:
-        """Its output as one commit; `clock` is what its times are by."""
+        """Return its output as one commit, with its times by `clock`."""
         record = pb.JournalCommit(
             requests=[self.number] * len(self.outputs),
             sequence_indices=range(len(self.outputs)),
@@ -59,7 +59,7 @@ class StoredRequest:
         return record.SerializeToString()
 
     def event(self, time_ns: int) -> Recovered:
-        """What the core is told."""
+        """Return the event that restores it in the core."""
         return replace(
             self.recovered,
             time_ns=time_ns,
@@ -73,10 +73,10 @@ class StoredRequest:
 
 @dataclass(slots=True)
 class Replayed:
-    """What rows amount to.
+    """The result of reading all rows.
 
     Attributes:
-        requests: By number.
+        requests: Requests by number.
         num_damaged: Rows that could not be read, and commits after the first such one.
         num_foreign: Requests of another model, left out.
     """
@@ -87,7 +87,7 @@ class Replayed:
 
 
 def encode_request(request: Request, model_fingerprint: str, clock: SteadyClock) -> bytes:
-    """A request as it was accepted."""
+    """Return the record of an accepted request."""
     deadline_ns = request.spec.deadline_ns
     return pb.JournalRequest(
         payload=request.spec.payload,
@@ -100,7 +100,7 @@ def encode_request(request: Request, model_fingerprint: str, clock: SteadyClock)
 
 
 def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd) -> None:
-    """Notes how a sequence ended."""
+    """Add a sequence's end to a record."""
     record.sequence_ends.add(
         request=number,
         sequence_index=index,
@@ -113,7 +113,7 @@ def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd)
 
 
 def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamStep]) -> None:
-    """Notes steps of a beam search."""
+    """Add steps of a beam search to a record."""
     for step in steps:
         kept = record.beam_steps.add(
             request=number,
@@ -128,7 +128,7 @@ def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamSt
 
 
 def read_beam_step(record: pb.JournalBeamStep) -> BeamStep:
-    """Return a step of a beam search."""
+    """Return the step of a beam search in a record."""
     reports: list[list[bytes]] = [[] for _ in range(max(record.report_ranks, default=-1) + 1)]
     for rank, data in zip(record.report_ranks, record.reports, strict=True):
         reports[rank].append(data)
@@ -142,7 +142,7 @@ def read_beam_step(record: pb.JournalBeamStep) -> BeamStep:
 
 
 def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: SteadyClock) -> None:
-    """Notes what is kept of a request once it has ended."""
+    """Add the final state of an ended request to a record."""
     times, failure = finish.times, finish.failure
     message = record.finished.add(
         request=number,
@@ -164,10 +164,10 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: Ste
 
 
 def replay(stored: StoredJournal, limits: ModelLimits, model_fingerprint: str, clock: SteadyClock) -> Replayed:
-    """Read rows.
+    """Restore requests from rows.
 
-    A request is read up to the first damaged commit behind its row: what follows is computed again, and comes out the
-    same, since it depends on the request alone. A damaged request is left out by itself. Times become those of `clock`.
+    A request is read up to the first damaged commit after its row: the rest is computed again, with the same result,
+    since that depends on the request alone. Only damaged requests are left out. Times are converted to `clock`.
     """
     result = Replayed(num_damaged=stored.num_damaged)
     for number, sealed, output in stored.requests:
@@ -230,7 +230,7 @@ def _read_deadline(record: pb.JournalRequest, clock: SteadyClock) -> int | None:
 
 
 def _apply(sealed: bytes, requests: dict[int, StoredRequest], clock: SteadyClock, *, marks: bool = False) -> bool:
-    """Adds a commit; False when it is damaged. Parts of requests that are not there are passed over."""
+    """Apply a commit; return False if it is damaged. Parts of unknown requests are skipped."""
     data = unseal(sealed)
     if data is None:
         return False

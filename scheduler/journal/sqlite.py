@@ -1,10 +1,9 @@
 """The journal in a SQLite file, for a scheduler on one machine.
 
-The write-ahead log is synced at each transaction (synchronous=FULL), so what was committed outlives a
-power cut.
-The files are their owner's alone: they hold prompts and outputs. Before each commit it is looked whether they are still
-those that were opened, and have not shrunk: else what was committed would be on no disk.
-A transaction that was cut off (torn tail) is dropped by SQLite when the file is opened; it was shown to nobody.
+The write-ahead log is synced at each transaction (synchronous=FULL), so commits survive a power cut.
+The files are accessible only to their owner: they hold prompts and outputs. Each commit first checks that they are
+still the opened files and have not shrunk: otherwise committed data would be lost.
+SQLite drops an incomplete transaction (torn tail) when it opens the file; nothing of it was sent to clients.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class SqliteStore(Store):
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens nothing yet."""
+        """Prepare the store; `take_over` opens it."""
         self.path = path
         self._connection: sqlite3.Connection | None = None
         self._epoch = 0
@@ -50,7 +49,7 @@ class SqliteStore(Store):
         self._files: dict[str, tuple[int, int, int]] = {}
 
     def take_over(self, least_epoch: int) -> int:
-        """Opens the file, or makes it; sets a file aside that SQLite cannot read at all."""
+        """Open or create the file; set aside a file that SQLite cannot read at all."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._look_for_truncation()
@@ -66,7 +65,7 @@ class SqliteStore(Store):
         return self._epoch
 
     def _look_for_truncation(self) -> None:
-        """SQLite takes a file of no bytes for a new one."""
+        """Detect a truncated journal, since SQLite treats an empty file as new."""
         if self.path.exists() and self.path.stat().st_size == 0:
             logger.error("the journal %s was truncated: what it held is gone", self.path)
             self._num_damaged += 1
@@ -100,7 +99,7 @@ class SqliteStore(Store):
         self._files = self._stat_files()
 
     def _make_private(self) -> None:
-        self.path.touch(mode=0o600)  # SQLite gives the mode of the file to those beside it
+        self.path.touch(mode=0o600)  # SQLite gives -wal and -shm the mode of this file
         for suffix in _SUFFIXES:
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 self._file(suffix).chmod(0o600)
@@ -117,7 +116,7 @@ class SqliteStore(Store):
         return files
 
     def _check_files(self) -> None:
-        """Raises LostError where the files are not those that were written, or have become shorter."""
+        """Raise LostError if the files were replaced or have shrunk."""
         files = self._stat_files()
         for suffix, (device, inode, size) in self._files.items():
             found = files.get(suffix)
@@ -130,7 +129,7 @@ class SqliteStore(Store):
         self._files = files
 
     def begin_anew(self) -> None:
-        """Sets aside what is there, unless another scheduler has begun a journal in its place, and opens a new file."""
+        """Set existing files aside, unless another scheduler has started a journal there, and open a new file."""
         epoch, self._epoch = self._epoch, 0
         self.close()
         try:
@@ -139,10 +138,10 @@ class SqliteStore(Store):
             self._set_aside(LostError("it was deleted or truncated while it was in use"))
             self._open(least_epoch=epoch)
         except (sqlite3.Error, OSError) as error:
-            raise JournalError(f"{self.path} cannot be begun anew: {error}") from None
+            raise JournalError(f"{self.path} cannot be recreated: {error}") from None
 
     def _epoch_there(self) -> int:
-        """The epoch of whatever journal is there; 0 where there is none that can be read."""
+        """Return the epoch of the journal on disk; 0 if there is none or it cannot be read."""
         if not self.path.exists():
             return 0
         with contextlib.closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as connection:
@@ -162,7 +161,7 @@ class SqliteStore(Store):
         self._num_damaged += 1
 
     def read(self) -> StoredJournal:
-        """Reads until the end, or until the file's pages make no sense; then what was read is laid down anew."""
+        """Read all rows, or up to a corrupt page; then write what was read to a new file."""
         stored = StoredJournal(num_damaged=self._num_damaged)
         damage = None
         try:
@@ -191,7 +190,7 @@ class SqliteStore(Store):
         connection.execute("COMMIT")
 
     def write(self, transaction: Transaction) -> None:
-        """One transaction, which begins with a look at the epoch."""
+        """Write one transaction, which starts by checking the epoch."""
         connection = self._connected
         self._check_files()
         try:
@@ -202,11 +201,11 @@ class SqliteStore(Store):
         except sqlite3.Error as error:
             raise JournalError(f"{self.path} cannot be written: {error}") from None
         finally:
-            if connection.in_transaction:  # or the lock would stay, and keep the successor out
+            if connection.in_transaction:  # otherwise the lock would block the successor
                 connection.rollback()
 
     def clear(self) -> None:
-        """Deletes all rows; the epoch stays."""
+        """Delete all rows; the epoch stays."""
         connection = self._connected
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -219,7 +218,7 @@ class SqliteStore(Store):
             raise JournalError(f"{self.path} cannot be written: {error}") from None
 
     def check(self) -> None:
-        """Looks at the files and at the epoch."""
+        """Check the files and the epoch."""
         self._check_files()
         try:
             self._check_epoch()
@@ -238,7 +237,7 @@ class SqliteStore(Store):
         return self._connection
 
     def close(self) -> None:
-        """Closes the file; an open transaction is rolled back."""
+        """Close the file; an open transaction is rolled back."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -269,13 +268,13 @@ def _many(connection: sqlite3.Connection, statement: str, rows: Iterable[tuple[o
 
 
 def is_sqlite(path: Path) -> bool:
-    """Whether a file is a SQLite database, or empty."""
+    """Return whether a file is a SQLite database, or empty."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) in (b"", _MAGIC)
 
 
 def torn_tail_bytes(path: Path) -> int:
-    """Bytes behind the last whole frame of the write-ahead log that belong to no whole frame; 0 is the usual case."""
+    """Return the bytes after the last complete frame of the write-ahead log; usually 0."""
     wal = path.with_name(path.name + "-wal")
     try:
         size = wal.stat().st_size

@@ -1,4 +1,4 @@
-"""Documents in a SQLite file of their own, beside a journal on one machine."""
+"""Documents in a separate SQLite file, next to a journal on one machine."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _SUFFIXES = ("", "-wal", "-shm")
 
 
 class SqliteDocuments(SqlDocuments):
-    """One file, its owner's alone; or memory, where there is no journal."""
+    """One file, accessible only to its owner; or memory, without a journal."""
 
     def __init__(self, path: Path | None) -> None:
-        """Open nothing yet. `path`: the file; None: memory."""
+        """Prepare the store; `open` opens it. `path`: the file; None: memory."""
         self._path = path
         self._connection: sqlite3.Connection | None = None
         self._epoch = 0
         self._inode = (0, 0)
 
     def open(self, scheduler_epoch: int) -> None:
-        """Open the file, or make it; one that SQLite cannot read is set aside."""
+        """Open or create the file; one that SQLite cannot read is set aside."""
         self._epoch = scheduler_epoch
         with self._errors("opened"):
             try:
@@ -53,7 +53,7 @@ class SqliteDocuments(SqlDocuments):
         self.close()
         if self._path is not None:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._path.touch(mode=0o600)  # SQLite gives the mode of the file to those beside it
+            self._path.touch(mode=0o600)  # SQLite gives -wal and -shm the mode of this file
         connection = sqlite3.connect(self._path or ":memory:", timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         self._connection = connection
         connection.execute("PRAGMA auto_vacuum=FULL")  # before the first table, or it has no effect
@@ -114,7 +114,7 @@ class SqliteDocuments(SqlDocuments):
             yield
         except sqlite3.DatabaseError as error:
             if _is_damage(error):
-                self._set_aside(error)  # the next call begins anew
+                self._set_aside(error)  # the next call creates a new file
             raise UnavailableError(f"the documents in {self._path} cannot be {what}: {error}") from None
         except OSError as error:
             raise UnavailableError(f"the documents in {self._path} cannot be {what}: {error}") from None
@@ -122,7 +122,7 @@ class SqliteDocuments(SqlDocuments):
     @property
     def _connected(self) -> sqlite3.Connection:
         if self._connection is not None and self._stat() != self._inode:
-            logger.critical("the documents in %s were deleted or replaced while in use; beginning anew", self._path)
+            logger.critical("the documents in %s were deleted or replaced while in use; starting empty", self._path)
             self.close()
         if self._connection is None:
             self._connect()

@@ -1,8 +1,8 @@
-"""What a journal is stored in: tables of requests, commits and adapters, and who may write.
+"""The storage of a journal: tables of requests, commits and adapters, and its writer.
 
-A request has one row: what was accepted, and its output as of the last compaction. A commit has one row, with what all
-requests put out since the commit before. Compaction writes the output of those that changed into their rows and deletes
-all commits, in one transaction. So what is kept stays in proportion to the requests that are kept.
+A request has one row: what was accepted, and its output as of the last compaction. A commit has one row, with the
+output of all requests since the previous commit. Compaction writes the output of changed requests into their rows and
+deletes all commits, in one transaction. So the size stays in proportion to the kept requests.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _CHECKSUM_BYTES = 4
 
 @dataclass(slots=True)
 class Transaction:
-    """What is to be written at once.
+    """Data to write atomically.
 
     Attributes:
         accepted: (number, sealed JournalRequest) of new requests.
         commit: A sealed JournalCommit; empty for none.
-        forgotten: Numbers of requests whose rows go.
-        compacted: (number, sealed JournalCommit of that request alone) of requests that changed; commits go. None: they
-            stay.
-        adapters: (name, sealed JournalAdapter) of adapters that were loaded; nothing sealed: it was unloaded.
-        rewritten: (number, sealed JournalRequest, sealed JournalCommit of that request alone) of requests as they are
-            behind `commit`, in place of all that is stored of them.
+        forgotten: Numbers of requests whose rows are deleted.
+        compacted: (number, sealed JournalCommit of that request alone) of changed requests; commits are deleted. None:
+            they stay.
+        adapters: (name, sealed JournalAdapter) of loaded adapters; an empty record: unloaded.
+        rewritten: (number, sealed JournalRequest, sealed JournalCommit of that request alone) of requests as of
+            `commit`, replacing all that is stored of them.
     """
 
     accepted: list[tuple[int, bytes]] = field(default_factory=list)
@@ -45,8 +45,8 @@ class StoredJournal:
 
     Attributes:
         requests: (number, sealed JournalRequest, sealed output as of the last compaction or nothing), by number.
-        commits: (number, sealed JournalCommit), oldest first. Nothing sealed: what was there is lost.
-        first_commits: By a request's number: that of the first commit which its row does not contain yet; default 0.
+        commits: (number, sealed JournalCommit), oldest first. An empty record: the commit is lost.
+        first_commits: By request number: the first commit that its row does not include yet; default 0.
         adapters: (name, sealed JournalAdapter).
         num_damaged: Rows that the store itself could not read.
     """
@@ -59,21 +59,21 @@ class StoredJournal:
 
 
 class Store(ABC):
-    """One journal, as its writer sees it. All methods run in one thread.
+    """The writer's interface to one journal. All methods run in one thread.
 
     Attributes:
-        folds_commits: The writer decides when commits are folded into rows (`Transaction.compacted`). Else the store
-            says which rows it wants again (`stale`).
+        folds_commits: The writer decides when commits are folded into rows (`Transaction.compacted`). Otherwise the
+            store chooses the rows to rewrite (`stale`).
     """
 
     folds_commits = True
 
     @abstractmethod
     def take_over(self, least_epoch: int) -> int:
-        """Becomes the writer, in place of any other.
+        """Become the writer, replacing any other.
 
         Args:
-            least_epoch: The new epoch is at least this, and greater than the one before.
+            least_epoch: Lower bound of the new epoch, which is also greater than the previous one.
 
         Returns:
             The new scheduler epoch.
@@ -81,27 +81,27 @@ class Store(ABC):
 
     @abstractmethod
     def read(self) -> StoredJournal:
-        """Everything that is stored, as far as it can be read."""
+        """Return everything stored, as far as it can be read."""
 
     @abstractmethod
     def write(self, transaction: Transaction) -> None:
-        """Writes all of it, or nothing; returns when it is safe.
+        """Write all of it or nothing; return when it is durable.
 
         Raises:
-            DeposedError: Another one is the writer now.
-            LostError: What was written before is gone.
+            DeposedError: There is another writer now.
+            LostError: Earlier data is lost.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Raises what `write` would; called now and then while nothing is written."""
+        """Raise what `write` would; called periodically while nothing is written."""
 
     def stale(self, live_bytes: int) -> Sequence[int]:
         """Return the requests that the next transaction is to rewrite; `live_bytes`: about the size of all rows."""
         return ()
 
     def begin_anew(self) -> None:
-        """After a LostError: becomes the writer of an empty journal in its place.
+        """Become the writer of a new, empty journal after a LostError.
 
         Raises:
             DeposedError: Another one has done so.
@@ -110,15 +110,15 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go."""
+        """Release all resources."""
 
 
 def seal(data: bytes) -> bytes:
-    """`data` behind its checksum."""
+    """Return `data` with its checksum in front."""
     return zlib.crc32(data).to_bytes(_CHECKSUM_BYTES, "little") + data
 
 
 def unseal(sealed: bytes) -> bytes | None:
-    """What was sealed; None when it is damaged."""
+    """Return the sealed data; None if it is damaged."""
     data = sealed[_CHECKSUM_BYTES:]
     return data if len(sealed) >= _CHECKSUM_BYTES and seal(data) == sealed else None

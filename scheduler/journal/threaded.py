@@ -1,12 +1,12 @@
-"""Runs a store in a thread of its own, so that the scheduler's loop never waits for a disk.
+"""Runs a store in a dedicated thread, so that the scheduler's loop never waits for a disk.
 
-A commit's way:
+Steps of a commit:
 
-1. The loop hands the core's entries over (`commit`) and goes on; the next step is planned meanwhile.
-2. The thread takes all that has come since its last transaction (group commit): a slow disk makes larger commits.
-3. Once they are safe, it calls back on the loop, which shows the tokens to the feeds.
-4. When a transaction fails, the thread says so once and ends. Nothing more is shown; the process gives way to its
-   successor, which goes on from the last commit.
+1. The loop queues the core's entries (`commit`) and continues; the next step is planned meanwhile.
+2. The thread takes all entries since its last transaction (group commit): a slow disk makes larger commits.
+3. Once they are durable, it calls back on the loop, which publishes the tokens to the feeds.
+4. When a transaction fails, the thread reports it once and ends. Nothing more is published; the process exits, and its
+   successor continues from the last commit.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class ThreadedJournal(Journal):
         clock: SteadyClock,
         documents: DocumentStore | None = None,
     ) -> None:
-        """Opens nothing yet.
+        """Prepare the journal; `open` opens it.
 
         Args:
-            store: Where to; its methods are called by one thread.
-            limits: Of the served model.
-            model_fingerprint: Of the served model; requests of another one are dropped.
-            clock: What times in the scheduler are by.
-            documents: Where documents lie; None: in memory.
+            store: The store to write to; its methods are called by one thread.
+            limits: Limits of the served model.
+            model_fingerprint: Fingerprint of the served model; requests of another one are dropped.
+            clock: The scheduler's clock.
+            documents: Where documents are stored; None: in memory.
         """
         self._clock = clock
         self.documents = Documents(documents or SqliteDocuments(None), clock)
@@ -77,7 +77,7 @@ class ThreadedJournal(Journal):
         self._thread: threading.Thread | None = None
 
     async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
-        """Takes the store over, reads it, and starts the thread."""
+        """Take the store over, read it, and start the thread."""
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[JournalContents] = loop.create_future()
         arguments = (loop, opened, on_failure)
@@ -88,15 +88,15 @@ class ThreadedJournal(Journal):
         return contents
 
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
-        """Hands entries to the thread."""
+        """Queue entries for the thread."""
         self._queue.put(_Commit(entries, then))
 
     def know(self, requests: list[Request]) -> None:
-        """Hands the requests to the thread."""
+        """Pass the requests to the thread."""
         self._queue.put(_Known(requests))
 
     async def close(self) -> None:
-        """Lets the thread finish what it was given."""
+        """Return when the thread has finished its queue."""
         await self.documents.close()
         self._queue.put(None)
         if self._thread is not None:
@@ -110,14 +110,14 @@ class ThreadedJournal(Journal):
     ) -> None:
         try:
             contents, writer = self._open()
-        except Exception as error:  # noqa: BLE001 (handed to whoever waits for the journal)
+        except Exception as error:  # noqa: BLE001 (passed to the waiting caller)
             self._store.close()
             _call(loop, opened.set_exception, error)
             return
         _call(loop, opened.set_result, contents)
         try:
             self._write_all(loop, writer)
-        except Exception as error:  # noqa: BLE001 (whatever it is: it is not safe, so it must not be shown)
+        except Exception as error:  # noqa: BLE001 (on any error the entries are not durable and must not be published)
             failure = error if isinstance(error, JournalError) else JournalError(f"it cannot be written: {error}")
             _call(loop, on_failure, failure)
         finally:
@@ -136,7 +136,7 @@ class ThreadedJournal(Journal):
             self._store.write(tidying)
         now_ns = self._clock.now_ns()
         requests = [item.event(now_ns) for item in known.values()]
-        # Those that ended first are forgotten first; the others go on in the order in which they came.
+        # Ended requests are forgotten in the order of their ends; the others continue in order of arrival.
         requests.sort(key=lambda request: (request.finish is None, request.finish and request.finish.times.finished_ns))
         logger.info(
             "opened the journal",
@@ -155,7 +155,7 @@ class ThreadedJournal(Journal):
         return JournalContents(epoch, requests, adapters), writer
 
     def _tidying(self, stored: StoredJournal, known: dict[int, StoredRequest], gone: list[int]) -> Transaction | None:
-        """Return what makes the journal say what was read of it, where it says more than that."""
+        """Return a transaction that removes from the journal what could not be restored, or None."""
         if self._store.folds_commits:
             if not (gone or stored.commits):
                 return None
@@ -201,7 +201,7 @@ class ThreadedJournal(Journal):
                 return
 
     def _or_anew(self, action: Callable[[], None], writer: RowWriter) -> None:
-        """Does something with the store; where that is gone, writes all that should be in it to a new one."""
+        """Run an action on the store; if the store is lost, write everything to a new one."""
         try:
             action()
         except LostError as error:
@@ -221,7 +221,7 @@ def _call_all(callbacks: list[Callable[[], None]]) -> None:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[T], object], argument: T) -> None:
-    """Calls on the loop, unless it is closed by now."""
+    """Call a function on the loop, unless it is closed."""
     try:
         loop.call_soon_threadsafe(function, argument)
     except RuntimeError:

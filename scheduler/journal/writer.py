@@ -1,4 +1,4 @@
-"""Turns the core's effects into rows: packs what all requests put out since the last commit into one record."""
+"""Converts effects to rows: packs the output of all requests since the last commit into one record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler.journal.adapters import encode_adapter
 from scheduler.journal.records import StoredRequest, add_beam_steps, add_end, add_finish, encode_request
 from scheduler.journal.store import Transaction, seal
 
-# Compaction costs about what it writes, so it waits until the commits weigh as much, and at least this much.
+# Compaction costs about what it writes, so it waits until the commits are as large, and at least this large.
 MIN_COMPACTION_BYTES = 1 << 20
 
 
@@ -31,8 +31,8 @@ class Kept:
         num_outputs: Extra outputs of each sequence.
         num_bytes: About the size of its output.
         request_bytes: About the size of what was accepted.
-        num_beam_steps: Of its beam search.
-        has_ended: Of each sequence. is_over: Of the request.
+        num_beam_steps: Steps of its beam search.
+        has_ended: Whether each sequence's end is stored. is_over: Whether the request's end is.
     """
 
     number: int
@@ -64,7 +64,7 @@ class _Runs:
 
 
 class RowWriter:
-    """Keeps account of what is in the journal already.
+    """Tracks what is already in the journal.
 
     Attributes:
         num_compactions: How often all commits were folded into the requests' rows.
@@ -80,13 +80,13 @@ class RowWriter:
         *,
         folds_commits: bool = True,
     ) -> None:
-        """Goes on behind what is stored.
+        """Continue after what is stored.
 
         Args:
-            kept: What a journal held when it was opened, by request id; compacted.
-            model_fingerprint: Of the served model.
-            clock: What the requests' times are by.
-            adapters: What the journal holds of these, sealed, by name.
+            kept: Contents of the journal when it was opened, by request id; compacted.
+            model_fingerprint: Fingerprint of the served model.
+            clock: The clock of the requests' times.
+            adapters: Sealed adapter records of the journal, by name.
             folds_commits: See Store.
         """
         self._folds_commits = folds_commits
@@ -104,7 +104,7 @@ class RowWriter:
         self.live_bytes = sum(item.num_bytes + item.request_bytes for item in kept.values())
 
     def transaction(self, entries: Iterable[JournalEntry]) -> Transaction:
-        """The rows for some entries, all of which follow those before."""
+        """Return the rows for the next entries."""
         result, record, runs = Transaction(), pb.JournalCommit(), _Runs()
         for entry in entries:
             if isinstance(entry, Emitted):
@@ -154,7 +154,7 @@ class RowWriter:
     def _add_tokens(self, sequence: Sequence, length: int, runs: _Runs, record: pb.JournalCommit) -> None:
         request, index = sequence.request, sequence.index
         if request.spec.tensor_bytes:
-            return  # what such a request gives is not kept: it is computed again
+            return  # the output of such a request is not stored: it is computed again
         request_id = request.spec.request_id
         kept = self._kept[request_id]
         start = kept.lengths[index]
@@ -210,7 +210,7 @@ class RowWriter:
             return
         kept = self._kept.get(request.request_id)
         if kept is None:
-            return  # it was read back from what is kept for long (scheduler/edge/kept_requests.py)
+            return  # restored from the kept requests (scheduler/edge/kept_requests.py)
         kept.has_ended[sequence.index] = True
         assert sequence.end is not None
         add_end(record, kept.number, sequence.index, sequence.end)
@@ -235,11 +235,11 @@ class RowWriter:
                 self._changed_bytes -= kept.num_bytes
 
     def know(self, requests: Iterable[Request]) -> None:
-        """Takes in which requests came of those that were in the journal."""
+        """Register the requests restored from the journal."""
         self._requests.update((request.request_id, request) for request in requests if request.request_id in self._kept)
 
     def everything(self) -> Transaction:
-        """Return all rows anew, as of the last transaction, for a journal that is empty."""
+        """Return all rows as of the last transaction, for an empty journal."""
         self._changed.clear()
         self._changed_bytes = self._commit_bytes = 0
         return Transaction(rewritten=self.rows(self._ids), adapters=list(self._adapters.items()))
@@ -273,7 +273,7 @@ def _num_bytes(step: BeamStep) -> int:
 
 
 def _stored(request: Request, kept: Kept) -> StoredRequest:
-    """As much of a request as is in the journal."""
+    """Return the part of a request that is in the journal."""
     lengths, counts = kept.lengths, kept.num_outputs
     stored = StoredRequest(
         kept.number,
@@ -290,7 +290,7 @@ def _stored(request: Request, kept: Kept) -> StoredRequest:
 
 
 def kept_of(stored: StoredRequest) -> Kept:
-    """What a journal holds of a request."""
+    """Return how much of a stored request is in the journal."""
     return Kept(
         stored.number,
         [len(tokens) for tokens in stored.outputs],

@@ -1,4 +1,4 @@
-"""What a run of the core gave, over time and in all: from a replay or a simulation."""
+"""Measurements of a run of the core, over time and in total, from a replay or a simulation."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Bucket:
     first_token_ns: int = 0
 
     def add(self, other: Bucket) -> None:
-        """Takes in another stretch."""
+        """Add the sums of another bucket."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def mean(self, name: str) -> float:
-        """Of one iteration."""
+        """Return the mean per iteration."""
         total: float = getattr(self, name)
         return total / self.num_iterations if self.num_iterations else 0.0
 
@@ -62,7 +62,7 @@ class Measures:
     end_to_end_ns: list[int] = field(default_factory=list)
 
     def note(self, effects: Iterable[Effect]) -> None:
-        """Takes in what followed an event."""
+        """Add the effects of an event."""
         for effect in effects:
             if isinstance(effect, IterationDone):
                 self._note_iteration(effect.stats)
@@ -141,7 +141,7 @@ class Measures:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The value below which `share` of the values lie; 0 of none."""
+    """Return the value below which `share` of the values lie; 0 without values."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
 
@@ -152,7 +152,7 @@ def quantile_rows(name: str, values_ns: list[int] | list[float]) -> list[tuple[s
 
 
 def table(columns: dict[str, Measures]) -> Table:
-    """Runs side by side."""
+    """Return a table with one column per run."""
     result = Table(box=None)
     result.add_column("", no_wrap=True)
     for name in columns:
@@ -163,7 +163,7 @@ def table(columns: dict[str, Measures]) -> Table:
 
 
 def plot(columns: dict[str, Measures], path: Path) -> None:
-    """Draws rows per step, queue, KV use and time to first token over time.
+    """Plot rows per step, queue, KV use and time to first token over time.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file's format is not known.

@@ -1,7 +1,7 @@
-"""Recordings of a core: a file of frames, written by a thread of its own, read as far as it is whole.
+"""Recordings of a core: a file of frames, written by a dedicated thread, read up to the last complete frame.
 
-One event's journey: the engine hands it over with the effects it had; the thread encodes all that waits and appends it
-in one write, so what the process wrote before it was killed is in the file. A recording with a gap could not be
+The engine queues each event with its effects; the thread encodes all queued events and appends them in one write, so
+everything written before the process was killed is in the file. A recording with a gap could not be
 replayed: when the disk fails, or falls behind by `_MAX_WAITING` events, recording stops and serving goes on.
 """
 
@@ -33,16 +33,16 @@ _MAX_EVENTS_PER_WRITE = 256
 
 
 class Recorder:
-    """Appends to a recording."""
+    """Writes a recording."""
 
     def __init__(self, path: Path, started: pb.RecordingStarted, time_ns: int) -> None:
-        """Opens the file, drops a torn tail, and writes that a core starts.
+        """Open the file, drop a torn tail, and record the start of a core.
 
         Raises:
             ConfigError: The file cannot be written, or is something else.
         """
         try:
-            # `touch` first: a recording holds prompts, so it is for its owner alone.
+            # `touch` first: a recording holds prompts, so only its owner may read it.
             path.touch(mode=0o600)
             with path.open("rb") as file:
                 num_bytes = _whole_bytes(file)
@@ -57,7 +57,7 @@ class Recorder:
         self._thread.start()
 
     def note(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Takes an event and its effects; returns at once."""
+        """Queue an event and its effects; return at once."""
         if self._is_on:
             try:
                 self._waiting.put_nowait((event, effects))
@@ -65,7 +65,7 @@ class Recorder:
                 self._stop("the disk is too slow")
 
     def close(self) -> None:
-        """Returns when everything is written."""
+        """Return when everything is written."""
         if self._thread.is_alive():
             self._waiting.put(None)
         self._thread.join()
@@ -91,7 +91,7 @@ class Recorder:
 
 
 def read_recording(path: Path) -> Iterator[pb.Record]:
-    """The records of a file, up to its last whole one.
+    """Yield the records of a file, up to its last complete one.
 
     Raises:
         ConfigError: The file cannot be read, or is not a recording.
@@ -111,7 +111,7 @@ def read_recording(path: Path) -> Iterator[pb.Record]:
 
 
 def frame(record: pb.Record) -> bytes:
-    """A record as it stands in the file."""
+    """Return a record in the file format."""
     data = record.SerializeToString()
     return len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
 
@@ -129,7 +129,7 @@ def _read_records(file: BinaryIO) -> Iterator[pb.Record]:
 
 
 def _whole_bytes(file: BinaryIO) -> int:
-    """Bytes up to the end of the last whole record."""
+    """Return the bytes up to the end of the last complete record."""
     end = 0
     for record in _read_records(file):
         if end == 0 and not record.HasField("started"):

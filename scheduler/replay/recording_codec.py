@@ -1,4 +1,4 @@
-"""Between the core's events and what followed, and the records of a recording."""
+"""Convert between the core's events and effects and the records of a recording."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _PLAN_LISTS = (
 
 
 def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
-    """An event and what it led to."""
+    """Return the record of an event and its effects."""
     record = pb.Record(time_ns=event.time_ns)
     if isinstance(event, Turn):
         record.turn = True
@@ -79,7 +79,7 @@ def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
 
 
 def encode_outcome(effects: TypingSequence[Effect], record: pb.Record) -> None:
-    """Adds the plans and ends among `effects` to a record."""
+    """Add the plans and ends among `effects` to a record."""
     for effect in effects:
         if isinstance(effect, StepPlan):
             _encode_plan(effect, record.plans.add())
@@ -91,7 +91,7 @@ def encode_outcome(effects: TypingSequence[Effect], record: pb.Record) -> None:
 
 
 def decode_event(record: pb.Record) -> Event:
-    """The event of a record that is not a start.
+    """Return the event of a record that is not a start.
 
     Raises:
         ValueError: It holds no event that this version knows.
@@ -128,12 +128,12 @@ def decode_event(record: pb.Record) -> Event:
 
 
 def encode_config(config: CoreConfig) -> pb.RecordedCoreConfig:
-    """The core's settings."""
+    """Convert the core's settings."""
     return pb.RecordedCoreConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(config)})
 
 
 def decode_config(config: pb.RecordedCoreConfig) -> CoreConfig:
-    """The core's settings."""
+    """Convert the core's settings."""
     return CoreConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(CoreConfig)})
 
 

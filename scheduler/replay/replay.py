@@ -1,6 +1,6 @@
-"""`python -m scheduler.replay FILE`: a recorded core again.
+"""`python -m scheduler.replay FILE`: run a recorded core again.
 
-Without changes every plan must come out as it was, bit for bit. With changes ("what if") results would be others, so
+Without changes every plan must be bit-identical to the recorded one. With changes ("what if") results would differ, so
 workers are simulated: from the recorded arrivals, outputs and aborts, with step times as a cost model fitted to the
 recorded ones gives them.
 """
@@ -34,11 +34,11 @@ from scheduler.replay.simulation import Script, Simulation, from_outside
 
 @dataclass(slots=True)
 class Replay:
-    """What a recording holds, and whether it came out as it was.
+    """The outcome of a replay, with the recording's contents.
 
     Attributes:
-        difference: The first one; empty when there is none.
-        outside: What came from outside, for a simulation. scripts: What each sequence put out.
+        difference: The first difference; empty: none.
+        outside: External events, for a simulation. scripts: The output of each sequence.
         duration_ns: From the first event to the last.
     """
 
@@ -54,11 +54,11 @@ class Replay:
 
 
 def replay(path: Path, *, keep_outside: bool = False) -> Replay:
-    """Runs a recording through the core it was made of, up to the first difference.
+    """Run a recording through its core, up to the first difference.
 
     Args:
         path: The file.
-        keep_outside: Gather what a simulation needs; takes memory for every request.
+        keep_outside: Collect the input of a simulation; needs memory for every request.
 
     Raises:
         ConfigError: The file is not a recording, or its scheduler plug-in is not installed.
@@ -87,7 +87,7 @@ def replay(path: Path, *, keep_outside: bool = False) -> Replay:
 
 
 def make_core(started: pb.RecordingStarted, config: CoreConfig) -> SchedulerCore:
-    """A core with the policies that were recorded."""
+    """Return a core with the recorded policies."""
     return SchedulerCore(
         config, load_scheduler(started.scheduler_plugin, started.capacity_policy, started.batching_type)
     )
@@ -134,7 +134,7 @@ def _keep(result: Replay, event: Event, effects: list[Effect]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is other than it was recorded; None and 0 are as recorded."""
+    """Settings to change; None and 0: as recorded."""
 
     policy: str | None = None
     batching_type: str | None = None
@@ -151,7 +151,7 @@ class Changes:
 
 
 def simulate(recorded: Replay, changes: Changes) -> Measures:
-    """What would have been, had `changes` been made."""
+    """Simulate the recorded load with `changes`."""
     started = pb.RecordingStarted()
     started.CopyFrom(recorded.started)
     started.capacity_policy = changes.policy or started.capacity_policy
@@ -169,7 +169,7 @@ def simulate(recorded: Replay, changes: Changes) -> Measures:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Replays; 1 at a difference, 2 when the file is not a recording."""
+    """Replay a file; return 1 on a difference, 2 if the file is not a recording."""
     parser = argparse.ArgumentParser(prog="midstream replay", description="Run a recorded scheduler core again.")
     parser.add_argument("file", type=Path, metavar="FILE", help="Made by `python -m scheduler --record FILE`.")
     parser.add_argument("--policy", choices=sorted(CAPACITY_SCHEDULERS), help="What if: another capacity policy.")

@@ -1,8 +1,8 @@
 """The real core with simulated workers, in virtual time.
 
-One request's journey: its Submitted event waits in a heap of events by time; the core plans; a simulated worker runs
-each plan as it comes, so its result is known at once and waits in the heap until the cost model says that it is there.
-All events of one instant are followed by one Turn, as they are in a running scheduler.
+A request's Submitted event waits in a heap of events by time; the core plans; a simulated worker runs each plan
+immediately, so its result is known at once and waits in the heap until the completion time given by the cost model.
+All events of one instant are followed by one Turn, as in a running scheduler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NS_PER_US = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a sequence puts out: these tokens, then filler; a stop word is found after `stop_after` of them."""
+    """The output of a sequence: these tokens, then filler; a stop word is found after `stop_after` of them."""
 
     tokens: array[int]
     stop_after: int | None = None
@@ -70,14 +70,14 @@ class SimulatedWorker:
         self.join(0)
 
     def join(self, epoch: int) -> None:
-        """Starts an epoch with empty rows."""
+        """Start an epoch with empty rows."""
         self.epoch = epoch
         self._rows: dict[int, _Row] = {}
         self._generating: list[int] = []
         self._free_ns = 0
 
     def run(self, plan: StepPlan, now_ns: int) -> StepDone:
-        """Runs a plan that was sent at `now_ns`; the result, with the time at which it is there."""
+        """Run a plan that was sent at `now_ns`; return the result, with its completion time."""
         self._update_rows(plan)
         tokens: list[int] = []
         for number, start, length in zip(plan.context_rows, plan.context_starts, plan.context_lengths, strict=True):
@@ -117,7 +117,7 @@ class Simulation:
     """One core in virtual time.
 
     Attributes:
-        measures: What was seen.
+        measures: Measurements of the run.
         planning_ns: Processor time of the core's turns. num_plans: Steps that they planned.
     """
 
@@ -129,7 +129,7 @@ class Simulation:
         cost: CostModel,
         scripts: Mapping[tuple[str, int], Script] | None = None,
     ) -> None:
-        """Takes events in order of their times: what comes from outside. Results and beats are made here."""
+        """Take external events in order of their times. Results and heartbeats are generated here."""
         self.core = core
         self.measures = Measures()
         self.planning_ns = 0
@@ -145,7 +145,7 @@ class Simulation:
         self._workers: dict[bytes, SimulatedWorker] = {}
 
     def run(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Runs until everything has ended and nothing more comes from outside.
+        """Run until every request has ended and there are no more external events.
 
         Args:
             on_progress: Called with the virtual time and the requests ended so far, about once in 1,000 turns.
@@ -221,7 +221,7 @@ class Simulation:
 
 
 def from_outside(event: Event) -> Event | None:
-    """The event as a simulation takes it: what depends on plans, and the deaths of workers, are left out."""
+    """Return an external event for a simulation; None for what depends on plans, and for deaths of workers."""
     if isinstance(event, Submitted):
         return replace(event, spec=replace(event.spec, is_detached=True))
     return event if isinstance(event, AbortRequested | WorkerRegistered | WorkerLeft) else None

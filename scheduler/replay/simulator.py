@@ -40,7 +40,7 @@ _START_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that arrive: `request_rate` per second over `duration_s`."""
+    """Arriving requests: `request_rate` per second for `duration_s`."""
 
     request_rate: float
     duration_s: float
@@ -66,7 +66,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Worker groups that are all alike."""
+    """Identical worker groups."""
 
     num_workers: int = 1
     num_blocks: int = 8192
@@ -93,7 +93,7 @@ class Fleet:
             )
 
     def core(self, policy: str, batching_type: str, max_queue_size: int = 4096) -> SchedulerCore:
-        """A core for it."""
+        """Return a core for the fleet."""
         config = CoreConfig(
             scheduler_epoch=1,
             vocab_size=_VOCAB_SIZE,
@@ -107,13 +107,13 @@ class Fleet:
 
 
 def events_of(fleet: Fleet, *loads: Load) -> list[Event]:
-    """All that comes from outside, in order."""
+    """Return all external events, in order."""
     arrivals = sorted((event for load in loads for event in load), key=lambda event: event.time_ns)
     return [*fleet, *arrivals]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Simulates; 2 for a wrong command line."""
+    """Run simulations; return 2 for a wrong command line."""
     arguments = _parser().parse_args(words)
     try:
         return _run(arguments)

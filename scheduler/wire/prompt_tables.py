@@ -1,4 +1,4 @@
-"""Tables of virtual tokens on their way to workers: in parts, since several in one step may exceed a message."""
+"""Sends tables of virtual tokens to workers in parts, since several in one step may exceed a message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PART_BYTES = 4 << 20
 
 
 def table_parts(plan: StepPlan) -> Iterator[bytes]:
-    """Serialized SchedulerMessages with the tables of the sequences that a step adds, each table once."""
+    """Yield serialized SchedulerMessages with the tables of the sequences that a step adds, each table once."""
     sent = set()
     for added in plan.added:
         spec = added.sequence.request.spec

@@ -1,4 +1,4 @@
-"""Between GenerateRequest and the core's RequestSpec. Defaults are filled in here, once."""
+"""Convert GenerateRequest to the core's RequestSpec. Defaults are filled in here only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NS_PER_MS, _NS_PER_S = 1_000_000, 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the codec has to know of the model."""
+    """Properties of the model that the codec needs."""
 
     max_sequence_length: int
     end_ids: tuple[int, ...]
@@ -25,12 +25,12 @@ class ModelLimits:
 
 
 def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: int) -> RequestSpec:
-    """The request as the core takes it.
+    """Return the core's form of a request.
 
     Args:
         request: Checked by a router: token ids, request id and seed are filled.
         limits: Of the served model.
-        now_ns: Arrival here, from which the timeout counts; `arrival_ns` is left as the wall clock's.
+        now_ns: Arrival here, from which the timeout counts; `arrival_ns` stays in wall-clock time.
     """
     virtual = request.prompt_tuning.resolved
     named = range(virtual.first_virtual_token, virtual.first_virtual_token + virtual.num_virtual_tokens)
@@ -48,7 +48,7 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
         max_tokens=max_tokens,
         num_sequences=sampling.num_return_sequences or 1,
         stop_token_ids=frozenset(stop_ids(request, limits)),
-        # A grammar that has nothing more to say goes before min_tokens, so that a stop token then ends the sequence.
+        # A completed grammar overrides min_tokens, so that a stop token then ends the sequence.
         min_tokens=0 if request.HasField("guided_decoding") else sampling.min_tokens,
         beam_width=sampling.beam_width or 1,
         beam_diversity_rate=sampling.beam_search_diversity_rate,
@@ -80,7 +80,7 @@ def spec_from_proto(request: pb.GenerateRequest, limits: ModelLimits, now_ns: in
 
 
 def stop_ids(request: pb.GenerateRequest, limits: ModelLimits) -> list[int]:
-    """Tokens that end a sequence: the end ids unless they are ignored, and the stop tokens."""
+    """Return the tokens that end a sequence: the end ids unless they are ignored, and the stop tokens."""
     stopping = request.stopping
     ends: tuple[int, ...] = ()
     if not stopping.ignore_eos:
@@ -89,7 +89,7 @@ def stop_ids(request: pb.GenerateRequest, limits: ModelLimits) -> list[int]:
 
 
 def _num_draft_tokens(request: pb.GenerateRequest) -> int:
-    """Beams, grammars, post-processors and tensors go token by token."""
+    """Return the drafts per step; 0 for beams, grammars, post-processors and tensors, which go token by token."""
     output = request.output
     has_tensors = output.return_generation_logits or len(output.additional_outputs) > 0
     is_stepwise = request.HasField("guided_decoding") or bool(request.logits_post_processor_name)
@@ -99,7 +99,7 @@ def _num_draft_tokens(request: pb.GenerateRequest) -> int:
 
 
 def _is_cacheable(request: pb.GenerateRequest) -> bool:
-    """Cached blocks hold no logits."""
+    """Return False for requests that need logits of the prompt, which cached blocks do not hold."""
     output = request.output
     wants_prompt = output.HasField("prompt_log_probs") or output.return_context_logits
     wants_prompt = wants_prompt or any(item.gather_context for item in output.additional_outputs)
@@ -107,7 +107,7 @@ def _is_cacheable(request: pb.GenerateRequest) -> bool:
 
 
 def _prompt_key(tuning: pb.PromptTuningConfig) -> str:
-    """Tells apart what stands behind virtual tokens, as their ids do not."""
+    """Return a key for the embeddings of virtual tokens, which their ids do not identify."""
     if not tuning.HasField("table"):
         return tuning.resolved.fingerprint
     table = tuning.table

@@ -1,6 +1,6 @@
-"""Checks of a worker's message by itself: every length and range, before anything else looks at it.
+"""Validates a worker's message by itself: every length and range, before anything else uses it.
 
-What can only be judged beside the step that was sent (how many rows, which drafts) is `Results.problem`.
+Checks that need the step that was sent (number of rows, drafts) are in `Results.problem`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ITEM_BYTES = {
 
 
 class WrongMessageError(ValueError):
-    """A message parses, but no correct worker sends it."""
+    """A message parses, but is invalid."""
 
 
 def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
-    """Check all fields of a message that are not judged beside the scheduler's state.
+    """Check all fields of a message that can be checked without the scheduler's state.
 
-    Registrations are answered by the core, with the field at fault; here only what it would stumble over.
+    The core answers registrations and names the invalid field; only what would make it fail is checked here.
 
     Raises:
         WrongMessageError: Names the field.
@@ -116,7 +116,7 @@ def _check_log_probs(field: str, rows: generation_pb2.LogProbs) -> None:
 
 
 def _is_log_prob(value: float) -> bool:
-    """Minus infinity is that of a token that cannot come."""
+    """Return whether a log probability is valid; minus infinity is that of an impossible token."""
     return value < math.inf  # NaN is not
 
 

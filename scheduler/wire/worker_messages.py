@@ -1,4 +1,4 @@
-"""Between the worker protocol's messages and the core's events and effects."""
+"""Convert between worker protocol messages and the core's events and effects."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | WorkerFa
 def decode_worker_message(
     frame: bytes, connection: bytes, time_ns: int
 ) -> WorkerEvent | worker_pb2.LoraResult | worker_pb2.StepOutputs:
-    """What a worker says.
+    """Return the event of a worker's message.
 
     Args:
         frame: A serialized WorkerMessage.
-        connection: Where it came from.
-        time_ns: When it came.
+        connection: The connection that it arrived on.
+        time_ns: Its arrival time.
 
     Raises:
-        ValueError: It is not a WorkerMessage; a WrongMessageError if it is one that no correct worker sends.
+        ValueError: It is not a WorkerMessage; a WrongMessageError if it is an invalid one.
     """
     message = worker_pb2.WorkerMessage()
     try:
@@ -108,7 +108,7 @@ def _failure(error: generation_pb2.ErrorInfo) -> Failure:
 
 
 def encode_step(plan: StepPlan, limits: ModelLimits) -> bytes:
-    """A serialized SchedulerMessage with the plan as its StepBatch."""
+    """Return a serialized SchedulerMessage with the plan as its StepBatch."""
     message = worker_pb2.SchedulerMessage()
     batch = message.step_batch
     batch.epoch = plan.epoch
