@@ -117,7 +117,7 @@ def test_a_second_service_on_the_same_port_is_refused_with_the_cure(
 ) -> None:
     result = midstream("up", "--detach", "--port", "0", "--http-port", str(ports[1]), "--run-dir", str(tmp_path))
     assert result.returncode == 1
-    assert result.stderr.startswith(f"midstream up: --http-port: port {ports[1]} of 127.0.0.1 is in use; ")
+    assert result.stderr.startswith(f"midstream up: --http-port: port {ports[1]} on 127.0.0.1 is in use; ")
     assert "0: any free one" in result.stderr
 
 

@@ -108,7 +108,7 @@ def test_a_model_is_downloaded_once_and_served_under_its_name(hub: str, tmp_path
     Hub.downloaded.clear()
     first = prepare(hub, tmp_path, "acme/tiny")
     assert first.returncode == 0, first.stderr
-    assert "acme/tiny lies in" in first.stdout
+    assert "acme/tiny is in" in first.stdout
     assert sorted(Hub.downloaded) == ["config.json", "model.safetensors", "tokenizer.json"]
     snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
     # Nothing of ours lies there.
@@ -118,7 +118,7 @@ def test_a_model_is_downloaded_once_and_served_under_its_name(hub: str, tmp_path
     assert offline.returncode == 0, offline.stderr
     assert Hub.downloaded == []
     # The folder itself is served under the same name.
-    assert "acme/tiny lies in" in prepare(hub, tmp_path, str(snapshot)).stdout
+    assert "acme/tiny is in" in prepare(hub, tmp_path, str(snapshot)).stdout
 
 
 def test_a_revision_is_taken(hub: str, tmp_path: Path) -> None:

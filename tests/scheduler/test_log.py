@@ -417,7 +417,7 @@ def test_a_move_that_was_cut_off_is_made_again(tmp_path: Path, monkeypatch: pyte
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigError, match="no journal"):
+    with pytest.raises(ConfigError, match="is not a journal"):
         journal_at(path)
     assert path.read_text(encoding="utf-8") == "mine"
     with pytest.raises(ConfigError, match="is a folder"):
