@@ -35,7 +35,7 @@ def main() -> int:
     kinds = ["off", *arguments.kinds.split(",")]
     rounds = []
     for number in range(arguments.rounds):
-        # Whoever runs later may have it warmer or colder: take turns.
+        # Processor temperature and clock drift: alternate the order.
         turn = number % len(kinds)
         runs = {kind: run(arguments, kind, console) for kind in kinds[turn:] + kinds[:turn]}
         rounds.append(runs)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers`: install the peers, run all by turns, and write the results into the docs."""
+"""`python -m benchmarks.peers`: install the peers, run them in turn, and write the results to the docs."""
 
 from __future__ import annotations
 

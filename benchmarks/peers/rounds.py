@@ -1,4 +1,4 @@
-"""Runs short workloads by turns on peers that stay loaded, round after round.
+"""Run short workloads in turn on peers that stay loaded, for several rounds.
 
 A round gives all of them the same token ids, and the next round others: what somebody kept from the round before, in a
 prefix cache say, is of no use. A workload runs on all peers before the next begins, so that those that are compared ran
@@ -50,7 +50,7 @@ class Measurement:
 
 
 def round_workload(name: str, round_number: int, *, is_quick: bool = False) -> Workload:
-    """Return the workload of a round; the same for whoever asks."""
+    """Return the workload of a round, which depends on the arguments alone."""
     workload = _converted(workloads.WORKLOADS[name](random.Random(round_number)))
     if not is_quick or name == "single":
         return workload
