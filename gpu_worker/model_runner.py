@@ -451,7 +451,7 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
 
 def _block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:
     """Return a key of everything besides tokens that determines a block's bits: code version, model and settings."""
-    windows = model.description.windows
-    numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, windows)
+    seen = (model.description.windows, model.description.num_sink_tokens)
+    numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, seen)
     code = (midstream.__version__, config.weights, config.activations, config.kernels, config.implementation)
     return repr((numbers, code, type(model.decoder).__name__))

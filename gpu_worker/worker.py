@@ -185,6 +185,7 @@ def _registration(
         block_bytes=block_bytes(model.description, config.tokens_per_block, model.kv_dtype),
         attention_windows=[window or 0 for window in model.description.windows],
         max_attention_window=config.max_attention_window,
+        sink_token_length=config.sink_token_length,
         max_loras=runner.adapters.device_bytes // usual_adapter_bytes(model.description, model.dtype.itemsize),
     )
 

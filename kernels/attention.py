@@ -20,6 +20,7 @@ class _Mask:
     window: int | None
     chunk: int | None
     softcap: float
+    num_sink_tokens: int
 
 
 def paged_attention(
@@ -35,6 +36,7 @@ def paged_attention(
     *,
     sinks: Tensor | None = None,
     chunk: int | None = None,
+    num_sink_tokens: int = 0,
 ) -> Tensor:
     """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, Dv].
 
@@ -43,13 +45,14 @@ def paged_attention(
     block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
     that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not. sinks [Hq] are one
     more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
-    last multiple of it. The values' heads may be narrower, [..., Dv].
+    last multiple of it. Beside its window a query sees the first num_sink_tokens keys. The values' heads may be
+    narrower, [..., Dv].
 
     A query's bits do not depend on what else is asked in the call: keys are taken in tiles counted from position 0 and
     queries in tiles of constant height, so each matrix product has one shape.
     """
     out = torch.empty(*q.shape[:-1], v_cache.shape[-1], dtype=q.dtype, device=q.device)
-    mask = _Mask(window, chunk, softcap)
+    mask = _Mask(window, chunk, softcap, num_sink_tokens)
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     for i, length in enumerate(lengths):
         begin, end = starts[i], starts[i + 1]
@@ -110,7 +113,8 @@ def _attend_tiles(
         key_positions = torch.arange(j * KEY_TILE, (j + 1) * KEY_TILE, device=tiles.device)
         hidden = key_positions > row_positions
         if mask.window is not None:
-            hidden = hidden | (key_positions <= row_positions - mask.window)
+            is_behind = key_positions <= row_positions - mask.window
+            hidden = hidden | (is_behind & (key_positions >= mask.num_sink_tokens))
         if mask.chunk is not None:
             hidden = hidden | (key_positions < row_positions // mask.chunk * mask.chunk)
         scores.append(product.masked_fill(hidden, -torch.inf))

@@ -223,6 +223,7 @@ def paged_attention(
     scales: KvScales | None = None,
     sinks: Tensor | None = None,
     chunk: int | None = None,
+    num_sink_tokens: int = 0,
 ) -> Tensor:
     """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, Dv].
 
@@ -231,16 +232,19 @@ def paged_attention(
     block_tables[i, p // block_size] of the caches [num_blocks, block_size, Hk, D]. With a window, a query sees only
     that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not. sinks [Hq] are one
     more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
-    last multiple of it. The values' heads may be narrower, [..., Dv].
+    last multiple of it. Beside its window a query sees the first num_sink_tokens keys. The values' heads may be
+    narrower, [..., Dv].
     """
     tables = (block_tables, query_starts, context_lens)
-    if q.is_cuda:
+    if window is None:
+        num_sink_tokens = 0
+    if q.is_cuda and not num_sink_tokens:
         flash = _flash(q.device)
         is_usual = scales is None and sinks is None and chunk is None and k_cache.shape == v_cache.shape
         if flash is not None and is_usual and flash.can_run(q, k_cache):
             return flash(q, k_cache, v_cache, *tables, scale, window, softcap)
     is_narrow = q.shape[-1] <= MAX_HEAD_DIM and k_cache.shape == v_cache.shape
-    if _takes_triton(q) and is_narrow and (window is None or chunk is None):
+    if _takes_triton(q) and is_narrow and not num_sink_tokens and (window is None or chunk is None):
         return triton.paged_attention(
             q,
             k_cache,
@@ -256,9 +260,30 @@ def paged_attention(
             segment_keys=_segment_keys,
         )
     if scales is None:
-        return torch_paged_attention(q, k_cache, v_cache, *tables, scale, window, softcap, sinks=sinks, chunk=chunk)
+        return torch_paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            *tables,
+            scale,
+            window,
+            softcap,
+            sinks=sinks,
+            chunk=chunk,
+            num_sink_tokens=num_sink_tokens,
+        )
     return quantized_paged_attention(
-        q, k_cache, v_cache, *tables, scale, window, scales, softcap, sinks=sinks, chunk=chunk
+        q,
+        k_cache,
+        v_cache,
+        *tables,
+        scale,
+        window,
+        scales,
+        softcap,
+        sinks=sinks,
+        chunk=chunk,
+        num_sink_tokens=num_sink_tokens,
     )
 
 

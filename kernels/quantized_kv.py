@@ -49,9 +49,21 @@ def quantized_paged_attention(
     *,
     sinks: Tensor | None = None,
     chunk: int | None = None,
+    num_sink_tokens: int = 0,
 ) -> Tensor:
     """Run paged_attention over a quantized cache by dequantizing all of it: correct but slow."""
     keys = k_cache.float() * scales.keys[..., None]
     values = v_cache.float() * scales.values[..., None]
     tables = (block_tables, query_starts, context_lens)
-    return paged_attention(q, keys, values, *tables, scale, window, softcap, sinks=sinks, chunk=chunk)
+    return paged_attention(
+        q,
+        keys,
+        values,
+        *tables,
+        scale,
+        window,
+        softcap,
+        sinks=sinks,
+        chunk=chunk,
+        num_sink_tokens=num_sink_tokens,
+    )

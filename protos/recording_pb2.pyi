@@ -143,6 +143,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     MAX_FINISHED_TOKENS_FIELD_NUMBER: builtins.int
     MAX_TENSOR_BYTES_FIELD_NUMBER: builtins.int
     MAX_ATTENTION_WINDOW_FIELD_NUMBER: builtins.int
+    SINK_TOKEN_LENGTH_FIELD_NUMBER: builtins.int
     scheduler_epoch: builtins.int
     vocab_size: builtins.int
     max_sequence_length: builtins.int
@@ -165,6 +166,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     max_finished_tokens: builtins.int
     max_tensor_bytes: builtins.int
     max_attention_window: builtins.int
+    sink_token_length: builtins.int
     def __init__(
         self,
         *,
@@ -190,8 +192,9 @@ class RecordedCoreConfig(google.protobuf.message.Message):
         max_finished_tokens: builtins.int = ...,
         max_tensor_bytes: builtins.int = ...,
         max_attention_window: builtins.int = ...,
+        sink_token_length: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "sink_token_length", b"sink_token_length", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
 
 global___RecordedCoreConfig = RecordedCoreConfig
 

@@ -136,6 +136,7 @@ class Register(google.protobuf.message.Message):
     TIER_STORE_FIELD_NUMBER: builtins.int
     STORED_HASHES_FIELD_NUMBER: builtins.int
     BLOCK_BYTES_FIELD_NUMBER: builtins.int
+    SINK_TOKEN_LENGTH_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
     """Random, made anew each time the process starts."""
@@ -167,6 +168,10 @@ class Register(google.protobuf.message.Message):
     """
     block_bytes: builtins.int
     """Bytes of one block in all layers."""
+    sink_token_length: builtins.int
+    """The worker's setting sink_token_length: every query attends to so many first tokens too, and their blocks are kept.
+    Must equal the scheduler's.
+    """
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -214,8 +219,9 @@ class Register(google.protobuf.message.Message):
         tier_store: builtins.str = ...,
         stored_hashes: collections.abc.Iterable[builtins.int] | None = ...,
         block_bytes: builtins.int = ...,
+        sink_token_length: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "sink_token_length", b"sink_token_length", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 

@@ -261,6 +261,7 @@ _LEAST = {
     "max_num_tokens": 1,
     "max_context_chunk": 0,
     "max_attention_window": 0,
+    "sink_token_length": 0,
     "pipeline_depth": 1,
     "max_queue_size": 1,
     "max_worker_deaths": 1,
@@ -274,6 +275,8 @@ def check(config: SchedulerConfig) -> None:
             raise ConfigError(f"is {getattr(config, name)}; at least {least}", field=name)
     if config.max_context_chunk and not config.enable_chunked_context:
         raise ConfigError("has no meaning without enable_chunked_context; leave it out", field="max_context_chunk")
+    if config.sink_token_length and not config.max_attention_window:
+        raise ConfigError("has no meaning without max_attention_window; leave it out", field="sink_token_length")
 
 
 def _admit(config: SchedulerConfig) -> Admit | None:
@@ -297,6 +300,7 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
         max_num_tokens=config.max_num_tokens,
         max_context_chunk=config.max_context_chunk,
         max_attention_window=config.max_attention_window,
+        sink_token_length=config.sink_token_length,
         enable_block_reuse=config.enable_block_reuse,
         enable_chunked_context=config.enable_chunked_context,
         pipeline_depth=config.pipeline_depth,

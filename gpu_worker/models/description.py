@@ -105,6 +105,7 @@ class DecoderDescription:
         has_unit_qk_norm: Rotated queries and keys are brought to unit root mean square (Llama 4).
         rotary: By layer; None: no rotary embedding.
         windows: By layer, the tokens attended to; None: all.
+        num_sink_tokens: First tokens of a sequence that layers with a window attend to beside it.
         chunks: By layer, attention does not look past multiples of so many positions; None: it does.
         scale: Factor of the attention scores.
         softcap: Bends attention scores s to softcap * tanh(s / softcap); 0: it does not.
@@ -139,6 +140,7 @@ class DecoderDescription:
     chunks: tuple[int | None, ...] = ()
     softcap: float = 0.0
     has_sinks: bool = False
+    num_sink_tokens: int = 0
     latent: Latent | None = None
     position_scale: PositionScale | None = None
     activation: Activation = "silu"

@@ -86,6 +86,10 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     dtype = torch.float32 if device.type == "cpu" or config.weights == "f32" else torch.bfloat16
     if device.type == "cuda":
         kernels.set_batch_invariant(config.batch_invariant, config.max_sequence_length or folder.max_sequence_length)
+    if config.sink_token_length < 0:
+        raise ConfigError(f"is {config.sink_token_length}; at least 0", field="sink_token_length")
+    if config.sink_token_length and not config.max_attention_window:
+        raise ConfigError("has no meaning without max_attention_window; leave it out", field="sink_token_length")
     started = time.perf_counter()
     description = _describe_native(config, folder)
     if description is None:
@@ -110,8 +114,9 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
         decoder = CpuDecoder(description, part_weights, library, num_threads(config), config.activations, shard)
         kind = f"{library.isa} kernels"
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
-    # Attention over latent vectors is PyTorch's own operations, which read sizes back from the device.
-    can_record = description.latent is None
+    # Attention over latent vectors, or with sink tokens, is PyTorch's own operations, which read sizes back from the
+    # device.
+    can_record = description.latent is None and not description.num_sink_tokens
     whole: Decoder = decoder if links is None else as_stage(decoder, description, links, dtype)
     divided = None if links is None else shard
     return LoadedModel(description, whole, device, dtype, kv_dtype, can_record, divided=divided)
@@ -122,7 +127,7 @@ def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescri
     if config.implementation == "transformers":
         return None
     try:
-        description = describe(folder.config, config.max_attention_window)
+        description = describe(folder.config, config.max_attention_window, config.sink_token_length)
         if folder.weights_format == "gguf" and not family_of(description.architecture).reads_gguf:
             raise UnsupportedError(f"a GGUF file of {description.architecture!r} is not supported", field="model")
         return description
@@ -142,7 +147,8 @@ def _load_from_transformers(
     kv_dtype = _KV_DTYPES.get(config.kv, dtype)
     if not kv_dtype.is_floating_point:
         raise UnsupportedError(f"a KV cache in {config.kv} needs a model that runs natively", field="kv")
-    decoder = TransformersDecoder(folder, dtype, device, config.weights, config.max_attention_window)
+    limits = config.max_attention_window, config.sink_token_length
+    decoder = TransformersDecoder(folder, dtype, device, config.weights, *limits)
     kind, took = kernels.describe(device), time.perf_counter() - started
     logger.info("loaded %s (transformers' code) on %s with %s in %.1f s", folder.name, device, kind, took)
     return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=False, takes_lora=False)

@@ -319,6 +319,8 @@ def what_is_missing(description: DecoderDescription) -> str | None:
     d = description
     if d.latent is not None:
         return "it has latent attention"
+    if d.num_sink_tokens:
+        return "sink_token_length is set"
     if d.has_mlp_bias and d.activation == "silu":
         return "its feed-forward layers have biases"
     if len({(rotary.dim, rotary.is_interleaved) for rotary in d.rotary if rotary is not None}) > 1:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -160,8 +160,11 @@ class _FirstLook:
 class _PagedPass:
     """A pass over the pool."""
 
-    def __init__(self, layers: Mapping[nn.Module, _Layer], kv: KvCache, inputs: ForwardInputs) -> None:
+    def __init__(
+        self, layers: Mapping[nn.Module, _Layer], kv: KvCache, inputs: ForwardInputs, num_sink_tokens: int
+    ) -> None:
         self._layers, self._kv, self._inputs = layers, kv, inputs
+        self._num_sink_tokens = num_sink_tokens
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
         layer, kv, inputs = self._layers[module], self._kv, self._inputs
@@ -178,6 +181,7 @@ class _PagedPass:
             layer.scale,
             layer.window,
             layer.softcap,
+            num_sink_tokens=self._num_sink_tokens,
         )
         return out[..., : layer.value_dim]
 
@@ -196,6 +200,7 @@ class TransformersDecoder:
         device: torch.device,
         weights: str = "auto",
         max_attention_window: int = 0,
+        sink_token_length: int = 0,
     ) -> None:
         """Load the model.
 
@@ -205,6 +210,7 @@ class TransformersDecoder:
             device: Compute device.
             weights: How matrices are stored: auto (as `dtype`), f32, bf16 (rounded) or int8.
             max_attention_window: Upper limit of the tokens that a layer attends to; 0: the model's own.
+            sink_token_length: First tokens that layers attend to beside their window.
 
         Raises:
             ConfigError: Weights are missing or of another shape.
@@ -217,7 +223,8 @@ class TransformersDecoder:
         self._takes_places = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._layers = self._first_look(max_attention_window)
         self._kv: KvCache | None = None
-        self.description = _describe(self._model.config.get_text_config(), folder, list(self._layers.values()))
+        described = _describe(self._model.config.get_text_config(), folder, list(self._layers.values()))
+        self.description = replace(described, num_sink_tokens=sink_token_length)
 
     def place_adapter(self, adapter: Adapter) -> object:
         """Raise UnsupportedError: adapters are refused when they are read."""
@@ -243,7 +250,8 @@ class TransformersDecoder:
             options["logits_to_keep"] = sampled
         if probe is not None and probe.layers:
             options["output_hidden_states"] = True
-        answer = self._run(_PagedPass(self._layers, self._kv, inputs), inputs.positions.long()[None], **options)
+        attention = _PagedPass(self._layers, self._kv, inputs, self.description.num_sink_tokens)
+        answer = self._run(attention, inputs.positions.long()[None], **options)
         logits: Tensor = answer.logits[0]
         if probe is not None:
             for layer in probe.layers:

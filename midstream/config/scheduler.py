@@ -42,6 +42,9 @@ class SchedulerConfig(GrpcServiceConfig):
     max_attention_window: int = setting(
         0, "Maximum attention window in tokens; 0: the model's. Must equal the workers'."
     )
+    sink_token_length: int = setting(
+        0, "First tokens attended to beside max_attention_window; 0: none. Must equal the workers'."
+    )
     enable_block_reuse: bool = setting(True, "Reuse KV blocks of shared prefixes.")
     enable_chunked_context: bool = setting(True, "Split long contexts over several steps.")
     pipeline_depth: int = setting(2, "Steps in flight per worker group.")

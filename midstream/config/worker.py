@@ -44,6 +44,9 @@ class WorkerConfig(ServiceConfig):
     max_attention_window: int = setting(
         0, "Maximum attention window in tokens; 0: the model's. Must equal the scheduler's."
     )
+    sink_token_length: int = setting(
+        0, "First tokens attended to beside max_attention_window; 0: none. Must equal the scheduler's."
+    )
     free_memory_fraction: float = setting(
         0.9,
         "Fraction of the memory left after loading and warm-up for the KV pool on a GPU; on a CPU a quarter of it.",

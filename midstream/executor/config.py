@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from midstream.errors import InvalidArgumentError, UnsupportedError
+from midstream.errors import InvalidArgumentError
 from midstream.executor.output import AdditionalModelOutput
 from midstream.executor.request import DraftTargetDecodingConfig, NGramDecodingConfig
 
@@ -42,7 +42,7 @@ class KvCacheConfig:
         enable_block_reuse: Requests share the blocks of equal prefixes.
         max_tokens: Most tokens in the pool; the smaller of this and the memory fraction counts.
         max_attention_window: Tokens attended to.
-        sink_token_length: First tokens that stay attended to beside the window. Only 0 is implemented.
+        sink_token_length: First tokens that stay attended to beside the window, which has to be set.
         free_gpu_memory_fraction: Share, 0 to 1, of the memory left after loading.
         host_cache_size: Bytes of a second tier in host memory, for full blocks that the pool evicts.
         tokens_per_block: Size of a block.
@@ -60,14 +60,15 @@ class KvCacheConfig:
         """Return the services' settings.
 
         Raises:
-            UnsupportedError: Sink tokens.
+            InvalidArgumentError: Sink tokens without a window.
         """
-        if self.sink_token_length:
-            raise UnsupportedError("is not implemented; leave it at 0", field="kv_cache_config.sink_token_length")
+        if self.sink_token_length and not self.max_attention_window:
+            raise InvalidArgumentError("needs max_attention_window", field="kv_cache_config.sink_token_length")
         return {
             "enable_block_reuse": self.enable_block_reuse,
             "max_kv_tokens": self.max_tokens,
             "max_attention_window": self.max_attention_window,
+            "sink_token_length": self.sink_token_length,
             "free_memory_fraction": self.free_gpu_memory_fraction,
             "host_kv_bytes": self.host_cache_size,
             "tokens_per_block": self.tokens_per_block,

@@ -21,7 +21,7 @@ class BlockTables:
     """The block tables of one group.
 
     Attributes:
-        has_window: Blocks behind an attention window are released.
+        has_window: Blocks behind an attention window are released, except those of sink tokens.
         num_reserved_blocks: Reserved for sequences with tables: what they may still allocate; with a window, all that
             they may hold.
     """
@@ -36,7 +36,8 @@ class BlockTables:
         self._clock = clock
         self._enable_reuse = config.enable_block_reuse
         self._window = attention_window
-        self._window_blocks = self.blocks_of(self._window) + 2
+        self._num_sink_blocks = self.blocks_of(config.sink_token_length)
+        self._window_blocks = self._num_sink_blocks + self.blocks_of(self._window) + 2
 
     @property
     def num_blocks_to_reserve(self) -> int:
@@ -124,7 +125,7 @@ class BlockTables:
         num_missing = 0
         for source, target in forks:
             num_missing += source.num_computed % self.tokens_per_block > 0
-            num_missing -= sum(1 for block in target.table[target.num_freed :] if self.blocks.num_owners(block) == 1)
+            num_missing -= sum(1 for block in target.held_blocks if self.blocks.num_owners(block) == 1)
         return num_missing
 
     def fork(self, forks: Iterable[tuple[Sequence, Sequence]]) -> list[tuple[int, int]]:
@@ -137,11 +138,11 @@ class BlockTables:
         """
         dropped: list[int] = []
         for source, target in forks:
-            dropped += target.table[target.num_freed :]
-            shared = source.table[source.num_freed : source.num_computed // self.tokens_per_block]
-            self.blocks.share(shared, self._clock.now_ns)
-            target.table = source.table[: source.num_freed] + shared
-            target.num_freed = source.num_freed
+            dropped += target.held_blocks
+            num_full = source.num_computed // self.tokens_per_block
+            target.table = source.table[:num_full]
+            target.num_freed, target.num_sink_blocks = source.num_freed, source.num_sink_blocks
+            self.blocks.share(target.held_blocks, self._clock.now_ns)
             target.num_computed = source.num_computed
         self.blocks.release(reversed(dropped), self._clock.now_ns)
         copies: list[tuple[int, int]] = []
@@ -155,7 +156,7 @@ class BlockTables:
 
     def empty(self, lane: Sequence) -> None:
         """Release the blocks of a lane that no longer has a beam; it may get one again."""
-        self.blocks.release(reversed(lane.table[lane.num_freed :]), self._clock.now_ns)
+        self.blocks.release(reversed(lane.held_blocks), self._clock.now_ns)
         lane.table, lane.num_freed = [], 0
         self._set_reserved(lane, lane.num_computed // self.tokens_per_block)
 
@@ -230,9 +231,10 @@ class BlockTables:
     def _free_behind_window(self, sequence: Sequence) -> None:
         # The next query attends to positions above num_computed - window.
         num_behind = max(0, sequence.num_computed - self._window + 1) // self.tokens_per_block
-        if num_behind > sequence.num_freed:
-            self.blocks.release(reversed(sequence.table[sequence.num_freed : num_behind]), self._clock.now_ns)
-            sequence.num_freed = num_behind
+        first = max(sequence.num_freed, self._num_sink_blocks)
+        if num_behind > first:
+            self.blocks.release(reversed(sequence.table[first:num_behind]), self._clock.now_ns)
+            sequence.num_freed, sequence.num_sink_blocks = num_behind, self._num_sink_blocks
 
     def publish_generated(self, sequence: Sequence) -> None:
         """Publish the block of generated tokens that has just become full."""
@@ -275,9 +277,9 @@ class BlockTables:
 
     def break_promises(self, sequence: Sequence) -> None:
         """Leave the blocks that a sequence in its context phase was to compute to other sequences that hold them."""
-        self._prefix_cache.abandon(sequence.table[sequence.num_freed :], sequence)
+        self._prefix_cache.abandon(sequence.held_blocks, sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's blocks. The caller clears its table."""
-        self.blocks.release(reversed(sequence.table[sequence.num_freed :]), self._clock.now_ns)
+        self.blocks.release(reversed(sequence.held_blocks), self._clock.now_ns)
         self.num_reserved_blocks -= sequence.num_reserved

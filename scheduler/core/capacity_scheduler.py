@@ -169,7 +169,7 @@ def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
     """Return the blocks gained by pausing the request: those that only it holds, and those its next step needs."""
     num_blocks = 0
     for sequence in request.placed_sequences:
-        num_blocks += sum(1 for block in sequence.table[sequence.num_freed :] if group.blocks.num_owners(block) == 1)
+        num_blocks += sum(1 for block in sequence.held_blocks if group.blocks.num_owners(block) == 1)
         num_blocks += sequence.num_computed == sequence.checkpoint < request.spec.max_num_tokens
     return num_blocks
 

@@ -17,6 +17,7 @@ class CoreConfig:
         max_context_chunk: Most context tokens of one request in one step; 0: max_num_tokens.
         max_attention_window: Most tokens that any layer attends to; 0: the model's own window. Workers must have
             the same setting, because their results depend on it.
+        sink_token_length: First tokens of a sequence that every query attends to beside its window; the same holds.
         max_tensor_bytes: Limit over all known requests that ask for tensors.
         max_worker_deaths: Consecutive worker deaths, without a new token in between, that make a request a suspect.
     """
@@ -30,6 +31,7 @@ class CoreConfig:
     max_num_tokens: int = 2048
     max_context_chunk: int = 0
     max_attention_window: int = 0
+    sink_token_length: int = 0
     enable_block_reuse: bool = True
     enable_chunked_context: bool = True
     pipeline_depth: int = 2

@@ -92,6 +92,7 @@ class WorkerRegistered:
         attention_windows: For each layer how many tokens a query attends to, itself included; 0: all before it. Empty:
             unknown, treated as all tokens.
         max_attention_window: The setting that limits the windows; 0: none.
+        sink_token_length: First tokens that every query attends to beside its window.
     """
 
     time_ns: int
@@ -120,6 +121,7 @@ class WorkerRegistered:
     block_bytes: int = 0
     attention_windows: tuple[int, ...] = ()
     max_attention_window: int = 0
+    sink_token_length: int = 0
 
     @property
     def attention_window(self) -> int:

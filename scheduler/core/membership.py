@@ -105,6 +105,7 @@ class Membership:
             ("vocab_size", event.vocab_size, config.vocab_size),
             ("model_fingerprint", event.model_fingerprint, config.model_fingerprint or event.model_fingerprint),
             ("max_attention_window", event.max_attention_window, config.max_attention_window),
+            ("sink_token_length", event.sink_token_length, config.sink_token_length),
         )
         for field, given, needed in wanted:
             if given != needed:

@@ -63,7 +63,9 @@ class Sequence:
 
     Attributes:
         output: Output tokens so far.
-        table: Blocks that hold its tokens' keys and values; those before `num_freed` were released (sliding window).
+        table: Blocks that hold its tokens' keys and values.
+        num_freed: Leading blocks of the table that an attention window has passed; 0: none. They were released, except
+            the first `num_sink_blocks`.
         num_hit_blocks: Leading blocks that other sequences compute or computed.
         num_reserved: Blocks reserved for it until its end.
         num_computed: Tokens whose keys and values are in the cache once all planned steps have run.
@@ -89,6 +91,7 @@ class Sequence:
         "num_freed",
         "num_hit_blocks",
         "num_reserved",
+        "num_sink_blocks",
         "output",
         "outputs",
         "request",
@@ -114,6 +117,7 @@ class Sequence:
             self.outputs = []  # outputs of the prompt are reported again
         self.table: list[int] = []
         self.num_freed = 0
+        self.num_sink_blocks = 0
         self.num_hit_blocks = 0
         self.num_reserved = 0
         self.num_computed = 0
@@ -122,6 +126,13 @@ class Sequence:
         self.row: int | None = None
         self.is_on_worker = False
         self.first_ordinal = NO_RESULTS
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks of its table that were not released."""
+        if not self.num_freed:
+            return self.table
+        return self.table[: self.num_sink_blocks] + self.table[self.num_freed :]
 
     @property
     def num_tokens(self) -> int:

@@ -302,7 +302,7 @@ class Results:
             is_here = request.group is group
             if is_here and (failure.code != UNAVAILABLE or failure is _SHARES_NOTHING):
                 # It may have failed before anything of it was computed.
-                for block in sequence.table[sequence.num_freed :]:
+                for block in sequence.held_blocks:
                     group.prefix_cache.withdraw(block)
             if failure.code == UNAVAILABLE and is_here and sequence.end is None:
                 self._try_again(group, request)

@@ -406,7 +406,7 @@ class WorkerGroup:
             for request in self.active
             if request is not sequence.request
             for other in request.placed_sequences
-            if not blocks.isdisjoint(other.table[other.num_freed :])
+            if not blocks.isdisjoint(other.held_blocks)
         ]
 
     def release(self, request: Request) -> None:
@@ -443,4 +443,4 @@ class WorkerGroup:
         """Yield the blocks of each sequence on the group, for the full check."""
         for request in self.active:
             for sequence in request.placed_sequences:
-                yield sequence.table[sequence.num_freed :]
+                yield sequence.held_blocks

@@ -113,7 +113,7 @@ def _fill_active(stats: stats_pb2.RequestStats, request: Request, num_prompt: in
         stats.stage = stats_pb2.RequestStats.STAGE_GENERATION_IN_PROGRESS
     else:
         stats.stage = stats_pb2.RequestStats.STAGE_CONTEXT_IN_PROGRESS  # its last chunk has not returned
-    num_blocks = len({block for sequence in placed for block in sequence.table[sequence.num_freed :]})
+    num_blocks = len({block for sequence in placed for block in sequence.held_blocks})
     num_reused = max((sequence.num_hit_blocks for sequence in placed), default=0)
     num_missed = max(num_prompt // group.tokens_per_block - num_reused, 0)
     stats.alloc_total_blocks_per_request = num_blocks

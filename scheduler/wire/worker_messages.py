@@ -80,6 +80,7 @@ def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -
         block_bytes=message.block_bytes,
         attention_windows=tuple(message.attention_windows),
         max_attention_window=message.max_attention_window,
+        sink_token_length=message.sink_token_length,
     )
 
 

@@ -7,6 +7,7 @@ sharing, blocks given away too early, and a lost or doubled token are found at t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from protos import generation_pb2, worker_pb2
@@ -80,6 +81,7 @@ class FakeModel:
         fail_token: int | None = None,
         checks: bool = True,
         attention_window: int = 0,
+        sink_token_length: int = 0,
     ) -> None:
         self.vocab_size = vocab_size
         self.tokens_per_block = tokens_per_block
@@ -87,6 +89,7 @@ class FakeModel:
         self.fail_token = fail_token
         self.checks = checks
         self.attention_window = attention_window
+        self.sink_token_length = sink_token_length
         self.followers: dict[int, int] = {}
         self.num_context_tokens = 0
         self.num_steps = 0
@@ -207,8 +210,9 @@ class FakeModel:
                 self.slots[row.table[position // size]][position % size] = value
         for row, start, end in spans:
             first = max(0, start - self.attention_window + 1) if self.attention_window else 0
-            for block in range(first // size, -(-end // size)):
-                low, high = max(first, block * size), min(end, (block + 1) * size)
+            spans_seen = ((0, min(self.sink_token_length, first)), (first, end))
+            for low, high in (pair for span in spans_seen for pair in self._by_block(*span)):
+                block = low // size
                 known = self.slots[row.table[block]][low - block * size : high - block * size]
                 if _NOT_COMPUTED in known:
                     row.is_wrong = True
@@ -216,6 +220,11 @@ class FakeModel:
                     raise ProtocolError(
                         f"{row.request_id}/{row.sequence_index}: positions [{low}, {high}) are not in their block"
                     )
+
+    def _by_block(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        size = self.tokens_per_block
+        for block in range(start // size, -(-end // size)):
+            yield max(start, block * size), min(end, (block + 1) * size)
 
     def _check_blocks_are_owned(self, batch: worker_pb2.StepBatch) -> None:
         for block in (*batch.block_ids, *(block for added in batch.add_sequences for block in added.block_ids)):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from gpu_worker.models.description import narrowed
@@ -139,19 +141,80 @@ def test_a_setting_below_the_models_window_is_what_layers_attend_to(tmp_path: Pa
     assert num_right(whole_model, Whole(runner, (), max_attention_window=NARROW), made) < len(made)
 
 
+class WithSinks:
+    """transformers' model in float64 whose layers attend to the first `num_sinks` tokens and the last `window`."""
+
+    def __init__(self, model: Any, num_sinks: int, window: int) -> None:
+        self._model, self._num_sinks, self._window = copy.deepcopy(model).double(), num_sinks, window
+
+    def __call__(self, token_ids: torch.Tensor) -> Any:
+        places = torch.arange(token_ids.shape[1])
+        distance = places[:, None] - places
+        is_seen = (distance >= 0) & ((distance < self._window) | (places < self._num_sinks))
+        mask = torch.zeros(is_seen.shape, dtype=torch.float64).masked_fill(~is_seen, -torch.inf)
+        return self._model(token_ids, attention_mask=mask[None, None])
+
+
+@pytest.mark.parametrize("num_sinks", [3, 20])
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("llama", "native"), ("gemma2", "native"), ("llama", "transformers")]
+)
+def test_sink_tokens_are_attended_to_beside_the_window(
+    tmp_path: Path, name: str, implementation: str, num_sinks: int
+) -> None:
+    """Under pressure, over cached prefixes, and after the loss of the worker."""
+    family, settings, *_ = NARROWED[name]
+    model = make_tiny_model(tmp_path, family, **settings)
+    limits: dict[str, Any] = {"max_attention_window": NARROW, "sink_token_length": num_sinks}
+    runner = make_runner(tmp_path, kv="f32", implementation=implementation, max_kv_tokens=300, **limits)
+    whole = Whole(runner, (), max_context_chunk=7, **limits)
+    reference, made = WithSinks(model, num_sinks, NARROW), requests()[:12]
+    for request in made:
+        whole.submit(request)
+    for _ in range(30):
+        whole.step()
+    whole.lose_worker()
+    whole.run([])
+    answers = [outputs(whole.core.lifecycle.requests[request.request_id])[0] for request in made]
+    pairs = [(list(request.token_ids.values), answer) for request, answer in zip(made, answers, strict=True)]
+    assert [wrong_tokens(reference, *pair) for pair in pairs] == [[]] * len(made)
+    assert any(wrong_tokens(WithSinks(model, 0, NARROW), *pair) for pair in pairs)
+    assert whole.core.totals.num_preemptions > 0
+    assert whole.core.groups[0].blocks.counts.reused > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [({"sink_token_length": 4}, "sink_token_length"), ({"max_attention_window": 8, "kernels": "native"}, "kernels")],
+)
+def test_sink_tokens_are_refused_where_they_cannot_be(tmp_path: Path, settings: dict[str, Any], field: str) -> None:
+    """Without a window, and on the native kernels."""
+    make_tiny_model(tmp_path, "Llama")
+    with pytest.raises(ConfigError) as raised:
+        make_runner(tmp_path, **{"sink_token_length": 4, **settings})
+    assert raised.value.field == field
+
+
 def test_blocks_of_another_window_are_not_taken_over(tmp_path: Path) -> None:
     """What a block holds depends on what its layers attended to."""
     make_tiny_model(tmp_path, "Llama")
     store = tmp_path / "store"
     runners = [
-        make_runner(tmp_path, max_kv_tokens=64, shared_kv_folder=str(store), max_attention_window=window)
-        for window in (0, 8, 16, 8)
+        make_runner(
+            tmp_path,
+            max_kv_tokens=64,
+            shared_kv_folder=str(store),
+            max_attention_window=window,
+            sink_token_length=num_sinks,
+            kernels="torch",
+        )
+        for window, num_sinks in ((0, 0), (8, 0), (16, 0), (8, 0), (8, 4))
     ]
     names = [runner.kv.store_name for runner in runners]
     for runner in runners:
         runner.close()
     assert names[1] == names[3] != ""
-    assert len(set(names)) == 3
+    assert len(set(names)) == 4
 
 
 def test_a_setting_above_a_layers_window_leaves_it() -> None:

@@ -119,6 +119,7 @@ class Whole:
                 lora_cache_bytes=self.runner.adapters.device_bytes,
                 attention_windows=tuple(window or 0 for window in self.runner.model.description.windows),
                 max_attention_window=self.core.config.max_attention_window,
+                sink_token_length=self.core.config.sink_token_length,
             )
         )
 

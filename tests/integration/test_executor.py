@@ -12,7 +12,7 @@ import pytest
 
 from midstream.client import Client
 from midstream.client import SamplingParams as ClientParams
-from midstream.errors import ConfigError, InvalidArgumentError, NotFoundError, UnsupportedError
+from midstream.errors import ConfigError, InvalidArgumentError, NotFoundError
 from midstream.executor import (
     BatchManager,
     CapacitySchedulerPolicy,
@@ -250,5 +250,5 @@ def test_arguments_that_do_not_go_together() -> None:
     with pytest.raises(InvalidArgumentError, match="executor_config"):
         GenerationExecutor.create(address="127.0.0.1:1", executor_config=ExecutorConfig())
     config = ExecutorConfig(kv_cache_config=KvCacheConfig(sink_token_length=4))
-    with pytest.raises(UnsupportedError, match="kv_cache_config"):
+    with pytest.raises(InvalidArgumentError, match="kv_cache_config"):
         GenerationExecutor.create("smollm2", executor_config=config)

@@ -47,7 +47,7 @@ def test_every_section_is_a_setting_of_a_service() -> None:
             enable_block_reuse=False,
             max_tokens=512,
             max_attention_window=64,
-            sink_token_length=0,
+            sink_token_length=4,
             free_gpu_memory_fraction=0.5,
             host_cache_size=1 << 30,
             tokens_per_block=8,
@@ -78,6 +78,7 @@ def test_every_section_is_a_setting_of_a_service() -> None:
         "MIDSTREAM_ENABLE_BLOCK_REUSE": "False",
         "MIDSTREAM_MAX_KV_TOKENS": "512",
         "MIDSTREAM_MAX_ATTENTION_WINDOW": "64",
+        "MIDSTREAM_SINK_TOKEN_LENGTH": "4",
         "MIDSTREAM_FREE_MEMORY_FRACTION": "0.5",
         "MIDSTREAM_TOKENS_PER_BLOCK": "8",
         "MIDSTREAM_LORA_NUM_HOST_MODULE_LAYER": "1",
@@ -96,8 +97,8 @@ def test_every_section_is_a_setting_of_a_service() -> None:
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        (ExecutorConfig(kv_cache_config=KvCacheConfig(sink_token_length=4)), UnsupportedError),
         (ExecutorConfig(max_beam_width=0), InvalidArgumentError),
+        (ExecutorConfig(kv_cache_config=KvCacheConfig(sink_token_length=4)), InvalidArgumentError),
         (
             ExecutorConfig(logits_post_processor_config=LogitsPostProcessorConfig(processor_map={"a": "m"})),
             InvalidArgumentError,

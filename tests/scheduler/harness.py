@@ -109,6 +109,7 @@ class Harness:
             block_bytes=more.pop("block_bytes", 0),
             attention_windows=more.pop("attention_windows", self._attention_windows),
             max_attention_window=more.pop("max_attention_window", self.config.max_attention_window),
+            sink_token_length=more.pop("sink_token_length", self.config.sink_token_length),
         )
         assert not more, more
         model = FakeModel(
@@ -118,6 +119,7 @@ class Harness:
             end_after=end_after,
             fail_token=fail_token,
             attention_window=registration.attention_window,
+            sink_token_length=registration.sink_token_length,
         )
         group = FakeGroup(name, registration, model, self.store)
         if after is not None:

@@ -23,6 +23,7 @@ from tests.scheduler.harness import MS, Harness
         ("num_blocks", 0),
         ("max_sequence_length", 0),
         ("max_attention_window", 64),
+        ("sink_token_length", 4),
     ],
 )
 def test_a_worker_that_does_not_fit_is_told_the_field(field: str, value: object) -> None:

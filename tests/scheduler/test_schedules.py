@@ -233,6 +233,25 @@ def test_a_window_keeps_what_the_next_token_attends_to_and_no_block_more(window:
     assert freed == [max(0, position - window + 1) // 4 for position in (4, 8, 12, 16, 20)]
 
 
+def test_blocks_of_sink_tokens_stay_while_those_between_are_given_back() -> None:
+    """Of 5 sink tokens the last lies in the second block, so two blocks stay."""
+    harness = Harness(attention_windows=(6,), max_attention_window=6, sink_token_length=5, pipeline_depth=1)
+    harness.add_group(num_blocks=8)
+    harness.submit("a", 4, 25)  # 28 tokens, 7 blocks
+    harness.turn()
+    (request,) = harness.group().active
+    (sequence,) = request.sequences
+    held = []
+    while harness.groups["g"].plans:
+        if harness.groups["g"].plans[0].block_ids:
+            held.append([sequence.table.index(block) for block in sequence.held_blocks])
+        harness.step()
+    # When block i is added, the next query is at position 4 * i and sees the positions from 4 * i - 5 on.
+    assert held == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 3, 4, 5], [0, 1, 4, 5, 6]]
+    assert len(harness.tokens["a", 0]) == 25
+    harness.check_is_empty()
+
+
 def test_clients_share_a_step_and_do_not_wait_for_each_others_long_contexts() -> None:
     harness = Harness(max_num_tokens=8, pipeline_depth=1)
     harness.add_group()

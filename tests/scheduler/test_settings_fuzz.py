@@ -29,6 +29,7 @@ TOO_LARGE = ("at most", "take more", "tokens of KV cache", "large enough in ever
 
 def draw_config(draw: random.Random) -> SchedulerConfig:
     chunked = draw.random() < 0.6
+    window = draw.choice((0, 0, 0, 3, 8))
     return SchedulerConfig(
         capacity_policy=draw.choice(sorted(CAPACITY_SCHEDULERS)),
         batching_type=draw.choice(sorted(MICRO_BATCH_SCHEDULERS)),
@@ -36,7 +37,8 @@ def draw_config(draw: random.Random) -> SchedulerConfig:
         max_batch_size=draw.choice((1, 4, 64, 64)),
         max_num_tokens=draw.choice((1, 5, 13, 64) if chunked else (25, 60, 2048)),
         max_context_chunk=draw.choice((0, 0, 1, 3, 8, 50)) if chunked else 0,
-        max_attention_window=draw.choice((0, 0, 0, 3, 8)),
+        max_attention_window=window,
+        sink_token_length=draw.choice((0, 1, 5, 20)) if window else 0,
         enable_block_reuse=draw.random() < 0.7,
         enable_chunked_context=chunked,
         pipeline_depth=draw.choice((1, 2, 2, 4)),

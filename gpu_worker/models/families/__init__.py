@@ -42,12 +42,15 @@ def family_of(model_type: str) -> Family:
     return _BY_TYPE[model_type]
 
 
-def describe(config: Mapping[str, Any], max_attention_window: int = 0) -> DecoderDescription:
+def describe(
+    config: Mapping[str, Any], max_attention_window: int = 0, sink_token_length: int = 0
+) -> DecoderDescription:
     """Return the decoder that `config` (config.json) describes.
 
     Args:
         config: Contents of config.json.
         max_attention_window: Upper limit of the tokens that a layer attends to; 0: the model's own.
+        sink_token_length: First tokens that layers attend to beside their window.
 
     Raises:
         UnsupportedError: An architecture, activation or rope type without native support; the message names it.
@@ -59,7 +62,10 @@ def describe(config: Mapping[str, Any], max_attention_window: int = 0) -> Decode
         raise ConfigError(
             f"{d.num_heads} heads, {d.num_kv_heads} KV heads of size {d.head_dim} do not fit", field="model"
         )
-    return replace(description, windows=narrowed(description.windows, max_attention_window))
+    if sink_token_length and any(description.chunks):
+        raise ConfigError("is not defined for layers that attend to chunks; use 0", field="sink_token_length")
+    windows = narrowed(description.windows, max_attention_window)
+    return replace(description, windows=windows, num_sink_tokens=sink_token_length)
 
 
 __all__ = ["FAMILIES", "Family", "describe", "family_of"]

@@ -47,6 +47,7 @@ class PagedTokens:
             d.softcap,
             sinks=sinks,
             chunk=self.chunk,
+            num_sink_tokens=d.num_sink_tokens,
         )
 
 
