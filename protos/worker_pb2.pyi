@@ -30,6 +30,7 @@ class WorkerMessage(google.protobuf.message.Message):
     LEAVE_FIELD_NUMBER: builtins.int
     LORA_RESULT_FIELD_NUMBER: builtins.int
     STEP_OUTPUTS_FIELD_NUMBER: builtins.int
+    BLOCKS_FETCHED_FIELD_NUMBER: builtins.int
     @property
     def register(self) -> global___Register: ...
     @property
@@ -42,6 +43,8 @@ class WorkerMessage(google.protobuf.message.Message):
     def lora_result(self) -> global___LoraResult: ...
     @property
     def step_outputs(self) -> global___StepOutputs: ...
+    @property
+    def blocks_fetched(self) -> global___BlocksFetched: ...
     def __init__(
         self,
         *,
@@ -51,10 +54,11 @@ class WorkerMessage(google.protobuf.message.Message):
         leave: global___Leave | None = ...,
         lora_result: global___LoraResult | None = ...,
         step_outputs: global___StepOutputs | None = ...,
+        blocks_fetched: global___BlocksFetched | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat", b"heartbeat", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["register", "heartbeat", "step_result", "leave", "lora_result", "step_outputs"] | None: ...
+    def HasField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["register", "heartbeat", "step_result", "leave", "lora_result", "step_outputs", "blocks_fetched"] | None: ...
 
 global___WorkerMessage = WorkerMessage
 
@@ -70,6 +74,7 @@ class SchedulerMessage(google.protobuf.message.Message):
     EPOCH_ENDED_FIELD_NUMBER: builtins.int
     HEARTBEAT_ACK_FIELD_NUMBER: builtins.int
     PROMPT_TABLE_FIELD_NUMBER: builtins.int
+    FETCH_BLOCKS_FIELD_NUMBER: builtins.int
     @property
     def registered(self) -> global___Registered: ...
     @property
@@ -88,6 +93,8 @@ class SchedulerMessage(google.protobuf.message.Message):
     def heartbeat_ack(self) -> global___HeartbeatAck: ...
     @property
     def prompt_table(self) -> global___PromptTablePart: ...
+    @property
+    def fetch_blocks(self) -> global___FetchBlocks: ...
     def __init__(
         self,
         *,
@@ -99,10 +106,11 @@ class SchedulerMessage(google.protobuf.message.Message):
         epoch_ended: global___EpochEnded | None = ...,
         heartbeat_ack: global___HeartbeatAck | None = ...,
         prompt_table: global___PromptTablePart | None = ...,
+        fetch_blocks: global___FetchBlocks | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["epoch_ended", b"epoch_ended", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch_ended", b"epoch_ended", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table"] | None: ...
+    def HasField(self, field_name: typing.Literal["epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table", "fetch_blocks"] | None: ...
 
 global___SchedulerMessage = SchedulerMessage
 
@@ -137,6 +145,8 @@ class Register(google.protobuf.message.Message):
     STORED_HASHES_FIELD_NUMBER: builtins.int
     BLOCK_BYTES_FIELD_NUMBER: builtins.int
     SINK_TOKEN_LENGTH_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    KV_SOURCE_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
     """Random, made anew each time the process starts."""
@@ -172,6 +182,10 @@ class Register(google.protobuf.message.Message):
     """The worker's setting sink_token_length: every query attends to so many first tokens too, and their blocks are kept.
     Must equal the scheduler's.
     """
+    role: builtins.str
+    """prefill: computes prompts, and hands requests over to other groups; decode: takes these; both, or empty: any request."""
+    kv_source: builtins.str
+    """Where other workers fetch blocks of this worker's pool; passed to them unread. Empty: nowhere."""
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -220,8 +234,10 @@ class Register(google.protobuf.message.Message):
         stored_hashes: collections.abc.Iterable[builtins.int] | None = ...,
         block_bytes: builtins.int = ...,
         sink_token_length: builtins.int = ...,
+        role: builtins.str = ...,
+        kv_source: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "sink_token_length", b"sink_token_length", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_source", b"kv_source", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "sink_token_length", b"sink_token_length", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 
@@ -249,6 +265,61 @@ class Registered(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "timeout_ms", b"timeout_ms"]) -> None: ...
 
 global___Registered = Registered
+
+@typing.final
+class FetchBlocks(google.protobuf.message.Message):
+    """Fetch blocks of another worker's pool, so that later steps find them among adopted_hashes. Answered by BlocksFetched."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    HASHES_FIELD_NUMBER: builtins.int
+    KV_STORE_FIELD_NUMBER: builtins.int
+    KV_SOURCE_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    kv_store: builtins.str
+    """kv_store and kv_source of the worker that holds them."""
+    kv_source: builtins.str
+    @property
+    def hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        kv_store: builtins.str = ...,
+        kv_source: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "hashes", b"hashes", "kv_source", b"kv_source", "kv_store", b"kv_store"]) -> None: ...
+
+global___FetchBlocks = FetchBlocks
+
+@typing.final
+class BlocksFetched(google.protobuf.message.Message):
+    """Blocks that were fetched and verified. They are held until a step adopts them, as long as there is room."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    FETCHED_HASHES_FIELD_NUMBER: builtins.int
+    MISSING_HASHES_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    @property
+    def fetched_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def missing_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Could not be fetched, or were dropped for want of room."""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        fetched_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        missing_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "fetched_hashes", b"fetched_hashes", "missing_hashes", b"missing_hashes"]) -> None: ...
+
+global___BlocksFetched = BlocksFetched
 
 @typing.final
 class Rejected(google.protobuf.message.Message):
@@ -478,7 +549,9 @@ class StepBatch(google.protobuf.message.Message):
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def adopted_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Blocks to fill with what dead workers of the same kv_store left, found by its hash: parallel arrays."""
+        """Blocks to fill with what was fetched (FetchBlocks), what dead workers of the same kv_store left, or what tiers hold,
+        found by its hash: parallel arrays.
+        """
 
     @property
     def adopted_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...

@@ -6,13 +6,13 @@ starts (prefix_cache describes how they wait for them); blocks of generated toke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from scheduler.core.adoption import AdoptedBlock, Adoption, Adoptions
 from scheduler.core.block_manager import BlockManager, Retention
 from scheduler.core.config import CoreConfig
 from scheduler.core.prefix_cache import extend_hashes
-from scheduler.core.request import NO_RESULTS, Sequence
+from scheduler.core.request import NO_RESULTS, Request, Sequence
 from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY, RequestSpec
 from scheduler.core.timers import Clock
 
@@ -58,20 +58,21 @@ class BlockTables:
 
     def find(self, sequence: Sequence) -> list[int]:
         """Return cached blocks for the sequence's prefix; the last known token is always left to compute."""
-        if not self._reuses(sequence):
+        if not self.reuses(sequence.request):
             return []
         num_blocks = (sequence.num_tokens - 1) // self.tokens_per_block
         return self._prefix_cache.find(extend_hashes(sequence, num_blocks, self.tokens_per_block)[:num_blocks])
 
-    def _reuses(self, sequence: Sequence) -> bool:
-        return self._enable_reuse and sequence.request.spec.is_cacheable
+    def reuses(self, request: Request) -> bool:
+        """Return whether the request's blocks can be found and shared."""
+        return self._enable_reuse and request.spec.is_cacheable
 
     def fill(
         self,
         sequence: Sequence,
         leader: Sequence | None,
         adoptions: Adoptions | None = None,
-        stored: Collection[int] | None = None,
+        is_stored: Callable[[int], bool] | None = None,
     ) -> int:
         """Allocate blocks for all known tokens of a sequence.
 
@@ -81,7 +82,7 @@ class BlockTables:
             sequence: One without a table.
             leader: Another sequence of its request that has a table; they share the prompt's full blocks.
             adoptions: Queue for full blocks that a dead worker or tiers may hold; None: there are none.
-            stored: Hashes of the blocks that can be adopted, from the start of the sequence; None: any.
+            is_stored: Whether the block with a hash can be adopted; the first that cannot ends them. None: all can.
 
         Returns:
             Number of leading blocks that other sequences compute or computed.
@@ -103,10 +104,10 @@ class BlockTables:
         sequence.num_reserved = most if self.has_window else most - len(sequence.table)
         self.num_reserved_blocks += sequence.num_reserved
         self._promise(sequence, len(shared), known // block_size)
-        if adoptions is not None and self._reuses(sequence):
-            self._adopt(sequence, adoptions, stored)
+        if adoptions is not None and self.reuses(sequence.request):
+            self._adopt(sequence, adoptions, is_stored)
         if leader is None:
-            self.blocks.counts.missed += max(0, num_prompt_shared - len(shared)) if self._reuses(sequence) else 0
+            self.blocks.counts.missed += max(0, num_prompt_shared - len(shared)) if self.reuses(sequence.request) else 0
         return len(shared)
 
     def num_to_reserve(self, spec: RequestSpec, num_known: int) -> int:
@@ -170,7 +171,7 @@ class BlockTables:
     def _promise(self, sequence: Sequence, first: int, end: int) -> None:
         """Publish the blocks [first, end) that the sequence will compute, and mark them as pending."""
         cache = self._prefix_cache
-        if self._reuses(sequence):
+        if self.reuses(sequence.request):
             extend_hashes(sequence, end, self.tokens_per_block)
             for index in range(first, end):
                 block = sequence.table[index]
@@ -182,12 +183,12 @@ class BlockTables:
             cache.claim(sequence.table[first:end], sequence)
             sequence.next_publish = NO_RESULTS
 
-    def _adopt(self, sequence: Sequence, adoptions: Adoptions, stored: Collection[int] | None) -> None:
+    def _adopt(self, sequence: Sequence, adoptions: Adoptions, is_stored: Callable[[int], bool] | None) -> None:
         """Hand the blocks that the sequence was to compute to adoptions; its last known token is still computed."""
         end = (sequence.num_tokens - 1) // self.tokens_per_block
         for index in range(sequence.num_hit_blocks, end):
             block = sequence.table[index]
-            if stored is not None and sequence.block_hashes[index] not in stored:
+            if is_stored is not None and not is_stored(sequence.block_hashes[index]):
                 return
             self._prefix_cache.claim([block], adoptions.add(AdoptedBlock(sequence, index, block)))
             sequence.num_hit_blocks = index + 1

@@ -110,6 +110,15 @@ def wants_context(request: Request, group: WorkerGroup) -> bool:
     return all(sequence.request.spec.client_id != client_id for sequence in group.context)
 
 
+def has_room_for(request: Request, group: WorkerGroup) -> bool:
+    """Return whether a request that runs on another group could run on this one to its end."""
+    return (
+        wants_context(request, group)
+        and request.num_rows <= group.num_free_rows
+        and group.blocks_alone(request) <= group.tables.num_blocks_to_reserve
+    )
+
+
 def has_room_now(request: Request, group: WorkerGroup) -> bool:
     """Return whether enough rows and blocks are free for the request's known tokens and the next one."""
     cost = group.start_cost(request)

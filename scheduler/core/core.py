@@ -10,7 +10,8 @@ One request's journey:
    ends.
 4. `StepDone` carries tokens: they are appended, and sequences that are complete are ended (results). Their rows and
    blocks are free at once, because steps run strictly in order.
-5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and continues at 2.
+5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and continues at 2. Where
+   groups have roles, it moves from a prefill group to a decode group once its context is computed (handover).
 6. It ends once, is kept a while for clients that resume it, and is forgotten (lifecycle).
 """
 
@@ -24,6 +25,7 @@ from scheduler.core.effects import Effect
 from scheduler.core.events import (
     AbortRequested,
     Attached,
+    BlocksFetched,
     Detached,
     DrainStarted,
     Event,
@@ -39,6 +41,7 @@ from scheduler.core.events import (
     WorkerRegistered,
 )
 from scheduler.core.fairness import Clients
+from scheduler.core.handover import Handovers
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
 from scheduler.core.placement import Placement
@@ -106,6 +109,13 @@ class SchedulerCore:
             totals=self.totals,
             clock=self._clock,
         )
+        self._handovers = Handovers(
+            membership=self.membership,
+            placement=self._placement,
+            totals=self.totals,
+            effects=self._effects,
+            block_size=config.tokens_per_block,
+        )
         self._num_steps = 0
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
             Submitted: self._submit,
@@ -120,6 +130,7 @@ class SchedulerCore:
             WorkerLost: self.membership.lose,
             WorkerFailed: self.membership.fail,
             StepDone: self._take_result,
+            BlocksFetched: self._handovers.take_fetched,
             Turn: self._turn,
             DrainStarted: self._start_drain,
         }
@@ -205,6 +216,7 @@ class SchedulerCore:
 
     def _turn(self, event: Turn) -> None:
         self._timers.run_due(self._clock.now_ns)
+        self._handovers.advance(self._num_steps)
         self._placement.start_queued(self._num_steps)
         while self._plan_round():
             self._placement.start_queued(self._num_steps)
@@ -243,6 +255,7 @@ class SchedulerCore:
             paused = [*paused, newest]
         self._num_steps += 1
         self._effects.append(step.finish())
+        self._handovers.note_plan(group)
         return True
 
     def _fill(self, group: WorkerGroup, paused: list[Request]) -> StepBuilder:

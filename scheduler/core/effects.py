@@ -96,6 +96,17 @@ class EpochEnded:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class FetchBlocks:
+    """Ask a group to fetch blocks from another one, which has this store and source. Answered by BlocksFetched."""
+
+    connection: bytes
+    epoch: int
+    hashes: tuple[int, ...]
+    kv_store: str
+    kv_source: str
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step of one worker group, as parallel lists; fields are those of StepBatch in the worker protocol.
@@ -176,6 +187,7 @@ Effect = (
     | GroupJoined
     | GroupRefused
     | EpochEnded
+    | FetchBlocks
     | StepPlan
     | IterationDone
     | KvChanged

@@ -93,6 +93,8 @@ class WorkerRegistered:
             unknown, treated as all tokens.
         max_attention_window: The setting that limits the windows; 0: none.
         sink_token_length: First tokens that every query attends to beside its window.
+        role: A Role; empty: both.
+        kv_source: Where other groups can fetch blocks of its pool; empty: nowhere.
     """
 
     time_ns: int
@@ -122,6 +124,8 @@ class WorkerRegistered:
     attention_windows: tuple[int, ...] = ()
     max_attention_window: int = 0
     sink_token_length: int = 0
+    role: str = ""
+    kv_source: str = ""
 
     @property
     def attention_window(self) -> int:
@@ -204,6 +208,17 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksFetched:
+    """A group has fetched blocks of another one, or could not. Answers FetchBlocks."""
+
+    time_ns: int
+    connection: bytes
+    epoch: int
+    fetched_hashes: tuple[int, ...] = ()
+    missing_hashes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """All pending events were applied: run timers, place requests, plan steps."""
 
@@ -230,6 +245,7 @@ Event = (
     | WorkerLost
     | WorkerFailed
     | StepDone
+    | BlocksFetched
     | Turn
     | DrainStarted
 )

@@ -7,13 +7,22 @@ from functools import partial
 
 from scheduler.core.config import PROTOCOL_VERSION, CoreConfig
 from scheduler.core.effects import Effect, EpochEnded, GroupJoined, GroupRefused, KvChanged
-from scheduler.core.events import StepDone, WorkerBeat, WorkerFailed, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.core.events import (
+    BlocksFetched,
+    StepDone,
+    WorkerBeat,
+    WorkerFailed,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRegistered,
+)
 from scheduler.core.failure import INTERNAL, UNAVAILABLE, Failure
 from scheduler.core.fairness import Clients
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.prefix_cache import CacheCleared, KvChange
 from scheduler.core.queue import RequestQueue
 from scheduler.core.request import FinishReason, Request, RequestState
+from scheduler.core.role import Role
 from scheduler.core.standing import Standings
 from scheduler.core.stats import Totals
 from scheduler.core.timers import Clock, Timers
@@ -118,14 +127,11 @@ class Membership:
             return "attention_windows", f"a layer attends to more than max_attention_window, {limit} tokens"
         if event.num_blocks > _MAX_NUM_BLOCKS:
             return "num_blocks", f"num_blocks is {event.num_blocks}, at most {_MAX_NUM_BLOCKS} are supported"
+        if event.role and event.role not in set(Role):
+            return "role", f"role is {event.role!r}, not one of {', '.join(Role)}"
         if not event.group_id:
             return "group_id", "group_id is empty"
-        kept = set(event.kept_blocks)
-        if not len(event.kept_blocks) == len(kept) == len(event.kept_hashes):
-            return "kept_blocks", "kept_blocks must name each block once, with one of kept_hashes each"
-        if kept and max(kept) >= event.num_blocks:
-            return "kept_blocks", f"block {max(kept)} is kept, there are {event.num_blocks}"
-        return None
+        return _problem_of_kept(event)
 
     def beat(self, event: WorkerBeat) -> None:
         """Process a heartbeat."""
@@ -169,7 +175,7 @@ class Membership:
             if request is not None and event.group_id in request.died_on:
                 request.died_on.remove(event.group_id)
 
-    def group_of(self, event: StepDone | WorkerBeat) -> WorkerGroup | None:
+    def group_of(self, event: StepDone | WorkerBeat | BlocksFetched) -> WorkerGroup | None:
         """Return the sender of a message; count a stale message and notify its sender.
 
         An epoch is bound to the connection that it was assigned to: no worker can send for another, and one whose
@@ -344,3 +350,13 @@ def _take_a_turn(_: int) -> None:
 def _running(group: WorkerGroup) -> set[Request]:
     """Return the requests that the group was computing."""
     return {request for step in group.in_flight for request in step.requests() if request.group is group}
+
+
+def _problem_of_kept(event: WorkerRegistered) -> tuple[str, str] | None:
+    """Return the field and what is wrong with the blocks that a worker claims to have kept."""
+    kept = set(event.kept_blocks)
+    if not len(event.kept_blocks) == len(kept) == len(event.kept_hashes):
+        return "kept_blocks", "kept_blocks must name each block once, with one of kept_hashes each"
+    if kept and max(kept) >= event.num_blocks:
+        return "kept_blocks", f"block {max(kept)} is kept, there are {event.num_blocks}"
+    return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from scheduler.core.admission import too_large
+from scheduler.core.capacity_scheduler import has_room_for
 from scheduler.core.config import CoreConfig
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
 from scheduler.core.queue import RequestQueue
 from scheduler.core.request import FinishReason, Request
 from scheduler.core.request_scheduler import RequestScheduler
+from scheduler.core.role import Role
 from scheduler.core.stats import Totals
 from scheduler.core.timers import Clock
 from scheduler.core.worker_group import WorkerGroup
@@ -144,11 +146,41 @@ class Placement:
         if request.group is None:
             if not self._may_try(request, group) or not group.adapters.fits(request.spec):
                 return 0
-            if not group.is_large_enough(request):
+            if not group.is_large_enough(request) or self._is_for_others(request, group):
                 return 0
         elif request.group is not group:
             return 0
         return self._scheduler.num_sequences_to_start(request, group)
+
+    def _is_for_others(self, request: Request, group: WorkerGroup) -> bool:
+        """Return whether a group only takes requests that are handed over, because others can compute this context."""
+        return group.role is Role.DECODE and any(
+            other.role is not Role.DECODE and self.could_run(request, other)
+            for other in self._membership.groups.values()
+        )
+
+    def could_run(self, request: Request, group: WorkerGroup) -> bool:
+        """Return whether the request could run on the group if it were empty."""
+        standing = group.standing
+        return (
+            not group.is_held_off
+            and not standing.is_on_trial
+            and not self._membership.should_avoid(request, group)
+            and not self._membership.is_suspect(request)
+            and group.is_large_enough(request)
+        )
+
+    def has_room(self, request: Request, group: WorkerGroup) -> bool:
+        """Return whether a request of another group could start on this one now, and run to its end."""
+        return self.could_run(request, group) and group.adapters.fits(request.spec) and has_room_for(request, group)
+
+    def start_on(self, request: Request, group: WorkerGroup, num_steps: int) -> bool:
+        """Start a queued request on a certain group, whatever that group's role; return False if it has to wait."""
+        num_sequences = self._scheduler.num_sequences_to_start(request, group)
+        if num_sequences < len(request.waiting_sequences):
+            return False
+        self._start(request, group, num_sequences, num_steps)
+        return True
 
     def _may_try(self, request: Request, group: WorkerGroup) -> bool:
         """Return whether the request may run on the group, given past worker deaths, such that blame stays certain."""

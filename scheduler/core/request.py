@@ -324,6 +324,7 @@ class Request:
         num_cached_tokens: Prompt tokens that were in the prefix cache when it first started.
         lost_store: kv_store of the dead worker whose pool may still have its blocks.
         may_fetch: Its blocks may be fetched from tiers; False after a worker died while fetching them.
+        may_hand_over: It may move from a prefill group to a decode group; False after that failed.
         died_on: Groups that died consecutively while running it, without a new token in between.
         num_attached: Detokenizers attached to its feed.
         last_ordinal: The last step whose result was counted in num_steps.
@@ -340,8 +341,10 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recoveries: int = 0
+    num_handovers: int = 0
     lost_store: str = ""
     may_fetch: bool = True
+    may_hand_over: bool = True
     died_on: list[str] = field(default_factory=list)
     num_steps: int = 0
     last_ordinal: int = -1
@@ -366,7 +369,7 @@ class Request:
     @property
     def has_run(self) -> bool:
         """Whether it held blocks before, or was accepted by an earlier scheduler."""
-        return self.num_preemptions > 0 or self.num_recoveries > 0
+        return self.num_preemptions > 0 or self.num_recoveries > 0 or self.num_handovers > 0
 
     @property
     def order(self) -> tuple[int, int]:

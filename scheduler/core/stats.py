@@ -33,6 +33,8 @@ class Totals:
     num_completed: int = 0
     num_preemptions: int = 0
     num_recoveries: int = 0
+    num_handovers: int = 0  # from prefill to decode groups
+    num_failed_handovers: int = 0  # blocks could not be fetched, so the request stayed
     num_worker_deaths: int = 0
     num_worker_faults: int = 0  # wrong messages and lost results
     num_stale_messages: int = 0

@@ -25,6 +25,7 @@ from scheduler.core.in_flight import InFlightStep, LastGeneration
 from scheduler.core.prefix_cache import PrefixCache
 from scheduler.core.request import Request, RequestState, Sequence
 from scheduler.core.request_spec import RequestSpec
+from scheduler.core.role import Role
 from scheduler.core.standing import Standing
 from scheduler.core.timers import Clock
 
@@ -110,7 +111,9 @@ class WorkerGroup:
         generation_version: Changes whenever `generating` does.
         num_waiting: Sequences with rows that must wait for each result before they run again.
         adoptions: Blocks that the next steps ask the worker to look up in pools of dead workers, or in its tiers.
+        role: What it is there for.
         stored: Known hashes of the blocks in its tiers; shared with groups that share the tiers.
+        fetched: Hashes of the blocks that it has fetched from other groups and not adopted yet.
         batch_size: Sequences started since the group was last empty.
     """
 
@@ -152,7 +155,9 @@ class WorkerGroup:
         self.batch_size = 0
         most = _MAX_ADOPTED_BYTES // registration.block_bytes if registration.block_bytes else _MAX_ADOPTED_BLOCKS
         self.adoptions = Adoptions(max(most, 1))
+        self.role = Role(registration.role or Role.BOTH)
         self.stored = set[int]() if stored is None else stored
+        self.fetched = set[int]()
         self.in_flight: deque[InFlightStep] = deque()
         self.last_generation = LastGeneration()
         self.next_step_id = 1
@@ -207,6 +212,8 @@ class WorkerGroup:
         step = self.in_flight.popleft()
         self.pace.note_result(step, event.time_ns)
         self.tables.settle(step.adoption, event.missing_blocks)
+        if self.fetched:
+            self.fetched.difference_update(step.adoption.hashes)  # they were looked for, and are gone
         if event.missing_blocks:
             asked = zip(step.adoption.blocks, step.adoption.hashes, strict=True)
             self.stored.difference_update(value for block, value in asked if block in event.missing_blocks)
@@ -229,6 +236,19 @@ class WorkerGroup:
         """Return the rows that the next step frees at the worker, once."""
         rows, self._released_rows = self._released_rows, []
         return rows
+
+    def has_below_pool(self, value: int) -> bool:
+        """Return whether the worker is believed to hold the block with this hash outside of its pool."""
+        return value in self.fetched or value in self.stored
+
+    def can_fetch_from(self, source: WorkerGroup) -> bool:
+        """Return whether the worker can fetch blocks of another group's pool."""
+        return source.registration.kv_source != ""
+
+    @property
+    def first_open_step(self) -> int:
+        """The oldest step whose result is awaited, or else the next one."""
+        return self.in_flight[0].step_id if self.in_flight else self.next_step_id
 
     @property
     def num_free_rows(self) -> int:
@@ -328,15 +348,16 @@ class WorkerGroup:
             self.num_placed += 1
         leader = self._leader(request)
         was_lost_here = request.lost_store != "" and request.lost_store == self.registration.kv_store
-        adoptions = self.adoptions if was_lost_here or (self.stored and request.may_fetch) else None
-        stored = None if was_lost_here else self.stored
+        may_fetch = request.may_fetch and bool(self.stored or self.fetched)
+        adoptions = self.adoptions if was_lost_here or may_fetch else None
+        is_stored = None if was_lost_here else self.has_below_pool
         num_found = 0
         waiting = request.waiting_sequences
         starting = waiting[:num_sequences]
         if len(starting) == len(waiting):
             request.lost_store = ""
         for sequence in starting:
-            num_blocks = self.tables.fill(sequence, leader, adoptions, stored)
+            num_blocks = self.tables.fill(sequence, leader, adoptions, is_stored)
             num_found = num_blocks if sequence is starting[0] else num_found
             self._take_row(sequence, ordinal)
             self.context.append(sequence)

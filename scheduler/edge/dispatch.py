@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from midstream.clock import SteadyClock
 from midstream.rpc.health import LoopProgress
 from protos import worker_pb2
-from scheduler.core.effects import EpochEnded, GroupJoined, GroupRefused, StepPlan
+from scheduler.core.effects import EpochEnded, FetchBlocks, GroupJoined, GroupRefused, StepPlan
 from scheduler.core.events import StepDone, WorkerFailed, WorkerLost
 from scheduler.edge.worker_keys import WorkerKeys
 from scheduler.wire.prompt_tables import table_parts
@@ -202,6 +202,13 @@ class Dispatcher:
         for part in table_parts(plan):
             self._send(plan.connection, part)
         self._send(plan.connection, encode_step(plan, self._limits))
+
+    def send_fetch(self, effect: FetchBlocks) -> None:
+        """Ask a worker to fetch blocks from another one."""
+        fetch = worker_pb2.FetchBlocks(
+            epoch=effect.epoch, hashes=effect.hashes, kv_store=effect.kv_store, kv_source=effect.kv_source
+        )
+        self._send_message(effect.connection, worker_pb2.SchedulerMessage(fetch_blocks=fetch))
 
     def send_joined(self, effect: GroupJoined) -> None:
         """Send a worker its epoch."""

@@ -18,6 +18,7 @@ from scheduler.core.effects import (
     BeamsAdvanced,
     Effect,
     EpochEnded,
+    FetchBlocks,
     GroupJoined,
     GroupRefused,
     IterationDone,
@@ -194,6 +195,8 @@ class Engine:
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, StepPlan):
             self._dispatcher.send_step(effect)
+        elif isinstance(effect, FetchBlocks):
+            self._dispatcher.send_fetch(effect)
         elif isinstance(effect, IterationDone):
             self._iterations.append(effect.stats)
         elif isinstance(effect, GroupJoined):

@@ -14,6 +14,7 @@ from scheduler.core.effects import Effect, RequestEnded, StepPlan
 from scheduler.core.events import (
     AbortRequested,
     Attached,
+    BlocksFetched,
     Detached,
     DrainStarted,
     Event,
@@ -56,7 +57,7 @@ def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
     record = pb.Record(time_ns=event.time_ns)
     if isinstance(event, Turn):
         record.turn = True
-    elif isinstance(event, StepDone | WorkerBeat | WorkerRegistered | WorkerLeft):
+    elif isinstance(event, StepDone | WorkerBeat | WorkerRegistered | WorkerLeft | BlocksFetched):
         record.worker_message.connection = event.connection
         record.worker_message.frame = _encode_worker_event(event)
     elif isinstance(event, WorkerLost):
@@ -202,7 +203,7 @@ def _decode_spec(message: pb.RecordedRequest) -> RequestSpec:
     )
 
 
-def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegistered) -> bytes:
+def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegistered | BlocksFetched) -> bytes:
     message = worker_pb2.WorkerMessage()
     if isinstance(event, StepDone):
         result = message.step_result
@@ -222,6 +223,11 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
         memory.cpu_bytes, memory.gpu_bytes, memory.pinned_bytes = event.memory
         message.heartbeat.stored_hashes.extend(event.stored_hashes)
         message.heartbeat.removed_hashes.extend(event.removed_hashes)
+    elif isinstance(event, BlocksFetched):
+        fetched = message.blocks_fetched
+        fetched.epoch = event.epoch
+        fetched.fetched_hashes.extend(event.fetched_hashes)
+        fetched.missing_hashes.extend(event.missing_hashes)
     elif isinstance(event, WorkerLeft):
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
     else:

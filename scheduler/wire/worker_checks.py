@@ -56,7 +56,7 @@ def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
 
 
 def _check_registration(message: worker_pb2.Register) -> None:
-    for field in ("group_id", "model_fingerprint", "device", "dtype", "kv_store", "tier_store"):
+    for field in ("group_id", "model_fingerprint", "device", "dtype", "kv_store", "tier_store", "role", "kv_source"):
         _check_text(field, getattr(message, field), MAX_NAME)
     if not message.group_id.isprintable():
         raise WrongMessageError("group_id has unprintable characters")

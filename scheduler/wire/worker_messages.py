@@ -6,12 +6,20 @@ from google.protobuf.message import DecodeError
 
 from protos import generation_pb2, worker_pb2
 from scheduler.core.effects import AddedSequence, StepPlan
-from scheduler.core.events import StepDone, WorkerBeat, WorkerFailed, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.core.events import (
+    BlocksFetched,
+    StepDone,
+    WorkerBeat,
+    WorkerFailed,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRegistered,
+)
 from scheduler.core.failure import Failure
 from scheduler.wire.requests import ModelLimits, stop_ids
 from scheduler.wire.worker_checks import check_worker_message
 
-WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | WorkerFailed | StepDone
+WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | WorkerFailed | StepDone | BlocksFetched
 
 
 def decode_worker_message(
@@ -45,6 +53,11 @@ def decode_worker_message(
         return _registered(message.register, connection, time_ns)
     if kind == "leave":
         return WorkerLeft(time_ns, connection, message.leave.epoch, message.leave.reason)
+    if kind == "blocks_fetched":
+        fetched = message.blocks_fetched
+        return BlocksFetched(
+            time_ns, connection, fetched.epoch, tuple(fetched.fetched_hashes), tuple(fetched.missing_hashes)
+        )
     if kind == "lora_result":
         return message.lora_result
     if kind == "step_outputs":
@@ -81,6 +94,8 @@ def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -
         attention_windows=tuple(message.attention_windows),
         max_attention_window=message.max_attention_window,
         sink_token_length=message.sink_token_length,
+        role=message.role,
+        kv_source=message.kv_source,
     )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpu_worker.kv.kept_blocks import KeptBlocks
 from protos import worker_pb2
-from scheduler.core.effects import StepPlan
-from scheduler.core.events import StepDone, WorkerRegistered
+from scheduler.core.effects import FetchBlocks, StepPlan
+from scheduler.core.events import BlocksFetched, StepDone, WorkerRegistered
 from scheduler.wire.worker_messages import decode_worker_message
 from tests.fakes.model import FakeModel
 
@@ -22,11 +23,14 @@ class FakeGroup:
 
     Attributes:
         store: Hashes and slots that dead groups left.
-        num_adopted: Blocks that were filled from it.
+        num_adopted: Blocks that were filled from it, or with what was fetched.
+        fetches: What it was asked to fetch from other groups. staged: Slots of blocks that it has fetched, by hash.
     """
 
     def __init__(self, name: str, registration: WorkerRegistered, model: FakeModel, store: Store) -> None:
         self.store, self.num_adopted = store, 0
+        self.fetches: deque[FetchBlocks] = deque()
+        self.staged: dict[int, list[int]] = {}
         self.name = name
         self.registration = registration
         self.model = model
@@ -44,6 +48,10 @@ class FakeGroup:
         """Fills blocks with what dead groups left; those that were not found."""
         missing = []
         for block, value in zip(batch.adopted_blocks, batch.adopted_hashes, strict=True):
+            if value in self.staged:
+                self.model.slots[block] = self.staged.pop(value)
+                self.num_adopted += 1
+                continue
             for hashes, slots in self.store:
                 (places,) = np.nonzero(hashes == np.uint64(value))
                 if len(places):
@@ -53,6 +61,20 @@ class FakeGroup:
             else:
                 missing.append(block)
         return missing
+
+    def fetch(self, time_ns: int, sources: Iterable[FakeGroup], most: int | None = None) -> BlocksFetched:
+        """Carries out the oldest fetch, of the first `most` blocks; the others are missing."""
+        fetch = self.fetches.popleft()
+        fetched: list[int] = []
+        for value in fetch.hashes[:most]:
+            for source in sources:
+                (places,) = np.nonzero(source.hashes == np.uint64(value))
+                if source.registration.kv_source == fetch.kv_source and len(places):
+                    self.staged[value] = list(source.model.slots[places[0]])
+                    fetched.append(value)
+                    break
+        missing = tuple(value for value in fetch.hashes if value not in fetched)
+        return BlocksFetched(time_ns, self.registration.connection, fetch.epoch, tuple(fetched), missing)
 
     def run(self, time_ns: int) -> StepDone:
         """Runs the oldest step, through the wire format and back."""

@@ -13,6 +13,7 @@ from scheduler.core.effects import (
     Accepted,
     Effect,
     Emitted,
+    FetchBlocks,
     GroupJoined,
     Refused,
     RequestEnded,
@@ -110,6 +111,8 @@ class Harness:
             attention_windows=more.pop("attention_windows", self._attention_windows),
             max_attention_window=more.pop("max_attention_window", self.config.max_attention_window),
             sink_token_length=more.pop("sink_token_length", self.config.sink_token_length),
+            role=more.pop("role", ""),
+            kv_source=more.pop("kv_source", ""),
         )
         assert not more, more
         model = FakeModel(
@@ -137,13 +140,8 @@ class Harness:
         return effects
 
     def _note(self, effect: Effect) -> None:
-        if isinstance(effect, StepPlan):
-            group = self.groups[effect.group_id]
-            self.plans.append(describe(effect, self.group(effect.group_id)))
-            if group.epoch == effect.epoch:
-                group.plans.append(effect)
-                batch = worker_pb2.SchedulerMessage.FromString(encode_step(effect, LIMITS)).step_batch
-                group.keep(batch)
+        if isinstance(effect, StepPlan | FetchBlocks):
+            self._note_work(effect)
         elif isinstance(effect, Emitted):
             self._note_tokens(effect)
         elif isinstance(effect, SequenceEnded):
@@ -162,6 +160,19 @@ class Harness:
             self.accepted[effect.request.request_id] = self.accepted.get(effect.request.request_id, 0) + 1
         elif isinstance(effect, GroupJoined):
             self.groups[effect.group_id].epoch = effect.epoch
+
+    def _note_work(self, effect: StepPlan | FetchBlocks) -> None:
+        if isinstance(effect, FetchBlocks):
+            for group in self.groups.values():
+                if (group.registration.connection, group.epoch) == (effect.connection, effect.epoch):
+                    group.fetches.append(effect)
+            return
+        group = self.groups[effect.group_id]
+        self.plans.append(describe(effect, self.group(effect.group_id)))
+        if group.epoch == effect.epoch:
+            group.plans.append(effect)
+            batch = worker_pb2.SchedulerMessage.FromString(encode_step(effect, LIMITS)).step_batch
+            group.keep(batch)
 
     def _note_end(self, request: Request) -> None:
         assert request.request_id not in self.ended, "a request ended twice"
@@ -215,6 +226,11 @@ class Harness:
         """Runs the oldest step of a group and delivers its result, without a turn."""
         self.handle(self.groups[name].run(self.now_ns))
 
+    def fetch(self, name: str, most: int | None = None) -> list[str]:
+        """Carries out the oldest fetch of a group, or a part of it, and takes a turn."""
+        self.handle(self.groups[name].fetch(self.now_ns, self.groups.values(), most))
+        return self.turn()
+
     def step(self, name: str = "g") -> list[str]:
         """Runs the oldest step of a group, delivers its result, and takes a turn; the steps that it planned."""
         self.finish_step(name)
@@ -229,6 +245,11 @@ class Harness:
         """Runs until nothing is in flight; the number of steps."""
         self.turn()
         for count in range(max_steps):
+            fetching = next((group for group in self.groups.values() if group.fetches), None)
+            if fetching is not None:
+                self.fetch(fetching.name)
+                self.check()
+                continue
             busy = next((group for group in self.groups.values() if group.plans), None)
             if busy is None:
                 if not self.wait_for_groups():

@@ -6,6 +6,7 @@ The fake model checks each step against the contents of its KV cache, and the ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from scheduler.core.events import AbortRequested, Attached, Detached, StopWordFound
 from scheduler.core.request import FinishReason
@@ -33,10 +34,20 @@ class Shape:
 
 
 class Life:
-    """One core with up to two groups `g` and `h`; each method is something that may happen."""
+    """One core with up to two groups `g` and `h`; each method is something that may happen.
+
+    If they `are_apart`, `g` prefills and `h` decodes.
+    """
 
     def __init__(
-        self, capacity: str, batching: str, pipeline_depth: int, max_num_tokens: int, reuse: bool, window: int
+        self,
+        capacity: str,
+        batching: str,
+        pipeline_depth: int,
+        max_num_tokens: int,
+        reuse: bool,
+        window: int,
+        are_apart: bool,
     ) -> None:
         self.harness = Harness(
             capacity=capacity,
@@ -51,7 +62,12 @@ class Life:
         self.count = 0
         self.max_tokens: dict[str, int] = {}
         self.undisturbed: set[str] = set()
-        self.harness.add_group("g", num_blocks=NUM_BLOCKS, max_batch_size=5)
+        self.are_apart = are_apart
+        self._add_group("g", num_blocks=NUM_BLOCKS, max_batch_size=5)
+
+    def _add_group(self, name: str, **settings: Any) -> None:
+        role = {"g": "prefill", "h": "decode"}[name] if self.are_apart else ""
+        self.harness.add_group(name, role=role, kv_source=f"at {name}", **settings)
 
     def submit(self, shapes: list[Shape]) -> None:
         for shape in shapes:
@@ -81,6 +97,10 @@ class Life:
         return [group for group in self.harness.groups.values() if group.plans]
 
     def step(self, pick: int, twice: bool) -> None:
+        fetching = next((group for group in self.harness.groups.values() if group.fetches), None)
+        if fetching is not None and pick % 2:
+            self.harness.fetch(fetching.name, pick // 2 if pick < 5 else None)
+            return
         busy = self.busy()
         if busy:
             result = busy[pick % len(busy)].run(self.harness.now_ns)
@@ -118,11 +138,11 @@ class Life:
 
     def group_changes(self, name: str, kind: str, num_blocks: int) -> None:
         if name not in self.harness.groups:
-            self.harness.add_group(name, num_blocks=num_blocks, max_batch_size=4)
+            self._add_group(name, num_blocks=num_blocks, max_batch_size=4)
         elif kind == "leave" and len(self.harness.groups) > 1:
             self.harness.leave(name)
         elif kind == "again":
-            self.harness.add_group(name, num_blocks=NUM_BLOCKS, max_batch_size=5, incarnation=12345)
+            self._add_group(name, num_blocks=NUM_BLOCKS, max_batch_size=5, incarnation=12345)
         self.harness.turn()
 
     def time_passes(self) -> None:

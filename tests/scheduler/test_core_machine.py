@@ -25,6 +25,7 @@ BEGINNINGS = (
     [3, 8, 8, 1000, 1000, 1000],
     [True, True, False],
     [0, 0, 6],
+    [False, True],
 )
 # In the order of Shape's fields.
 SHAPE = (
@@ -48,7 +49,7 @@ class CoreMachine(RuleBasedStateMachine):
     life: Life | None = None
 
     @initialize(chosen=st.tuples(*(st.sampled_from(choices) for choices in BEGINNINGS)))
-    def begin(self, chosen: tuple[str, str, int, int, bool, int]) -> None:
+    def begin(self, chosen: tuple[str, str, int, int, bool, int, bool]) -> None:
         self.life = Life(*chosen)
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=3))

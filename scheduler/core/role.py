@@ -1,0 +1,16 @@
+"""What a worker group is there for."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Role(enum.StrEnum):
+    """A prefill group computes prompts and hands requests over; a decode group takes these.
+
+    Roles are preferences: while there is no group of one kind that can run a request, the other kind does all of it.
+    """
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"

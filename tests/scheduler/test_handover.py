@@ -1,0 +1,225 @@
+"""Requests start on prefill groups and move to decode groups, with their blocks where these can be fetched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scheduler.core.effects import GroupRefused
+from scheduler.core.events import BlocksFetched
+from scheduler.core.request import FinishReason
+from tests.scheduler.fake_group import FakeGroup
+from tests.scheduler.harness import Harness
+
+PROMPT = list(range(100, 122))  # 5 blocks of 4 tokens and a half
+
+
+def apart(depth: int = 1, **prefill: Any) -> tuple[Harness, FakeGroup, FakeGroup]:
+    harness = Harness(pipeline_depth=depth)
+    first = harness.add_group("p", role="prefill", kv_source="at p", **prefill)
+    return harness, first, harness.add_group("d", role="decode")
+
+
+def test_a_prompt_is_computed_on_one_group_and_generates_on_the_other() -> None:
+    harness, prefill, decode = apart()
+    harness.submit("a", PROMPT, 6)
+    assert harness.turn() == ["+a[0:22]"]
+    harness.step("p")
+    (fetch,) = decode.fetches
+    assert len(fetch.hashes) == 5
+    assert (fetch.kv_store, fetch.kv_source) == ("", "at p")
+    # It generates where it is until its blocks have arrived.
+    harness.step("p")
+    assert harness.fetch("d") == [""]
+    assert harness.step("d") == ["+a[20:24]"]
+    harness.run()
+    assert (prefill.model.num_context_tokens, decode.model.num_context_tokens, decode.num_adopted) == (22, 4, 5)
+    assert harness.ended["a"] is FinishReason.LENGTH
+    assert harness.core.totals.num_handovers == 1
+    harness.check_is_empty()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_blocks_are_fetched_as_chunks_of_the_prompt_complete_them(depth: int) -> None:
+    harness, _, decode = apart(depth, max_num_tokens=6)
+    harness.submit("a", PROMPT, 4)
+    harness.turn()
+    asked = []
+    while harness.core.lifecycle.requests["a"].num_handovers == 0:
+        harness.step("p")
+        while decode.fetches:
+            asked.append(len(decode.fetches[0].hashes))
+            harness.fetch("d")
+    assert asked == [1, 2, 1, 1]
+    harness.run()
+    assert decode.num_adopted == 5
+    harness.check_is_empty()
+
+
+def test_what_the_decode_group_holds_is_not_fetched() -> None:
+    harness, _, decode = apart()
+    harness.submit("a", PROMPT, 4)
+    harness.run()
+    harness.submit("b", [*PROMPT[:16], *range(300, 306)], 4)
+    harness.turn()
+    harness.step("p")
+    assert len(decode.fetches[0].hashes) == 1
+    harness.run()
+    assert decode.model.num_context_tokens <= 2 * 8
+    harness.check_is_empty()
+
+
+def test_blocks_that_cannot_be_fetched_keep_a_request_where_it_is() -> None:
+    harness, prefill, decode = apart()
+    harness.submit("a", PROMPT, 8)
+    harness.turn()
+    harness.step("p")
+    harness.fetch("d", 3)
+    harness.run()
+    assert (decode.model.num_context_tokens, prefill.model.num_context_tokens) == (0, 22)
+    assert (harness.core.totals.num_handovers, harness.core.totals.num_failed_handovers) == (0, 1)
+    harness.check_is_empty()
+
+
+def test_a_fetch_that_never_ends_delays_nothing() -> None:
+    harness, _, decode = apart()
+    harness.submit("a", PROMPT, 8)
+    harness.turn()
+    for _ in range(8):
+        harness.step("p")
+    assert harness.ended["a"] is FinishReason.LENGTH
+    assert decode.fetches
+    harness.fetch("d")
+    harness.check_is_empty()
+
+
+@pytest.mark.parametrize("num_fetched", [0, 3, 5])
+def test_when_the_prefill_worker_dies_the_decode_group_computes_what_it_has_not_fetched(num_fetched: int) -> None:
+    harness, _, decode = apart()
+    harness.submit("a", PROMPT, 8)
+    harness.turn()
+    harness.step("p")
+    fetch = decode.fetch(harness.now_ns, harness.groups.values(), num_fetched)
+    harness.cut("p")
+    harness.handle(fetch)
+    harness.run()
+    assert harness.ended["a"] is FinishReason.LENGTH
+    # What was reported after it had begun anew is not used.
+    assert decode.model.num_context_tokens == 23
+    harness.check_is_empty()
+
+
+def test_fetched_blocks_serve_a_request_whose_prefill_worker_has_died() -> None:
+    harness, _, decode = apart(max_num_tokens=12)
+    harness.submit("a", PROMPT, 8)
+    harness.turn()
+    harness.step("p")
+    harness.fetch("d")
+    harness.cut("p")
+    harness.run()
+    assert (decode.num_adopted, decode.model.num_context_tokens) == (3, 10)
+    harness.check_is_empty()
+
+
+def test_when_the_decode_worker_dies_another_one_takes_over() -> None:
+    harness, _, decode = apart()
+    harness.submit("a", PROMPT, 12)
+    harness.turn()
+    harness.step("p")
+    harness.fetch("d")
+    harness.step("d")
+    assert decode.batches
+    harness.add_group("e", role="decode")
+    harness.cut("d")
+    harness.run()
+    assert harness.ended["a"] is FinishReason.LENGTH
+    assert harness.core.totals.num_handovers == 2
+    assert harness.groups["e"].num_adopted >= 5
+    harness.check_is_empty()
+
+
+def test_a_decode_worker_that_dies_in_a_transfer_is_replaced_by_another() -> None:
+    harness, _, decode = apart()
+    other = harness.add_group("e", role="decode")
+    harness.submit("a", PROMPT, 12)
+    harness.turn()
+    harness.step("p")
+    chosen, heir = ("d", other) if decode.fetches else ("e", decode)
+    harness.cut(chosen)
+    harness.run()
+    assert heir.num_adopted == 5
+    harness.check_is_empty()
+
+
+def test_without_a_decode_group_a_prefill_group_does_all() -> None:
+    harness = Harness()
+    harness.add_group("p", role="prefill", kv_source="at p")
+    harness.submit("a", PROMPT, 4)
+    harness.run()
+    assert harness.ended["a"] is FinishReason.LENGTH
+    harness.check_is_empty()
+
+
+def test_without_a_prefill_group_a_decode_group_does_all() -> None:
+    harness = Harness()
+    harness.add_group("d", role="decode")
+    harness.submit("a", PROMPT, 4)
+    harness.run()
+    assert harness.ended["a"] is FinishReason.LENGTH
+    harness.check_is_empty()
+
+
+def test_a_full_decode_group_is_waited_for_on_the_prefill_group() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group("p", role="prefill", kv_source="at p")
+    harness.add_group("d", role="decode", max_batch_size=1)
+    harness.submit("a", PROMPT, 30)
+    harness.submit("b", 9, 4)
+    harness.turn()
+    harness.step("p")
+    harness.fetch("d")
+    while harness.groups["d"].fetches:
+        harness.fetch("d")
+    harness.run()
+    assert harness.core.totals.num_handovers in (1, 2)
+    assert set(harness.ended.values()) == {FinishReason.LENGTH}
+    harness.check_is_empty()
+
+
+@pytest.mark.parametrize("spec", [{"num_sequences": 3}, {"beam_width": 3, "num_sequences": 2}])
+def test_requests_of_several_sequences_move_whole(spec: dict[str, Any]) -> None:
+    harness, _, decode = apart(depth=2)
+    harness.submit("a", PROMPT, 8, **spec)
+    harness.run()
+    assert harness.core.totals.num_handovers == 1
+    assert decode.num_adopted == 5
+    harness.check_is_empty()
+
+
+def test_what_may_not_be_cached_stays() -> None:
+    harness, prefill, decode = apart()
+    harness.submit("a", PROMPT, 8, is_cacheable=False)
+    harness.run()
+    assert (prefill.model.num_context_tokens, decode.model.num_context_tokens) == (22, 0)
+    harness.check_is_empty()
+
+
+def test_late_and_made_up_reports_change_nothing() -> None:
+    harness, _, decode = apart()
+    connection = decode.registration.connection
+    harness.handle(BlocksFetched(harness.now_ns, connection, decode.epoch, (1, 2), (3,)))
+    harness.handle(BlocksFetched(harness.now_ns, connection, decode.epoch - 1, (7,)))
+    assert harness.group("d").fetched == {1, 2}
+    harness.handle(BlocksFetched(harness.now_ns, connection, decode.epoch, (), (1, 2)))
+    assert not harness.group("d").fetched
+    harness.submit("a", PROMPT, 4)
+    harness.run()
+    harness.check_is_empty()
+
+
+def test_an_unknown_role_is_refused() -> None:
+    harness = Harness()
+    harness.add_group("p", role="prefil")
+    (refused,) = (effect for effect in harness.effects if isinstance(effect, GroupRefused))
+    assert refused.field == "role"
