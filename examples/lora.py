@@ -1,6 +1,7 @@
 """LoRA: load an adapter from a PEFT folder, run one request with it and one without, and unload it.
 
-Pass your own folder as the second argument; otherwise a random adapter for the embedded model is created.
+Pass your own folder as the second argument; otherwise a random adapter for the embedded model is created. Adapters are
+loaded from below the routers' and workers' `MIDSTREAM_ADAPTER_ROOT`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from midstream.client import Client
+from midstream.errors import InvalidArgumentError
 from midstream.executor import GenerationExecutor, LoRARequest, SamplingParams
 
 NUM_LAYERS, HIDDEN_SIZE, RANK = 30, 576, 4
@@ -35,7 +37,12 @@ def make_adapter(folder: Path) -> Path:
 def run(address: str, folder: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     with Client(address) as client, GenerationExecutor.create(address=address) as executor:
-        print(client.load_lora("example", str(folder)))
+        try:
+            print(client.load_lora("example", str(folder)))
+        except InvalidArgumentError as error:
+            raise SystemExit(
+                f"{error}\nStart the service with MIDSTREAM_ADAPTER_ROOT={folder.parent}, under which {folder} lies."
+            ) from None
         without = executor.generate_async("A river is", params)
         adapted = executor.generate_async("A river is", params, lora_request=LoRARequest("example"))
         print("without:", repr(without.result().text))

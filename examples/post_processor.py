@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from midstream.errors import InvalidArgumentError
+from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.executor import GenerationExecutor, SamplingParams
 
 
@@ -18,7 +18,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
         for client_id in ("ann", "robert"):
             try:
                 output = executor.generate([400, 500], params, client_id=client_id)
-            except InvalidArgumentError as error:
+            except (InvalidArgumentError, UnsupportedError) as error:
                 raise SystemExit(
                     f"{error}\nInstall tests/gpu_worker/example_post_processor where the workers run."
                 ) from None

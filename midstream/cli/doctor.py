@@ -102,7 +102,7 @@ def _settings() -> Finding:
     except MidstreamError as error:
         return Finding("settings", Verdict.FAULT, str(error), "change or unset the variable")
     count = sum(name.startswith("MIDSTREAM_") for name in os.environ)
-    return Finding("settings", Verdict.GOOD, f"{count} MIDSTREAM_ variables are set")
+    return Finding("settings", Verdict.GOOD, f"MIDSTREAM_ variables set: {count}")
 
 
 def _packages() -> Iterator[Finding]:

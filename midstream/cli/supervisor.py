@@ -31,6 +31,8 @@ _MAX_BACKOFF_S = 10.0
 _MAX_HANG_S = 30.0
 # Longer than the services' drain timeout; and the limit for parts with nothing to drain, which are safe to kill.
 _STOP_TIMEOUT_S, _QUICK_STOP_S = 40.0, 2.0
+# Time for open streams after Ctrl-C. Unfinished requests are in the journal and continue at the next start.
+HURRIED_STOP_S = 3.0
 _STOP_ORDER = (
     (("router",), _STOP_TIMEOUT_S),
     (("detokenizer", "gpu_worker"), _STOP_TIMEOUT_S),
@@ -64,6 +66,7 @@ class Supervisor:
         self._observer = observer
         self._processes = [_Process(spec, run_dir.logs / f"{spec.name}.log", self._changed) for spec in specs]
         self._was_ready = False
+        self._max_stop_s = _STOP_TIMEOUT_S
         self.state = RunState(model, ProcessPhase.STARTING, os.getpid(), time.time(), ())
 
     async def run(self, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
@@ -97,6 +100,10 @@ class Supervisor:
             self._set_phase(ProcessPhase.FAILED if self.state.error else ProcessPhase.STOPPED)
             self._run_dir.release()
 
+    def hurry(self) -> None:
+        """Give open streams only HURRIED_STOP_S once the run is stopped; call it before `stop` is set."""
+        self._max_stop_s = HURRIED_STOP_S
+
     def kill(self) -> None:
         """Kill the remaining processes."""
         for process in self._processes:
@@ -129,7 +136,11 @@ class Supervisor:
             return
         for kinds, timeout_s in _STOP_ORDER:
             await asyncio.gather(
-                *(process.stop(timeout_s) for process in self._processes if process.spec.kind in kinds)
+                *(
+                    process.stop(min(timeout_s, self._max_stop_s))
+                    for process in self._processes
+                    if process.spec.kind in kinds
+                )
             )
 
     def _set_phase(self, phase: ProcessPhase) -> None:
@@ -171,16 +182,15 @@ class _Process:
         self._update(phase=ProcessPhase.STOPPED, pid=0, detail="")
 
     async def stop(self, timeout_s: float) -> None:
-        """Terminate the process; kill it after `timeout_s`."""
+        """Terminate the process; after `timeout_s` end its streams, and kill it if that does not help."""
         if not self.state.pid:
             return
         self._update(phase=ProcessPhase.STOPPING, detail="finishing its streams")
-        self.send(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self._exited.wait(), timeout_s)
-        except TimeoutError:
-            self.send(signal.SIGKILL)
-            await self._exited.wait()
+        for number, limit_s in ((signal.SIGTERM, timeout_s), (signal.SIGTERM, _QUICK_STOP_S), (signal.SIGKILL, None)):
+            self.send(number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exited.wait(), limit_s)
+                return
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal if the process is still running."""

@@ -19,7 +19,7 @@ from rich.markup import escape
 from midstream.cli.api_keys import use_api_keys
 from midstream.cli.display import RunDisplay
 from midstream.cli.run_dir import ProcessPhase, RunDir, RunState, default_run_dir, run_dir_flag
-from midstream.cli.supervisor import Supervisor
+from midstream.cli.supervisor import HURRIED_STOP_S, Supervisor
 from midstream.cli.topology import Topology, check_ports, plan_processes
 from midstream.config import KNOWN_SETTINGS, RouterConfig, check_environment, parse_config
 from midstream.errors import ExecutionError
@@ -156,13 +156,15 @@ async def _run(name: str, topology: Topology, run_dir: RunDir, console: Console)
         specs = plan_processes(topology, journal_path=run_dir.journal_path)
         supervisor = Supervisor(run_dir, name, specs, display.show)
 
-        def on_signal() -> None:
+        def on_signal(number: signal.Signals) -> None:
             if stop.is_set():
                 supervisor.kill()
+            elif number is signal.SIGINT:
+                supervisor.hurry()
             stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
         running = asyncio.create_task(supervisor.run(stop, ready))
         first_ready = asyncio.create_task(ready.wait())
         await asyncio.wait((running, first_ready), return_when=asyncio.FIRST_COMPLETED)
@@ -170,7 +172,11 @@ async def _run(name: str, topology: Topology, run_dir: RunDir, console: Console)
         if ready.is_set():
             stack.pop_all().close()
             console.print(how_to_talk(supervisor.state, run_dir.path), soft_wrap=True)
-            console.print("Ctrl-C stops it; a second Ctrl-C stops without waiting for streams.", style="dim")
+            console.print(
+                f"Ctrl-C stops it and gives open streams {HURRIED_STOP_S:.0f} s; requests continue at the next start.",
+                style="dim",
+                soft_wrap=True,
+            )
         await running
     console.print("Stopped.", style="dim")
     return 0

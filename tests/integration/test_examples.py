@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from midstream.client import Client
+from midstream.errors import InvalidArgumentError, MidstreamError, UnsupportedError
+from midstream.executor import GenerationExecutor
 from tests.integration.service import Service
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -84,6 +87,31 @@ def test_it_shows_what_it_is_for(
         found = re.compile(pattern, re.MULTILINE).search(text, place)
         assert found, f"{pattern!r} is not in {text[place:]!r}"
         place = found.end()
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "call", "error", "cure"),
+    [
+        ("post_processor", GenerationExecutor, "generate", UnsupportedError("none"), "Install tests/gpu_worker"),
+        ("lora", Client, "load_lora", InvalidArgumentError("none"), "MIDSTREAM_ADAPTER_ROOT="),
+    ],
+)
+def test_a_service_that_lacks_what_it_needs_is_explained(
+    address: str,
+    name: str,
+    owner: type,
+    call: str,
+    error: MidstreamError,
+    cure: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(owner, call, refuse)
+    monkeypatch.setattr(sys, "argv", [name, address])
+    with pytest.raises(SystemExit, match=cure):
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
 
 def test_none_is_missing() -> None:

@@ -2,7 +2,7 @@
 
 python -m tests.midstream.fake_service --name NAME --http-port PORT [--mode MODE] [--trace FILE]
 
-Modes: healthy, crash, stubborn, waiting.
+Modes: healthy, crash, stubborn, waiting, draining (it ends at the second SIGTERM).
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def main() -> None:
     terminated = threading.Event()
     if arguments.mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif arguments.mode == "draining":
+
+        def end_next_time(*_: object) -> None:
+            signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+
+        signal.signal(signal.SIGTERM, end_next_time)
     else:
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     began = time.monotonic()
