@@ -3,6 +3,9 @@
 Each message is one frame with one protobuf message. Messages that do not parse are dropped and counted; the socket
 itself drops frames above `max_frame_bytes` and closes their connection. A message that parses but is invalid
 (scheduler/wire/worker_checks.py) ends its sender's epoch.
+
+The socket is read in a callback on its descriptor and written where messages are made: pyzmq's asyncio wrapper costs a
+task for each message sent and several turns of the event loop for each one received.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import zmq
 import zmq.asyncio
@@ -32,6 +36,8 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 64 << 20
 MAX_HELD_BYTES = 1 << 30
 _HIGH_WATER_MARK = 1000
+# Messages read in one callback; others get their turn before the rest.
+_MAX_READ = 64
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 # When to check which connection closed: the socket notices it a little later than its monitor.
 _LOOK_AFTER_S = (0.0, 0.002, 0.02, 0.1)
@@ -87,8 +93,10 @@ class Dispatcher:
         self._worker_timeout_ms = worker_timeout_ms
         self._max_held_bytes = max_held_bytes
         self._outputs: dict[bytes, _HeldOutputs] = {}  # by connection: outputs of the step whose result comes next
+        # The monitor's and the authenticator's sockets, which are rarely used, are of the asyncio kind.
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        plain: Any = self._context.socket(zmq.ROUTER, socket_class=cast("Any", zmq.Socket))
+        self._socket: zmq.Socket[bytes] = plain
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -97,6 +105,10 @@ class Dispatcher:
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._epochs: dict[bytes, int] = {}  # by connection
+        self._is_read_due = True  # also while it reads, and until `run`
+        self._on_event: Callable[[WorkerEvent], None]
+        self._progress: LoopProgress
+        self._failed: asyncio.Future[None]
         self._authenticator = keys.secure(self._context, self._socket) if keys is not None else None
         address = f"[{host}]" if ":" in host else host
         self._socket.bind(f"tcp://{address}:{port}")
@@ -104,13 +116,24 @@ class Dispatcher:
 
     async def run(self, on_event: Callable[[WorkerEvent], None], progress: LoopProgress) -> None:
         """Pass worker messages and lost connections to `on_event` until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._receive(on_event, progress))
-            group.create_task(self._watch_links(on_event))
+        loop = asyncio.get_running_loop()
+        self._on_event, self._progress, self._failed = on_event, progress, loop.create_future()
+        descriptor = self._socket.fileno()
+        loop.add_reader(descriptor, self._read)
+        self._read()
+        watching = loop.create_task(self._watch_links(on_event))
+        try:
+            done, _ = await asyncio.wait((watching, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+        finally:
+            loop.remove_reader(descriptor)
+            self._failed.cancel()
+            watching.cancel()
+            await asyncio.wait((watching,))
 
     async def _watch_links(self, on_event: Callable[[WorkerEvent], None]) -> None:
         """Detect the death of a worker by its closed connection, long before the heartbeat timeout."""
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
+        monitor = cast("zmq.asyncio.Socket", self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED))
         try:
             while True:
                 if parse_monitor_message(await monitor.recv_multipart())["event"] != zmq.EVENT_DISCONNECTED:
@@ -118,32 +141,57 @@ class Dispatcher:
                     continue
                 for delay_s in _LOOK_AFTER_S:
                     await asyncio.sleep(delay_s)
-                    for connection in await self._lost_links():
+                    for connection in self._lost_links():
                         on_event(WorkerLost(self._clock.now_ns(), connection))
         finally:
             monitor.close()
 
-    async def _lost_links(self) -> list[bytes]:
+    def _lost_links(self) -> list[bytes]:
         """Return and forget connections with an epoch to which nothing can be sent."""
         lost = []
         for connection, epoch in list(self._epochs.items()):
             try:
-                await self._socket.send_multipart([connection, _heartbeat_ack(epoch)], zmq.NOBLOCK)
+                self._socket.send_multipart([connection, _heartbeat_ack(epoch)], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 if error.errno == zmq.EHOSTUNREACH:
                     logger.warning("lost the connection of a worker", extra={"epoch": self._epochs.pop(connection)})
                     self._outputs.pop(connection, None)
                     lost.append(connection)
+        self._read_if_readable()
         return lost
 
-    async def _receive(self, on_event: Callable[[WorkerEvent], None], progress: LoopProgress) -> None:
-        while True:
-            progress.idle()
-            frames = await self._socket.recv_multipart()
-            progress.touch()
+    def _read(self) -> None:
+        """Read some messages, and call itself again if more are left."""
+        if self._failed.done():
+            return
+        self._progress.touch()
+        self._is_read_due = True
+        try:
+            self._is_read_due = self._read_some()
+        except Exception as error:  # noqa: BLE001 (raised by `run`)
+            self._failed.set_exception(error)
+        self._progress.idle()
+        if self._is_read_due:
+            self._failed.get_loop().call_soon(self._read)
+
+    def _read_some(self) -> bool:
+        """Handle up to _MAX_READ messages; return whether more may be left."""
+        receive = self._socket.recv_multipart
+        for _ in range(_MAX_READ):
+            try:
+                frames = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
             event = self._decode(frames)
             if event is not None:
-                on_event(event)
+                self._on_event(event)
+        return True
+
+    def _read_if_readable(self) -> None:
+        """Read soon if there are messages: the descriptor does not report those that a send has noticed."""
+        if not self._is_read_due and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._is_read_due = True
+            self._failed.get_loop().call_soon(self._read)
 
     def _decode(self, frames: list[bytes]) -> WorkerEvent | None:
         connection = frames[0]
@@ -256,12 +304,11 @@ class Dispatcher:
 
     def _send(self, connection: bytes, frame: bytes) -> None:
         # A worker that is gone or does not read soon loses its epoch by the heartbeat timeout.
-        sent = asyncio.ensure_future(self._socket.send_multipart([connection, frame], zmq.NOBLOCK))
-        sent.add_done_callback(self._on_sent)
-
-    def _on_sent(self, future: asyncio.Task[zmq.MessageTracker | None]) -> None:
-        if not future.cancelled() and future.exception() is not None:
+        try:
+            self._socket.send_multipart([connection, frame], zmq.NOBLOCK)
+        except zmq.ZMQError:
             self.num_unsent += 1
+        self._read_if_readable()
 
     def close(self) -> None:
         """Close the port."""

@@ -1,6 +1,7 @@
 """Drives the pure core: passes it timestamped events, carries out its effects, and runs its timers.
 
-All events of one event-loop iteration are followed by one Turn, so a burst of submits is planned together.
+All events of one event-loop iteration are followed by one Turn, so a burst of submits is planned together. Their
+entries go to the journal once it is over: the journal's thread and the loop then do not compete for the interpreter.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Engine:
         self._observers = observers
         self._loop = asyncio.get_running_loop()
         self._is_turn_due = False
+        self._entries: list[JournalEntry] = []  # of this turn, to be committed
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._uncommitted: dict[str, asyncio.Event] = {}
@@ -113,16 +115,13 @@ class Engine:
         finally:  # recordings are most useful for an event on which the core fails
             for observe in self._observers:
                 observe(event, effects)
-        entries: list[JournalEntry] = []
         for effect in effects:
             if isinstance(effect, BeamsAdvanced):
                 report_beams(effect.request)
             if is_entry(effect):
-                entries.append(effect)  # type: ignore[arg-type]
+                self._entries.append(effect)  # type: ignore[arg-type]
             else:
                 self._carry_out(effect)
-        if entries:
-            self._journal.commit(entries, lambda: self._on_committed(entries))
         if not isinstance(event, Turn):
             self._turn_soon()
         return effects
@@ -188,7 +187,8 @@ class Engine:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Cancel the timer."""
+        """Commit what is left and cancel the timer."""
+        self._commit()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -209,6 +209,11 @@ class Engine:
         elif isinstance(effect, KvChanged):
             for change in effect.changes:
                 self.kv_events.append((effect.group_id, change))
+
+    def _commit(self) -> None:
+        entries, self._entries = self._entries, []
+        if entries:
+            self._journal.commit(entries, lambda: self._on_committed(entries))
 
     def _on_committed(self, entries: list[JournalEntry]) -> None:
         amended = [entry.sequence.request for entry in entries if isinstance(entry, SequenceEnded)]
@@ -247,11 +252,28 @@ class Engine:
                 raise
             self._on_failure(error)
             return
+        finally:
+            self._commit()
         if not self.core.lifecycle.num_unfinished and not any(feed.num_attached for feed in self.hub.feeds):
             self._idle.set()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._arm()
+
+    def _arm(self) -> None:
+        """Set the timer of the next turn; one that is set for an earlier time stays, and is set again then."""
         next_ns = self.core.next_turn_ns
-        if next_ns is not None:
-            self._timer = self._loop.call_later(max(0, next_ns - self.now_ns()) / 1e9, self._turn_soon)
+        if next_ns is None:
+            return
+        when = self._loop.time() + max(0, next_ns - self.now_ns()) / 1e9
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        next_ns = self.core.next_turn_ns
+        if next_ns is not None and next_ns <= self.now_ns():
+            self._turn_soon()
+        else:
+            self._arm()

@@ -57,7 +57,7 @@ class WorkerKeys:
                 raise ConfigError("is given, and curve is off", field=name)
         return None
 
-    def secure(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> AsyncioAuthenticator:
+    def secure(self, context: zmq.asyncio.Context, socket: zmq.Socket[bytes]) -> AsyncioAuthenticator:
         """Enable CURVE on an unbound socket; stop the returned authenticator after closing the socket."""
         authenticator = AsyncioAuthenticator(context)
         authenticator.start()

@@ -211,6 +211,16 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
             process.adopt(task)
         return task
 
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:  # type: ignore[override]
+        """Calls back, in the process that asks, when a simulated socket becomes readable."""
+        context = contextvars.copy_context()
+        fd.watch(lambda: self.call_soon(callback, *args, context=context))
+
+    def remove_reader(self, fd: Any) -> bool:
+        """Does not call back again."""
+        fd.watch(lambda: None)
+        return True
+
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
         """For the running process."""
         process = PROCESS.get()

@@ -6,7 +6,6 @@ that, this network may lose, repeat and reorder single messages.
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -117,11 +116,12 @@ class Monitor:
         """There is nothing to close."""
 
 
-class Router(Monitor):
-    """Stands in for a ROUTER socket of zmq.asyncio; messages come behind the identity of their sender."""
+class Router:
+    """Stands in for a ROUTER socket; messages come behind the identity of their sender."""
 
     def __init__(self, network: Network) -> None:
-        super().__init__()
+        self._inbox: deque[list[bytes]] = deque()
+        self._on_readable: Callable[[], object] = lambda: None
         self.process = running()
         self.links: dict[bytes, Link] = {}
         self._network = network
@@ -153,16 +153,36 @@ class Router(Monitor):
         if self.links.pop(identity, None) is not None and self._monitor is not None:
             self._monitor.receive(_DISCONNECTED)
 
-    def send_multipart(self, frames: list[bytes], _: int = 0) -> asyncio.Future[None]:
+    def fileno(self) -> Any:
+        """Itself, for the loop."""
+        return self
+
+    def getsockopt(self, _: int) -> int:
+        """Whether it is readable."""
+        return zmq.POLLIN * bool(self._inbox)
+
+    def watch(self, on_readable: Callable[[], object]) -> None:
+        """Calls back in the loop when messages have come to the empty inbox, as an edge of a descriptor."""
+        self._on_readable = on_readable
+
+    def receive(self, frames: list[bytes]) -> None:
+        """A message has come."""
+        self._inbox.append(frames)
+        if len(self._inbox) == 1:
+            self._on_readable()
+
+    def recv_multipart(self, _: int = 0) -> list[bytes]:
+        """The next message."""
+        if not self._inbox:
+            raise _AGAIN.with_traceback(None)
+        return self._inbox.popleft()
+
+    def send_multipart(self, frames: list[bytes], _: int = 0) -> None:
         """Sends to the dealer of an identity."""
-        future = asyncio.get_running_loop().create_future()
         link = self.links.get(frames[0])
         if link is None:
-            future.set_exception(zmq.ZMQError(zmq.EHOSTUNREACH))
-        else:
-            link.send(link.down, frames[1])
-            future.set_result(None)
-        return future
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        link.send(link.down, frames[1])
 
     def close(self) -> None:
         """Refuses everybody."""
@@ -179,7 +199,7 @@ class Context:
     def __init__(self, network: Network) -> None:
         self._network = network
 
-    def socket(self, kind: int) -> Any:
+    def socket(self, kind: int, **_: object) -> Any:
         """A scheduler's socket."""
         assert kind == zmq.ROUTER
         return Router(self._network)
