@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.simulation.cluster import Shape
+from tests.simulation.journal import SimulatedJournal
 from tests.simulation.loop import PROCESS, Process, VirtualLoop
 from tests.simulation.run import run_seed
 from tests.simulation.scenarios import Scenario
@@ -20,9 +21,9 @@ MARGIN = 40
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Tasks and callbacks that each kind of part makes."""
+    """Tasks and callbacks that each kind of part makes, and commits."""
     counts = Counter[str]()
-    call_soon, adopt = VirtualLoop.call_soon, Process.adopt
+    call_soon, adopt, commit = VirtualLoop.call_soon, Process.adopt, SimulatedJournal.commit
 
     def count_callback(loop: VirtualLoop, callback: object, *args: object, context: object = None) -> object:
         process = PROCESS.get()
@@ -34,6 +35,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts[f"tasks of {process.name.partition('-')[0]}"] += 1
         adopt(process, task)  # type: ignore[arg-type]
 
+    def count_commit(journal: SimulatedJournal, entries: object, then: object) -> None:
+        counts["commits"] += 1
+        commit(journal, entries, then)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SimulatedJournal, "commit", count_commit)
     monkeypatch.setattr(VirtualLoop, "call_soon", count_callback)
     monkeypatch.setattr(Process, "adopt", count_task)
     return counts
@@ -64,4 +70,6 @@ def test_a_step_costs_a_message_for_each_pair_of_parts_however_many_streams(made
     assert made["tasks of scheduler"] <= 2 * NUM_REQUESTS + MARGIN
     assert made["tasks of detokenizer"] <= MARGIN
     assert made["callbacks of detokenizer"] <= sent["scheduler", "detokenizer"] + MARGIN
-    assert made["callbacks of scheduler"] <= 3 * num_steps + MARGIN
+    # The turn after a result, and the feed's batch after its commit.
+    assert made["callbacks of scheduler"] <= 2 * num_steps + 2 * MARGIN
+    assert made["commits"] <= num_steps + MARGIN
