@@ -2,7 +2,8 @@
 
 A step arrives as CPU tensors. If every sequence in it has one token and is sampled, its rows are laid out in one pinned
 buffer as the graph of the next larger batch size expects them, copied to that graph's inputs, and the graph is
-replayed; padding rows have no keys and write no slot. Any other step is copied over and run eagerly. No call here waits
+replayed; padding rows have no keys and write no slot. Each size has a second graph for steps with LoRA adapters, which
+names them by slots on the device. Any other step is copied over and run eagerly. No call here waits
 for the device, except to reuse a pinned buffer whose last copy is still running.
 
 A step may be started before the host knows the tokens of the step before. These stay on the device (`feed`), and
@@ -19,17 +20,21 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_worker.batch.staging import PinnedBuffers
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.arena import token_slots
 from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
 
 logger = logging.getLogger(__name__)
 
 _NO_SLOT = -1
+# Token id, position, KV slot, length and adapter slot of a row.
+_WORDS = 5
 _WARM_UP_RUNS = 2
 
 Recorder = Callable[[Callable[[], object]], Callable[[], None]]
@@ -88,6 +93,7 @@ class GraphDecoder:
         max_num_tokens: int,
         max_blocks: int,
         make_recorder: MakeRecorder | None = None,
+        takes_adapters: bool = False,
     ) -> None:
         """Wrap a decoder; record no graphs yet.
 
@@ -98,18 +104,21 @@ class GraphDecoder:
             max_num_tokens: Maximum tokens in one step.
             max_blocks: Maximum blocks of one sequence.
             make_recorder: Factory of graph recorders; None: all steps run eagerly.
+            takes_adapters: Whether to record graphs with LoRA adapters as well.
         """
         self._decoder, self._device, self._make_recorder = decoder, device, make_recorder
         self._max_batch_size = max_batch_size
-        self._graphs: dict[int, Callable[[], None]] = {}
+        self._with_adapters = (False, True) if takes_adapters else (False,)
+        # By number of rows, and whether they may have adapters.
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
         self._logits = torch.empty(0, device=device)
-        # Four numbers per row, then the used part of the block tables: filled by one copy.
-        self._arena = torch.zeros(max_batch_size * (4 + max_blocks), dtype=torch.int32, device=device)
+        # Five numbers per row, then the used part of the block tables: filled by one copy.
+        self._arena = torch.zeros(max_batch_size * (_WORDS + max_blocks), dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
         self._counts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
         # Sampled tokens of the previous step, which may not be known to the host yet.
         self._fed = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
-        most_eager = 3 * max_num_tokens + max_batch_size * (3 + max_blocks) + 1
+        most_eager = 4 * max_num_tokens + max_batch_size * (3 + max_blocks) + 1
         self._pinned = PinnedBuffers(device, max(most_eager, self._arena.numel()))
 
     def place_adapter(self, adapter: Adapter) -> object:
@@ -149,13 +158,16 @@ class GraphDecoder:
         record = self._make_recorder()
         started = time.perf_counter()
         for size in reversed(graph_sizes(self._max_batch_size)):
-            inputs = self._static_inputs(size)
-            # Earlier steps may have left data there in the layout of another batch size.
-            self._arena.zero_()
-            inputs.slot_mapping.fill_(_NO_SLOT)
-            if not self._graphs:
-                self._logits = self._decoder.forward(inputs)
-            self._graphs[size] = record(functools.partial(self._run, inputs, size))
+            for has_adapters in self._with_adapters:
+                inputs = self._static_inputs(size, has_adapters=has_adapters)
+                # Earlier steps may have left data there in the layout of another batch size.
+                self._arena.zero_()
+                inputs.slot_mapping.fill_(_NO_SLOT)
+                if inputs.adapter_slots is not None:
+                    inputs.adapter_slots.fill_(_NO_SLOT)
+                if not self._graphs:
+                    self._logits = self._decoder.forward(inputs)
+                self._graphs[size, has_adapters] = record(functools.partial(self._run, inputs, size))
         logger.info("recorded %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     @torch.inference_mode()
@@ -164,13 +176,14 @@ class GraphDecoder:
         if probe is not None:
             return self._decoder.forward(self._send_all(inputs), probe)
         num_rows = inputs.context_lens.shape[0]
-        is_plain = inputs.adapters is None and inputs.virtual is None
-        is_decode = is_plain and inputs.token_ids.shape[0] == inputs.sampled.shape[0] == num_rows
-        size = next((size for size in sorted(self._graphs) if size >= num_rows), None) if is_decode else None
-        if size is None:
+        has_adapters = inputs.adapters is not None
+        is_decode = inputs.virtual is None and inputs.token_ids.shape[0] == inputs.sampled.shape[0] == num_rows
+        sizes = [size for size, takes in self._graphs if takes == has_adapters and size >= num_rows]
+        if not is_decode or not sizes:
             return self._decoder.forward(self._send_all(inputs))
+        size = min(sizes)
         self._fill(inputs, size)
-        self._graphs[size]()
+        self._graphs[size, has_adapters]()
         return self._logits[:num_rows]
 
     def logits(self, last: Tensor) -> Tensor:
@@ -185,8 +198,8 @@ class GraphDecoder:
         """Return token ids with placeholders replaced by the tokens passed to `feed`."""
         return torch.where(token_ids < 0, self._fed[(-1 - token_ids).clamp(min=0).long()], token_ids)
 
-    def _static_inputs(self, size: int) -> ForwardInputs:
-        token_ids, positions, slots, lens = self._arena[: 4 * size].view(4, size).unbind()
+    def _static_inputs(self, size: int, *, has_adapters: bool) -> ForwardInputs:
+        token_ids, positions, slots, lens, adapter_slots = self._arena[: _WORDS * size].view(_WORDS, size).unbind()
         return ForwardInputs(
             token_ids=token_ids,
             positions=positions,
@@ -195,24 +208,36 @@ class GraphDecoder:
             context_lens=lens,
             block_tables=self._tables[:size],
             sampled=self._counts[:size],
+            adapter_slots=adapter_slots if has_adapters else None,
         )
 
     def _fill(self, inputs: ForwardInputs, size: int) -> None:
         num_rows, num_blocks = inputs.block_tables.shape
-        used = 4 * size + num_rows * num_blocks
+        start = _WORDS * size
+        used = start + num_rows * num_blocks
         buffer = self._pinned.next()[:used]
         values = buffer.numpy()
-        parts = (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens)
-        for head, part, padding in zip(values[: 4 * size].reshape(4, size), parts, (0, 0, _NO_SLOT, 0), strict=True):
-            head[:num_rows] = part.numpy()
+        parts = [
+            part.numpy() for part in (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens)
+        ]
+        none = np.full(num_rows, _NO_SLOT, dtype=np.int32)
+        parts.append(none if inputs.adapters is None else token_slots(inputs.adapters))
+        paddings = (0, 0, _NO_SLOT, 0, _NO_SLOT)
+        for head, part, padding in zip(values[:start].reshape(_WORDS, size), parts, paddings, strict=True):
+            head[:num_rows] = part
             head[num_rows:] = padding
-        values[4 * size :] = inputs.block_tables.numpy().reshape(-1)
+        values[start:] = inputs.block_tables.numpy().reshape(-1)
         self._pinned.send(buffer, self._arena[:used])
         # Entries past a row's last block are never read.
-        self._tables[:num_rows, :num_blocks] = self._arena[4 * size : used].view(num_rows, num_blocks)
+        self._tables[:num_rows, :num_blocks] = self._arena[start:used].view(num_rows, num_blocks)
 
     def _send_all(self, inputs: ForwardInputs) -> ForwardInputs:
-        names = [field.name for field in fields(ForwardInputs) if field.name not in ("adapters", "virtual")]
-        parts = self._pinned.send_arrays([getattr(inputs, name).numpy() for name in names])
-        sent = replace(inputs, **dict(zip(names, parts, strict=True)))  # type: ignore[arg-type]
+        others = ("adapters", "virtual", "adapter_slots")
+        names = [field.name for field in fields(ForwardInputs) if field.name not in others]
+        arrays = [getattr(inputs, name).numpy() for name in names]
+        if inputs.adapters is not None:
+            names.append("adapter_slots")
+            arrays.append(token_slots(inputs.adapters))
+        parts = self._pinned.send_arrays(arrays)
+        sent = replace(inputs, adapters=None, **dict(zip(names, parts, strict=True)))  # type: ignore[arg-type]
         return replace(sent, token_ids=self._known(sent.token_ids)) if bool((inputs.token_ids < 0).any()) else sent

@@ -57,6 +57,7 @@ def graph_decoder(
         max_num_tokens=limits.max_num_tokens,
         max_blocks=-(-limits.max_sequence_length // config.tokens_per_block),
         make_recorder=recorder_for(model.device) if is_recorded else None,
+        takes_adapters=model.takes_lora and model.adapter_bytes > 0,
     )
 
 

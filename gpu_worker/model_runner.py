@@ -24,7 +24,7 @@ import midstream
 from gpu_worker.batch.input_batch import InputBatch, PreparedStep
 from gpu_worker.batch.rows import PendingTokens, Rows
 from gpu_worker.batch.staging import Copy, Readback
-from gpu_worker.batch.step import EMPTY, IntArray, RowLogProbs, Step, StepOutput
+from gpu_worker.batch.step import EMPTY, GREEDY, IntArray, RowLogProbs, Step, StepOutput
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.device_memory import WarmUpMemory
 from gpu_worker.features import Feature
@@ -32,9 +32,9 @@ from gpu_worker.kv.cache import KvCache, block_bytes
 from gpu_worker.kv.shared_store import KvStore
 from gpu_worker.kv.tiers import KvTiers, TierFolder
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
+from gpu_worker.lora.adapter import zero_adapter
 from gpu_worker.lora.cache import adapter_cache
 from gpu_worker.lora.rows import RowAdapters
-from gpu_worker.lora.sizes import device_cache_bytes
 from gpu_worker.models.decoder import ForwardInputs, GreedyDecoder
 from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.sampling.beams import Candidates
@@ -150,9 +150,6 @@ class ModelRunner:
             self._record(self._front)
             # Free the device memory that the largest steps took now, rather than while a client waits.
             self._run_largest_steps()
-        description, element_bytes = self.model.description, self.model.dtype.itemsize
-        if self.model.takes_lora:
-            self.adapters.device_bytes = device_cache_bytes(config, description, element_bytes, self.model.device)
 
     def close(self) -> None:
         """Stop helper processes and release recorded graphs; call it before the ranks disconnect."""
@@ -361,6 +358,17 @@ class ModelRunner:
         if self._full_batches.num_blocks <= self.kv.num_blocks:
             for steps in self._full_batches.runs():
                 self._run_all(steps)
+            if self.model.takes_lora:
+                self._run_with_adapter()
+
+    def _run_with_adapter(self) -> None:
+        """Run full batches of sequences with an adapter, if there is room for one."""
+        adapter = zero_adapter(self.model.description)
+        if self.adapters.size_of(adapter) <= self.adapters.device_bytes:
+            ref = self.adapters.add(adapter)
+            self._run_all(self._full_batches.run(GREEDY, ref))
+            self.adapters.unload(ref.fingerprint)
+            self.adapters.drop_unloaded()
 
     def _run_all(self, steps: Iterable[Step]) -> None:
         self.clear()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpu_worker.batch.step import GREEDY, IntArray, NewSequence, SamplingParams, Step
+from gpu_worker.batch.step import GREEDY, AdapterRef, IntArray, NewSequence, SamplingParams, Step
 
 CPU_NUM_TOKENS = 16
 # Decode steps of a full batch: the second one takes its tokens from the first.
@@ -77,17 +77,21 @@ class FullBatches:
 
     def runs(self) -> Iterator[tuple[Step, ...]]:
         """Yield a prefill and decodes for each way of sampling, each starting from empty rows."""
-        rows = np.arange(self.num_sequences, dtype=np.int32)
         for sampling in _SAMPLINGS:
-            prefill = Step(
-                new_sequences=tuple(self._sequence(row, sampling) for row in rows.tolist()),
-                context_rows=rows,
-                context_starts=np.zeros_like(rows),
-                context_lengths=np.full_like(rows, self.num_tokens),
-            )
-            yield prefill, *(Step(generation_rows=rows),) * _NUM_DECODES
+            yield self.run(sampling)
 
-    def _sequence(self, row: int, sampling: SamplingParams) -> NewSequence:
+    def run(self, sampling: SamplingParams, lora: AdapterRef | None = None) -> tuple[Step, ...]:
+        """Return a prefill and decodes of sequences with these parameters and this adapter."""
+        rows = np.arange(self.num_sequences, dtype=np.int32)
+        prefill = Step(
+            new_sequences=tuple(self._sequence(row, sampling, lora) for row in rows.tolist()),
+            context_rows=rows,
+            context_starts=np.zeros_like(rows),
+            context_lengths=np.full_like(rows, self.num_tokens),
+        )
+        return prefill, *(Step(generation_rows=rows),) * _NUM_DECODES
+
+    def _sequence(self, row: int, sampling: SamplingParams, lora: AdapterRef | None) -> NewSequence:
         blocks: IntArray = np.arange(self.blocks_each, dtype=np.int32) + row * self.blocks_each
         return NewSequence(
             row=row,
@@ -95,4 +99,5 @@ class FullBatches:
             num_prompt_tokens=self.num_tokens,
             block_ids=blocks,
             sampling=sampling,
+            lora=lora,
         )

@@ -115,15 +115,21 @@ def block_linear(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> 
     return torch_linear(x, weight.dense().to(x.dtype), bias)
 
 
-def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Tensor, adapters: Tensor) -> None:
-    """Add scaling[i] * (x @ a[i].T) @ b[i].T to the rows of y [M, N] whose entry of adapters is i; -1: none.
+def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor, max_rank: int) -> None:
+    """Add (x @ a.T) @ b to the rows of y [M, N], with a [R, K] and b [R, N] of the adapter in each row's slot.
 
-    adapters int32 [M], x [M, K], a [num_adapters, R, K], b [num_adapters, N, R], scaling float32 [num_adapters].
+    Args:
+        y: [M, N], changed in place.
+        x: [M, K].
+        values: One dimension; numbers of all adapters. Each a starts at a multiple of 8, and its b follows it.
+        table: int64 [num_slots, 2]; where a starts in `values`, and R, at most max_rank; R = 0: nothing is added.
+        slots: int32 [M]; -1: no adapter.
+        max_rank: Largest R.
     """
     if _takes_triton(x):
-        triton.add_lora(y, x, a, b, scaling, adapters)
+        triton.add_lora(y, x, values, table, slots, max_rank)
     else:
-        torch_add_lora(y, x, a, b, scaling, adapters)
+        torch_add_lora(y, x, values, table, slots, max_rank)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,19 +6,13 @@ from torch import Tensor
 from kernels.linear import linear
 
 
-def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Tensor, adapters: Tensor) -> None:
-    """Add scaling[i] * (x @ a[i].T) @ b[i].T to the rows of y [M, N] whose entry of adapters is i; -1: none.
-
-    Args:
-        y: [M, N], changed in place.
-        x: [M, K].
-        a: [num_adapters, R, K]; an adapter of lower rank is padded with zeros.
-        b: [num_adapters, N, R].
-        scaling: float32 [num_adapters].
-        adapters: int32 [M].
-    """
-    for i in range(a.shape[0]):
-        rows = torch.nonzero(adapters == i).flatten()
-        if len(rows):
-            shrunk = linear(x[rows], a[i].to(x.dtype)) * scaling[i].to(x.dtype)
-            y[rows] += linear(shrunk, b[i].to(x.dtype))
+def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor, max_rank: int) -> None:
+    """Add to each row of y the product of its adapter with its row of x; see `kernels.add_lora`."""
+    inner, outer = x.shape[1], y.shape[1]
+    for slot in torch.unique(slots).tolist():
+        start, rank = table[slot].tolist() if slot >= 0 else (0, 0)
+        if rank:
+            rows = torch.nonzero(slots == slot).flatten()
+            middle = start + rank * inner
+            a, b = values[start:middle].view(rank, inner), values[middle : middle + rank * outer].view(rank, outer)
+            y[rows] += linear(linear(x[rows], a), b.t())

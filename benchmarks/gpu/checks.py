@@ -178,13 +178,12 @@ def _check_matrix_kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> N
     for count in sorted({1, min(rows, 40), rows}):
         out = operations.quantized_linear(x[:count], units, scale, bias)
         report.error(f"int8 linear, {count} rows, {_name(dtype)}", exact.error(out, expected[:count]), LIMITS[dtype])
-    a = torch.randn(num_adapters, rank, inner).to(device, dtype)
-    b = torch.randn(num_adapters, outer, rank).to(device, dtype)
-    scaling = torch.rand(num_adapters, device=device)
+    pairs = exact.lora_pairs([rank] * num_adapters, inner, outer, dtype)
+    values, table = exact.lora_arena(pairs, device)
     adapters = torch.randint(-1, num_adapters, (rows,), dtype=torch.int32, device=device)
     y = torch.randn(rows, outer).to(device, dtype)
-    expected = exact.lora(y, x, a, b, scaling, adapters)
-    operations.add_lora(y, x, a, b, scaling, adapters)
+    expected = exact.lora(y, x, [(a.to(device), b.to(device)) for a, b in pairs], adapters)
+    operations.add_lora(y, x, values, table, adapters, 16)
     report.error(f"LoRA, {_name(dtype)}", exact.error(y, expected), LIMITS[dtype])
 
 

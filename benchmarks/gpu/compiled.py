@@ -200,7 +200,7 @@ CASES: dict[str, Callable[[], object]] = {
     "int8 linear, 2048 rows": lambda: _quantized_linear(2048),
     **{f"{kind} blocks, {n} rows": partial(_block_linear, kind, n) for kind in KINDS for n in (1, 64, 2048)},
     "LoRA": lambda: operations.add_lora(
-        _meta(64, 4096), _meta(64, 4096), _meta(8, 16, 4096), _meta(8, 4096, 16), _floats(8), _ints(64)
+        _meta(64, 4096), _meta(64, 4096), _meta(1 << 20), _meta(8, 2, dtype=torch.int64), _ints(64), 64
     ),
     "sampling": lambda: operations.sample(
         _floats(64, 128256),

@@ -112,15 +112,15 @@ def measure_others(report: Report) -> None:
     logits = torch.randn(ROWS, VOCAB, device=CUDA) * 4
     ones, zeros = torch.ones(ROWS, device=CUDA), torch.zeros(ROWS, device=CUDA)
     keyed = (integers.long(), integers, integers)
-    a = torch.randn(8, 16, HIDDEN, device=CUDA, dtype=torch.bfloat16)
-    b = torch.randn(8, HIDDEN, 16, device=CUDA, dtype=torch.bfloat16)
-    adapters, scaling, y = integers % 8, torch.ones(8, device=CUDA), torch.zeros_like(x)
+    pairs = torch.randn(8 * 2 * 16 * HIDDEN, device=CUDA, dtype=torch.bfloat16)
+    table = torch.tensor([[i * 2 * 16 * HIDDEN, 16] for i in range(8)], device=CUDA)
+    y = torch.zeros_like(x)
     runs: dict[str, Callable[[], object]] = {
         "norm with residual": lambda: operations.add_rms_norm(x, x, weight, 1e-5),
         "SiLU-mul": lambda: operations.activate(gate_up, "silu"),
         "rotary": lambda: operations.apply_rotary(q, k, cos, sin),
         "KV write": lambda: operations.store_kv(k, k, cache[0], cache[1], integers * TOKENS_PER_BLOCK),
-        "LoRA rank 16, 8 adapters": lambda: operations.add_lora(y, x, a, b, scaling, adapters),
+        "LoRA rank 16, 8 adapters": lambda: operations.add_lora(y, x, pairs, table, integers % 8, 64),
         "argmax": lambda: logits.argmax(dim=1),
         "sampling, temperature": lambda: operations.sample(logits, ones, integers * 0, ones, zeros, *keyed),
         "sampling, top-k 50, top-p 0.9": lambda: operations.sample(

@@ -159,6 +159,7 @@ def random_runner(
     device: torch.device,
     dtype: torch.dtype | None = None,
     runs_ahead: bool | None = None,
+    adapter_bytes: int = 0,
     **settings: Any,
 ) -> ModelRunner:
     """The worker's runner around a decoder that is there already, of `dtype`: by default bfloat16 on a GPU."""
@@ -185,6 +186,7 @@ def random_runner(
         weight_files=(),
         config=config,
     )
-    model = LoadedModel(describe(config), decoder, device, dtype, dtype)
     worker_config = WorkerConfig(tokens_per_block=TOKENS_PER_BLOCK, device=str(device), **settings)
+    decoder.reserve_adapters(adapter_bytes, worker_config.lora_max_adapter_size)
+    model = LoadedModel(describe(config), decoder, device, dtype, dtype, adapter_bytes=adapter_bytes)
     return ModelRunner(worker_config, folder, model, runs_ahead=runs_ahead)

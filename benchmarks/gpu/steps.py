@@ -259,11 +259,13 @@ def measure_lora(report: Report) -> None:
     size = sizes()
     batch_size = sorted(size.batches)[-2]
     decoder = random_decoder(size.config, size.device, size.dtype)
-    graphs = _graphs(size, decoder, batch_size, size.context, is_recorded=True)
+    adapter = _adapter(size.description)
+    decoder.reserve_adapters(8 * adapter.device_bytes(size.dtype.itemsize), 16)
+    graphs = _graphs(size, decoder, batch_size, size.context, is_recorded=True, takes_adapters=True)
     graphs.capture()
     inputs = step_inputs(batch_size, 1, size.context, size.description.vocab_size)
     plain_s = _seconds(size, graphs, inputs)
-    adapters = tuple(graphs.place_adapter(_adapter(size.description)) for _ in range(8))
+    adapters = tuple(graphs.place_adapter(adapter) for _ in range(8))
     indices = torch.arange(batch_size, dtype=torch.int32) % 8
     tokens = AdapterTokens(tuple(map(str, range(8))), adapters, indices)
     took = _seconds(size, graphs, dataclasses.replace(inputs, adapters=tokens))
@@ -291,7 +293,15 @@ def measure_drafts(report: Report) -> None:
     report.surplus(f"verifying up to 4 drafts, batch {batch_size}, over decode", took / plain_s - 1, None, _ms(took))
 
 
-def _graphs(size: Sizes, decoder: TorchDecoder, batch_size: int, context: int, *, is_recorded: bool) -> GraphDecoder:
+def _graphs(
+    size: Sizes,
+    decoder: TorchDecoder,
+    batch_size: int,
+    context: int,
+    *,
+    is_recorded: bool,
+    takes_adapters: bool = False,
+) -> GraphDecoder:
     """Return the decoder over a pool for exactly this batch."""
     num_blocks = -(-context // TOKENS_PER_BLOCK)
     graphs = GraphDecoder(
@@ -301,6 +311,7 @@ def _graphs(size: Sizes, decoder: TorchDecoder, batch_size: int, context: int, *
         max_num_tokens=batch_size * context,
         max_blocks=num_blocks,
         make_recorder=recorder_for(size.device) if is_recorded else None,
+        takes_adapters=takes_adapters,
     )
     pool = KvCache(size.description, batch_size * num_blocks, TOKENS_PER_BLOCK, size.dtype, size.device)
     pool.keys.normal_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gpu_worker.models.description import DecoderDescription
@@ -23,6 +24,19 @@ class LoraPair:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedPairs:
+    """An adapter's pairs as they are copied to a device, made ahead of the copy.
+
+    Attributes:
+        values: One dimension; a [R, K] and scaled b [R, N] of each pair, R padded.
+        table: int64 [pairs of the model, 2]; where a starts in `values`, and R; R = 0: the adapter lacks the pair.
+    """
+
+    values: Tensor
+    table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Adapter:
     """The contents of an adapter's folder, on the host and in the number types of its file.
 
@@ -30,12 +44,14 @@ class Adapter:
         fingerprint: Hash of the files.
         layers: LoRA pairs by module for each layer; empty for a prompt adapter.
         prompt_table: Embeddings of a prompt adapter: float32 [num_virtual_tokens, hidden_size].
+        packed: The pairs once more, in pinned memory; None: they are packed when they are placed.
     """
 
     path: str
     fingerprint: str
     layers: tuple[Mapping[str, LoraPair], ...] = ()
     prompt_table: Tensor | None = None
+    packed: PackedPairs | None = None
 
     @property
     def rank(self) -> int:
@@ -48,6 +64,8 @@ class Adapter:
         tensors = [tensor for pairs in self.layers for pair in pairs.values() for tensor in (pair.a, pair.b)]
         if self.prompt_table is not None:
             tensors.append(self.prompt_table)
+        if self.packed is not None:
+            tensors.append(self.packed.values)
         return sum(tensor.nbytes for tensor in tensors)
 
     def device_bytes(self, element_bytes: int) -> int:
@@ -91,6 +109,15 @@ def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]
         "o": (attended, d.hidden_size),
         **ffn,
     }
+
+
+def zero_adapter(description: DecoderDescription) -> Adapter:
+    """Return an adapter of all linear layers that adds nothing."""
+    layer = {
+        module: LoraPair(torch.zeros(1, inputs), torch.zeros(outputs, 1), 1.0)
+        for module, (inputs, outputs) in module_shapes(description).items()
+    }
+    return Adapter("", "zero", (layer,) * description.num_layers)
 
 
 def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:

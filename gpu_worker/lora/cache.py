@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gpu_worker.batch.step import AdapterRef
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.arena import MAX_SLOTS
 from gpu_worker.lora.peft_folder import read_adapter
 from gpu_worker.lora.sizes import host_cache_bytes
+from gpu_worker.models.decoder import TorchDecoder
 from midstream.config import WorkerConfig
 from midstream.errors import InvalidArgumentError, NotFoundError, OverloadedError
 
@@ -117,6 +119,12 @@ class AdapterCache(Generic[P]):
         placed.num_users += 1
         return placed.value
 
+    def add(self, adapter: Adapter) -> AdapterRef:
+        """Keep an adapter that was not read from a folder, and return a reference to it."""
+        with self._lock:
+            self._host[adapter.fingerprint] = adapter
+        return AdapterRef(adapter.path, adapter.path, adapter.fingerprint)
+
     def hold(self, fingerprint: str) -> None:
         """Acquire an adapter that a row already has for one more row."""
         self._device[fingerprint].num_users += 1
@@ -146,6 +154,15 @@ class AdapterCache(Generic[P]):
         """Stop the reader thread."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
+    def drop_unloaded(self) -> None:
+        """Drop unloaded adapters that no row uses from the device."""
+        with self._lock:
+            unloaded = self._unloaded & self._device.keys()
+        for fingerprint in unloaded:
+            if not self._device[fingerprint].num_users:
+                del self._device[fingerprint]
+                self._unloaded.discard(fingerprint)
+
     def _read_soon(self, ref: AdapterRef) -> Future[Adapter]:
         reading = self._reading.get(ref.fingerprint)
         if reading is None or reading.done():
@@ -173,7 +190,8 @@ class AdapterCache(Generic[P]):
         # Unloaded adapters first, then the least recently used.
         for fingerprint in sorted(self._device, key=lambda item: item not in unloaded):
             is_gone = fingerprint in unloaded
-            if not is_gone and self.num_device_bytes + num_bytes <= self.device_bytes:
+            has_room = self.num_device_bytes + num_bytes <= self.device_bytes and len(self._device) < MAX_SLOTS
+            if not is_gone and has_room:
                 return
             if not self._device[fingerprint].num_users:
                 del self._device[fingerprint]
@@ -183,23 +201,31 @@ class AdapterCache(Generic[P]):
 
 
 def adapter_cache(config: WorkerConfig, model: LoadedModel, place: Callable[[Adapter], P]) -> AdapterCache[P]:
-    """Return a cache of PEFT adapters for `model`, with no room on the device until its size is set.
+    """Return a cache of PEFT adapters for `model`.
 
     Raises:
         ConfigError: A size is negative.
     """
     host_bytes = host_cache_bytes(config, model.description)
-    return AdapterCache(
-        lambda path: read_adapter(
+
+    def read(path: str) -> Adapter:
+        adapter = read_adapter(
             path,
             model.description,
             max_rank=config.lora_max_adapter_size,
             max_bytes=host_bytes,
             root=config.adapter_root,
             takes_lora=model.takes_lora,
-        ),
+        )
+        # By the reader thread, so that the compute loop only starts a copy.
+        if adapter.layers and model.device.type == "cuda" and isinstance(model.decoder, TorchDecoder):
+            return model.decoder.packed_adapter(adapter)
+        return adapter
+
+    return AdapterCache(
+        read,
         place,
         host_bytes=host_bytes,
-        device_bytes=0,
+        device_bytes=model.adapter_bytes,
         element_bytes=model.dtype.itemsize,
     )

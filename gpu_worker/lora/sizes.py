@@ -30,7 +30,7 @@ def host_cache_bytes(config: WorkerConfig, description: DecoderDescription) -> i
 def device_cache_bytes(
     config: WorkerConfig, description: DecoderDescription, element_bytes: int, device: torch.device
 ) -> int:
-    """Return the capacity for adapters on the device in bytes; call it once weights and KV pool are allocated.
+    """Return the capacity for adapters on the device in bytes; call it once the weights are there.
 
     Raises:
         ConfigError: A size is out of range.
@@ -39,7 +39,9 @@ def device_cache_bytes(
         raise ConfigError("must be in [0, 1]", field="lora_device_cache_percent")
     if config.lora_num_device_module_layer:
         return config.lora_num_device_module_layer * module_layer_elements(description) * element_bytes
-    return int(free_memory_bytes(device) * config.lora_device_cache_percent)
+    # On a GPU the memory is taken now, and the share is one of what the KV pool will leave.
+    left = 1.0 - config.free_memory_fraction if device.type == "cuda" else 1.0
+    return int(free_memory_bytes(device) * left * config.lora_device_cache_percent)
 
 
 def usual_adapter_bytes(description: DecoderDescription, element_bytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -13,8 +13,8 @@ from torch.nn import functional
 import kernels
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.lora.arena import AdapterArena, PlacedAdapter
 from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
-from gpu_worker.lora.stacked import StackedAdapters, TorchAdapter, place_adapter
 from gpu_worker.models.description import DecoderDescription, Rotary
 from gpu_worker.models.layers.attention import Angles, Attention, LatentAttention, PagedTokens
 from gpu_worker.models.layers.feed_forward import AddLora, Experts, FeedForward, MixtureLayer
@@ -45,8 +45,9 @@ class ForwardInputs:
         context_lens: [B]; number of positions of each sequence so far, including these tokens.
         block_tables: [B, max blocks per sequence].
         sampled: [S]; indices into the M tokens of those whose logits are needed.
-        adapters: LoRA adapters of the tokens; None: no token has one.
+        adapters: LoRA adapters of the tokens; None: no token has one, or adapter_slots has them.
         virtual: Embeddings that replace token ids; None: there are none.
+        adapter_slots: [M]; slots of the tokens' adapters on the device, -1 for none.
     """
 
     token_ids: Tensor
@@ -58,6 +59,7 @@ class ForwardInputs:
     sampled: Tensor
     adapters: AdapterTokens[Any] | None = None
     virtual: VirtualTokens | None = None
+    adapter_slots: Tensor | None = None
 
 
 class Probe:
@@ -169,11 +171,19 @@ class TorchDecoder:
         self._query_scales = None if scales is None else scales.to(device)
         self._embedding_scale = torch.tensor(d.embedding_scale, dtype=dtype, device=device)
         self._kv: KvCache | None = None
-        self._adapters = StackedAdapters(device)
+        self._adapters = AdapterArena(d, 0, 1, dtype, device)
 
-    def place_adapter(self, adapter: Adapter) -> TorchAdapter:
+    def reserve_adapters(self, num_bytes: int, max_rank: int) -> None:
+        """Allocate the memory of LoRA adapters; there is none before."""
+        self._adapters = AdapterArena(self._description, num_bytes, max_rank, self._dtype, self._device)
+
+    def packed_adapter(self, adapter: Adapter) -> Adapter:
+        """Return an adapter ready to be copied to the device; any thread may call this."""
+        return replace(adapter, packed=self._adapters.pack(adapter))
+
+    def place_adapter(self, adapter: Adapter) -> PlacedAdapter:
         """Copy a LoRA adapter to the device."""
-        return place_adapter(adapter, self._dtype, self._device)
+        return self._adapters.place(adapter)
 
     def use_cache(self, kv: KvCache) -> None:
         """Use this cache from now on."""
@@ -208,16 +218,15 @@ class TorchDecoder:
         angles = [Angles(cos[positions], sin[positions], rotary.is_interleaved) for rotary, cos, sin in self._tables]
         query_scale = None if self._query_scales is None else self._query_scales[positions]
         residual = hidden
-        adapters = None
+        slots = inputs.adapter_slots
         if inputs.adapters is not None:
-            adapters = self._adapters
-            adapters.use(inputs.adapters)
+            slots = self._adapters.slots(inputs.adapters)
         if probe is not None:
             probe.keep(first, residual)
         x = self._norm(residual, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):
             table = self._table_of[i]
-            add_lora = None if adapters is None else partial(adapters.add, i)
+            add_lora = None if slots is None else partial(self._adapters.add, slots, i)
             turned = None if table is None else angles[table]
             attended = layer.attention(x, self._tokens(i, inputs), turned, query_scale, self._ranks, add_lora)
             attended = self._part(attended, layer.attention_output_norm)

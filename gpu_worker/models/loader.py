@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import kernels
+from gpu_worker.lora.sizes import device_cache_bytes
 from gpu_worker.models.decoder import Decoder, PartDecoder, TorchDecoder
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.families import describe, family_of
@@ -41,6 +42,7 @@ class LoadedModel:
         can_record: Whether its steps can be recorded as CUDA graphs.
         takes_lora: Whether its linear layers support LoRA adapters.
         divided: What of it is here; None: all.
+        adapter_bytes: Memory for LoRA adapters on the device.
     """
 
     description: DecoderDescription
@@ -51,6 +53,7 @@ class LoadedModel:
     can_record: bool = True
     takes_lora: bool = True
     divided: Shard | None = None
+    adapter_bytes: int = 0
 
     @property
     def shard(self) -> Shard:
@@ -113,13 +116,18 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     else:
         decoder = CpuDecoder(description, part_weights, library, num_threads(config), config.activations, shard)
         kind = f"{library.isa} kernels"
+    adapter_bytes = device_cache_bytes(config, description, dtype.itemsize, device)
+    if isinstance(decoder, TorchDecoder):
+        decoder.reserve_adapters(adapter_bytes, config.lora_max_adapter_size)
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
     # Attention over latent vectors, or with sink tokens, is PyTorch's own operations, which read sizes back from the
     # device.
     can_record = description.latent is None and not description.num_sink_tokens
     whole: Decoder = decoder if links is None else as_stage(decoder, description, links, dtype)
     divided = None if links is None else shard
-    return LoadedModel(description, whole, device, dtype, kv_dtype, can_record, divided=divided)
+    return LoadedModel(
+        description, whole, device, dtype, kv_dtype, can_record, divided=divided, adapter_bytes=adapter_bytes
+    )
 
 
 def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:

@@ -1,8 +1,10 @@
 """Many low-rank adapters in one batch: each row adds the product of its own adapter.
 
-Rows come in tiles of 16. A program takes one tile and one adapter, leaves at once if no row of the tile uses it, and
-else computes the whole tile and writes the rows that do. So nothing is sorted, and a row's bits do not depend on its
-neighbours. Two passes: `_shrink` x A^T, kept in float32, and `_expand`, which adds that times B^T.
+Rows come in tiles of 16. A program takes one tile and the n-th of the adapters in it, leaves at once if there are
+fewer, and else computes the whole tile and writes that adapter's rows. So nothing is sorted, the launch does not depend
+on which adapters there are, and a row's bits do not depend on its neighbours. Two passes: `_shrink` x A^T, kept in
+float32, and `_expand`, which adds that times B. Ranks are taken 16 at a time up to the adapter's own, so one kernel
+serves all ranks.
 """
 
 from __future__ import annotations
@@ -13,58 +15,53 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
+_RANKS = 16
+_NOBODY = tl.constexpr(0x7FFFFFFF)
 
 
-def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Tensor, adapters: Tensor) -> None:
-    """Add scaling[i] * (x @ a[i].T) @ b[i].T to the rows of y [M, N] whose entry of adapters is i; -1: none.
-
-    Args:
-        y: [M, N], changed in place.
-        x: [M, K].
-        a: [num_adapters, R, K], R at most 256; an adapter of lower rank is padded with zeros.
-        b: [num_adapters, N, R].
-        scaling: float32 [num_adapters].
-        adapters: int32 [M].
-    """
+def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor, max_rank: int) -> None:
+    """Add to each row of y the product of its adapter with its row of x; see `kernels.add_lora`."""
     num_rows, inner = x.shape
-    num_adapters, rank, _ = a.shape
     outer = y.shape[1]
-    if x.stride(1) != 1 or y.stride(1) != 1 or not a.is_contiguous() or not b.is_contiguous():
+    if x.stride(1) != 1 or y.stride(1) != 1 or table.stride(1) != 1:
         raise ValueError("the last dimension is not contiguous")
-    shrunk = torch.empty(num_rows, rank, dtype=torch.float32, device=x.device)
-    block_r = max(16, triton.next_power_of_2(rank))
+    shrunk = torch.empty(num_rows, max_rank, dtype=torch.float32, device=x.device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    num_tiles = triton.cdiv(num_rows, _ROWS)
-    _shrink[(num_tiles, num_adapters)](
+    num_tiles, num_places = triton.cdiv(num_rows, _ROWS), min(_ROWS, table.shape[0])
+    _shrink[(num_tiles, num_places, triton.cdiv(max_rank, _RANKS))](
         x,
-        a,
-        scaling,
-        adapters,
+        values,
+        table,
+        slots,
         shrunk,
         num_rows,
         inner,
         x.stride(0),
-        RANK=rank,
-        BLOCK_R=block_r,
-        BLOCK_K=256 if block_r <= 32 else 64,
+        table.stride(0),
+        max_rank,
+        BLOCK_K=256,
+        RANKS=_RANKS,
         ROWS=_ROWS,
         PRECISION=precision,
         num_warps=4,
-        num_stages=4 if block_r <= 128 else 2,
+        num_stages=4,
         enable_fp_fusion=True,
     )
-    block_n = 128 if block_r <= 64 else 32
-    _expand[(num_tiles, triton.cdiv(outer, block_n), num_adapters)](
+    block_n = 128
+    _expand[(num_tiles, triton.cdiv(outer, block_n), num_places)](
         shrunk,
-        b,
-        adapters,
+        values,
+        table,
+        slots,
         y,
         num_rows,
+        inner,
         outer,
         y.stride(0),
-        RANK=rank,
-        BLOCK_R=block_r,
+        table.stride(0),
+        max_rank,
         BLOCK_N=block_n,
+        RANKS=_RANKS,
         ROWS=_ROWS,
         PRECISION=precision,
         num_warps=4,
@@ -72,74 +69,102 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Tensor, adapte
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["adapters_ptr"])
+@triton.jit
+def _nth_slot(slots, n):
+    """Return the n-th smallest of the different slots of a tile, not counting -1; _NOBODY if there are fewer."""
+    found = -1
+    for _ in range(n + 1):
+        found = tl.min(tl.where(slots > found, slots, _NOBODY), 0)
+    return found
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr"])
 def _shrink(
     x_ptr,
-    a_ptr,
-    scaling_ptr,
-    adapters_ptr,
+    values_ptr,
+    table_ptr,
+    slots_ptr,
     shrunk_ptr,
     num_rows,
     inner,
     x_stride,
-    RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    table_stride,
+    shrunk_stride,
     BLOCK_K: tl.constexpr,
+    RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    adapter = tl.program_id(1)
-    is_ours = tl.load(adapters_ptr + rows, mask=rows < num_rows, other=-1) == adapter
-    if tl.sum(is_ours.to(tl.int32), 0) == 0:
+    slots = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
+    slot = _nth_slot(slots, tl.program_id(1))
+    if slot == _NOBODY:
         return
-    ranks = tl.arange(0, BLOCK_R)
+    rank = tl.load(table_ptr + slot.to(tl.int64) * table_stride + 1).to(tl.int32)
+    ranks = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
+    if tl.program_id(2) * RANKS >= rank:
+        return
+    # Matrices start at multiples of 8 numbers.
+    values_ptr += tl.multiple_of(tl.load(table_ptr + slot.to(tl.int64) * table_stride), 8)
+    is_ours = slots == slot
     steps = tl.arange(0, BLOCK_K)
-    a_ptr += adapter.to(tl.int64) * RANK * inner
-    acc = tl.zeros([ROWS, BLOCK_R], tl.float32)
+    acc = tl.zeros([ROWS, RANKS], tl.float32)
     for k in range(0, inner, BLOCK_K):
         is_step = (k + steps < inner)[None, :]
         places = rows.to(tl.int64)[:, None] * x_stride + (k + steps)[None, :]
         x = tl.load(x_ptr + places, mask=is_ours[:, None] & is_step, other=0.0)
         a = tl.load(
-            a_ptr + ranks[:, None] * inner + (k + steps)[None, :], mask=(ranks < RANK)[:, None] & is_step, other=0.0
+            values_ptr + ranks[:, None] * inner + (k + steps)[None, :],
+            mask=(ranks < rank)[:, None] & is_step,
+            other=0.0,
         )
         acc = tl.dot(x, tl.trans(a.to(x.dtype)), acc, input_precision=PRECISION)
-    acc *= tl.load(scaling_ptr + adapter)
-    target = shrunk_ptr + rows.to(tl.int64)[:, None] * RANK + ranks[None, :]
-    tl.store(target, acc, mask=is_ours[:, None] & (ranks < RANK)[None, :])
+    target = shrunk_ptr + rows.to(tl.int64)[:, None] * shrunk_stride + ranks[None, :]
+    tl.store(target, acc, mask=is_ours[:, None] & (ranks < rank)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["adapters_ptr"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr"])
 def _expand(
     shrunk_ptr,
-    b_ptr,
-    adapters_ptr,
+    values_ptr,
+    table_ptr,
+    slots_ptr,
     y_ptr,
     num_rows,
+    inner,
     outer,
     y_stride,
-    RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    table_stride,
+    shrunk_stride,
     BLOCK_N: tl.constexpr,
+    RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    adapter = tl.program_id(2)
-    is_ours = tl.load(adapters_ptr + rows, mask=rows < num_rows, other=-1) == adapter
-    if tl.sum(is_ours.to(tl.int32), 0) == 0:
+    slots = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
+    slot = _nth_slot(slots, tl.program_id(2))
+    if slot == _NOBODY:
         return
-    ranks = tl.arange(0, BLOCK_R)
+    rank = tl.load(table_ptr + slot.to(tl.int64) * table_stride + 1).to(tl.int32)
+    if rank == 0:
+        return
+    values_ptr += tl.multiple_of(tl.load(table_ptr + slot.to(tl.int64) * table_stride), 8)
+    values_ptr += rank.to(tl.int64) * inner
+    is_ours = slots == slot
     channels = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_rank = (ranks < RANK)[None, :]
-    shrunk = tl.load(
-        shrunk_ptr + rows.to(tl.int64)[:, None] * RANK + ranks[None, :], mask=is_ours[:, None] & is_rank, other=0.0
-    )
-    places = adapter.to(tl.int64) * outer * RANK + channels[:, None] * RANK + ranks[None, :]
-    b = tl.load(b_ptr + places, mask=(channels < outer)[:, None] & is_rank, other=0.0)
+    added = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for first in range(0, rank, RANKS):
+        ranks = first + tl.arange(0, RANKS)
+        places = rows.to(tl.int64)[:, None] * shrunk_stride + ranks[None, :]
+        shrunk = tl.load(shrunk_ptr + places, mask=is_ours[:, None] & (ranks < rank)[None, :], other=0.0)
+        b = tl.load(
+            values_ptr + ranks[:, None] * outer + channels[None, :],
+            mask=(ranks < rank)[:, None] & (channels < outer)[None, :],
+            other=0.0,
+        )
+        added = tl.dot(shrunk.to(b.dtype), b, added, input_precision=PRECISION)
     target = y_ptr + rows.to(tl.int64)[:, None] * y_stride + channels[None, :]
     mask = is_ours[:, None] & (channels < outer)[None, :]
-    added = tl.dot(shrunk.to(b.dtype), tl.trans(b), input_precision=PRECISION)
     y = tl.load(target, mask=mask, other=0.0)
     tl.store(target, (y.to(tl.float32) + added).to(y.dtype), mask=mask)

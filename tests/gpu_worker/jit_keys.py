@@ -25,7 +25,8 @@ from triton.runtime.jit import JITFunction
 from benchmarks.gpu.compiled import NoDevice
 from benchmarks.gpu.model import TINY, random_decoder, random_runner
 from gpu_worker import limits
-from gpu_worker.batch.step import NewSequence, SamplingParams, Step
+from gpu_worker.batch.step import AdapterRef, NewSequence, SamplingParams, Step
+from gpu_worker.lora.adapter import zero_adapter
 from gpu_worker.model_runner import ModelRunner
 from kernels import dispatch
 from kernels import triton as operations
@@ -86,8 +87,8 @@ def record_at_once(run: Callable[[], object]) -> Callable[[], None]:
     return replay
 
 
-def random_steps(generator: np.random.Generator, num_steps: int) -> list[Step]:
-    """Sequences come, are prefilled in chunks of any length beside decodes, and go."""
+def random_steps(generator: np.random.Generator, num_steps: int, lora: AdapterRef) -> list[Step]:
+    """Sequences, some with an adapter, come, are prefilled in chunks of any length beside decodes, and go."""
     steps, lengths, computed = [], dict[int, int](), dict[int, int]()
     for _ in range(num_steps):
         released = [row for row in lengths if computed[row] >= lengths[row] and generator.random() < 0.1]
@@ -106,6 +107,7 @@ def random_steps(generator: np.random.Generator, num_steps: int) -> list[Step]:
                     num_prompt_tokens=lengths[free[0]],
                     block_ids=np.arange(BLOCKS_EACH, dtype=np.int32) + free[0] * BLOCKS_EACH,
                     sampling=SAMPLINGS[int(generator.integers(len(SAMPLINGS)))],
+                    lora=lora if generator.random() < 0.3 else None,
                 )
             )
         for row in lengths:
@@ -144,6 +146,7 @@ def make_runner() -> ModelRunner:
         max_kv_tokens=NUM_ROWS * BLOCKS_EACH * 16,
         max_sequence_length=BLOCKS_EACH * 16,
         num_threads=1,
+        adapter_bytes=1 << 20,
     )
 
 
@@ -159,7 +162,8 @@ def main() -> None:
     vars(limits).update(recorder_for=lambda device: lambda: record_at_once)
     runner = make_runner()
     warm = set(keys.seen)
-    for step in random_steps(np.random.default_rng(0), 150):
+    lora = runner.adapters.add(zero_adapter(runner.model.description))
+    for step in random_steps(np.random.default_rng(0), 150, lora):
         runner.run_step(step)
     runner.close()
     print(json.dumps({"triton": triton.__version__, "warm": len(warm), "new": sorted(keys.seen - warm)}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from gpu_worker.batch.staging import PinnedBuffers, Readback
 from gpu_worker.batch.step import EMPTY, Fork, NewSequence, SamplingParams, Step, StepOutput
 from gpu_worker.batch.steps_in_flight import StepsInFlight
+from gpu_worker.lora.adapter import Adapter, LoraPair, module_shapes
 from gpu_worker.model_runner import Launched, ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, Probe
 from midstream.config import WorkerConfig
@@ -184,6 +185,54 @@ def test_a_step_starts_before_the_last_ones_tokens_are_read(
         ("read", 2),
         ("read", 3),
     ]
+
+
+def random_adapter(runner: ModelRunner, seed: int) -> Adapter:
+    generator = torch.Generator().manual_seed(seed)
+    layer = {
+        module: LoraPair(
+            torch.randn(4, inputs, generator=generator), torch.randn(outputs, 4, generator=generator), 0.05
+        )
+        for module, (inputs, outputs) in module_shapes(runner.model.description).items()
+    }
+    return Adapter("", f"random {seed}", (layer,) * runner.model.description.num_layers)
+
+
+def test_adapters_are_exchanged_between_steps_in_flight(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    def steps(runner: ModelRunner) -> list[Step]:
+        """Each sequence takes the place, and the memory of the adapter, of the one that the step before decoded."""
+        made = []
+        for number in range(5):
+            tokens = [(7 * number + i) % 300 for i in range(5)]
+            new = replace(sequence(0, tokens), lora=runner.adapters.add(random_adapter(runner, number)))
+            made.append(
+                Step(
+                    released_rows=ints([0] if number else []),
+                    new_sequences=(new,),
+                    context_rows=ints([0]),
+                    context_starts=ints([0]),
+                    context_lengths=ints([5]),
+                )
+            )
+            made += [Step(generation_rows=ints([0]))] * 2
+        return made
+
+    runner = runners[1]
+    one = random_adapter(runner, 0).device_bytes(4)
+    for each in runners:
+        each.clear()
+        each.adapters.device_bytes = one
+    in_turn = run_in_turn(runners[0], steps(runners[0]))
+    launched, outputs = deque[Launched](), []
+    for step in steps(runner):
+        launched.append(runner.launch(step))
+        assert launched[-1].copy is not None, "it waited for its tokens"
+        if len(launched) > 1:
+            outputs.append(runner.finish(launched.popleft()))
+    outputs += [runner.finish(last) for last in launched]
+    assert [output.token_ids.tolist() for output in outputs] == [output.token_ids.tolist() for output in in_turn]
+    assert len({output.token_ids[0] for output in outputs}) > 2
+    assert runner.adapters.num_device_bytes == one
 
 
 def test_a_fork_waits_for_the_tokens_that_it_copies(

@@ -87,13 +87,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias.double()
 
 
-def lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: Tensor, adapters: Tensor) -> Tensor:
+def lora(y: Tensor, x: Tensor, pairs: list[tuple[Tensor, Tensor]], slots: Tensor) -> Tensor:
+    """Pairs are a [R, K] and b [R, N], by slot."""
     out = y.double()
-    for i, adapter in enumerate(adapters.tolist()):
-        if adapter >= 0:
-            low = x[i].double() @ a[adapter].double().T
-            out[i] += float(scaling[adapter]) * (low @ b[adapter].double().T)
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            a, b = pairs[slot]
+            out[i] += x[i].double() @ a.double().T @ b.double()
     return out
+
+
+def lora_pairs(ranks: list[int], inner: int, outer: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(rank, inner).to(dtype), torch.randn(rank, outer).to(dtype)) for rank in ranks]
+
+
+def lora_arena(pairs: list[tuple[Tensor, Tensor]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """The pairs one after another with unused numbers between, and their table."""
+    values, table, end = [], [], 0
+    for a, b in pairs:
+        parts = [a.flatten(), b.flatten()]
+        size = a.numel() + b.numel()
+        parts.append(torch.full((8 + -size % 8,), torch.nan, dtype=a.dtype))
+        values += parts
+        table.append([end, len(a)])
+        end += sum(len(part) for part in parts)
+    return torch.cat(values).to(device), torch.tensor(table, dtype=torch.int64).to(device)
 
 
 def error(out: Tensor, expected: Tensor) -> float:

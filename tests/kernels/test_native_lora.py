@@ -121,11 +121,12 @@ def test_adapters_that_do_not_fit_are_refused(name: str) -> None:
 def test_the_reference_adds_each_rows_own_product(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     x, y = torch.randn(20, 48).to(dtype), torch.randn(20, 70).to(dtype)[:, :64]
-    a, b = torch.randn(3, 8, 48).to(dtype), torch.randn(3, 64, 8).to(dtype)
-    scaling, adapters = torch.tensor([0.5, 2.0, 1.0]), torch.randint(-1, 3, (20,), dtype=torch.int32)
+    pairs = exact.lora_pairs([8, 0, 16], 48, 64, dtype)
+    values, table = exact.lora_arena(pairs)
+    slots = torch.randint(-1, 3, (20,), dtype=torch.int32)
     before, alone = y.clone(), y[4:5].clone()
-    add_lora(y, x, a, b, scaling, adapters)
-    assert exact.error(y, exact.lora(before, x, a, b, scaling, adapters)) < (1e-5 if dtype == torch.float32 else 0.02)
-    assert torch.equal(y[adapters < 0], before[adapters < 0])
-    add_lora(alone, x[4:5], a, b, scaling, adapters[4:5])
+    add_lora(y, x, values, table, slots, 16)
+    assert exact.error(y, exact.lora(before, x, pairs, slots)) < (1e-5 if dtype == torch.float32 else 0.02)
+    assert torch.equal(y[slots < 0], before[slots < 0])
+    add_lora(alone, x[4:5], values, table, slots[4:5], 16)
     assert torch.equal(alone, y[4:5])

@@ -139,17 +139,20 @@ def test_linear(rows: int, inner: int, outer: int, biased: bool) -> None:
 
 
 @property_test
-@given(rows=st.integers(1, 40), rank=st.integers(1, 20), dtype=dtypes, seed=st.integers(0, 9))
+@given(rows=st.integers(1, 40), rank=st.integers(1, 40), dtype=dtypes, seed=st.integers(0, 9))
 def test_each_row_has_its_own_adapter(rows: int, rank: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
-    inner, outer, num_adapters = 70, 50, 3
+    inner, outer = 70, 50
     x, y = torch.randn(rows, inner).to(dtype), torch.randn(rows, outer).to(dtype)
-    a, b = torch.randn(num_adapters, rank, inner).to(dtype), torch.randn(num_adapters, outer, rank).to(dtype)
-    scaling, adapters = torch.rand(num_adapters), torch.randint(-1, num_adapters, (rows,), dtype=torch.int32)
-    before = y.clone()
-    operations.add_lora(y, x, a, b, scaling, adapters)
-    assert exact.error(y, exact.lora(before, x, a, b, scaling, adapters)) < EPSILON[dtype]
-    assert torch.equal(y[adapters < 0], before[adapters < 0])
+    pairs = exact.lora_pairs([rank, 0, 8, 20], inner, outer, dtype)
+    values, table = exact.lora_arena(pairs)
+    slots = torch.randint(-1, 4, (rows,), dtype=torch.int32)
+    before, alone = y.clone(), y[-1:].clone()
+    operations.add_lora(y, x, values, table, slots, 40)
+    assert exact.error(y, exact.lora(before, x, pairs, slots)) < EPSILON[dtype]
+    assert torch.equal(y[slots < 0], before[slots < 0])
+    operations.add_lora(alone, x[-1:], values, table, slots[-1:], 40)
+    assert torch.equal(alone, y[-1:])
 
 
 @pytest.mark.parametrize("weight_format", [item for item in WeightFormat if item.has_blocks])

@@ -1,0 +1,149 @@
+"""Adapters of the PyTorch decoder: one buffer on the device, allocated before the KV pool and the CUDA graphs.
+
+An adapter's pairs lie one after another in the buffer, each with a rank padded as `padded_rank` says, so that the order
+of summation does not depend on which other adapters are in the batch. It has a slot: a row of a table on the device
+that says where each pair lies. Steps name adapters by slot, so recorded graphs serve any of them.
+
+Nothing here waits for the device. Copies and moves are queued behind the steps that were launched before, which still
+see the buffer as it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import kernels
+from gpu_worker.lora.adapter import Adapter, PackedPairs, module_shapes, padded_rank
+from gpu_worker.lora.inputs import AdapterTokens
+from gpu_worker.models.description import DecoderDescription
+from midstream.errors import OverloadedError
+
+# Adapters on the device at a time.
+MAX_SLOTS = 1024
+
+
+class PlacedAdapter:
+    """An adapter in the arena; its place is free again once nothing refers to this object.
+
+    Attributes:
+        slot: Its row of the table.
+    """
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+
+def token_slots(tokens: AdapterTokens[PlacedAdapter]) -> NDArray[np.int32]:
+    """Return the slot of each token's adapter, -1 for none."""
+    slots = np.array([adapter.slot for adapter in tokens.adapters] + [-1], dtype=np.int32)
+    found: NDArray[np.int32] = slots[tokens.indices.numpy()]
+    return found
+
+
+class AdapterArena:
+    """LoRA adapters on one device."""
+
+    def __init__(
+        self, description: DecoderDescription, num_bytes: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate the buffer.
+
+        Args:
+            description: The part of the model whose layers are adapted.
+            num_bytes: Size of the buffer.
+            max_rank: Largest rank of an adapter.
+            dtype: Type of its numbers.
+            device: Where it is.
+        """
+        self._dtype, self._device, self._max_rank = dtype, device, padded_rank(max_rank)
+        self._modules = list(module_shapes(description))
+        self._values = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+        num_kinds = description.num_layers * len(self._modules)
+        num_slots = MAX_SLOTS if num_bytes else 0
+        self._table = torch.zeros(num_slots, num_kinds, 2, dtype=torch.int64, device=device)
+        # By slot, ascending by start: (start, size, table relative to start).
+        self._held: dict[int, tuple[int, int, Tensor]] = {}
+        self._free_slots = list(reversed(range(num_slots)))
+
+    def pack(self, adapter: Adapter) -> PackedPairs:
+        """Return an adapter's pairs in the layout of the buffer, on the host; any thread may call this."""
+        is_pinned = self._device.type == "cuda"
+        values = torch.zeros(adapter.device_bytes(1), dtype=self._dtype, pin_memory=is_pinned)
+        table, end = torch.zeros(self._table.shape[1:], dtype=torch.int64), 0
+        for i, layer in enumerate(adapter.layers):
+            for module, pair in layer.items():
+                rank, padded, inner, outer = len(pair.a), padded_rank(len(pair.a)), pair.a.shape[1], pair.b.shape[0]
+                table[i * len(self._modules) + self._modules.index(module)] = torch.tensor([end, padded])
+                values[end : end + rank * inner] = pair.a.flatten()
+                end += padded * inner
+                values[end : end + rank * outer] = (pair.b.float() * pair.scale).t().flatten()
+                end += padded * outer
+        return PackedPairs(values, table)
+
+    def place(self, adapter: Adapter) -> PlacedAdapter:
+        """Start copying an adapter to the device.
+
+        Raises:
+            OverloadedError: The adapters that are there leave no room.
+        """
+        packed = self.pack(adapter) if adapter.packed is None else adapter.packed
+        size = len(packed.values)
+        start = self._gap(size)
+        if start is None:
+            self._compact()
+            start = self._gap(size)
+        if start is None or not self._free_slots:
+            raise OverloadedError("the adapters in use leave no room for another", field="lora.name")
+        slot = self._free_slots.pop()
+        self._values[start : start + size].copy_(packed.values, non_blocking=True)
+        self._held[slot] = (start, size, packed.table)
+        self._held = dict(sorted(self._held.items(), key=lambda item: item[1][0]))
+        self._send_table(slot)
+        placed = PlacedAdapter(slot)
+        weakref.finalize(placed, self._free, slot).atexit = False
+        return placed
+
+    def add(self, slots: Tensor, layer: int, module: str, x: Tensor, y: Tensor) -> None:
+        """Add the adapters in `slots`, int32 [M], to y [M, N], the output of a module with input x [M, K]."""
+        kind = layer * len(self._modules) + self._modules.index(module)
+        kernels.add_lora(y, x, self._values, self._table[:, kind], slots, self._max_rank)
+
+    def slots(self, tokens: AdapterTokens[Any]) -> Tensor:
+        """Return `token_slots` on the device."""
+        return torch.from_numpy(token_slots(tokens)).to(self._device)
+
+    def _free(self, slot: int) -> None:
+        del self._held[slot]
+        self._free_slots.append(slot)
+
+    def _gap(self, size: int) -> int | None:
+        """Return the first place with room for `size` numbers."""
+        end = 0
+        for start, held, _ in self._held.values():
+            if start - end >= size:
+                return end
+            end = start + held
+        return end if len(self._values) - end >= size else None
+
+    def _compact(self) -> None:
+        """Move all adapters to the front."""
+        end = 0
+        for slot, (start, size, table) in self._held.items():
+            if start > end:
+                self._values[end : end + size] = self._values[start : start + size].clone()
+                self._held[slot] = (end, size, table)
+                self._send_table(slot)
+            end += size
+
+    def _send_table(self, slot: int) -> None:
+        start, _, table = self._held[slot]
+        moved = table + torch.tensor([start, 0])
+        if self._device.type == "cuda":
+            moved = moved.pin_memory()
+        self._table[slot].copy_(moved, non_blocking=True)
