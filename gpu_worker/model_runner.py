@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import zmq
 
 import midstream
 from gpu_worker.batch.input_batch import InputBatch, PreparedStep
@@ -28,9 +29,11 @@ from gpu_worker.batch.step import EMPTY, GREEDY, IntArray, RowLogProbs, Step, St
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.device_memory import WarmUpMemory
 from gpu_worker.features import Feature
+from gpu_worker.kv.block_format import kind_digest
 from gpu_worker.kv.cache import KvCache, block_bytes
 from gpu_worker.kv.shared_store import KvStore
 from gpu_worker.kv.tiers import KvTiers, TierFolder
+from gpu_worker.kv.transfer import BlockFetcher, BlockServer
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
 from gpu_worker.lora.adapter import zero_adapter
 from gpu_worker.lora.cache import adapter_cache
@@ -146,6 +149,7 @@ class ModelRunner:
         is_whole = leader is None and self._draft is None
         self._take_blocks(num_blocks, _shared_store(config, folder, self.model) if is_whole else None)
         _open_tiers(config, folder, self.model, self.kv, is_whole=is_whole)
+        _open_transfers(config, folder, self.model, self.kv, is_whole=is_whole)
         if self._front is not None:
             self._record(self._front)
             # Free the device memory that the largest steps took now, rather than while a client waits.
@@ -455,6 +459,30 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     name = hashlib.blake2b(repr((host, places, kind)).encode(), digest_size=12).hexdigest()
     kv.use_tiers(lambda pool: KvTiers(tiers, name, pool))
+
+
+def _open_transfers(
+    config: WorkerConfig, folder: ModelFolder, model: LoadedModel, kv: KvCache, *, is_whole: bool
+) -> None:
+    """Offer blocks as a prefill worker, or fetch them as a decode worker. Arguments as of `_open_tiers`.
+
+    Raises:
+        ConfigError: The role is not supported here, or the address cannot be used.
+    """
+    if config.role == "both":
+        return
+    if model.device.type != "cpu" or not is_whole:
+        raise ConfigError("needs a CPU worker of one rank without a draft model; use both", field="role")
+    kind = kind_digest(_block_kind(config, folder, model))
+    if config.role == "decode":
+        size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)
+        kv.fetcher = BlockFetcher(kind, size, config.kv_transfer_bytes, kv.store)
+        return
+    host, port = config.kv_transfer_host, config.kv_transfer_port
+    try:
+        kv.server = BlockServer(host, port, kind, kv.memory, kv.store, curve=config.curve)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{host}, port {port}: {error}", field="kv_transfer_host") from None
 
 
 def _block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:

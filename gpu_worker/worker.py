@@ -71,6 +71,9 @@ class Worker:
         tiers = self._runner.kv.tiers
         if tiers is not None:
             tiers.count(metrics)
+        for transfer in (self._runner.kv.fetcher, self._runner.kv.server):
+            if transfer is not None:
+                transfer.count(metrics)
         self._link = SchedulerLink(
             config.scheduler,
             registration,
@@ -80,6 +83,7 @@ class Worker:
             KeptBlocks(self._runner.kv.block_hashes, None if tiers is None else tiers.offer),
             credentials,
             tiers,
+            self._runner.kv.fetcher,
         )
         self._in_flight = StepsInFlight(self._runner, self._link.inbox)
         self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
@@ -185,6 +189,8 @@ def _registration(
         block_bytes=block_bytes(model.description, config.tokens_per_block, model.kv_dtype),
         attention_windows=[window or 0 for window in model.description.windows],
         max_attention_window=config.max_attention_window,
+        role=config.role,
+        kv_source="" if runner.kv.server is None else str(runner.kv.server.source),
         sink_token_length=config.sink_token_length,
         max_loras=runner.adapters.device_bytes // usual_adapter_bytes(model.description, model.dtype.itemsize),
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from gpu_worker.batch.step import IntArray
 from gpu_worker.kv.shared_store import KvStore, PoolMemory
 from gpu_worker.kv.tiers import KvTiers
+from gpu_worker.kv.transfer import BlockFetcher, BlockServer
 from gpu_worker.models.description import DecoderDescription
 from kernels.cpu import stored_head_dim
 from midstream.errors import ConfigError
@@ -55,6 +56,8 @@ class KvCache:
         self._store = store
         self._memory = None
         self.tiers: KvTiers | None = None
+        self.fetcher: BlockFetcher | None = None
+        self.server: BlockServer | None = None
         if store is not None:
             self._memory = store.make_pool(num_blocks, int(np.prod(shape[2:])) * dtype.itemsize)
         if self._memory is None:
@@ -70,30 +73,51 @@ class KvCache:
 
     def use_tiers(self, open_tiers: OpenTiers) -> None:
         """Store full blocks in tiers and fetch blocks from them; for a pool in host memory."""
+        self.tiers = open_tiers(self.memory)
+
+    @property
+    def memory(self) -> PoolMemory:
+        """The pool's memory, which must be in host memory."""
         shape = self.keys.shape[0], self.num_blocks
         keys, values = (
             cache.view(torch.uint8).numpy().reshape(*shape, int(np.prod(cache.shape[2:])) * cache.element_size())
             for cache in (self.keys, self.values)
         )
-        self.tiers = open_tiers(PoolMemory(self.block_hashes, keys, values))
+        return PoolMemory(self.block_hashes, keys, values)
+
+    @property
+    def store(self) -> KvStore | None:
+        """The store that the pool is in; None: it is in memory of this process alone."""
+        return self._store if self._memory is not None else None
 
     @property
     def store_name(self) -> str:
         """Name of the store from which other workers can fetch these blocks; empty: none."""
-        return self._store.name if self._store is not None and self._memory is not None else ""
+        return self.store.name if self.store is not None else ""
 
     def close(self) -> None:
         """Remove the pool from the store, and stop storing blocks in tiers."""
+        if self.fetcher is not None:
+            self.fetcher.close()
+        if self.server is not None:
+            self.server.close()
         if self.tiers is not None:
             self.tiers.close()
         if self._store is not None:
             self._store.close()
 
     def adopt(self, hashes: NDArray[np.uint64], targets: IntArray) -> IntArray:
-        """Fill blocks from dead workers' pools or from tiers by hash; return the targets that were not found."""
+        """Fill blocks with what was fetched, from dead workers' pools, or from tiers; return those that were not found.
+
+        Args:
+            hashes: [N], hashes of the blocks.
+            targets: [N], blocks of the pool to fill.
+        """
         missing = targets
-        if self._store is not None and self._memory is not None:
-            missing = self._store.fetch(hashes, targets, self._memory)
+        if self.fetcher is not None:
+            missing = self.fetcher.take(hashes, targets, self.memory)
+        if self._store is not None and self._memory is not None and len(missing):
+            missing = self._store.fetch(hashes[np.isin(targets, missing)], missing, self._memory)
         if self.tiers is not None and len(missing):
             missing = self.tiers.fetch(hashes[np.isin(targets, missing)], missing)
         return missing

@@ -52,6 +52,17 @@ class PoolMemory:
     keys: NDArray[np.uint8]
     values: NDArray[np.uint8]
 
+    def read(self, block: int, value: int) -> NDArray[np.uint8] | None:
+        """Return a copy of a block's keys and values; None if its contents are not those of this hash."""
+        contents = np.concatenate([part[:, block].reshape(-1) for part in (self.keys, self.values)])
+        # A hash is cleared before its block may change, so the block was unchanged while it was copied.
+        return contents if int(self.hashes[block]) == value else None
+
+    def write(self, block: int, contents: NDArray[np.uint8]) -> None:
+        """Fill a block with what `read` returned."""
+        keys, values = self.keys[:, block], self.values[:, block]
+        keys[:], values[:] = contents[: keys.size].reshape(keys.shape), contents[keys.size :].reshape(values.shape)
+
 
 class KvStore:
     """Pools of one kind on this host.
@@ -164,6 +175,26 @@ class KvStore:
                 break
             time.sleep(_RETRY_S)
         return targets[missing]
+
+    @property
+    def pool_name(self) -> str:
+        """The file name of this process's pool; empty: it has none here."""
+        return "" if self._own is None else self._own.name
+
+    def open_pool(self, name: str) -> PoolMemory:
+        """Return the pool of a live process, to be read only.
+
+        Raises:
+            OSError: It is gone.
+            ValueError: It is not a pool of this kind.
+        """
+        if not _POOL_NAME.fullmatch(name) or not name.startswith(self._kind):
+            raise ValueError("not a pool of this kind")
+        file_number = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return self._map(file_number, int(name.split("-")[1]), mmap.PROT_READ)
+        finally:
+            os.close(file_number)
 
     def _left_pools(self) -> Iterator[PoolMemory]:
         """Yield the pools of dead workers, latest first."""

@@ -16,10 +16,8 @@ computed.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import struct
 import threading
 import time
 from collections import OrderedDict, deque
@@ -32,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.kv.block_format import HEAD_BYTES, HEADER_BYTES, Bytes, block_header, checksum, kind_digest
 from gpu_worker.kv.shared_store import PoolMemory
 from midstream.errors import ConfigError
 from midstream.security.private_folder import is_private
@@ -41,19 +40,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Format, kind, hash, bytes of contents; then the checksum of these and the contents.
-_HEADER = struct.Struct("<8s16sQQ")
-_FORMAT = b"MSKVBLK1"
-_CHECKSUM_BYTES = 16
-_HEAD_BYTES = _HEADER.size + _CHECKSUM_BYTES
 # Interval between scans for other workers' files, and how long a tier is paused after a write error.
 _SCAN_S, _PAUSE_S = 5.0, 10.0
 # Kinds that no worker has opened for this long are removed, for example of models that are no longer served.
 _UNUSED_S = 7 * 86_400.0
 # Maximum blocks that wait to be stored; the oldest are dropped, as they can be computed again.
 _MAX_WAITING = 8192
-
-Bytes = NDArray[np.uint8]
 
 
 class TierFolder:
@@ -80,10 +72,10 @@ class TierFolder:
         self.name = name
         self.num_hits = self.num_stored = self.num_evicted = self.num_damaged = self.num_errors = 0
         self.read_bytes = self.written_bytes = 0
-        self._kind = hashlib.blake2b(kind.encode(), digest_size=16).digest()
+        self._kind = kind_digest(kind)
         self._folder = folder / self._kind.hex()
         self._block_bytes = block_bytes
-        self._max_blocks = max_bytes // (block_bytes + _HEAD_BYTES)
+        self._max_blocks = max_bytes // (block_bytes + HEAD_BYTES)
         self._lock = threading.Lock()
         self._index: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._news: dict[int, bool] = {}
@@ -139,14 +131,14 @@ class TierFolder:
         """Store a block, evicting the least recently used; return False if that failed or the tier is paused."""
         if time.monotonic() < self._paused_until or not self._max_blocks:
             return False
-        header = _HEADER.pack(_FORMAT, self._kind, value, len(contents))
+        header = block_header(self._kind, value, len(contents))
         path, new = self._path(value), self._folder / f".{os.getpid()}-{threading.get_ident()}"
         try:
             self._make_room(self._max_blocks - 1)
             file_number = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
-                data: list[Any] = [header, _checksum(header, contents), contents.data]
-                if os.writev(file_number, data) != _HEAD_BYTES + len(contents):
+                data: list[Any] = [header, checksum(header, contents), contents.data]
+                if os.writev(file_number, data) != HEAD_BYTES + len(contents):
                     raise OSError("the disk is full")
             finally:
                 os.close(file_number)
@@ -162,7 +154,7 @@ class TierFolder:
             self._index[value] = None
             self._news[value] = True
         self.num_stored += 1
-        self.written_bytes += _HEAD_BYTES + len(contents)
+        self.written_bytes += HEAD_BYTES + len(contents)
         return True
 
     def get(self, value: int) -> Bytes | None:
@@ -179,10 +171,10 @@ class TierFolder:
             self._forget(value)
             return None
         self.read_bytes += len(data)
-        header = _HEADER.pack(_FORMAT, self._kind, value, self._block_bytes)
-        contents = data[_HEAD_BYTES:]
-        is_whole = len(contents) == self._block_bytes and data[: _HEADER.size].tobytes() == header
-        if not is_whole or data[_HEADER.size : _HEAD_BYTES].tobytes() != _checksum(header, contents):
+        header = block_header(self._kind, value, self._block_bytes)
+        contents = data[HEAD_BYTES:]
+        is_whole = len(contents) == self._block_bytes and data[:HEADER_BYTES].tobytes() == header
+        if not is_whole or data[HEADER_BYTES:HEAD_BYTES].tobytes() != checksum(header, contents):
             self.num_damaged += 1
             logger.warning("removed a corrupt KV block of the %s tier", self.name)
             self._forget(value)
@@ -267,8 +259,7 @@ class KvTiers:
             if contents is None:
                 missing.append(target)
                 continue
-            keys, values = self._pool.keys[:, target], self._pool.values[:, target]
-            keys[:], values[:] = contents[: keys.size].reshape(keys.shape), contents[keys.size :].reshape(values.shape)
+            self._pool.write(target, contents)
         return np.array(missing, dtype=np.int32)
 
     def hashes(self) -> set[int]:
@@ -323,11 +314,8 @@ class KvTiers:
                 tier.touch(value)
         if not lacking:
             return
-        memory = self._pool
-        parts = (memory.keys[:, block], memory.values[:, block])
-        contents = np.concatenate([part.reshape(-1) for part in parts])
-        # A hash is cleared before its block may change, so it was unchanged during the write.
-        if int(memory.hashes[block]) != value:
+        contents = self._pool.read(block, value)
+        if contents is None:
             return
         for tier in lacking:
             tier.put(value, contents)
@@ -350,12 +338,6 @@ class KvTiers:
         blocks = metrics.gauge("worker_kv_tier_blocks", "KV blocks stored at present.", ("tier",))
         for tier in self._tiers:
             blocks.labels(tier.name).set_function(partial(len, tier))
-
-
-def _checksum(header: bytes, contents: Bytes) -> bytes:
-    digest = hashlib.blake2b(header, digest_size=_CHECKSUM_BYTES)
-    digest.update(contents.data)
-    return digest.digest()
 
 
 def _remove_left(entry: os.DirEntry[str]) -> None:

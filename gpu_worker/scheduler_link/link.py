@@ -27,6 +27,7 @@ from google.protobuf.message import DecodeError
 from gpu_worker.batch.step import Step, StepOutput
 from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.kv.tiers import KvTiers
+from gpu_worker.kv.transfer import BlockFetcher
 from gpu_worker.lora.cache import AdapterCache
 from gpu_worker.lora.messages import AdapterMessages
 from gpu_worker.scheduler_link.connection import LINK_EVENTS, Dialler
@@ -83,6 +84,7 @@ class SchedulerLink:
         kept: KeptBlocks,
         credentials: WorkerCredentials | None = None,
         tiers: KvTiers | None = None,
+        fetcher: BlockFetcher | None = None,
     ) -> None:
         """Create the link; `start` connects it.
 
@@ -95,17 +97,20 @@ class SchedulerLink:
             kept: Content hashes of the worker's blocks.
             credentials: Keys of the connection; None: plain text.
             tiers: Tiers of the KV pool, if any.
+            fetcher: Fetches blocks of other workers; None: requests to do so are ignored.
         """
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.epoch = 0
         self._address, self._register, self._memory = address, register, memory
         self._dialler = Dialler(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
-        self._kept, self._tiers = kept, tiers
+        self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
         self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
+        if fetcher is not None:
+            fetcher.on_report = self._wake
         self._thread = threading.Thread(target=self._run, name="scheduler-link", daemon=True)
         self._leaving = self._has_failed = False
         self._last_epoch = 0
@@ -207,6 +212,12 @@ class SchedulerLink:
             self._kept.finish(step.step_id, is_whole=output.is_whole)
             if not all(self._send(dealer, message) for message in messages):
                 self._end_epoch("the connection is down")
+        for fetched in self._fetcher.reports() if self._fetcher is not None else ():
+            if fetched.epoch == self.epoch:
+                report = worker_pb2.BlocksFetched(
+                    epoch=fetched.epoch, fetched_hashes=fetched.hashes, missing_hashes=fetched.missing
+                )
+                self._send(dealer, worker_pb2.WorkerMessage(blocks_fetched=report))
 
     def _send_when_due(self, dealer: zmq.Socket[bytes]) -> None:
         now = time.monotonic()
@@ -268,9 +279,15 @@ class SchedulerLink:
             self._end_epoch("the scheduler ended it")
         elif kind is None:
             self._drop("malformed")
+        elif kind == "fetch_blocks":
+            self._fetch(message.fetch_blocks)
         else:
             self._adapters.take(message, self.epoch)
         return None
+
+    def _fetch(self, message: worker_pb2.FetchBlocks) -> None:
+        if message.epoch == self.epoch and self._fetcher is not None:
+            self._fetcher.fetch(message.epoch, list(message.hashes), message.kv_store, message.kv_source)
 
     def _accept_step(self, message: worker_pb2.StepBatch) -> None:
         if message.epoch != self.epoch or not self.epoch:
@@ -303,6 +320,8 @@ class SchedulerLink:
         self._timeout_s = max(registered.timeout_ms / 1000, 2 * self._heartbeat_s)
         self._next_send = time.monotonic() + self._heartbeat_s
         self._dialler.note_registered()
+        if self._fetcher is not None:
+            self._fetcher.begin_epoch(self.epoch)
         self._registrations.inc()
         self.inbox.put(EpochStarted())
         logger.info("registered with epoch %d", self.epoch)

@@ -53,6 +53,7 @@ class Topology:
         port: gRPC port of the first router; 0: any free one; None: the default, or any free one where it is taken.
         http_port: The same for its HTTP port.
         served_model_name: Name of the model in the API; empty: its own.
+        num_prefill_workers: So many of the workers prefill, and the others decode; 0: each does both.
     """
 
     model: str = EMBEDDED_MODEL
@@ -65,6 +66,7 @@ class Topology:
     port: int | None = None
     http_port: int | None = None
     served_model_name: str = ""
+    num_prefill_workers: int = 0
 
     def __post_init__(self) -> None:
         for flag, port in (("--port", self.port), ("--http-port", self.http_port)):
@@ -79,6 +81,17 @@ class Topology:
         ):
             if not 1 <= count <= _MAX_REPLICAS:
                 raise ConfigError(f"{count} is not in 1..{_MAX_REPLICAS}", field=flag)
+        if not 0 <= self.num_prefill_workers < self.num_workers:
+            raise ConfigError(
+                f"{self.num_prefill_workers} of {self.num_workers} workers leave none to decode; raise --workers",
+                field="--prefill-workers",
+            )
+
+    def role(self, worker: int) -> str:
+        """Return the role of a worker; empty: as the environment says."""
+        if not self.num_prefill_workers:
+            return ""
+        return "prefill" if worker < self.num_prefill_workers else "decode"
 
 
 def plan_processes(
@@ -115,7 +128,7 @@ def plan_processes(
     ]
     cores = num_cores or num_compute_threads()
     for index in range(topology.num_workers):
-        specs += _plan_worker(topology, f"worker-{index}", f"tcp://{HOST}:{zmq}", cores, ports)
+        specs += _plan_worker(topology, index, f"tcp://{HOST}:{zmq}", cores, ports)
     for index in range(topology.num_detokenizers):
         detokenizer = _Addresses(ports)
         port = detokenizer.add("grpc", DetokenizerConfig.port)
@@ -153,9 +166,9 @@ def _port_in_use(flag: str, port: int, host: str) -> ConfigError:
     )
 
 
-def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, ports: _Ports) -> list[ProcessSpec]:
+def _plan_worker(topology: Topology, index: int, scheduler: str, cores: int, ports: _Ports) -> list[ProcessSpec]:
     """Return the processes of one worker: rank 0 has the worker's name."""
-    stages = topology.pipeline_parallel
+    name, stages = f"worker-{index}", topology.pipeline_parallel
     world_size = topology.tensor_parallel * stages
     threads = max(1, cores // (topology.num_workers * world_size))
     flags: tuple[str, ...] = (
@@ -169,6 +182,8 @@ def _plan_worker(topology: Topology, name: str, scheduler: str, cores: int, port
         "--num-threads",
         str(threads),
     )
+    if role := topology.role(index):
+        flags += ("--role", role)
     if folder := _shared_memory():
         flags += ("--shared-kv-folder", folder)
     variables = {"WORLD_SIZE": str(world_size)}

@@ -70,6 +70,13 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="Number of workers, which share the cores. [1]"
     )
+    parser.add_argument(
+        "--prefill-workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="So many of the workers compute prompts, and the others generate; 0: each does both. [0]",
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="Tensor parallel ranks. [1]")
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="Pipeline stages. [1]")
     parser.add_argument(
@@ -116,6 +123,7 @@ def _topology(arguments: argparse.Namespace) -> Topology:
         settings.port if arguments.port is None else arguments.port,
         settings.http_port if arguments.http_port is None else arguments.http_port,
         arguments.served_model_name,
+        arguments.prefill_workers,
     )
 
 
@@ -191,6 +199,7 @@ def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Conso
         ("--routers", topology.num_routers),
         ("--detokenizers", topology.num_detokenizers),
         ("--workers", topology.num_workers),
+        ("--prefill-workers", topology.num_prefill_workers),
         ("--tensor-parallel", topology.tensor_parallel),
         ("--pipeline-parallel", topology.pipeline_parallel),
         ("--served-model-name", topology.served_model_name),

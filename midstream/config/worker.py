@@ -66,6 +66,18 @@ class WorkerConfig(ServiceConfig):
         "", "Folder on a disk, of this user alone, for full KV blocks of CPU workers; empty: none. Outlives everything."
     )
     disk_kv_bytes: int = setting(16 << 30, "Bytes that the blocks of one model may take in disk_kv_folder.")
+    role: str = setting(
+        "both",
+        "prefill: compute prompts and hand requests over to decode workers; decode: take these; both: any request.",
+        choices=("both", "prefill", "decode"),
+    )
+    kv_transfer_host: str = setting(
+        "127.0.0.1", "Address of this machine at which decode workers fetch the KV blocks of a prefill worker."
+    )
+    kv_transfer_port: int = setting(0, "Port for kv_transfer_host; 0: any free one.")
+    kv_transfer_bytes: int = setting(
+        1 << 28, "Bytes of fetched KV blocks that a decode worker holds for requests which have not started there."
+    )
     max_batch_size: int = setting(256, "Maximum sequences per step.")
     max_num_tokens: int = setting(0, "Maximum tokens per step; 0: 2048 on a GPU, 256 on a CPU.")
     max_sequence_length: int = setting(0, "Maximum tokens of prompt and output; 0: the model's limit.")

@@ -57,6 +57,12 @@ class SchedulerCollector(Collector):
         yield _counter("prefix_cache_hits", "Prompt tokens found.", totals.prefix_cache_hits)
         yield _counter("num_preemptions", "Times that a request was paused.", totals.num_preemptions)
         yield _counter("num_recoveries", "Times that a request lost its worker.", totals.num_recoveries)
+        yield _counter("num_handovers", "Requests moved from prefill to decode groups.", totals.num_handovers)
+        yield _counter(
+            "num_failed_handovers",
+            "Times that blocks could not be fetched, and the request stayed.",
+            totals.num_failed_handovers,
+        )
         yield _counter("num_worker_deaths", "Worker groups that died.", totals.num_worker_deaths)
         yield _counter("num_worker_faults", "Wrong results and messages of workers.", totals.num_worker_faults)
         yield _counter("num_quarantined", "Requests ended because workers died of them.", totals.num_quarantined)

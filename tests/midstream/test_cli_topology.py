@@ -116,3 +116,11 @@ def test_the_environment_says_where_kv_blocks_lie(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MIDSTREAM_SHARED_KV_FOLDER", "")
     flags = [flag for spec in plan_processes(Topology(), 2, lambda _: True) for flag in spec.flags]
     assert "--shared-kv-folder" not in flags
+
+
+def test_the_first_workers_prefill() -> None:
+    specs = plan_processes(Topology(num_workers=3, num_prefill_workers=2), is_free=lambda _: True)
+    roles = [spec.flags[spec.flags.index("--role") + 1] for spec in specs if spec.kind == "gpu_worker"]
+    assert roles == ["prefill", "prefill", "decode"]
+    with pytest.raises(ConfigError, match="leave none to decode"):
+        Topology(num_workers=2, num_prefill_workers=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import random
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from tests.simulation.journal import Disk, SimulatedJournal
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.model import TOKENS_PER_BLOCK
 from tests.simulation.network import Network, running
-from tests.simulation.worker import SimulatedWorker, Store
+from tests.simulation.worker import Pools, SimulatedWorker, Store
 from tests.simulation.world import folder
 
 SCHEDULER_PORT, WORKER_PORT, DETOKENIZER_PORT, ROUTER_PORT = 50052, 50053, 50054, 50051
@@ -83,6 +84,9 @@ class Cluster:
         self._watch = watch
         # Whether workers share a host, and can take over what one that died had computed.
         self._store: Store | None = [] if network.dice.random() < 0.6 else None
+        # Whether the first worker prefills and the others decode. Drawn apart, so that a seed's other choices stay.
+        self._are_apart = random.Random(repr(network.dice.getstate())).random() < 0.4
+        self._pools: Pools = {}
 
     def start_all(self) -> None:
         """Starts every part of the shape."""
@@ -194,9 +198,16 @@ class Cluster:
     async def _worker(self, name: str) -> int:
         address = f"tcp://scheduler:{WORKER_PORT}"
         shape = self.shape
-        worker = SimulatedWorker(self.network, name, address, shape.num_blocks, shape.step_s, self._store)
+        worker = SimulatedWorker(
+            self.network, name, address, shape.num_blocks, shape.step_s, self._store, self._pools, self._role(name)
+        )
         self.workers[name] = worker
         return await worker.run()
+
+    def _role(self, name: str) -> str:
+        if not self._are_apart:
+            return "both"
+        return "prefill" if name == "worker-0" else "decode"
 
     async def _detokenizer(self, name: str) -> None:
         config = DetokenizerConfig(

@@ -8,6 +8,7 @@ import inspect
 import queue
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from gpu_worker.batch.step import RowLogProbs, Step, StepOutput
 from gpu_worker.kv.kept_blocks import KeptBlocks
+from gpu_worker.kv.transfer import Fetched
 from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
 from midstream.errors import ExecutionError
 from midstream.telemetry import Metrics
@@ -27,14 +29,70 @@ from tests.simulation.network import Network, running
 from tests.simulation.zmq_transport import Dealer, Poller
 
 # The memory of a host: each pool's process, hashes and slots.
-Store = list[tuple[Process, NDArray[np.uint64], list[list[int]]]]
+Pool = tuple[Process, NDArray[np.uint64], list[list[int]]]
+Store = list[Pool]
+# The newest pool of each worker, by its kv_source.
+Pools = dict[str, Pool]
+
+
+class Fetcher:
+    """Fetches blocks of other workers, one after another; some are never answered for.
+
+    Attributes:
+        held: Slots of the blocks that no step has adopted, by hash.
+    """
+
+    def __init__(self, network: Network, pools: Pools, step_s: float) -> None:
+        self.held: dict[int, list[int]] = {}
+        self.on_report: Callable[[], None] = lambda: None
+        self._network, self._pools, self._step_s = network, pools, step_s
+        self._epoch = 0
+        self._reports: list[Fetched] = []
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.held.clear()
+
+    def fetch(self, epoch: int, hashes: list[int], _: str, kv_source: str) -> None:
+        asyncio.create_task(self._fetch(epoch, hashes, kv_source), name="fetch")  # noqa: RUF006 (its process holds it)
+
+    def reports(self) -> list[Fetched]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    async def _fetch(self, epoch: int, hashes: list[int], kv_source: str) -> None:
+        dice, missing = self._network.dice, list[int]()
+        self._network.note(f"{running()!r} fetches {len(hashes)} blocks {kv_source}")
+        if dice.random() < 0.05:
+            return
+        for value in hashes:
+            await asyncio.sleep(self._step_s * dice.uniform(0, 0.5))
+            process, stored, slots = self._pools[kv_source]
+            (places,) = np.nonzero(stored == np.uint64(value))
+            if process.is_dead or process.held is not None or not len(places) or dice.random() < 0.02:
+                missing.append(value)
+            elif epoch == self._epoch:
+                self.held[value] = list(slots[places[0]])
+        found = tuple(value for value in hashes if value not in missing)
+        self._reports.append(Fetched(epoch, found, tuple(missing)))
+        self.on_report()
 
 
 class SimulatedLink(SchedulerLink):
     """The link, whose thread is a task."""
 
-    def __init__(self, network: Network, address: str, register: worker_pb2.Register, kept: KeptBlocks) -> None:
-        super().__init__(address, register, Metrics(), worker_pb2.MemoryUsage, kept=kept, **_unused())
+    def __init__(
+        self, network: Network, address: str, register: worker_pb2.Register, kept: KeptBlocks, fetcher: Fetcher
+    ) -> None:
+        super().__init__(
+            address,
+            register,
+            Metrics(),
+            worker_pb2.MemoryUsage,
+            kept=kept,
+            fetcher=fetcher,  # type: ignore[arg-type]
+            **_unused(),
+        )
         self.has_work = Flag()
         self._network = network
         self._changed = Flag()
@@ -78,7 +136,15 @@ class SimulatedWorker:
     """
 
     def __init__(
-        self, network: Network, name: str, address: str, num_blocks: int, step_s: float, store: Store | None
+        self,
+        network: Network,
+        name: str,
+        address: str,
+        num_blocks: int,
+        step_s: float,
+        store: Store | None,
+        pools: Pools,
+        role: str,
     ) -> None:
         self.process = running()
         self.hangs, self.lies = False, 0
@@ -98,10 +164,14 @@ class SimulatedWorker:
             features=("log_probs", "min_tokens"),
             protocol_version=1,
             kv_store="" if store is None else "host",
+            role=role,
+            kv_source=f"at {name}" if role == "prefill" else "",
         )
         hashes = np.zeros(num_blocks, dtype=np.uint64)
-        self.link = SimulatedLink(network, address, register, KeptBlocks(hashes))
+        self._fetcher = Fetcher(network, pools, step_s)
+        self.link = SimulatedLink(network, address, register, KeptBlocks(hashes), self._fetcher)
         self._model = SimulatedModel(num_blocks)
+        pools[f"at {name}"] = (self.process, hashes, self._model.slots)
         self._store = [] if store is None else store
         self._store.append((self.process, hashes, self._model.slots))
 
@@ -166,6 +236,10 @@ class SimulatedWorker:
         """Fills blocks with what dead workers left; those that were not found."""
         missing = []
         for block, value in zip(step.adopted_blocks.tolist(), step.adopted_hashes, strict=True):
+            if value in self._fetcher.held:
+                self._model.slots[block] = self._fetcher.held.pop(value)
+                self._network.note(f"{self.process!r} adopts fetched block {block}")
+                continue
             for process, hashes, slots in self._store:
                 (places,) = np.nonzero(hashes == value)
                 if process.is_dead and len(places):

@@ -1,0 +1,35 @@
+"""How a block outside of a pool is named and verified, on every tier and in every transfer."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Format, kind, hash, bytes of contents; then the checksum of these and the contents.
+_HEADER = struct.Struct("<8s16sQQ")
+_FORMAT = b"MSKVBLK1"
+_CHECKSUM_BYTES = 16
+HEADER_BYTES = _HEADER.size
+HEAD_BYTES = HEADER_BYTES + _CHECKSUM_BYTES
+
+Bytes = NDArray[np.uint8]
+
+
+def kind_digest(kind: str) -> bytes:
+    """Return the digest of everything besides tokens that determines a block's contents."""
+    return hashlib.blake2b(kind.encode(), digest_size=16).digest()
+
+
+def block_header(kind: bytes, value: int, num_bytes: int) -> bytes:
+    """Return the header of a block of this kind, hash and size."""
+    return _HEADER.pack(_FORMAT, kind, value, num_bytes)
+
+
+def checksum(header: bytes, contents: Bytes) -> bytes:
+    """Return 128 bits of BLAKE2b over a block's header and contents."""
+    digest = hashlib.blake2b(header, digest_size=_CHECKSUM_BYTES)
+    digest.update(contents.data)
+    return digest.digest()

@@ -1,0 +1,70 @@
+"""Prompts on one worker and generation on another: the same tokens as with both on each, whoever dies when.
+
+Fifty kills of a prefill worker in the middle of transfers with MIDSTREAM_ALL_KILLS=1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.integration.service import Service, collect, eventually, stub_of, tokens
+
+NUM_KILLS = 50 if os.environ.get("MIDSTREAM_ALL_KILLS") else 2
+RNG = random.Random(8)
+PROMPTS = [[RNG.randint(300, 48_000) for _ in range(size)] for size in (700, 40, 330, 12)]
+
+
+def metric(service: Service, name: str) -> float:
+    """A metric of all workers together."""
+    total = 0.0
+    for worker in service.processes("gpu_worker"):
+        with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=10) as answer:
+            total += sum(map(float, re.findall(rf"^midstream:{name} (\S+)$", answer.read().decode(), re.M)))
+    return total
+
+
+async def answers(service: Service, prompts: list[list[int]]) -> list[list[int]]:
+    async with stub_of(service.routers()[0]) as stub:
+        requests = [collect(stub, tokens(prompt, max_tokens=32)) for prompt in prompts]
+        return [result.token_ids for result in await asyncio.gather(*requests)]
+
+
+@pytest.mark.timeout(3600 if NUM_KILLS > 2 else 400)
+async def test_roles_apart_and_together_give_the_same_tokens_and_a_death_in_a_transfer_changes_none(
+    tmp_path: Path,
+) -> None:
+    service = Service.start(tmp_path / "together", "--workers", "1")
+    try:
+        expected = await answers(service, PROMPTS)
+    finally:
+        service.stop()
+    service = Service.start(tmp_path / "apart", "--workers", "2", "--prefill-workers", "1")
+    try:
+        assert await answers(service, PROMPTS) == expected
+        assert metric(service, "worker_kv_fetched_blocks") >= 43 + 2 + 20
+        for number in range(NUM_KILLS):
+            await _kill_in_a_transfer(service, number, expected)
+    finally:
+        service.stop()
+
+
+async def _kill_in_a_transfer(service: Service, number: int, expected: list[list[int]]) -> None:
+    """Kill the prefill worker while its blocks are fetched, at another moment each time."""
+    worker = next(item for item in service.processes("gpu_worker") if item["name"] == "worker-0")
+    running = asyncio.create_task(answers(service, [[number + 300, *PROMPTS[0]], *PROMPTS]))
+    before = metric(service, "worker_kv_fetched_blocks")
+
+    async def fetched() -> float:
+        return metric(service, "worker_kv_fetched_blocks")
+
+    await eventually(fetched, lambda count: count >= before + number % 8 or running.done(), 60)
+    os.kill(worker["pid"], signal.SIGKILL)
+    assert (await running)[1:] == expected
