@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from protos import documents_pb2 as protos_dot_documents__pb2
 from protos import frames_pb2 as protos_dot_frames__pb2
 from protos import ledger_pb2 as protos_dot_ledger__pb2
 from protos import loads_pb2 as protos_dot_loads__pb2
@@ -63,6 +64,26 @@ class SchedulerStub(object):
                 '/midstream.v1.Scheduler/DeleteRequest',
                 request_serializer=protos_dot_scheduler__pb2.DeleteRequestRequest.SerializeToString,
                 response_deserializer=protos_dot_scheduler__pb2.DeleteRequestResponse.FromString,
+                _registered_method=True)
+        self.PutDocument = channel.unary_unary(
+                '/midstream.v1.Scheduler/PutDocument',
+                request_serializer=protos_dot_documents__pb2.PutDocumentRequest.SerializeToString,
+                response_deserializer=protos_dot_documents__pb2.PutDocumentResponse.FromString,
+                _registered_method=True)
+        self.GetDocument = channel.unary_unary(
+                '/midstream.v1.Scheduler/GetDocument',
+                request_serializer=protos_dot_documents__pb2.GetDocumentRequest.SerializeToString,
+                response_deserializer=protos_dot_documents__pb2.GetDocumentResponse.FromString,
+                _registered_method=True)
+        self.DeleteDocument = channel.unary_unary(
+                '/midstream.v1.Scheduler/DeleteDocument',
+                request_serializer=protos_dot_documents__pb2.DeleteDocumentRequest.SerializeToString,
+                response_deserializer=protos_dot_documents__pb2.DeleteDocumentResponse.FromString,
+                _registered_method=True)
+        self.ListDocuments = channel.unary_unary(
+                '/midstream.v1.Scheduler/ListDocuments',
+                request_serializer=protos_dot_documents__pb2.ListDocumentsRequest.SerializeToString,
+                response_deserializer=protos_dot_documents__pb2.ListDocumentsResponse.FromString,
                 _registered_method=True)
         self.TokenFeed = channel.stream_stream(
                 '/midstream.v1.Scheduler/TokenFeed',
@@ -160,6 +181,31 @@ class SchedulerServicer(object):
     def DeleteRequest(self, request, context):
         """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutDocument(self, request, context):
+        """What routers store for clients. RESOURCE_EXHAUSTED when an owner has too much.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDocument(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteDocument(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDocuments(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -265,6 +311,26 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.DeleteRequest,
                     request_deserializer=protos_dot_scheduler__pb2.DeleteRequestRequest.FromString,
                     response_serializer=protos_dot_scheduler__pb2.DeleteRequestResponse.SerializeToString,
+            ),
+            'PutDocument': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutDocument,
+                    request_deserializer=protos_dot_documents__pb2.PutDocumentRequest.FromString,
+                    response_serializer=protos_dot_documents__pb2.PutDocumentResponse.SerializeToString,
+            ),
+            'GetDocument': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDocument,
+                    request_deserializer=protos_dot_documents__pb2.GetDocumentRequest.FromString,
+                    response_serializer=protos_dot_documents__pb2.GetDocumentResponse.SerializeToString,
+            ),
+            'DeleteDocument': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteDocument,
+                    request_deserializer=protos_dot_documents__pb2.DeleteDocumentRequest.FromString,
+                    response_serializer=protos_dot_documents__pb2.DeleteDocumentResponse.SerializeToString,
+            ),
+            'ListDocuments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDocuments,
+                    request_deserializer=protos_dot_documents__pb2.ListDocumentsRequest.FromString,
+                    response_serializer=protos_dot_documents__pb2.ListDocumentsResponse.SerializeToString,
             ),
             'TokenFeed': grpc.stream_stream_rpc_method_handler(
                     servicer.TokenFeed,
@@ -462,6 +528,114 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/DeleteRequest',
             protos_dot_scheduler__pb2.DeleteRequestRequest.SerializeToString,
             protos_dot_scheduler__pb2.DeleteRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutDocument(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/PutDocument',
+            protos_dot_documents__pb2.PutDocumentRequest.SerializeToString,
+            protos_dot_documents__pb2.PutDocumentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDocument(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/GetDocument',
+            protos_dot_documents__pb2.GetDocumentRequest.SerializeToString,
+            protos_dot_documents__pb2.GetDocumentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteDocument(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/DeleteDocument',
+            protos_dot_documents__pb2.DeleteDocumentRequest.SerializeToString,
+            protos_dot_documents__pb2.DeleteDocumentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDocuments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/ListDocuments',
+            protos_dot_documents__pb2.ListDocumentsRequest.SerializeToString,
+            protos_dot_documents__pb2.ListDocumentsResponse.FromString,
             options,
             channel_credentials,
             insecure,

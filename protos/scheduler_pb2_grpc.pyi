@@ -7,6 +7,7 @@ import abc
 import collections.abc
 import grpc
 import grpc.aio
+import protos.documents_pb2
 import protos.frames_pb2
 import protos.ledger_pb2
 import protos.loads_pb2
@@ -54,6 +55,27 @@ class SchedulerStub:
         protos.scheduler_pb2.DeleteRequestResponse,
     ]
     """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none."""
+
+    PutDocument: grpc.UnaryUnaryMultiCallable[
+        protos.documents_pb2.PutDocumentRequest,
+        protos.documents_pb2.PutDocumentResponse,
+    ]
+    """What routers store for clients. RESOURCE_EXHAUSTED when an owner has too much."""
+
+    GetDocument: grpc.UnaryUnaryMultiCallable[
+        protos.documents_pb2.GetDocumentRequest,
+        protos.documents_pb2.GetDocumentResponse,
+    ]
+
+    DeleteDocument: grpc.UnaryUnaryMultiCallable[
+        protos.documents_pb2.DeleteDocumentRequest,
+        protos.documents_pb2.DeleteDocumentResponse,
+    ]
+
+    ListDocuments: grpc.UnaryUnaryMultiCallable[
+        protos.documents_pb2.ListDocumentsRequest,
+        protos.documents_pb2.ListDocumentsResponse,
+    ]
 
     TokenFeed: grpc.StreamStreamMultiCallable[
         protos.scheduler_pb2.FeedCommand,
@@ -148,6 +170,27 @@ class SchedulerAsyncStub:
         protos.scheduler_pb2.DeleteRequestResponse,
     ]
     """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none."""
+
+    PutDocument: grpc.aio.UnaryUnaryMultiCallable[
+        protos.documents_pb2.PutDocumentRequest,
+        protos.documents_pb2.PutDocumentResponse,
+    ]
+    """What routers store for clients. RESOURCE_EXHAUSTED when an owner has too much."""
+
+    GetDocument: grpc.aio.UnaryUnaryMultiCallable[
+        protos.documents_pb2.GetDocumentRequest,
+        protos.documents_pb2.GetDocumentResponse,
+    ]
+
+    DeleteDocument: grpc.aio.UnaryUnaryMultiCallable[
+        protos.documents_pb2.DeleteDocumentRequest,
+        protos.documents_pb2.DeleteDocumentResponse,
+    ]
+
+    ListDocuments: grpc.aio.UnaryUnaryMultiCallable[
+        protos.documents_pb2.ListDocumentsRequest,
+        protos.documents_pb2.ListDocumentsResponse,
+    ]
 
     TokenFeed: grpc.aio.StreamStreamMultiCallable[
         protos.scheduler_pb2.FeedCommand,
@@ -252,6 +295,35 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[protos.scheduler_pb2.DeleteRequestResponse, collections.abc.Awaitable[protos.scheduler_pb2.DeleteRequestResponse]]:
         """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none."""
+
+    @abc.abstractmethod
+    def PutDocument(
+        self,
+        request: protos.documents_pb2.PutDocumentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.documents_pb2.PutDocumentResponse, collections.abc.Awaitable[protos.documents_pb2.PutDocumentResponse]]:
+        """What routers store for clients. RESOURCE_EXHAUSTED when an owner has too much."""
+
+    @abc.abstractmethod
+    def GetDocument(
+        self,
+        request: protos.documents_pb2.GetDocumentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.documents_pb2.GetDocumentResponse, collections.abc.Awaitable[protos.documents_pb2.GetDocumentResponse]]: ...
+
+    @abc.abstractmethod
+    def DeleteDocument(
+        self,
+        request: protos.documents_pb2.DeleteDocumentRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.documents_pb2.DeleteDocumentResponse, collections.abc.Awaitable[protos.documents_pb2.DeleteDocumentResponse]]: ...
+
+    @abc.abstractmethod
+    def ListDocuments(
+        self,
+        request: protos.documents_pb2.ListDocumentsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.documents_pb2.ListDocumentsResponse, collections.abc.Awaitable[protos.documents_pb2.ListDocumentsResponse]]: ...
 
     @abc.abstractmethod
     def TokenFeed(

@@ -36,6 +36,7 @@ from router.pipeline.stream_limits import CallLimits, StreamLimits, admit_within
 from router.pipeline.throughput_log import log_throughput
 from router.protocols import ADAPTED_SERVICES, SERVICE, add_servicers
 from router.protocols.anthropic.app import MessagesApi, refuse
+from router.protocols.batches.service import batch_service
 from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request_bytes
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
@@ -118,6 +119,18 @@ async def serve(config: RouterConfig) -> None:
     pages.router.routes.extend(MessagesApi(front, prompts, bodies, chat).routes())
     responses = ResponsesApi(front, prompts, bodies, chat, kept, config.response_ttl_s)
     pages.router.routes.extend(responses.routes())
+    batches = batch_service(
+        pages,
+        cells,
+        bodies,
+        server.draining,
+        metrics,
+        unavailable_timeout_s=config.unavailable_timeout_s,
+        max_file_bytes=config.max_file_bytes,
+        file_ttl_s=config.file_ttl_s,
+        max_lines=config.max_batch_lines,
+    )
+    pages.router.routes.extend(batches.routes)
     pages.router.routes.append(ledger_route(cells))
     pages.router.routes.extend(dashboard_routes(status))
     pages.router.routes.extend(page_routes())
@@ -131,6 +144,7 @@ async def serve(config: RouterConfig) -> None:
         max_open_files=raise_open_files_limit(),
     )
     parts = {"cells": cells.run(), "detokenizers": pool.run(), "status": status.run()}
+    parts["batches"] = batches.runner.run()
     parts["reach"] = watch_reach(cells, pool, progress)
     if config.throughput_log_s > 0:
         parts["throughput"] = log_throughput(seen, lambda: limits.num_open, config.throughput_log_s)

@@ -70,6 +70,11 @@ class Caller:
     is_authenticated: bool = False
     roles: frozenset[Role] = ALL_ROLES
 
+    @property
+    def owner(self) -> str:
+        """Return the owner of what the caller stores; empty where nobody is authenticated."""
+        return self.name if self.is_authenticated else ""
+
     def scope(self, request_id: str) -> str:
         """Return a request's internal id, which no two authenticated callers share.
 

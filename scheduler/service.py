@@ -154,10 +154,12 @@ class SchedulerService:
             adapters,
             kept,
             ledger,
+            self.journal.documents,
             model=self.model,
             limits=self.limits,
             cell=self.config.name or f"{self.config.host}:{self.port}",
             policies=(self.config.capacity_policy, self.config.batching_type, self.config.journal),
+            max_stored_bytes=self.config.max_stored_bytes,
             frames=self.frames,
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, self.server.grpc)

@@ -69,6 +69,9 @@ class RouterConfig(GrpcServiceConfig):
         30.0, "Seconds that a request without a deadline waits for an unavailable part."
     )
     response_ttl_s: int = setting(7 * 24 * 3600, "Seconds that a response of the Responses API is stored.")
+    max_file_bytes: int = setting(200 << 20, "Largest file that clients may upload for batches.")
+    file_ttl_s: int = setting(30 * 24 * 3600, "Seconds that files, and outputs of batches, are stored at most.")
+    max_batch_lines: int = setting(64, "Lines of batches that this router runs at once.")
     trace_ratio: float = setting(1.0, "Fraction, 0 to 1, of requests traced if the client sends no traceparent.")
     tool_parser: str = setting(
         "auto", "Format of the model's tool calls; auto: detected from its chat template; none: not parsed."

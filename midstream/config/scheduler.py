@@ -64,6 +64,9 @@ class SchedulerConfig(GrpcServiceConfig):
     max_num_finished: int = setting(8192, "Maximum finished requests kept.")
     max_finished_tokens: int = setting(16_777_216, "Maximum prompt and output tokens kept of finished requests.")
     ledger_ttl_s: int = setting(90 * 24 * 3600, "Seconds that the ledger keeps a request's usage; 0: no ledger.")
+    max_stored_bytes: int = setting(
+        16 << 30, "Bytes of files and batches that one client may store; without authentication, all clients."
+    )
     journal: str = setting(
         "log", "Journal that stores requests and tokens.", choices=("off", "log", "sqlite", "postgres")
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc.aio
@@ -35,34 +35,63 @@ class KeptRequests:
             UnavailableError: No cell that responds has it, and some do not respond.
         """
         query = scheduler_pb2.GetRequestRequest(request_id=current_caller.get().scope(request_id))
-        return (await self._ask(lambda cell: cell.stub.GetRequest(query, timeout=_TRY_TIMEOUT_S)))[0]
+        found = await self._ask(lambda cell: cell.stub.GetRequest(query, timeout=_TRY_TIMEOUT_S))
+        return next(iter(found.values()))
 
     async def delete(self, request_id: str) -> None:
         """Abort a request if it runs, and delete it; errors as in `get`."""
         query = scheduler_pb2.DeleteRequestRequest(request_id=current_caller.get().scope(request_id))
         await self._ask(lambda cell: cell.stub.DeleteRequest(query, timeout=_TRY_TIMEOUT_S))
 
-    async def _ask(self, call: Callable[[Cell], Awaitable[_T]]) -> Sequence[_T]:
-        """Return the responses of cells that have the request, at least one."""
-        loop = asyncio.get_running_loop()
-        give_up_at, delay = loop.time() + self._unavailable_timeout_s, _FIRST_RETRY_S
-        while True:
-            cells = list(self._cells.cells.values())
-            results = await asyncio.gather(*(_answer(call(cell)) for cell in cells))
-            answers = [result for result in results if not isinstance(result, MidstreamError)]
-            failures = [result for result in results if isinstance(result, MidstreamError)]
-            if answers:
-                return answers
-            others = [failure for failure in failures if not isinstance(failure, NotFoundError)]
-            if failures and not others:
-                raise failures[0]
-            is_late = loop.time() + delay > give_up_at
-            if others and (is_late or not isinstance(others[0], UnavailableError)):
-                raise others[0]
-            if is_late:
-                raise UnavailableError("no scheduler found")
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, _LAST_RETRY_S)
+    async def _ask(self, call: Callable[[Cell], Awaitable[_T]]) -> dict[Cell, _T]:
+        return await ask_cells(self._cells, call, self._unavailable_timeout_s)
+
+
+async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]], timeout_s: float) -> dict[Cell, _T]:
+    """Return the responses of cells that do not raise NotFoundError, at least one.
+
+    Args:
+        cells: All cells.
+        call: A call that may be repeated.
+        timeout_s: How long to wait for unreachable schedulers.
+
+    Raises:
+        NotFoundError: No cell has it.
+        UnavailableError: No cell that responds has it, and some do not respond.
+    """
+    loop = asyncio.get_running_loop()
+    give_up_at, delay = loop.time() + timeout_s, _FIRST_RETRY_S
+    while True:
+        asked = list(cells.cells.values())
+        results = dict(zip(asked, await asyncio.gather(*(_answer(call(cell)) for cell in asked)), strict=True))
+        answers = {cell: result for cell, result in results.items() if not isinstance(result, MidstreamError)}
+        failures = [result for result in results.values() if isinstance(result, MidstreamError)]
+        if answers:
+            return answers
+        others = [failure for failure in failures if not isinstance(failure, NotFoundError)]
+        if failures and not others:
+            raise failures[0]
+        is_late = loop.time() + delay > give_up_at
+        if others and (is_late or not isinstance(others[0], UnavailableError)):
+            raise others[0]
+        if is_late:
+            raise UnavailableError("no scheduler found")
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, _LAST_RETRY_S)
+
+
+async def ask_cell(cell: Cell, call: Callable[[Cell], Awaitable[_T]], timeout_s: float) -> _T:
+    """Return one cell's response, with retries while it is unreachable; errors as in `ask_cells`."""
+    loop = asyncio.get_running_loop()
+    give_up_at, delay = loop.time() + timeout_s, _FIRST_RETRY_S
+    while True:
+        result = await _answer(call(cell))
+        if not isinstance(result, MidstreamError):
+            return result
+        if not isinstance(result, UnavailableError) or loop.time() + delay > give_up_at:
+            raise result
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, _LAST_RETRY_S)
 
 
 async def _answer(call: Awaitable[_T]) -> _T | MidstreamError:

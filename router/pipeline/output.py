@@ -25,6 +25,7 @@ from midstream.errors import DeadlineError, ExecutionError, OverloadedError
 from midstream.telemetry import Metrics, current_request_id
 from protos import generation_pb2 as pb
 from router.authentication import current_caller
+from router.pipeline.background import current_background
 from router.pipeline.generation import Generation, Runner
 from router.pipeline.request_traces import RequestSpan, RequestTraces
 from router.pipeline.stream_limits import StreamLimits
@@ -192,6 +193,10 @@ class FrontDoor:
         request.request_id = request_id
         if caller.is_authenticated:
             request.client_id = caller.name
+        background = current_background.get()
+        if background is not None:
+            request.priority = min(request.priority, background.priority)
+            timeout_s = max(background.until - time.time(), 0.0)
         release = self._limits.take(caller.name)
         span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
         request.trace_parent = str(span.span) if span is not None else ""

@@ -26,6 +26,7 @@ from protos import (
 from scheduler.core.events import AbortRequested
 from scheduler.core.prefix_cache import CacheCleared
 from scheduler.core.request_spec import RequestSpec
+from scheduler.edge.document_calls import DocumentCalls
 from scheduler.edge.engine import Engine
 from scheduler.edge.feed_session import FeedFrames, FeedSession
 from scheduler.edge.kept_requests import KeptRequests
@@ -33,6 +34,7 @@ from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.journal import LoadedAdapter
+from scheduler.journal.documents import Documents
 from scheduler.wire.requests import ModelLimits, spec_from_proto
 from scheduler.wire.stats import iteration_stats_proto, kv_event_proto, request_stats_proto
 
@@ -41,7 +43,7 @@ _MAX_REQUEST_STATS = 1024
 Commands = AsyncIterator[scheduler_pb2.FeedCommand]
 
 
-class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
+class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
     """The service of one engine."""
 
     def __init__(
@@ -50,11 +52,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         adapters: Adapters,
         kept: KeptRequests,
         ledger: Ledger | None,
+        documents: Documents,
         *,
         model: ModelFolder,
         limits: ModelLimits,
         cell: str,
         policies: tuple[str, str, str],
+        max_stored_bytes: int = 1 << 40,
         frames: FrameServer | None = None,
     ) -> None:
         """Serve `engine`.
@@ -64,12 +68,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             adapters: Adapters that requests can name.
             kept: Ended requests that are kept for long.
             ledger: Usage of ended requests; None: off.
+            documents: Where routers store files and batches.
             model: The served model.
             limits: Limits of the model.
             cell: Name of this scheduler's cell.
             policies: Names of capacity policy, batching type and journal, for GetServerInfo.
+            max_stored_bytes: Bytes of documents that one owner may store.
             frames: Accepts frame connections of detokenizers; None: gRPC only.
         """
+        super().__init__(documents, engine.now_ns, max_stored_bytes)
         self._frames = frames
         self._engine = engine
         self._adapters = adapters

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from midstream.clock import SteadyClock
 from midstream.errors import NotFoundError
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from protos import frames_pb2, ledger_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
 from protos import generation_pb2 as pb
+from scheduler.edge.document_calls import DocumentCalls
+from scheduler.journal.documents import Documents
+from scheduler.journal.sqlite_documents import SqliteDocuments
 
 END_ID = 2
 
@@ -43,10 +48,11 @@ class Feed:
         self.wake = asyncio.Event()
 
 
-class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
+class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
     """Knows what is submitted or `add`ed; tokens come by `emit`, ends by `end`."""
 
     def __init__(self) -> None:
+        super().__init__(Documents(SqliteDocuments(None), SteadyClock()), time.time_ns, 64 << 20)
         self.requests: dict[str, Scripted] = {}
         self.submits: list[scheduler_pb2.SubmitRequest] = []
         self.aborts: list[str] = []
@@ -66,6 +72,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         """Serves; returns the address."""
         self.server = Server("midstream.v1.Scheduler", "127.0.0.1", port, Progress())
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, self.server.grpc)
+        await self._documents.open(1)
         await self.server.start()
         return f"127.0.0.1:{self.server.port}"
 
@@ -73,6 +80,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         """Dies."""
         assert self.server is not None
         await self.server.stop()
+        await self._documents.close()
 
     def add(self, request_id: str, **fields: Any) -> None:
         """A request that is running."""

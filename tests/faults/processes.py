@@ -28,6 +28,7 @@ class Processes(NamedProcesses):
     Attributes:
         worker_flags: Of workers that are started from now on.
         worker_port: Where they dial; another one may stand between.
+        urls: Of the routers' HTTP ports.
     """
 
     def __init__(self, folder: Path, *scheduler_flags: str, step_ms: float = 10) -> None:
@@ -37,9 +38,9 @@ class Processes(NamedProcesses):
         self._model = open_model_folder("smollm2")
         self._step_ms = step_ms
         self._scheduler_flags = scheduler_flags
-        self.scheduler_port, self.worker_port, self._first_router, self._second_router, *self._detokenizers = (
-            free_ports(8)
-        )
+        self.scheduler_port, self.worker_port, self._first_router, self._second_router, *others = free_ports(8)
+        self._detokenizers, self._http_ports = others[:2], others[2:]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self._http_ports]
         self.routers = [f"127.0.0.1:{port}" for port in (self._first_router, self._second_router)]
 
     def _command(self, name: str) -> list[str]:
@@ -52,8 +53,9 @@ class Processes(NamedProcesses):
             return ["detokenizer", "--name", name, "--port", str(self._detokenizers[int(number)]), *links]
         if kind == "router":
             targets = ",".join(f"127.0.0.1:{port}" for port in self._detokenizers)
-            port = (self._first_router, self._second_router)[int(number)]
-            return ["router", "--port", str(port), "--http-port", "0", *links, "--detokenizers", targets]
+            ports = ["--port", str((self._first_router, self._second_router)[int(number)])]
+            ports += ["--http-port", str(self._http_ports[int(number)])]
+            return ["router", *ports, *links, "--detokenizers", targets]
         model = ["--model-fingerprint", self._model.fingerprint, "--vocab-size", str(self._model.vocab_size)]
         address = ["--scheduler", f"tcp://127.0.0.1:{self.worker_port}", "--group-id", name]
         return ["tests.fakes.worker", *address, *model, "--step-ms", str(self._step_ms), *self.worker_flags]

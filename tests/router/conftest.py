@@ -33,6 +33,7 @@ from router.pipeline.prompt import PromptBuilder
 from router.pipeline.stream_limits import CallLimits, admit_within, watcher_limits
 from router.protocols import add_servicers
 from router.protocols.anthropic.app import MessagesApi, refuse
+from router.protocols.batches.service import batch_service
 from router.protocols.body_budget import BodyBudget
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
@@ -165,6 +166,11 @@ class Cluster:
         pages.router.routes.extend(MessagesApi(front, self.prompts, bodies, chat).routes())
         pages.router.routes.append(ledger_route(cells))
         pages.router.routes.extend(ResponsesApi(front, self.prompts, bodies, chat, kept, 3600).routes())
+        batches = batch_service(
+            pages, cells, bodies, server.draining, Metrics(), unavailable_timeout_s=unavailable_timeout_s,
+            max_file_bytes=4 << 20, file_ttl_s=30 * 24 * 3600, max_lines=8,
+        )  # fmt: skip
+        pages.router.routes.extend(batches.routes)
         pages.router.routes.extend([*dashboard_routes(status), *page_routes()])
         http = HttpPort(AuthenticatedApp(pages, authenticator, refuse), "127.0.0.1", 0)
         await server.start()
@@ -175,6 +181,7 @@ class Cluster:
                 group.create_task(cells.run())
                 group.create_task(pool.run())
                 group.create_task(status.run())
+                group.create_task(batches.runner.run())
 
         return self._keep(Part(server, front, asyncio.create_task(run()), http, pages))
 

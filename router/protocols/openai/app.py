@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -25,14 +25,13 @@ from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.openai.body import Body
+from router.protocols.openai.endpoints import Endpoint, mapped
 from router.protocols.openai.errors import error_body, headers, http_status
 from router.protocols.openai.ignored import ignored_fields, ignored_header
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
 from router.protocols.openai.models import Models
 from router.protocols.openai.openapi import document
 from router.protocols.openai.reply import Reply
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class OpenAiApi:
@@ -76,8 +75,8 @@ class OpenAiApi:
             "/metrics": self._show_metrics,
             "/openapi.json": self._describe,
         }
-        routes = [Route(path, _mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
-        routes += [Route(path, _mapped(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
+        routes = [Route(path, mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+        routes += [Route(path, mapped(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     async def _generate(self, request: Request, make: Callable[[Body, Vocabulary], Job]) -> Response:
@@ -166,20 +165,6 @@ class OpenAiApi:
 def _health_answer(problems: list[str]) -> Response:
     body = {"status": "NOT_SERVING" if problems else "SERVING", "stalled": problems}
     return JSONResponse(body, 503 if problems else 200)
-
-
-def _mapped(endpoint: Endpoint) -> Endpoint:
-    """Wrap an endpoint to return errors in OpenAI's format."""
-
-    async def call(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except MidstreamError as error:
-            return JSONResponse(error_body(error), http_status(error), headers=headers(error))
-        except ClientDisconnect:
-            return Response(status_code=499)
-
-    return call
 
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:

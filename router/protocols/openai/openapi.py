@@ -76,6 +76,7 @@ def document(model: ModelFolder) -> Part:
         {"name": "stream", "in": "query", "schema": _FLAG},
         {"name": "starting_after", "in": "query", "schema": _integer(0, 10**9 - 1)},
     )
+    file_id, batch_id = ({"name": n, "in": "path", "required": True, "schema": text} for n in ("file_id", "batch_id"))
     messages = _messages_fields(names)
     counted = {name: messages[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
     tokenize = {"model": names, "prompt": text, "messages": chat["messages"], "tools": chat["tools"]}
@@ -110,6 +111,18 @@ def document(model: ModelFolder) -> Part:
             "post": _get("Cancel a background response.") | _with(stored[0]),
         },
         "/v1/responses/{response_id}/input_items": {"get": _get("The items of its input.") | _with(stored[0])},
+        "/v1/files": {"get": _get("The caller's files, newest first."), "post": _upload()},
+        "/v1/files/{file_id}": {
+            "get": _get("A file's description.") | _with(file_id),
+            "delete": _get("Delete a file.") | _with(file_id),
+        },
+        "/v1/files/{file_id}/content": {"get": _get("A file's contents.", "application/octet-stream") | _with(file_id)},
+        "/v1/batches": {
+            "get": _get("The caller's batches, newest first."),
+            "post": _post("Create a batch.", _batch_fields(), ["input_file_id", "endpoint", "completion_window"]),
+        },
+        "/v1/batches/{batch_id}": {"get": _get("A batch.") | _with(batch_id)},
+        "/v1/batches/{batch_id}/cancel": {"post": _get("Cancel a batch.") | _with(batch_id)},
         "/tokenize": {"post": _post("Token ids of a text or a conversation.", tokenize, [])},
         "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
         "/v1/models": {"get": _get("The model and the adapters that are loaded on it.")},
@@ -335,6 +348,25 @@ def _post(summary: str, fields: Part, required: list[str], *, stream: bool = Fal
     schema = {"type": "object", "properties": properties, "required": required}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"summary": summary, "requestBody": body, "responses": _responses("text/event-stream" if stream else "")}
+
+
+def _upload() -> Part:
+    properties = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch", "user_data"]}}
+    schema = {"type": "object", "properties": properties, "required": ["file", "purpose"]}
+    body = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
+    return {"summary": "Upload a file.", "requestBody": body, "responses": _responses("")}
+
+
+def _batch_fields() -> Part:
+    endpoints = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    lifetime = {"anchor": {"const": "created_at"}, "seconds": _integer(3600, 2592000)}
+    return {
+        "input_file_id": _TEXT,
+        "endpoint": {"enum": endpoints},
+        "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,4}[smh]$"},
+        "metadata": {"type": "object", "additionalProperties": _TEXT},
+        "output_expires_after": {"type": "object", "properties": lifetime, "required": ["anchor", "seconds"]},
+    }
 
 
 def _get(summary: str, media_type: str = "") -> Part:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -37,7 +36,8 @@ from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader
 from router.protocols.openai.body import Body
-from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.endpoints import Endpoint, error_response, flag, integer, is_ascending, mapped, page_limit
+from router.protocols.openai.errors import error_body
 from router.protocols.openai.models import Models
 from router.protocols.responses.items import Item
 from router.protocols.responses.request import ResponseJob, previous_id, read_response
@@ -50,7 +50,6 @@ _PATH = "/v1/responses"
 _PREFIX = "resp_"
 _NS_PER_S = 1_000_000_000
 _MAX_LISTED, _LISTED = 100, 20
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(slots=True)
@@ -120,7 +119,7 @@ class ResponsesApi:
             ("POST", f"{one}/cancel", self._cancel),
             ("GET", f"{one}/input_items", self._list_items),
         ]
-        return [Route(path, _mapped(endpoint), methods=[method]) for method, path, endpoint in endpoints]
+        return [Route(path, mapped(endpoint), methods=[method]) for method, path, endpoint in endpoints]
 
     async def _create(self, request: Request) -> Response:
         if self._front.draining.is_set():
@@ -155,8 +154,8 @@ class ResponsesApi:
 
     async def _retrieve(self, request: Request) -> Response:
         query = request.query_params
-        is_stream = _flag(query, "stream")
-        after = _integer(query, "starting_after")
+        is_stream = flag(query, "stream")
+        after = integer(query, "starting_after")
         if after is not None and not is_stream:
             raise InvalidArgumentError("needs stream=true", field="starting_after")
         stored = await self._stored(request.path_params["response_id"])
@@ -182,16 +181,10 @@ class ResponsesApi:
     async def _list_items(self, request: Request) -> Response:
         query = request.query_params
         stored = await self._stored(request.path_params["response_id"])
-        limit = _integer(query, "limit")
-        limit = _LISTED if limit is None else limit
-        if not 1 <= limit <= _MAX_LISTED:
-            raise InvalidArgumentError(f"must be in 1..{_MAX_LISTED}", field="limit")
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise InvalidArgumentError("must be asc or desc", field="order")
+        limit = page_limit(query, _LISTED, _MAX_LISTED)
         own = stored.response_id.removeprefix(_PREFIX)
         items = [_listed(item, f"msg_{own}_in_{index}") for index, item in enumerate(stored.job.items)]
-        if order == "desc":
+        if not is_ascending(query):
             items.reverse()
         after = query.get("after")
         if after:
@@ -365,7 +358,7 @@ class _Reply(Response):
 
     async def _fail(self, error: MidstreamError, has_begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
         if not has_begun:
-            await _error_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
         elif not isinstance(error, OverloadedError):
             # Of this stream, not of the response: it has no number of its own, so that nothing is skipped behind it.
             # A client that reads too slowly would not read it either: close the connection.
@@ -388,42 +381,3 @@ def _listed(item: Item, item_id: str) -> Item:
         part = "output_text" if item.get("role") == "assistant" else "input_text"
         listed["content"] = [{"type": part, "text": item["content"]}]
     return listed
-
-
-def _flag(query: Mapping[str, str], name: str) -> bool:
-    value = query.get(name, "false").lower()
-    if value not in ("true", "false", "1", "0"):
-        raise InvalidArgumentError("must be true or false", field=name)
-    return value in ("true", "1")
-
-
-def _integer(query: Mapping[str, str], name: str) -> int | None:
-    value = query.get(name)
-    if value is None:
-        return None
-    if not (value.isascii() and value.isdigit() and len(value) < 10):
-        raise InvalidArgumentError("must be a whole number", field=name)
-    return int(value)
-
-
-def _mapped(endpoint: Endpoint) -> Endpoint:
-    """Wrap an endpoint to return errors in OpenAI's format."""
-
-    async def call(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except MidstreamError as error:
-            return _error_response(error)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except RecursionError:
-            return _error_response(InvalidArgumentError("the body is nested too deeply"))
-        except Exception:
-            logger.exception("unexpected error in a call")
-            return _error_response(ExecutionError("internal error; the log has its details"))
-
-    return call
-
-
-def _error_response(error: MidstreamError) -> Response:
-    return JSONResponse(error_body(error), http_status(error), headers=headers(error))

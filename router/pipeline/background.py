@@ -1,0 +1,22 @@
+"""Requests that run in the background, as lines of batches do, below what clients wait for."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What holds for all requests of a background task.
+
+    Attributes:
+        priority: At most; requests may have a lower one.
+        until: Unix seconds at which they time out.
+    """
+
+    priority: int
+    until: float
+
+
+current_background: ContextVar[Background | None] = ContextVar("current_background", default=None)

@@ -1,0 +1,128 @@
+"""The queue of unfinished batches, and the lease of the router that runs each.
+
+An entry's document names its holder, which puts it again every second or so. Whoever sees the same version of it for
+long enough, by its own clock, takes it over: clocks of routers need not agree. That the holder may still be alive then
+does no harm, since all that it writes is what the new one would write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from dataclasses import dataclass
+
+from midstream.errors import MidstreamError, NotFoundError
+from router.pipeline.cells import Cell
+from router.pipeline.client_documents import ClientDocument, ClientDocuments
+
+logger = logging.getLogger(__name__)
+
+_KIND = "batch_lease"
+_RENEW_S = 1.0
+_LEASE_S = 5.0
+_GIVE_BACK_S = 1.0
+_MAX_SEEN = 1000
+
+
+@dataclass(slots=True)
+class Lease:
+    """An entry of the queue that this router holds."""
+
+    cell: Cell
+    owner: str
+    batch_id: str
+    version: int
+
+
+class Leases:
+    """Unfinished batches of all clients."""
+
+    def __init__(self, documents: ClientDocuments, *, lease_s: float = _LEASE_S) -> None:
+        """`lease_s`: how long a holder may be silent."""
+        self._documents = documents
+        self._lease_s = lease_s
+        self._holder = uuid.uuid4().hex
+        # Version of each entry, and the loop time when it was first seen.
+        self._seen: dict[tuple[Cell, str], tuple[int, float]] = {}
+
+    async def add(self, cell: Cell, owner: str, batch_id: str) -> None:
+        """Add a batch, unless it is there."""
+        await self._documents.put(cell, _KIND, owner, batch_id, _entry(""), if_version=0)
+
+    async def take(self, cell: Cell, held: set[str], limit: int) -> list[Lease]:
+        """Take up to `limit` entries of a cell that nobody holds, oldest first.
+
+        Args:
+            cell: Where to look.
+            held: Batches that this router runs.
+            limit: Most entries to take.
+        """
+        now = asyncio.get_running_loop().time()
+        try:
+            entries = await self._documents.waiting(cell, _KIND, _MAX_SEEN)
+        except MidstreamError:
+            # Nobody could renew meanwhile.
+            self._seen = {key: (version, now) for key, (version, _) in self._seen.items()}
+            return []
+        known = {(cell, entry.id) for entry in entries}
+        self._seen = {key: seen for key, seen in self._seen.items() if key[0] is not cell or key in known}
+        leases: list[Lease] = []
+        for entry in entries:
+            if len(leases) >= limit:
+                break
+            if entry.id not in held and self._is_free(entry, now):
+                version = await self._put(cell, entry.owner, entry.id, entry.version, self._holder)
+                if version:
+                    leases.append(Lease(cell, entry.owner, entry.id, version))
+        return leases
+
+    def _is_free(self, entry: ClientDocument, now: float) -> bool:
+        holder = json.loads(entry.data)["holder"]
+        key = entry.cell, entry.id
+        version, since = self._seen.get(key, (0, now))
+        if version != entry.version:
+            self._seen[key] = entry.version, now
+            since = now
+        return not holder or now - since >= self._lease_s
+
+    async def keep(self, lease: Lease) -> None:
+        """Renew a lease until another router has it."""
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            try:
+                version = await self._put(lease.cell, lease.owner, lease.batch_id, lease.version, self._holder)
+            except NotFoundError:
+                return
+            except MidstreamError as error:
+                logger.info("cannot renew a batch's lease now: %s", error.message)
+                continue
+            if not version:
+                return
+            lease.version = version
+
+    async def give_back(self, lease: Lease) -> None:
+        """Let another router take the batch over at once."""
+        try:
+            async with asyncio.timeout(_GIVE_BACK_S):
+                await self._put(lease.cell, lease.owner, lease.batch_id, lease.version, "")
+        except (MidstreamError, TimeoutError) as error:
+            logger.info("a batch is taken over only later: %s", error)
+
+    async def remove(self, lease: Lease) -> None:
+        """Remove the entry of a batch that has ended."""
+        await self._documents.delete(lease.cell, _KIND, lease.owner, lease.batch_id)
+
+    async def _put(self, cell: Cell, owner: str, batch_id: str, version: int, holder: str) -> int:
+        """Put an entry; return its version, 0 if another router was faster."""
+        stored = await self._documents.put(cell, _KIND, owner, batch_id, _entry(holder), if_version=version)
+        if stored or not holder:
+            return stored
+        # The put may have been repeated after its first response was lost.
+        found = await self._documents.get(_KIND, owner, batch_id)
+        return found.version if json.loads(found.data)["holder"] == holder else 0
+
+
+def _entry(holder: str) -> bytes:
+    return json.dumps({"holder": holder}).encode()

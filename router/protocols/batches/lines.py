@@ -1,0 +1,134 @@
+"""The lines of a batch: what a line must be, and what becomes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from midstream.errors import InvalidArgumentError
+from router.parsers.machine import refuse_constant
+from router.protocols.batches.batch import Batch
+
+MAX_LINES = 50_000
+_MAX_ERRORS = 100
+_MAX_CUSTOM_ID = 512
+_FIELDS = frozenset({"custom_id", "method", "url", "body"})
+_USAGES = {"input_tokens": ("prompt_tokens", "input_tokens"), "output_tokens": ("completion_tokens", "output_tokens")}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a batch's input.
+
+    Attributes:
+        number: From 0.
+        body: The request.
+    """
+
+    number: int
+    custom_id: str
+    body: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A line of a batch's output, or of its errors.
+
+    Attributes:
+        usage: Numbers of tokens, by the names of Batch.usage.
+    """
+
+    text: str
+    is_error: bool
+    usage: dict[str, int]
+
+
+def read_line(number: int, data: bytes, endpoint: str) -> Line:
+    """Return a line.
+
+    Raises:
+        InvalidArgumentError: It is no request of the batch's endpoint.
+    """
+    try:
+        fields = json.loads(data, parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
+        raise InvalidArgumentError("is not JSON", field="") from None
+    if not isinstance(fields, dict):
+        raise InvalidArgumentError("must be an object")
+    unknown = sorted(fields.keys() - _FIELDS)
+    if unknown:
+        raise InvalidArgumentError("is not a field of a line", field=unknown[0][:64])
+    custom_id, body = fields.get("custom_id"), fields.get("body")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_CUSTOM_ID:
+        raise InvalidArgumentError(f"must be 1 to {_MAX_CUSTOM_ID} characters", field="custom_id")
+    if fields.get("method") != "POST":
+        raise InvalidArgumentError("must be POST", field="method")
+    if fields.get("url") != endpoint:
+        raise InvalidArgumentError(f"must be {endpoint}, as the batch's", field="url")
+    if not isinstance(body, dict):
+        raise InvalidArgumentError("must be an object", field="body")
+    for name in ("stream", "background"):
+        if body.get(name):
+            raise InvalidArgumentError("must not be set in a batch", field=f"body.{name}")
+    return Line(number, custom_id, body)
+
+
+async def check_lines(lines: AsyncIterator[bytes], endpoint: str) -> tuple[int, list[dict[str, object]]]:
+    """Return the number of lines, and errors of an input that cannot run."""
+    errors: list[dict[str, object]] = []
+    seen: set[bytes] = set()
+    count = 0
+    async for data in lines:
+        try:
+            line = read_line(count, data, endpoint)
+            name = hashlib.blake2b(line.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            if name in seen:
+                raise InvalidArgumentError("is that of an earlier line", field="custom_id")
+            seen.add(name)
+        except InvalidArgumentError as error:
+            errors.append(_error("invalid_line", error.message, error.field, count + 1))
+        count += 1
+        if count > MAX_LINES:
+            errors.append(_error("too_many_lines", f"has more than {MAX_LINES} lines", "input_file_id", None))
+        if len(errors) >= _MAX_ERRORS or count > MAX_LINES:
+            return count, errors
+    if not count:
+        errors.append(_error("empty_file", "has no lines", "input_file_id", None))
+    return count, errors
+
+
+def _error(code: str, message: str, param: str, line: int | None) -> dict[str, object]:
+    return {"code": code, "message": message, "param": param or None, "line": line}
+
+
+def answered(batch: Batch, line: Line, status: int, request_id: str, body: dict[str, object]) -> Outcome:
+    """Return the outcome of a line that was run or refused."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return Outcome(_text(batch, line, response, None), status != 200, usage_of(body) if status == 200 else {})
+
+
+def unanswered(batch: Batch, line: Line, code: str, message: str) -> Outcome:
+    """Return the outcome of a line that was not run to its end."""
+    return Outcome(_text(batch, line, None, {"code": code, "message": message}), True, {})
+
+
+def _text(batch: Batch, line: Line, response: object, error: object) -> str:
+    name = hashlib.blake2b(f"{batch.id}/{line.number}".encode(), digest_size=16).hexdigest()
+    fields = {"id": f"batch_req_{name}", "custom_id": line.custom_id, "response": response, "error": error}
+    return json.dumps(fields, separators=(",", ":")) + "\n"
+
+
+def usage_of(body: dict[str, object]) -> dict[str, int]:
+    """Return the usage in a response of any endpoint, by the names of Batch.usage."""
+    usage = body.get("usage")
+    if not isinstance(usage, dict):
+        return {}
+    found = {name: int(next((usage[key] for key in keys if key in usage), 0)) for name, keys in _USAGES.items()}
+    found["total_tokens"] = found["input_tokens"] + found["output_tokens"]
+    for kind, name in (("prompt", "cached"), ("input", "cached"), ("completion", "reasoning"), ("output", "reasoning")):
+        details = usage.get(f"{kind}_tokens_details")
+        if isinstance(details, dict):
+            found[f"{name}_tokens"] = int(details.get(f"{name}_tokens") or 0)
+    return found

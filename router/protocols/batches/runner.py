@@ -1,0 +1,360 @@
+"""Runs batches.
+
+1. A batch that is created joins a queue in the scheduler's documents; each router looks there, and leases what is free
+   (lease.py). When a router dies another one takes its batches over.
+2. The input is checked as a whole. Then its lines run as calls of the router's own endpoint, with an idempotency key
+   each: a line that is sent again, by whichever router, attaches to its first execution.
+3. Lines are stored in parts, in the order of the input. A part's output is a function of its lines, so it does not
+   matter if two routers store it. What is not stored when a router dies is asked for again, and not computed again.
+4. When all parts are stored the output and error files appear, and the batch ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+from prometheus_client import Counter, Gauge
+from starlette.types import ASGIApp
+
+from midstream.errors import MidstreamError, NotFoundError
+from midstream.telemetry import Metrics
+from router.authentication import Caller, current_caller
+from router.permissions import Role
+from router.pipeline.background import Background, current_background
+from router.pipeline.cells import Cells
+from router.pipeline.idempotency import HEADER
+from router.protocols.batches.batch import ENDED, Batch, Batches
+from router.protocols.batches.calls import post
+from router.protocols.batches.files import FileInfo, Files
+from router.protocols.batches.lease import Lease, Leases
+from router.protocols.batches.lines import Line, Outcome, answered, check_lines, read_line, unanswered
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_MAX_BATCHES = 16
+_PART_LINES = 32
+# Parts that run while an earlier one still has lines to finish.
+_PARTS_AT_ONCE = 4
+_CHUNK_CHARACTERS = 1 << 20
+# Below all interactive requests, `flex` (-50) included.
+PRIORITY = -75
+_RETRIED = frozenset({408, 429, 499, 503})
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
+# How long running lines may take to finish when a batch is cancelled.
+_CANCEL_GRACE_S = 10.0
+_PIECES = {"cancelled": "the batch was cancelled", "expired": "the batch's completion window has ended"}
+
+
+class BatchRunner:
+    """Runs the batches that this router leases."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        cells: Cells,
+        files: Files,
+        batches: Batches,
+        leases: Leases,
+        draining: asyncio.Event,
+        metrics: Metrics,
+        *,
+        max_lines: int,
+    ) -> None:
+        """Prepare; `run` runs batches.
+
+        Args:
+            app: The router's endpoints.
+            cells: Where to look for batches.
+            files: Inputs and outputs.
+            batches: All batches.
+            leases: Which of them nobody runs.
+            draining: Set when this router takes no more work.
+            metrics: Metrics of the router.
+            max_lines: Lines of all batches that run at once.
+        """
+        self._app = app
+        self._cells = cells
+        self._files = files
+        self._batches = batches
+        self._leases = leases
+        self._draining = draining
+        self._slots = asyncio.Semaphore(max_lines)
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._num_running: Gauge = metrics.gauge("num_running_batches", "Batches that this router runs.")
+        self._num_running.set_function(lambda: len(self._running))
+        self._lines: Counter = metrics.counter("batch_lines", "Lines of batches answered.", ("status",))
+
+    async def run(self) -> None:
+        """Run batches until cancelled."""
+        try:
+            while not self._draining.is_set():
+                for cell in list(self._cells.cells.values()):
+                    free = _MAX_BATCHES - len(self._running)
+                    for lease in await self._leases.take(cell, set(self._running), free):
+                        task = asyncio.create_task(self._hold(lease), name=f"batch {lease.batch_id}")
+                        self._running[lease.batch_id] = task
+                        task.add_done_callback(partial(self._forget, lease.batch_id))
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            tasks = list(self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.Event().wait()
+
+    def _forget(self, batch_id: str, _: asyncio.Task[None]) -> None:
+        self._running.pop(batch_id, None)
+
+    async def _hold(self, lease: Lease) -> None:
+        """Run a batch while this router has its lease."""
+        roles = frozenset({Role.GENERATE})
+        current_caller.set(Caller(lease.owner, is_authenticated=bool(lease.owner), roles=roles))
+        working = asyncio.create_task(self._drive(lease))
+        keeping = asyncio.create_task(self._leases.keep(lease))
+        try:
+            await asyncio.wait((working, keeping), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                logger.warning("another router has taken batch %s over", lease.batch_id)
+                return
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await working
+            await self._leases.remove(lease)
+        except MidstreamError as error:
+            # Its lease ends by itself, and whoever takes it tries again.
+            logger.warning("batch %s cannot go on now: %s", lease.batch_id, error.message)
+        except asyncio.CancelledError:
+            keeping.cancel()
+            working.cancel()
+            await asyncio.gather(keeping, working, return_exceptions=True)
+            await self._leases.give_back(lease)
+            raise
+        except Exception:
+            logger.exception("batch %s failed unexpectedly; it is tried again", lease.batch_id)
+        finally:
+            for task in (working, keeping):
+                task.cancel()
+            await asyncio.gather(working, keeping, return_exceptions=True)
+
+    async def _drive(self, lease: Lease) -> None:
+        """Bring a batch from whatever state it is in to its end."""
+        try:
+            _, batch = await self._batches.get(lease.owner, lease.batch_id)
+        except NotFoundError:
+            return  # its creation was not completed
+        if batch.status in ENDED:
+            return
+        try:
+            input_cell, _ = await self._files.get(lease.owner, batch.input_file_id)
+            lines = partial(self._files.lines, input_cell, lease.owner, batch.input_file_id)
+            if batch.status == "validating":
+                batch = await self._validate(lease, lines())
+            if batch.status == "failed":
+                return
+        except NotFoundError:
+            error = {"code": "input_file_deleted", "message": "does not exist any more", "param": "input_file_id"}
+            await self._fail(lease, [{**error, "line": None}])
+            return
+        await _Run(self, lease, batch, lines).run()
+
+    async def _validate(self, lease: Lease, lines: AsyncIterator[bytes]) -> Batch:
+        _, batch = await self._batches.get(lease.owner, lease.batch_id)
+        count, errors = await check_lines(lines, batch.endpoint)
+        if errors:
+            return await self._fail(lease, errors)
+
+        def begin(batch: Batch) -> None:
+            batch.request_counts["total"] = count
+            if batch.status == "validating":
+                batch.enter("in_progress")
+
+        return await self._batches.update(lease.owner, lease.batch_id, begin)
+
+    async def _fail(self, lease: Lease, errors: list[dict[str, object]]) -> Batch:
+        def fail(batch: Batch) -> None:
+            if batch.status not in ENDED:
+                batch.errors = {"object": "list", "data": errors}
+                batch.enter("failed")
+
+        return await self._batches.update(lease.owner, lease.batch_id, fail)
+
+    async def call(self, batch: Batch, line: Line, is_over: Callable[[], bool]) -> Outcome | None:
+        """Run a line; None if the batch ends before it has begun."""
+        body = json.dumps(line.body).encode()
+        headers = {HEADER: f"{batch.id}/{line.number}"}
+        delay = _FIRST_RETRY_S
+        while True:
+            async with self._slots:
+                if is_over():
+                    return None
+                current_background.set(Background(PRIORITY, batch.expires_at))
+                answer = await post(self._app, batch.endpoint, body, headers)
+            if answer.status not in _RETRIED:
+                break
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LAST_RETRY_S)
+        self._lines.labels(str(answer.status)).inc()
+        if answer.status == 504 and time.time() >= batch.expires_at:
+            return None
+        found = json.loads(answer.body)
+        name = answer.headers.get("x-request-id", found.get("id", ""))
+        return answered(batch, line, answer.status, name, found)
+
+    async def store(self, lease: Lease, batch: Batch, number: int, outcomes: list[Outcome]) -> Batch:
+        """Store a part's outcomes, and count them."""
+        expires_at = int(time.time()) + batch.output_ttl_s
+        sizes: dict[bool, int] = {}
+        for is_error, file_id in ((False, batch.output_id), (True, batch.error_id)):
+            data = "".join(outcome.text for outcome in outcomes if outcome.is_error is is_error).encode()
+            sizes[is_error] = len(data)
+            for place, start in enumerate(range(0, len(data), _CHUNK_CHARACTERS)):
+                piece = data[start : start + _CHUNK_CHARACTERS]
+                name = f"{number:08d}.{place:04d}"
+                await self._files.put_chunk(lease.cell, lease.owner, file_id, name, piece, expires_at)
+        num_failed = sum(outcome.is_error for outcome in outcomes)
+
+        def count(batch: Batch) -> None:
+            if batch.num_parts != number:
+                return
+            batch.num_parts = number + 1
+            batch.num_output_bytes += sizes[False]
+            batch.num_error_bytes += sizes[True]
+            batch.request_counts["completed"] += len(outcomes) - num_failed
+            batch.request_counts["failed"] += num_failed
+            for outcome in outcomes:
+                for name, value in outcome.usage.items():
+                    batch.usage[name] += value
+
+        return await self._batches.update(lease.owner, batch.id, count)
+
+    async def current(self, lease: Lease) -> Batch:
+        """Return the batch as it is stored."""
+        return (await self._batches.get(lease.owner, lease.batch_id))[1]
+
+    async def finish(self, lease: Lease, batch: Batch, ended: str) -> None:
+        """Create the files of a batch whose parts are all stored, and end it."""
+
+        def finalize(batch: Batch) -> None:
+            if batch.status == "in_progress" and ended == "completed":
+                batch.enter("finalizing")
+
+        batch = await self._batches.update(lease.owner, batch.id, finalize)
+        now = int(time.time())
+        sizes = {batch.output_id: batch.num_output_bytes, batch.error_id: batch.num_error_bytes}
+        for file_id, num_bytes in sizes.items():
+            if num_bytes:
+                kind = "output" if file_id == batch.output_id else "error"
+                name = f"{batch.id}_{kind}.jsonl"
+                info = FileInfo(file_id, num_bytes, now, now + batch.output_ttl_s, name, "batch_output")
+                await self._files.create(lease.cell, lease.owner, info)
+
+        def end(batch: Batch) -> None:
+            if batch.status not in ENDED:
+                batch.output_file_id = batch.output_id if batch.num_output_bytes else None
+                batch.error_file_id = batch.error_id if batch.num_error_bytes else None
+                batch.enter("cancelled" if batch.status == "cancelling" else ended)
+
+        await self._batches.update(lease.owner, batch.id, end)
+
+
+class _Run:
+    """The lines of one batch, from the first that is not stored."""
+
+    def __init__(
+        self, runner: BatchRunner, lease: Lease, batch: Batch, lines: Callable[[], AsyncIterator[bytes]]
+    ) -> None:
+        self._runner = runner
+        self._lease = lease
+        self._batch = batch
+        self._lines = lines
+        self._ended = ""  # cancelled or expired, which comes before the last line
+
+    async def run(self) -> None:
+        self._look()
+        parts: deque[tuple[list[Line], list[asyncio.Task[Outcome | None]]]] = deque()
+        watching = asyncio.create_task(self._watch())
+        try:
+            async for lines in self._parts():
+                parts.append((lines, [asyncio.create_task(self._call(line)) for line in lines]))
+                if len(parts) >= _PARTS_AT_ONCE:
+                    await self._store(*parts.popleft())
+            while parts:
+                await self._store(*parts.popleft())
+        finally:
+            watching.cancel()
+            tasks = [task for _, part in parts for task in part]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(watching, *tasks, return_exceptions=True)
+        await self._runner.finish(self._lease, self._batch, self._ended or "completed")
+
+    async def _parts(self) -> AsyncIterator[list[Line]]:
+        part: list[Line] = []
+        number, first = 0, self._batch.num_parts * _PART_LINES
+        async for data in self._lines():
+            if number >= first:
+                part.append(read_line(number, data, self._batch.endpoint))
+            number += 1
+            if len(part) == _PART_LINES:
+                yield part
+                part = []
+        if part:
+            yield part
+
+    async def _call(self, line: Line) -> Outcome | None:
+        return await self._runner.call(self._batch, line, lambda: bool(self._ended))
+
+    async def _store(self, lines: list[Line], tasks: list[asyncio.Task[Outcome | None]]) -> None:
+        try:
+            await self._wait(tasks)
+            outcomes = [
+                (task.result() if task.done() and not task.cancelled() else None) or self._not_run(line)
+                for line, task in zip(lines, tasks, strict=True)
+            ]
+        finally:
+            for task in tasks:
+                task.cancel()
+        number = lines[0].number // _PART_LINES
+        self._batch = await self._runner.store(self._lease, self._batch, number, outcomes)
+
+    async def _wait(self, tasks: list[asyncio.Task[Outcome | None]]) -> None:
+        """Wait for lines; once the batch has been cancelled or has expired, for a limited time."""
+        pending: set[asyncio.Task[Outcome | None]] = set(tasks)
+        give_up_at = 0.0
+        while pending:
+            _, pending = await asyncio.wait(pending, timeout=_LOOK_S)
+            if self._ended:
+                now = asyncio.get_running_loop().time()
+                give_up_at = give_up_at or now + _CANCEL_GRACE_S
+                if now >= give_up_at:
+                    break
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+    def _not_run(self, line: Line) -> Outcome:
+        ended = self._ended or "expired"
+        return unanswered(self._batch, line, f"batch_{ended}", _PIECES[ended])
+
+    async def _watch(self) -> None:
+        """Notice that the batch is cancelled, or has expired."""
+        while not self._ended:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                self._batch = await self._runner.current(self._lease)
+            except MidstreamError as error:
+                logger.info("cannot look at batch %s now: %s", self._lease.batch_id, error.message)
+            self._look()
+
+    def _look(self) -> None:
+        if self._batch.status == "cancelling":
+            self._ended = "cancelled"
+        elif time.time() >= self._batch.expires_at and not self._ended:
+            self._ended = "expired"

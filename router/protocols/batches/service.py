@@ -1,0 +1,54 @@
+"""Puts the parts of the Files and Batches APIs together."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from midstream.telemetry import Metrics
+from router.pipeline.cells import Cells
+from router.pipeline.client_documents import ClientDocuments
+from router.protocols.batches.batch import Batches
+from router.protocols.batches.batches_api import BatchesApi
+from router.protocols.batches.files import Files
+from router.protocols.batches.files_api import FilesApi
+from router.protocols.batches.lease import Leases
+from router.protocols.batches.runner import BatchRunner
+from router.protocols.body_reader import BodyReader
+
+
+@dataclass(frozen=True, slots=True)
+class BatchService:
+    """Files and batches of one router.
+
+    Attributes:
+        routes: For the HTTP port.
+        runner: Runs batches.
+    """
+
+    routes: list[Route]
+    runner: BatchRunner
+
+
+def batch_service(
+    app: ASGIApp,
+    cells: Cells,
+    bodies: BodyReader,
+    draining: asyncio.Event,
+    metrics: Metrics,
+    *,
+    unavailable_timeout_s: float,
+    max_file_bytes: int,
+    file_ttl_s: int,
+    max_lines: int,
+) -> BatchService:
+    """Return the service; `app` has the endpoints of the lines. Other arguments as in RouterConfig."""
+    documents = ClientDocuments(cells, unavailable_timeout_s)
+    files, batches, leases = Files(documents), Batches(documents), Leases(documents)
+    files_api = FilesApi(documents, files, draining, max_file_bytes=max_file_bytes, ttl_s=file_ttl_s)
+    batches_api = BatchesApi(documents, files, batches, leases, bodies, draining, file_ttl_s)
+    runner = BatchRunner(app, cells, files, batches, leases, draining, metrics, max_lines=max_lines)
+    return BatchService([*files_api.routes(), *batches_api.routes()], runner)

@@ -1,0 +1,103 @@
+"""The calls by which routers store documents for clients.
+
+Their kinds are separate from those of the scheduler itself: no router can read or change kept requests or the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from grpc.aio import ServicerContext
+
+from midstream.errors import InvalidArgumentError, NotFoundError, OverloadedError
+from protos import documents_pb2 as pb
+from scheduler.journal.documents import Document, DocumentKey, Documents
+
+_PREFIX = "client "
+_MAX_LISTED = 1000
+# A list's response ends after this many bytes; a single document may be larger.
+_LISTED_BYTES = 8 << 20
+# Smaller documents, such as a batch's state, are stored whatever else the owner has.
+_COUNTED_BYTES = 32 << 10
+_RETRY_AFTER_MS = 60_000
+
+
+class DocumentCalls:
+    """Part of the scheduler's service."""
+
+    def __init__(self, documents: Documents, now_ns: Callable[[], int], max_owner_bytes: int) -> None:
+        """`max_owner_bytes`: what one owner may store."""
+        self._documents = documents
+        self._now_ns = now_ns
+        self._max_owner_bytes = max_owner_bytes
+
+    async def PutDocument(  # noqa: N802
+        self, request: pb.PutDocumentRequest, context: ServicerContext[pb.PutDocumentRequest, pb.PutDocumentResponse]
+    ) -> pb.PutDocumentResponse:
+        """Store a document."""
+        key = _key(request.key)
+        if request.expires_unix_ns and request.expires_unix_ns <= self._now_ns():
+            raise InvalidArgumentError("is in the past", field="expires_unix_ns")
+        if len(request.data) > _COUNTED_BYTES:
+            usage = await self._documents.usage(key.owner)
+            if usage.num_bytes + len(request.data) > self._max_owner_bytes:
+                message = f"the client stores {usage.num_bytes} bytes, of {self._max_owner_bytes}; delete files"
+                raise OverloadedError(message, retry_after_ms=_RETRY_AFTER_MS)
+        stored = await self._documents.put(
+            key,
+            request.data,
+            expires_ns=request.expires_unix_ns or None,
+            if_version=request.if_version if request.HasField("if_version") else None,
+        )
+        return pb.PutDocumentResponse(version=stored.version if stored is not None else 0)
+
+    async def GetDocument(  # noqa: N802
+        self, request: pb.GetDocumentRequest, context: ServicerContext[pb.GetDocumentRequest, pb.GetDocumentResponse]
+    ) -> pb.GetDocumentResponse:
+        """Return a document."""
+        found = await self._documents.get(_key(request.key))
+        if found is None:
+            raise NotFoundError("no such document")
+        return pb.GetDocumentResponse(document=_to_proto(found))
+
+    async def DeleteDocument(  # noqa: N802
+        self,
+        request: pb.DeleteDocumentRequest,
+        context: ServicerContext[pb.DeleteDocumentRequest, pb.DeleteDocumentResponse],
+    ) -> pb.DeleteDocumentResponse:
+        """Delete a document."""
+        if not await self._documents.delete(_key(request.key)):
+            raise NotFoundError("no such document")
+        return pb.DeleteDocumentResponse()
+
+    async def ListDocuments(  # noqa: N802
+        self,
+        request: pb.ListDocumentsRequest,
+        context: ServicerContext[pb.ListDocumentsRequest, pb.ListDocumentsResponse],
+    ) -> pb.ListDocumentsResponse:
+        """Return some documents of a kind; fewer than asked for where they are large."""
+        documents = await self._documents.list(
+            _PREFIX + request.kind,
+            owner=request.owner if request.HasField("owner") else None,
+            prefix=request.prefix,
+            after=_key(request.after) if request.HasField("after") else None,
+            limit=min(request.limit, _MAX_LISTED),
+            is_descending=request.is_descending,
+        )
+        response, num_bytes = pb.ListDocumentsResponse(), 0
+        for document in documents:
+            num_bytes += len(document.data)
+            if response.documents and num_bytes > _LISTED_BYTES:
+                break
+            response.documents.append(_to_proto(document))
+        return response
+
+
+def _key(key: pb.DocumentKey) -> DocumentKey:
+    return DocumentKey(key.owner, _PREFIX + key.kind, key.id)
+
+
+def _to_proto(document: Document) -> pb.Document:
+    key = document.key
+    named = pb.DocumentKey(owner=key.owner, kind=key.kind.removeprefix(_PREFIX), id=key.id)
+    return pb.Document(key=named, data=document.data, version=document.version)

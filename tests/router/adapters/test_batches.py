@@ -1,0 +1,202 @@
+"""Files and batches, as OpenAI's own client uses them, against a scripted model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from midstream.model.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from router.protocols.batches.lease import Leases
+from tests.router.conftest import Cluster, Part
+
+CHAT = "/v1/chat/completions"
+TEXT = "The sky is blue."
+
+
+@pytest.fixture
+async def router(cluster: Cluster) -> Part:
+    return await cluster.add_router(await cluster.add_detokenizer())
+
+
+@pytest.fixture
+async def client(router: Part) -> AsyncIterator[openai.AsyncOpenAI]:
+    assert router.http is not None
+    url = f"http://127.0.0.1:{router.http.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def model(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[None]:
+    """Answers each request with the same text."""
+    ids, answered = tokenizer.encode(TEXT), set[str]()
+
+    async def answer() -> None:
+        while True:
+            await cluster.scheduler.until(lambda: set(cluster.scheduler.requests) - answered)
+            for request_id in set(cluster.scheduler.requests) - answered:
+                answered.add(request_id)
+                cluster.scheduler.emit(request_id, ids)
+                cluster.scheduler.end(request_id, reason=pb.FINISH_REASON_STOP)
+
+    task = asyncio.create_task(answer())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def line(name: str, **fields: Any) -> str:
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": f"Say {name}."}], **fields}
+    return json.dumps({"custom_id": name, "method": "POST", "url": CHAT, "body": body})
+
+
+async def create(client: openai.AsyncOpenAI, lines: list[str], window: Any = "24h", **options: Any) -> Any:
+    data = "\n".join(lines).encode()
+    file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window=window, **options
+    )
+
+
+async def ended(client: openai.AsyncOpenAI, batch: Any) -> Any:
+    async with asyncio.timeout(60):
+        while batch.status not in ("completed", "failed", "expired", "cancelled"):
+            await asyncio.sleep(0.1)
+            batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def rows(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(row) for row in (await client.files.content(file_id)).text.splitlines()]
+
+
+async def test_files_are_stored_listed_read_and_deleted(client: openai.AsyncOpenAI) -> None:
+    data = bytes(range(256)) * 10_000  # more than a chunk
+    first = await client.files.create(file=("a.bin", data), purpose="user_data")
+    second = await client.files.create(
+        file=("b.jsonl", b"{}"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert (first.filename, first.bytes, first.purpose, first.status) == ("a.bin", len(data), "user_data", "processed")
+    assert second.expires_at == second.created_at + 3600
+    assert (await client.files.content(first.id)).content == data
+    assert [file.id async for file in client.files.list()] == [second.id, first.id]
+    assert [file.id async for file in client.files.list(limit=1, order="asc")] == [first.id, second.id]
+    assert [file.id async for file in client.files.list(purpose="batch")] == [second.id]
+    assert (await client.files.delete(first.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.files.content(first.id)
+    assert (await client.files.retrieve(second.id)).to_dict() == second.to_dict()
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.files.create(file=b"x", purpose="vision")
+    assert refused.value.param == "purpose"
+    with pytest.raises(openai.BadRequestError):
+        await client.files.create(file=b"x" * (5 << 20), purpose="batch")
+    assert [file.id async for file in client.files.list()] == [second.id]
+
+
+@pytest.mark.usefixtures("model")
+async def test_a_batch_runs_each_line_once_and_below_interactive_requests(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    names = [f"line {i}" for i in range(70)]
+    lines = [line(name) for name in names]
+    lines[3] = line("line 3", no_such_field=1)
+    batch = await create(client, lines, metadata={"a": "b"})
+    assert (batch.status, batch.metadata, batch.object) == ("validating", {"a": "b"}, "batch")
+    batch = await ended(client, batch)
+    assert batch.status == "completed"
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (70, 69, 1)
+    output, errors = await rows(client, batch.output_file_id), await rows(client, batch.error_file_id)
+    assert [row["custom_id"] for row in output] == [name for name in names if name != "line 3"]
+    assert {row["response"]["body"]["choices"][0]["message"]["content"] for row in output} == {TEXT}
+    assert {row["response"]["status_code"] for row in output} == {200}
+    assert [(row["custom_id"], row["response"]["status_code"]) for row in errors] == [("line 3", 400)]
+    assert len(cluster.scheduler.requests) == len(cluster.scheduler.submits) == 69
+    assert {script.request.priority for script in cluster.scheduler.requests.values()} == {-75}
+    used = [row["response"]["body"]["usage"] for row in output]
+    assert batch.usage.total_tokens == sum(usage["total_tokens"] for usage in used)
+    assert [item.id async for item in client.batches.list(limit=1)] == [batch.id]
+
+
+async def test_a_wrong_input_fails_as_a_whole_and_names_its_lines(client: openai.AsyncOpenAI) -> None:
+    lines = [line("a"), line("a"), "{", line("b", stream=True), line("c").replace("/chat", "")]
+    batch = await ended(client, await create(client, lines))
+    assert batch.status == "failed"
+    found = [(error.line, error.param) for error in batch.errors.data]
+    assert found == [(2, "custom_id"), (3, None), (4, "body.stream"), (5, "url")]
+    batch = await ended(client, await create(client, [""]))
+    assert [error.code for error in batch.errors.data] == ["empty_file"]
+
+
+async def test_a_cancelled_batch_keeps_what_is_done(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.protocols.batches.runner._CANCEL_GRACE_S", 0.0)
+    batch = await create(client, [line(f"line {i}") for i in range(3)])
+    await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 3)
+    first = next(iter(cluster.scheduler.requests))
+    cluster.scheduler.emit(first, tokenizer.encode(TEXT))
+    cluster.scheduler.end(first, reason=pb.FINISH_REASON_STOP)
+    await asyncio.sleep(0.3)
+    assert (await client.batches.cancel(batch.id)).status == "cancelling"
+    batch = await ended(client, batch)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("cancelled", 1, 2)
+    assert len(await rows(client, batch.output_file_id)) == 1
+    assert {row["error"]["code"] for row in await rows(client, batch.error_file_id)} == {"batch_cancelled"}
+    with pytest.raises(openai.BadRequestError):
+        await client.batches.cancel(batch.id)
+
+
+async def test_a_batch_ends_with_its_completion_window(
+    client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.protocols.batches.runner._CANCEL_GRACE_S", 0.0)
+    batch = await ended(client, await create(client, [line("a")], window="1s"))
+    assert batch.status == "expired"
+    assert [row["error"]["code"] for row in await rows(client, batch.error_file_id)] == ["batch_expired"]
+    with pytest.raises(openai.BadRequestError):
+        await create(client, [line("a")], window="48h")
+
+
+async def test_a_repeated_call_returns_what_the_first_one_created(client: openai.AsyncOpenAI) -> None:
+    key: Any = {"Idempotency-Key": "k"}
+    file = await client.files.create(file=b"1", purpose="batch", extra_headers=key)
+    assert (await client.files.create(file=b"1", purpose="batch", extra_headers=key)).id == file.id
+    with pytest.raises(openai.BadRequestError):
+        await client.files.create(file=b"2", purpose="batch", extra_headers=key)
+    body: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", "extra_headers": key}
+    batch = await client.batches.create(**body)
+    assert (await client.batches.create(**body)).id == batch.id
+    with pytest.raises(openai.BadRequestError):
+        await client.batches.create(**body, metadata={"other": "contents"})
+    assert len((await client.files.list()).data) == 1
+
+
+async def test_a_batch_whose_router_dies_is_taken_over(
+    cluster: Cluster, router: Part, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Leases.__init__, "__kwdefaults__", {"lease_s": 1.5})
+    assert router.http is not None
+    url = f"http://127.0.0.1:{router.http.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+        batch = await create(client, [line(f"line {i}") for i in range(4)])
+        await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 4)
+    other = await cluster.add_router(await cluster.add_detokenizer("e"))
+    await router.kill()
+    for request_id in list(cluster.scheduler.requests):
+        cluster.scheduler.emit(request_id, tokenizer.encode(TEXT))
+        cluster.scheduler.end(request_id, reason=pb.FINISH_REASON_STOP)
+    assert other.http is not None
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{other.http.port}/v1", api_key="none") as client:
+        batch = await ended(client, batch)
+        assert batch.status == "completed"
+        assert [row["custom_id"] for row in await rows(client, batch.output_file_id)] == [f"line {i}" for i in range(4)]
+    assert len(cluster.scheduler.requests) == 4
