@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,6 +87,11 @@ class Processes(NamedProcesses):
         is_idle = not (stats.num_active_requests or stats.num_queued_requests or stats.kv_cache_stats.used_num_blocks)
         return {"worker-0", "worker-1"} <= groups and {"detokenizer-0", "detokenizer-1"} <= names and is_idle
 
+    async def stand(self) -> None:
+        """Returns when each router has all parts behind it."""
+        for address in self.routers:
+            await until(functools.partial(_has_all_parts, address))
+
     async def stats(self) -> stats_pb2.IterationStats:
         """The scheduler's, by way of a router."""
         for address in self.routers:
@@ -93,6 +99,12 @@ class Processes(NamedProcesses):
                 with contextlib.suppress(Exception):
                     return await latest_stats(service_pb2_grpc.MidstreamStub(channel))  # type: ignore[arg-type]
         raise MidstreamError("no router answers")
+
+
+async def _has_all_parts(address: str) -> bool:
+    async with AsyncClient([address], unavailable_timeout_s=1.0) as client:
+        info = await client.server_info()
+    return len(info.worker_groups) == 2 and len(info.detokenizers) == 2
 
 
 async def until(holds: Callable[[], object], limit_s: float = WAIT_S) -> None:

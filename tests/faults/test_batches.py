@@ -1,6 +1,7 @@
 """A batch while every kind of part is killed, routers that run it and the scheduler included.
 
-BATCH_LINES=1000 BATCH_KILLS=30 makes it that long; the limit on a test's time must then be raised (--timeout 1800).
+BATCH_LINES=1000 BATCH_KILLS=30 BATCH_TOKENS=400 makes it that long; the limit on a test's time must then be raised
+(--timeout 1800).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.faults.processes import ALL, Processes, until
 
 NUM_LINES = int(os.environ.get("BATCH_LINES", "48"))
 NUM_KILLS = int(os.environ.get("BATCH_KILLS", "4"))
-MAX_TOKENS = 24
+MAX_TOKENS = int(os.environ.get("BATCH_TOKENS", "24"))
 PATH = "/v1/chat/completions"
 
 
@@ -50,7 +51,7 @@ class Api:
         ]
 
     async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        for attempt in range(200):
+        for attempt in range(1000):
             found: Any = self._clients[attempt % 2]
             for part in name.split("."):
                 found = getattr(found, part)
@@ -111,6 +112,8 @@ async def test_a_batch_has_the_same_output_whatever_dies(processes: Processes, c
             num_kills += 1
             processes.start(name)
             await asyncio.sleep(dice.uniform(0.3, 1.2))
+            if num_kills % 3 == 0:
+                await processes.stand()
 
     disturbed = await api.create("disturbed")
     async with asyncio.timeout(1500):
