@@ -53,6 +53,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     def __init__(self) -> None:
         super().__init__(Documents(SqliteDocuments(None), SteadyClock()), time.time_ns, 64 << 20)
+        self._is_running = False
         self.requests: dict[str, Scripted] = {}
         self.submits: list[scheduler_pb2.SubmitRequest] = []
         self.aborts: list[str] = []
@@ -72,7 +73,9 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         """Serves; returns the address."""
         self.server = Server("midstream.v1.Scheduler", "127.0.0.1", port, Progress())
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, self.server.grpc)
+        self._documents = Documents(SqliteDocuments(None), SteadyClock())
         await self._documents.open(1)
+        self._is_running = True
         await self.server.start()
         return f"127.0.0.1:{self.server.port}"
 
@@ -80,7 +83,9 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         """Dies."""
         assert self.server is not None
         await self.server.stop()
-        await self._documents.close()
+        if self._is_running:
+            self._is_running = False
+            await self._documents.close()
 
     def add(self, request_id: str, **fields: Any) -> None:
         """A request that is running."""
