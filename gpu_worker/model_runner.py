@@ -127,6 +127,8 @@ class ModelRunner:
         self._config = config
         self._folder = folder
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
+        if self._draft is not None and (self.model.description.state_size or self._draft.description.state_size):
+            raise UnsupportedError("a recurrent state cannot be taken back past rejected drafts", field="draft_model")
         if config.replicate_post_processors and leader is not None:
             raise UnsupportedError("must be off: only rank 0 runs post-processors", field="replicate_post_processors")
         self.output_probes = load_output_probes(self.model.description.num_layers)
@@ -422,8 +424,8 @@ def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel)
     """Return the store that holds the KV pool, for a CPU worker with shared_kv_folder set; else None."""
     if not config.shared_kv_folder or model.device.type != "cpu":
         return None
-    if model.description.latent is not None:
-        logger.warning("the KV pool is not shared: a pool of latent vectors has no values")
+    if model.description.latent is not None or model.description.state_size:
+        logger.warning("the KV pool is not shared: only pools of keys and values are")
         return None
     return KvStore(Path(config.shared_kv_folder), _block_kind(config, folder, model), model.description.num_layers)
 

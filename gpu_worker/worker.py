@@ -187,7 +187,7 @@ def _registration(
         kv_store=runner.kv.store_name,
         tier_store="" if runner.kv.tiers is None else runner.kv.tiers.name,
         block_bytes=block_bytes(model.description, config.tokens_per_block, model.kv_dtype),
-        attention_windows=[window or 0 for window in model.description.windows],
+        attention_windows=model.description.reaches,
         max_attention_window=config.max_attention_window,
         role=config.role,
         kv_source="" if runner.kv.server is None else str(runner.kv.server.source),
@@ -199,6 +199,10 @@ def _registration(
 def _features(runner: ModelRunner) -> list[str]:
     """Return the feature names to register, each post-processor by its name, each probe with its width and name."""
     features = [*FEATURES]
+    if runner.model.description.state_size:
+        # A state cannot be taken back past drafts that were rejected.
+        features.remove("speculative")
+        features.append("recurrent_state")
     if runner.model.takes_lora:
         features.append("lora")
     if is_available():

@@ -3,7 +3,7 @@
 The functions here dispatch on the tensors' device; see `kernels.dispatch`.
 """
 
-from kernels.activation import Activation
+from kernels.activation import Activation, activate_plain
 from kernels.block_weight import BlockWeight, block_weight
 from kernels.dispatch import (
     activate,
@@ -32,6 +32,7 @@ __all__ = [
     "BlockWeight",
     "KvScales",
     "activate",
+    "activate_plain",
     "add_lora",
     "add_rms_norm",
     "apply_rotary",

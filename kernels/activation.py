@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "clamped_swiglu"]
 # Of gpt-oss.
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 
@@ -25,6 +25,11 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return (_of(gate, activation) * up).to(x.dtype)
 
 
+def activate_plain(x: Tensor, activation: Activation) -> Tensor:
+    """Return activation(x), computed as `activate` does; relu2 is the square of relu."""
+    return _of(x.double() if x.device.type == "cpu" else x.float(), activation).to(x.dtype)
+
+
 def _of(x: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return x / (1.0 + torch.exp(-x))
@@ -32,4 +37,6 @@ def _of(x: Tensor, activation: Activation) -> Tensor:
         return x / (1.0 + torch.exp(-SWIGLU_SLOPE * x))
     if activation == "relu":
         return torch.relu(x)
+    if activation == "relu2":
+        return torch.relu(x).square()
     return torch.nn.functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

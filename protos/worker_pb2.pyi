@@ -187,7 +187,11 @@ class Register(google.protobuf.message.Message):
     kv_source: builtins.str
     """Where other workers fetch blocks of this worker's pool; passed to them unread. Empty: nowhere."""
     @property
-    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Of requests that it can run; and `recurrent_state`: blocks hold a state after their last token, so that a sequence can
+        begin at the end of a full block alone.
+        """
+
     @property
     def kept_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Full KV blocks that are as an earlier epoch of this process left them, and the hashes that its steps gave them:

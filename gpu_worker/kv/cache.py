@@ -31,7 +31,8 @@ class KvCache:
     Attributes:
         keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
             numbers inside a block differently. With an integer type head_dim includes the scales. Latent attention
-            stores no separate values: their head_dim is 0.
+            stores no separate values: their head_dim is 0. Layers without attention have none.
+        states: Float32 [num_recurrent_layers, num_blocks, state_size], after the last token of each block.
         block_hashes: [num_blocks], content hashes kept by KeptBlocks; in the shared store if there is one.
     """
 
@@ -47,11 +48,14 @@ class KvCache:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         shape = (
-            description.num_layers,
+            description.num_attention_layers,
             num_blocks,
             tokens_per_block,
             description.num_kv_heads,
             stored_head_dim(description.head_dim, dtype),
+        )
+        self.states = _zeros(
+            (description.num_recurrent_layers, num_blocks, description.state_size), torch.float32, device
         )
         self._store = store
         self._memory = None
@@ -78,12 +82,13 @@ class KvCache:
     @property
     def memory(self) -> PoolMemory:
         """The pool's memory, which must be in host memory."""
-        shape = self.keys.shape[0], self.num_blocks
-        keys, values = (
-            cache.view(torch.uint8).numpy().reshape(*shape, int(np.prod(cache.shape[2:])) * cache.element_size())
-            for cache in (self.keys, self.values)
+        keys, values, states = (
+            cache.view(torch.uint8)
+            .numpy()
+            .reshape(*cache.shape[:2], int(np.prod(cache.shape[2:])) * cache.element_size())
+            for cache in (self.keys, self.values, self.states)
         )
-        return PoolMemory(self.block_hashes, keys, values)
+        return PoolMemory(self.block_hashes, keys, values, states)
 
     @property
     def store(self) -> KvStore | None:
@@ -125,7 +130,7 @@ class KvCache:
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         """Copy whole blocks in all layers; all sources are read before any target is written."""
         source, target = torch.from_numpy(sources).long(), torch.from_numpy(targets).long()
-        for cache in (self.keys, self.values):
+        for cache in (self.keys, self.values, self.states):
             cache[:, target.to(cache.device)] = cache[:, source.to(cache.device)]
 
 
@@ -138,10 +143,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block in all layers."""
+    """Return the bytes of one block in all layers, states included."""
     head_bytes = stored_head_dim(description.head_dim, dtype) * dtype.itemsize
     num_tensors = 1 if description.latent else 2
-    return num_tensors * description.num_layers * description.num_kv_heads * head_bytes * tokens_per_block
+    num_heads = description.num_attention_layers * description.num_kv_heads
+    num_states = description.num_recurrent_layers * description.state_size
+    return num_tensors * num_heads * head_bytes * tokens_per_block + num_states * torch.float32.itemsize
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -21,7 +21,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -46,22 +46,29 @@ class PoolMemory:
     Attributes:
         hashes: [num_blocks], content hash of each block; 0: unknown.
         keys, values: Bytes [num_layers, num_blocks, bytes of a block in one layer].
+        states: The same of recurrent layers; empty where there are none, as in a store's pools.
     """
 
     hashes: NDArray[np.uint64]
     keys: NDArray[np.uint8]
     values: NDArray[np.uint8]
+    states: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
 
     def read(self, block: int, value: int) -> NDArray[np.uint8] | None:
-        """Return a copy of a block's keys and values; None if its contents are not those of this hash."""
-        contents = np.concatenate([part[:, block].reshape(-1) for part in (self.keys, self.values)])
+        """Return a copy of a block's contents; None if they are not those of this hash."""
+        contents = np.concatenate([part.reshape(-1) for part in self._parts(block)])
         # A hash is cleared before its block may change, so the block was unchanged while it was copied.
         return contents if int(self.hashes[block]) == value else None
 
     def write(self, block: int, contents: NDArray[np.uint8]) -> None:
         """Fill a block with what `read` returned."""
-        keys, values = self.keys[:, block], self.values[:, block]
-        keys[:], values[:] = contents[: keys.size].reshape(keys.shape), contents[keys.size :].reshape(values.shape)
+        start = 0
+        for part in self._parts(block):
+            part[:] = contents[start : start + part.size].reshape(part.shape)
+            start += part.size
+
+    def _parts(self, block: int) -> list[NDArray[np.uint8]]:
+        return [part[:, block] for part in (self.keys, self.values, self.states) if part.size]
 
 
 class KvStore:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.description import DecoderDescription, DeltaNet
 from gpu_worker.models.families import family_of
 
 _LEAST_RANK = 8
@@ -84,7 +84,41 @@ def padded_rank(rank: int) -> int:
 
 def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]:
     """Return (inputs, outputs) of each linear layer that supports LoRA."""
-    d = description
+    shapes = {**_attention_shapes(description), **_recurrent_shapes(description)}
+    held = set[str]().union(*(layer_modules(description, i) for i in range(description.num_layers)))
+    return {module: shape for module, shape in shapes.items() if module in held}
+
+
+def layer_modules(description: DecoderDescription, layer: int) -> set[str]:
+    """Return the modules that a layer has. Experts of a mixture are stacked tensors, not linear modules."""
+    d, modules = description, set[str]()
+    kind = d.recurrent[layer]
+    if kind is not None:
+        # PEFT makes no adapters for the output of Mamba.
+        modules |= {"qkvz", "ba", "mixer_out"} if isinstance(kind, DeltaNet) else {"in"}
+    elif d.has_attention(layer):
+        factors = {"kv_a", "q_a"} if d.latent is not None and d.latent.q_rank else {"kv_a"}
+        modules |= {"q", "o"} | ({"k", "v"} if d.latent is None else factors)
+    if d.parts[layer] != "mixer" and d.mixtures[layer] is None:
+        modules |= {"gate", "up", "down"} if d.has_gated_ffn else {"up", "down"}
+    return modules
+
+
+def _recurrent_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
+    kind = next((kind for kind in d.recurrent if kind is not None), None)
+    if kind is None:
+        return {}
+    if isinstance(kind, DeltaNet):
+        values = kind.value_heads * kind.value_dim
+        return {
+            "qkvz": (d.hidden_size, kind.channels + values),
+            "ba": (d.hidden_size, 2 * kind.value_heads),
+            "mixer_out": (values, d.hidden_size),
+        }
+    return {"in": (d.hidden_size, kind.size + kind.channels + kind.num_heads)}
+
+
+def _attention_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
     ffn = {
         "gate": (d.hidden_size, d.intermediate_size),
         "up": (d.hidden_size, d.intermediate_size),
@@ -101,7 +135,7 @@ def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]
             "o": (attended, d.hidden_size),
             **ffn,
         }
-    q_size, kv_size = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+    q_size, kv_size = d.num_heads * d.query_rows, d.num_kv_heads * d.head_dim
     return {
         "q": (d.hidden_size, q_size),
         "k": (d.hidden_size, kv_size),
@@ -130,8 +164,20 @@ def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
             attention |= {names.latent_q_down: ("q_a",), names.latent_q_up: ("q",)}
     else:
         attention = _paths(names.qkv, ("q", "k", "v"))
-    ffn = {**_paths(names.gate_up, ("gate", "up")), names.down: ("down",)}
-    return {**attention, names.attention_output: ("o",), **ffn}
+    ffn = {
+        **_paths(names.gate_up, ("gate", "up") if description.has_gated_ffn else ("up",)),
+        names.down: ("down",),
+    }
+    recurrent, prefix = {}, names.recurrent_prefix
+    if any(isinstance(kind, DeltaNet) for kind in description.recurrent):
+        recurrent = {f"{prefix}in_proj_qkvz": ("qkvz",), f"{prefix}in_proj_ba": ("ba",)}
+    elif any(description.recurrent):
+        recurrent = {f"{prefix}in_proj": ("in",)}
+    if recurrent:
+        recurrent[f"{prefix}out_proj"] = ("mixer_out",)
+    paths = {**attention, names.attention_output: ("o",), **ffn, **recurrent}
+    held = module_shapes(description)
+    return {path: modules for path, modules in paths.items() if held.keys() >= {*modules}}
 
 
 def _paths(names: tuple[str, ...], modules: tuple[str, ...]) -> dict[str, tuple[str, ...]]:

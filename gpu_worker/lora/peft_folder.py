@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpu_worker.lora.adapter import Adapter, LoraPair, module_paths, module_shapes
+from gpu_worker.lora.adapter import Adapter, LoraPair, layer_modules, module_paths, module_shapes
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.families import family_of
 from midstream.errors import InvalidArgumentError, UnsupportedError
@@ -140,13 +140,12 @@ class _Lora:
         # In a model of text and images the layers are nested deeper.
         prefixes = family_of(description.architecture).names.prefixes
         held = (p for p in prefixes if any(name.startswith(f"{_PREFIX}{p}layers.") for name in tensors))
-        self._prefix = next(held, "model.")
-        # Experts of a mixture are stacked tensors, not linear modules.
+        self._prefix = next(held, prefixes[0])
         self._absent = {
             (i, path)
-            for i, mixture in enumerate(description.mixtures)
+            for i in range(description.num_layers)
             for path, modules in self._paths.items()
-            if mixture is not None and not {"gate", "up", "down"}.isdisjoint(modules)
+            if layer_modules(description, i).isdisjoint(modules)
         }
         for name, value in config.items():
             is_known = name in _KNOWN and (name != "init_lora_weights" or value in _INITS)

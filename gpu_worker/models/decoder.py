@@ -15,10 +15,11 @@ from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.arena import AdapterArena, PlacedAdapter
 from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
-from gpu_worker.models.description import DecoderDescription, Rotary
+from gpu_worker.models.description import DecoderDescription, DeltaNet, Rotary
 from gpu_worker.models.layers.attention import Angles, Attention, LatentAttention, PagedTokens
-from gpu_worker.models.layers.feed_forward import AddLora, Experts, FeedForward, MixtureLayer
-from gpu_worker.models.layers.linear import Linear, int8_rows
+from gpu_worker.models.layers.feed_forward import Experts, FeedForward, MixtureLayer
+from gpu_worker.models.layers.linear import AddLora, Linear, int8_rows
+from gpu_worker.models.layers.recurrent import DeltaNetLayer, MambaLayer, Pieces, pieces_of
 from gpu_worker.models.layers.rotary import query_scales, rotary_table
 from gpu_worker.models.weights.progress import with_progress
 from gpu_worker.parallel.shard import Shard, whole_shard
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         LayerWeights,
         LinearWeights,
         MixtureWeights,
+        RecurrentWeights,
     )
     from gpu_worker.parallel.shard_weights import ShardWeights
 
@@ -122,10 +124,11 @@ class PartDecoder(Decoder, Protocol):
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Tensor | None
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | None
+    recurrent: DeltaNetLayer | MambaLayer | None
     attention_output_norm: Tensor | None
     ffn_norm: Tensor | None
-    feed_forward: FeedForward | MixtureLayer
+    feed_forward: FeedForward | MixtureLayer | None
     ffn_output_norm: Tensor | None
 
 
@@ -213,7 +216,7 @@ class TorchDecoder:
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Write keys and values, and return the last layer's output for the first layer's input [M, hidden_size]."""
-        d, first = self._description, self._shard.layers.start
+        first = self._shard.layers.start
         positions = inputs.positions.long()
         angles = [Angles(cos[positions], sin[positions], rotary.is_interleaved) for rotary, cos, sin in self._tables]
         query_scale = None if self._query_scales is None else self._query_scales[positions]
@@ -224,17 +227,19 @@ class TorchDecoder:
         if probe is not None:
             probe.keep(first, residual)
         x = self._norm(residual, self._layers[0].input_norm)
+        pieces = self._pieces(inputs)
         for i, layer in enumerate(self._layers):
-            table = self._table_of[i]
             add_lora = None if slots is None else partial(self._adapters.add, slots, i)
-            turned = None if table is None else angles[table]
-            attended = layer.attention(x, self._tokens(i, inputs), turned, query_scale, self._ranks, add_lora)
-            attended = self._part(attended, layer.attention_output_norm)
-            if d.is_parallel:
-                added = attended + self._part(self._feed_forward(layer, x, add_lora), layer.ffn_output_norm)
-            else:
-                x, residual = self._add_and_norm(attended, residual, layer.ffn_norm)
-                added = self._part(self._feed_forward(layer, x, add_lora), layer.ffn_output_norm)
+            mixed = None
+            if layer.attention is not None:
+                table = self._table_of[i]
+                turned = None if table is None else angles[table]
+                mixed = layer.attention(x, self._tokens(i, inputs), turned, query_scale, self._ranks, add_lora)
+                mixed = self._part(mixed, layer.attention_output_norm)
+            elif layer.recurrent is not None:
+                # Each rank computes all of it.
+                mixed = self._scaled(layer.recurrent(x, self._states(i), pieces, add_lora))
+            added, residual = self._fed_forward(layer, x, mixed, residual, add_lora)
             if i + 1 < len(self._layers):
                 x, residual = self._add_and_norm(added, residual, self._layers[i + 1].input_norm)
             else:
@@ -261,9 +266,10 @@ class TorchDecoder:
     def _tokens(self, i: int, inputs: ForwardInputs) -> PagedTokens:
         kv, d = self._kv, self._description
         assert kv is not None
+        place = d.cache_places[i]
         return PagedTokens(
-            kv.keys[i],
-            kv.values[i],
+            kv.keys[place],
+            kv.values[place],
             inputs.slot_mapping,
             inputs.block_tables,
             inputs.query_starts,
@@ -272,16 +278,47 @@ class TorchDecoder:
             d.chunks[i],
         )
 
-    def _feed_forward(self, layer: _Layer, x: Tensor, add_lora: AddLora | None) -> Tensor:
-        if isinstance(layer.feed_forward, MixtureLayer):
-            return layer.feed_forward(x)
-        return layer.feed_forward(x, add_lora)
+    def _states(self, i: int) -> Tensor:
+        assert self._kv is not None
+        return self._kv.states[self._description.cache_places[i]]
+
+    def _pieces(self, inputs: ForwardInputs) -> list[Pieces]:
+        """Cut the tokens for recurrent layers; nothing where there are none."""
+        if not any(self._description.recurrent):
+            return []
+        assert self._kv is not None
+        return pieces_of(
+            inputs.query_starts, inputs.context_lens, inputs.block_tables, self._kv.tokens_per_block, self._device
+        )
+
+    def _fed_forward(
+        self, layer: _Layer, x: Tensor, mixed: Tensor | None, residual: Tensor, add_lora: AddLora | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what is still to be added to the residual stream after the feed-forward network, and that stream.
+
+        Args:
+            layer: A layer.
+            x: Its normed input.
+            mixed: What its attention gave; None: it has none.
+            residual: The stream before it.
+            add_lora: Adapters.
+        """
+        if layer.feed_forward is None:
+            assert mixed is not None
+            return mixed, residual
+        if mixed is not None and not self._description.is_parallel:
+            x, residual = self._add_and_norm(mixed, residual, layer.ffn_norm)
+            mixed = None
+        ffn = layer.feed_forward
+        out = self._part(ffn(x) if isinstance(ffn, MixtureLayer) else ffn(x, add_lora), layer.ffn_output_norm)
+        return (out if mixed is None else mixed + out), residual
 
     def _part(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """What a part of a layer adds to the residual stream, of what it computed here."""
         x = self._ranks.sum(x)
-        if norm is not None:
-            x = self._norm(x, norm)
+        return self._scaled(x if norm is None else self._norm(x, norm))
+
+    def _scaled(self, x: Tensor) -> Tensor:
         scale = self._description.residual_scale
         return x if scale == 1.0 else x * scale
 
@@ -310,16 +347,18 @@ class TorchDecoder:
 
     def _layer(self, i: int, weights: LayerWeights) -> _Layer:
         d, mixture = self._description, self._description.mixtures[i]
-        assert weights.feed_forward is not None or weights.mixture is not None
-        feed_forward: FeedForward | MixtureLayer
+        feed_forward: FeedForward | MixtureLayer | None = None
         if weights.mixture is not None and mixture is not None:
             feed_forward = self._mixture(weights.mixture, i)
-        else:
-            assert weights.feed_forward is not None
+        elif weights.feed_forward is not None:
             feed_forward = self._plain(weights.feed_forward)
+        attention: Attention | LatentAttention | None = None
+        if d.has_attention(i):
+            attention = self._latent_attention(weights) if d.latent else self._attention(weights)
         return _Layer(
             input_norm=self._placed(weights.input_norm),
-            attention=self._latent_attention(weights) if d.latent else self._attention(weights),
+            attention=attention,
+            recurrent=None if weights.recurrent is None else self._recurrent(weights, weights.recurrent, i),
             attention_output_norm=self._placed(weights.attention_output_norm),
             ffn_norm=self._placed(weights.ffn_norm),
             feed_forward=feed_forward,
@@ -329,6 +368,7 @@ class TorchDecoder:
     def _attention(self, weights: LayerWeights) -> Attention:
         d = self._description
         assert weights.qkv is not None
+        assert weights.attention_output is not None
         return Attention(
             description=d,
             qkv=self._linear(weights.qkv),
@@ -343,6 +383,7 @@ class TorchDecoder:
         d, latent, w = self._description, self._description.latent, weights.latent
         assert latent is not None
         assert w is not None
+        assert weights.attention_output is not None
         kv_up = w.kv_up.view(d.num_heads, latent.nope_dim + latent.value_dim, latent.kv_rank)
         to_latent, from_latent = torch.split(kv_up, [latent.nope_dim, latent.value_dim], dim=1)
         return LatentAttention(
@@ -356,6 +397,23 @@ class TorchDecoder:
             from_latent=self._place(from_latent.contiguous()),
             output=self._linear(weights.attention_output),
         )
+
+    def _recurrent(self, weights: LayerWeights, w: RecurrentWeights, i: int) -> DeltaNetLayer | MambaLayer:
+        d, kind = self._description, self._description.recurrent[i]
+        assert kind is not None
+        assert weights.attention_output is not None
+        # Small, and powers of e are taken of them.
+        conv, step_bias, decay_rates, norm = (
+            tensor.float().to(self._device)
+            for tensor in (w.conv, w.step_bias, -torch.exp(w.decay_logs.float()), w.norm)
+        )
+        inputs, output = [self._linear(linear) for linear in w.inputs], self._linear(weights.attention_output)
+        if isinstance(kind, DeltaNet):
+            return DeltaNetLayer(kind, inputs[0], inputs[1], conv, step_bias, decay_rates, norm, d.norm_eps, output)
+        assert w.skip is not None
+        bias = None if w.conv_bias is None else w.conv_bias.float().to(self._device)
+        skip = w.skip.float().to(self._device)
+        return MambaLayer(kind, inputs[0], conv, bias, step_bias, decay_rates, skip, norm, d.norm_eps, output)
 
     def _mixture(self, weights: MixtureWeights, i: int) -> MixtureLayer:
         description = self._description.mixtures[i]
@@ -377,6 +435,7 @@ class TorchDecoder:
             self._linear(weights.gate_up, keeps_blocks=keeps_blocks),
             self._linear(weights.down, keeps_blocks=keeps_blocks),
             self._description.activation,
+            is_gated=self._description.has_gated_ffn,
         )
 
     def _linear(self, weights: LinearWeights, *, keeps_blocks: bool = True) -> Linear:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -77,6 +78,71 @@ class Latent:
     value_dim: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """A gated delta net in place of attention: linear attention whose state is corrected towards each value.
+
+    Attributes:
+        key_heads, value_heads: Each key head serves as many value heads.
+        key_dim, value_dim: Numbers of a head.
+        kernel: Tokens that the convolution of queries, keys and values covers.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state: the convolution's last inputs, and a matrix for each value head."""
+        return (self.kernel - 1) * self.channels + self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """Mamba 2 in place of attention: a selective state space.
+
+    Attributes:
+        num_heads, head_dim: Of its values.
+        num_groups, state_dim: Heads of a group share what their values are stored under and read with.
+        kernel: Tokens that the convolution covers.
+        step_limits: Lowest and highest step.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    kernel: int
+    step_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def size(self) -> int:
+        """Numbers of all heads of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state: the convolution's last inputs, and a matrix for each head."""
+        return (self.kernel - 1) * self.channels + self.num_heads * self.head_dim * self.state_dim
+
+
+Recurrent = DeltaNet | Mamba
+LayerParts = Literal["both", "mixer", "feed_forward"]
+
+
 @dataclass(frozen=True, slots=True)
 class PositionScale:
     """Queries of layers without rotary embedding grow with their position (Llama 4).
@@ -110,7 +176,11 @@ class DecoderDescription:
         scale: Factor of the attention scores.
         softcap: Bends attention scores s to softcap * tanh(s / softcap); 0: it does not.
         has_sinks: Each query head has one more score, which takes weight but has no value.
+        has_output_gate: What attention gives is weighed by a sigmoid; queries and gates of a head lie side by side.
+        recurrent: By layer, what stands in place of attention; None: nothing. All are of one kind and size.
+        parts: By layer, whether it has attention (or what stands in its place), a feed-forward network, or both.
         mixtures: By layer; None: a plain feed-forward network.
+        has_gated_ffn: Feed-forward networks and experts multiply the activation by a second product.
         embedding_scale, residual_scale, logits_scale: Factors of embeddings, of what is added to the residual stream,
             and of the logits.
         logits_softcap: As `softcap`, of the logits.
@@ -143,7 +213,11 @@ class DecoderDescription:
     num_sink_tokens: int = 0
     latent: Latent | None = None
     position_scale: PositionScale | None = None
+    has_output_gate: bool = False
+    recurrent: tuple[Recurrent | None, ...] = ()
+    parts: tuple[LayerParts, ...] = ()
     activation: Activation = "silu"
+    has_gated_ffn: bool = True
     mixtures: tuple[Mixture | None, ...] = ()
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -154,7 +228,7 @@ class DecoderDescription:
     qk_norm_sizes: tuple[int, int] = field(default=(0, 0))
 
     def __post_init__(self) -> None:
-        for name, default in (("chunks", None), ("mixtures", None)):
+        for name, default in (("chunks", None), ("mixtures", None), ("recurrent", None), ("parts", "both")):
             if not getattr(self, name):
                 object.__setattr__(self, name, (default,) * self.num_layers)
         if self.qk_norm == "row" and not any(self.qk_norm_sizes):
@@ -167,9 +241,54 @@ class DecoderDescription:
         return self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
 
     @property
+    def query_rows(self) -> int:
+        """Rows of a query head in its matrix; with an output gate also those of its gates."""
+        return self.head_dim * (2 if self.has_output_gate else 1)
+
+    @property
     def value_dim(self) -> int:
         """Numbers of a head's output."""
         return self.head_dim if self.latent is None else self.latent.value_dim
+
+    def has_attention(self, layer: int) -> bool:
+        """Return whether a layer has keys and values."""
+        return self.parts[layer] != "feed_forward" and self.recurrent[layer] is None
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with keys and values."""
+        return sum(map(self.has_attention, range(self.num_layers)))
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """Layers with a state."""
+        return sum(kind is not None for kind in self.recurrent)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state in a recurrent layer; 0: there are none."""
+        return max((kind.state_size for kind in self.recurrent if kind is not None), default=0)
+
+    @property
+    def cache_places(self) -> tuple[int, ...]:
+        """By layer, its number among those with keys and values, or among those with a state."""
+        counts, places = [0, 0], []
+        for layer in range(self.num_layers):
+            kind = self.recurrent[layer] is not None
+            places.append(counts[kind])
+            counts[kind] += kind or self.has_attention(layer)
+        return tuple(places)
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """By layer, how many tokens back the cache is read, a token itself included; 0: all.
+
+        A recurrent layer reads the state that the token before left; a feed-forward network reads nothing.
+        """
+        return tuple(
+            (2 if self.recurrent[layer] else 1) if not self.has_attention(layer) else self.windows[layer] or 0
+            for layer in range(self.num_layers)
+        )
 
     def of_layers(self, layers: range) -> DecoderDescription:
         """Return the description of some of the layers, as a model of its own."""
@@ -181,6 +300,8 @@ class DecoderDescription:
             windows=self.windows[some],
             chunks=self.chunks[some],
             mixtures=self.mixtures[some],
+            recurrent=self.recurrent[some],
+            parts=self.parts[some],
         )
 
 

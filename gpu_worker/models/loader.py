@@ -120,9 +120,9 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     if isinstance(decoder, TorchDecoder):
         decoder.reserve_adapters(adapter_bytes, config.lora_max_adapter_size)
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
-    # Attention over latent vectors, or with sink tokens, is PyTorch's own operations, which read sizes back from the
-    # device.
-    can_record = description.latent is None and not description.num_sink_tokens
+    # Attention over latent vectors or with sink tokens, and recurrences, are PyTorch's own operations, which read sizes
+    # back from the device.
+    can_record = not (description.latent or description.num_sink_tokens or description.state_size)
     whole: Decoder = decoder if links is None else as_stage(decoder, description, links, dtype)
     divided = None if links is None else shard
     return LoadedModel(

@@ -224,6 +224,7 @@ class CpuDecoder:
 
     def _pack_layer(self, weights: LayerWeights, mixture: Mixture | None) -> _PackedLayer:
         assert weights.qkv is not None
+        assert weights.attention_output is not None
         packed = None
         if mixture is not None and weights.mixture is not None:
             packed = self._pack_mixture(weights.mixture, mixture)
@@ -321,6 +322,10 @@ def what_is_missing(description: DecoderDescription) -> str | None:
         return "it has latent attention"
     if d.num_sink_tokens:
         return "sink_token_length is set"
+    if any(d.recurrent):
+        return "it has recurrent layers"
+    if not d.has_gated_ffn:
+        return "its feed-forward layers have no gates"
     if d.has_mlp_bias and d.activation == "silu":
         return "its feed-forward layers have biases"
     if len({(rotary.dim, rotary.is_interleaved) for rotary in d.rotary if rotary is not None}) > 1:

@@ -2,7 +2,8 @@
 
 Layers are divided among pipeline stages; within a stage each tensor rank has some KV heads with all their query heads,
 some features of each feed-forward network and each expert, and some of the vocabulary. Nothing needs to divide evenly.
-With more tensor ranks than KV heads, several ranks hold the same KV head and divide its query heads.
+With more tensor ranks than KV heads, several ranks hold the same KV head and divide its query heads. Recurrent layers
+are not divided: each tensor rank computes all of them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def shard_of(description: DecoderDescription, ranks: Ranks) -> Shard:
     d, rank, size = description, ranks.tensor_rank, ranks.tensor_size
     if ranks.pipeline_size > d.num_layers:
         raise ConfigError(f"{ranks.pipeline_size} stages for {d.num_layers} layers", field="pipeline_parallel")
-    if size > min(d.num_heads, d.intermediate_size, *(m.expert_size for m in d.mixtures if m is not None)):
+    sizes = (d.num_heads, d.intermediate_size, *(m.expert_size for m in d.mixtures if m is not None))
+    if size > min(filter(None, sizes)):
         raise ConfigError(f"{size} ranks for {d.num_heads} heads", field="tensor_parallel")
     layers = stage_layers(d, ranks.pipeline_size)[ranks.stage]
     heads, kv_heads = _heads(d, rank, size)

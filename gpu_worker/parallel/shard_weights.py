@@ -30,8 +30,8 @@ class ShardWeights:
     def __init__(self, weights: DecoderWeights, shard: Shard) -> None:
         self._weights, self._shard = weights, shard
         d = shard.whole
-        q_rows, kv_rows = _numbers(shard.heads, d.head_dim), _numbers(shard.kv_heads, d.head_dim)
-        q_size, kv_size = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+        q_rows, kv_rows = _numbers(shard.heads, d.query_rows), _numbers(shard.kv_heads, d.head_dim)
+        q_size, kv_size = d.num_heads * d.query_rows, d.num_kv_heads * d.head_dim
         self._is_divided = shard.tensor_size > 1
         self._is_leading = shard.heads.start == 0  # outputs of all tensor ranks are summed, so only one adds the bias
         self._qkv_rows = torch.cat([q_rows, q_size + kv_rows, q_size + kv_size + kv_rows])
@@ -75,7 +75,9 @@ class ShardWeights:
             qkv=None if weights.qkv is None else _rows(weights.qkv, self._qkv_rows),
             q_norm=norms[0],
             k_norm=norms[1],
-            attention_output=self._columns(weights.attention_output, self._attended),
+            attention_output=weights.attention_output
+            if weights.attention_output is None or weights.recurrent is not None
+            else self._columns(weights.attention_output, self._attended),
             sinks=None if weights.sinks is None else weights.sinks[_numbers(self._shard.heads, 1)],
             feed_forward=None
             if weights.feed_forward is None
@@ -87,7 +89,10 @@ class ShardWeights:
     def _feed_forward(self, weights: FeedForwardWeights, size: int) -> FeedForwardWeights:
         features = _numbers(self._shard.features_of(size), 1)
         return FeedForwardWeights(
-            gate_up=_rows(weights.gate_up, torch.cat([features, size + features])),
+            gate_up=_rows(
+                weights.gate_up,
+                torch.cat([features, size + features]) if self._shard.whole.has_gated_ffn else features,
+            ),
             down=self._columns(weights.down, features),
         )
 

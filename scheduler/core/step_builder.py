@@ -90,7 +90,7 @@ class StepBuilder:
             if writer is not None:
                 return False
             sequence.num_computed = (index + 1) * block_size
-        return sequence.index == 0 or self._copy_from_leader(sequence)
+        return sequence.index == 0 or self.group.has_state or self._copy_from_leader(sequence)
 
     def _copy_from_leader(self, sequence: Sequence) -> bool:
         """Copy the prompt's last, partly filled block from another sequence of the request (copy-on-write).

@@ -101,6 +101,7 @@ class WorkerGroup:
     """One epoch of one worker group.
 
     Attributes:
+        has_state: Whether blocks hold a state after their last token, which is of use at their ends alone.
         standing: Its fault record over all epochs.
         tables: Block tables of its sequences.
         clients: Tracks whether several send requests. pace: Decides when the next step is planned.
@@ -140,6 +141,7 @@ class WorkerGroup:
         self.tables = BlockTables(config, self.blocks, clock, registration.attention_window)
         self.adapters = AdapterRoom(registration.lora_cache_bytes)
         self.standing = standing or Standing()
+        self.has_state = "recurrent_state" in registration.features
         self._clock = clock
         self.clients = clients
         self.pace = Pace(clients)

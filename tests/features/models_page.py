@@ -15,7 +15,8 @@ transformers: our own code in `tests/gpu_worker/test_families.py`, transformers'
 `tests/gpu_worker/test_transformers_model.py`.
 
 On a CPU, families in "CPU kernels" run by the C++ kernels and the others in PyTorch operations, more slowly. On a GPU
-all of our own code runs by Triton kernels. Experts take no LoRA adapters. Other causal language models run by
+all of our own code runs by Triton kernels, but for recurrent layers, whose state is kept with the KV blocks
+([decision](decisions/recurrent-state.md)). Experts take no LoRA adapters. Other causal language models run by
 transformers' code where it hands its attention out; [gpu.md](gpu.md) says what is refused, [features.md](features.md)
 what requests may use.
 

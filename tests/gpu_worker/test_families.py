@@ -118,7 +118,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4_text": ("Llama4Text", LLAMA4),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
     "cohere2": ("Cohere2", {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.5}),
-}
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16,
+            "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1],
+        },
+    ),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+            "head_dim": 16, "ssm_state_size": 12, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
+            "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 40,
+        },
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -259,7 +277,9 @@ def test_lora_gives_the_logits_of_peft(
     of_ffn = {"gate", "up", "down"} if any(d.mixtures) else set()
     targets = [path.rpartition(".")[2] for path, modules in module_paths(d).items() if of_ffn.isdisjoint(modules)]
     settings: dict[str, Any] = {"target_modules": targets, "exclude_modules": ".*vision_tower.*"}
-    make_lora(made[0], tmp_path / "lora", seed=1, r=4, lora_alpha=8, **settings)
+    # transformers sums logarithms of decays over a chunk, less exactly where an adapter makes steps large.
+    alpha = 2 if d.state_size else 8
+    make_lora(made[0], tmp_path / "lora", seed=1, r=4, lora_alpha=alpha, **settings)
     tokens = prompt(30, seed=6)
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     driver.step([replace(driver.sequence(0, tokens), lora=ref_of(runner, tmp_path / "lora"))], [(0, 0, 30)])
@@ -318,6 +338,7 @@ def test_the_table_of_models_says_how_it_is_served(runner: ModelRunner) -> None:
     assert served.is_own
     assert isinstance(model.decoder, CpuDecoder) == (served.on_cpu == "CPU kernels")
     assert served.has_graphs == model.can_record
+    assert served.takes_drafts == (not model.description.state_size)
 
 
 def test_every_family_of_the_table_is_tested() -> None:

@@ -117,7 +117,8 @@ class Whole:
                 max_num_tokens=self._max_num_tokens,
                 protocol_version=PROTOCOL_VERSION,
                 lora_cache_bytes=self.runner.adapters.device_bytes,
-                attention_windows=tuple(window or 0 for window in self.runner.model.description.windows),
+                attention_windows=self.runner.model.description.reaches,
+                features=("recurrent_state",) if self.runner.model.description.state_size else (),
                 max_attention_window=self.core.config.max_attention_window,
                 sink_token_length=self.core.config.sink_token_length,
             )

@@ -18,6 +18,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -34,6 +35,7 @@ class Names:
         expert_gate_up, expert_down: {} is the number of the expert, unless all experts are stacked.
         experts: Whether each expert has its own tensors [outputs, inputs]; or all of them are stacked in one
             [experts, inputs, outputs], gate before up, or gate and up in turn.
+        recurrent_prefix: Before the tensors of what stands in place of attention.
         shared_prefix: Before gate_proj, up_proj and down_proj of the shared expert.
     """
 
@@ -60,6 +62,7 @@ class Names:
     expert_down: str = "mlp.experts.{}.down_proj"
     shared_prefix: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
+    recurrent_prefix: str = "linear_attn."
     latent_q: str = "self_attn.q_proj"
     latent_q_down: str = "self_attn.q_a_proj"
     latent_q_norm: str = "self_attn.q_a_layernorm"

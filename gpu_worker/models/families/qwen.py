@@ -1,12 +1,12 @@
-"""Qwen 2 and 3, dense and as mixtures."""
+"""Qwen 2 and 3, dense and as mixtures, and Qwen 3 Next, with gated delta nets in most layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_worker.models.description import DecoderDescription, Mixture
-from gpu_worker.models.families.family import Family, Names, Settings, plain, windows_of
+from gpu_worker.models.description import DecoderDescription, DeltaNet, Mixture
+from gpu_worker.models.families.family import Family, Names, Settings, plain, rotary_of, windows_of
 
 
 def _windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -36,14 +36,52 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
         shared_size=s.size("shared_expert_intermediate_size") if is_qwen2 else 0,
         has_shared_gate=is_qwen2,
     )
-    dense, step = s.get("mlp_only_layers", []), s.size("decoder_sparse_step", default=1)
     return plain(
         s,
         windows=_windows(s, config),
         qk_norm=None if is_qwen2 else "head",
-        mixtures=tuple(
-            experts if i not in dense and (i + 1) % step == 0 else None for i in range(s.size("num_hidden_layers"))
-        ),
+        mixtures=_sparse(s, experts),
+    )
+
+
+def _read_next(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, num_experts_per_tok=10, norm_topk_prob=True, head_dim=256)
+    num_layers = s.size("num_hidden_layers")
+    every = s.size("full_attention_interval", default=4)
+    kinds = s.layers("layer_types") or [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)
+    ]
+    net = DeltaNet(
+        key_heads=s.size("linear_num_key_heads", default=16),
+        value_heads=s.size("linear_num_value_heads", default=32),
+        key_dim=s.size("linear_key_head_dim", default=128),
+        value_dim=s.size("linear_value_head_dim", default=128),
+        kernel=s.size("linear_conv_kernel_dim", default=4),
+    )
+    experts = Mixture(
+        num_experts=s.size("num_experts"),
+        num_active=s.size("num_experts_per_tok"),
+        expert_size=s.size("moe_intermediate_size"),
+        is_normalized=bool(s.get("norm_topk_prob")),
+        shared_size=s.size("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+    )
+    return plain(
+        s,
+        qk_norm="head",
+        norm_offset=1.0,
+        has_output_gate=True,
+        rotary=(rotary_of(s, s.size("head_dim"), part=0.25),) * num_layers,
+        recurrent=tuple(net if kind == "linear_attention" else None for kind in kinds),
+        mixtures=_sparse(s, experts),
+    )
+
+
+def _sparse(s: Settings, experts: Mixture) -> tuple[Mixture | None, ...]:
+    """Return the experts where a layer has them."""
+    dense, step = s.get("mlp_only_layers", []), s.size("decoder_sparse_step", default=1)
+    return tuple(
+        experts if i not in dense and (i + 1) % step == 0 else None for i in range(s.size("num_hidden_layers"))
     )
 
 
@@ -52,5 +90,11 @@ QWEN_MIXTURE = Family(
     title="Qwen 2 MoE, Qwen 3 MoE",
     types=("qwen2_moe", "qwen3_moe"),
     read=_read_mixture,
+    names=Names(shared_prefix="mlp.shared_expert."),
+)
+QWEN_NEXT = Family(
+    title="Qwen 3 Next",
+    types=("qwen3_next",),
+    read=_read_next,
     names=Names(shared_prefix="mlp.shared_expert."),
 )

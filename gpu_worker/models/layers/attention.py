@@ -9,9 +9,9 @@ from torch import Tensor
 
 import kernels
 from gpu_worker.models.description import DecoderDescription
-from gpu_worker.models.layers.feed_forward import AddLora
-from gpu_worker.models.layers.linear import Linear
+from gpu_worker.models.layers.linear import AddLora, Linear, with_lora
 from gpu_worker.parallel.tensor_ranks import TensorRanks
+from kernels import recurrence
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Attention:
     ) -> Tensor:
         """x [M, hidden_size] -> [M, hidden_size]; query_scale float32 [M] multiplies the queries."""
         d, num_tokens = self.description, x.shape[0]
-        sizes = [heads * d.head_dim for heads in (d.num_heads, d.num_kv_heads, d.num_kv_heads)]
+        sizes = [d.num_heads * d.query_rows, d.num_kv_heads * d.head_dim, d.num_kv_heads * d.head_dim]
         q, k, v = torch.split(self.qkv(x), sizes, dim=-1)
         if add_lora is not None:
             for module, part in zip(("q", "k", "v"), (q, k, v), strict=True):
@@ -99,7 +99,8 @@ class Attention:
         if d.qk_norm == "row" and self.q_norm is not None and self.k_norm is not None:
             q = _row_norm(q, self.q_norm, d.norm_eps, d.qk_norm_sizes[0], ranks)
             k = _row_norm(k, self.k_norm, d.norm_eps, d.qk_norm_sizes[1], ranks)
-        q = q.reshape(num_tokens, d.num_heads, d.head_dim)
+        q = q.reshape(num_tokens, d.num_heads, d.query_rows)
+        q, gate = q[..., : d.head_dim], q[..., d.head_dim :]
         k = k.reshape(num_tokens, d.num_kv_heads, d.head_dim)
         v = v.reshape(num_tokens, d.num_kv_heads, d.head_dim)
         if d.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
@@ -112,7 +113,10 @@ class Attention:
         elif query_scale is not None:
             q = (q * query_scale[:, None, None]).to(q.dtype)
         kernels.store_kv(k, v, tokens.keys, tokens.values, tokens.slot_mapping)
-        attended = tokens.attend(d, q, tokens.values, self.sinks).flatten(1)
+        attended = tokens.attend(d, q, tokens.values, self.sinks)
+        if d.has_output_gate:
+            attended = (attended * recurrence.sigmoid(gate)).to(attended.dtype)
+        attended = attended.flatten(1)
         out = self.output(attended)
         if add_lora is not None:
             add_lora("o", attended, out)
@@ -164,11 +168,11 @@ class LatentAttention:
         assert latent is not None
         inner = x
         if self.q_down is not None and self.q_norm is not None:
-            inner = _with_lora(self.q_down, x, "q_a", add_lora)
+            inner = with_lora(self.q_down, x, "q_a", add_lora)
             inner = kernels.rms_norm(inner, self.q_norm, d.norm_eps)
-        q = _with_lora(self.q_up, inner, "q", add_lora).view(num_tokens, d.num_heads, d.query_dim)
+        q = with_lora(self.q_up, inner, "q", add_lora).view(num_tokens, d.num_heads, d.query_dim)
         plain, turned = torch.split(q, [latent.nope_dim, latent.rope_dim], dim=-1)
-        joined = _with_lora(self.kv_down, x, "kv_a", add_lora)
+        joined = with_lora(self.kv_down, x, "kv_a", add_lora)
         compressed, key = torch.split(joined, [latent.kv_rank, latent.rope_dim], dim=-1)
         compressed = kernels.rms_norm(compressed, self.kv_norm, d.norm_eps)
         key = key[:, None]
@@ -180,11 +184,4 @@ class LatentAttention:
         q = torch.cat((kernels.head_linear(plain, self.to_latent), turned), dim=-1)
         attended = tokens.attend(d, q, tokens.keys[..., : latent.kv_rank], None)
         attended = kernels.head_linear(attended, self.from_latent).flatten(1)
-        return _with_lora(self.output, attended, "o", add_lora)
-
-
-def _with_lora(linear: Linear, x: Tensor, module: str, add_lora: AddLora | None) -> Tensor:
-    out = linear(x)
-    if add_lora is not None:
-        add_lora(module, x, out)
-    return out
+        return with_lora(self.output, attended, "o", add_lora)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,32 +9,35 @@ from torch import Tensor
 
 import kernels
 from gpu_worker.models.description import Mixture
-from gpu_worker.models.layers.linear import Linear
+from gpu_worker.models.layers.linear import AddLora, Linear
 from kernels import Activation
-
-# Adds to an output what LoRA adapters give for a module's input: (module, input, output).
-AddLora = Callable[[str, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Two products with an activation between them."""
+    """Two products with an activation between them; without a gate, gate_up is the first product alone."""
 
     gate_up: Linear
     down: Linear
     activation: Activation
+    is_gated: bool = True
 
     def __call__(self, x: Tensor, add_lora: AddLora | None = None) -> Tensor:
         """x [M, hidden_size] -> [M, hidden_size]."""
         inner = self.gate_up(x)
         if add_lora is not None:
-            for module, part in zip(("gate", "up"), inner.chunk(2, dim=-1), strict=True):
+            parts = zip(("gate", "up"), inner.chunk(2, dim=-1), strict=True) if self.is_gated else (("up", inner),)
+            for module, part in parts:
                 add_lora(module, x, part)
-        inner = kernels.activate(inner, self.activation)
+        inner = self.activate(inner)
         out = self.down(inner)
         if add_lora is not None:
             add_lora("down", inner, out)
         return out
+
+    def activate(self, inner: Tensor) -> Tensor:
+        """Return the second product's input for the first product's output."""
+        return (kernels.activate if self.is_gated else kernels.activate_plain)(inner, self.activation)
 
 
 class Experts:
@@ -55,7 +57,7 @@ class Experts:
                 views = (
                     Linear(stack.weight[i], None if stack.bias is None else stack.bias[i]) for stack in self._stacks
                 )
-                experts[i] = FeedForward(next(views), next(views), expert.activation)
+                experts[i] = FeedForward(next(views), next(views), expert.activation, is_gated=expert.is_gated)
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, *, weighs_input: bool) -> Tensor:
         """Return the weighted sum [M, hidden_size] of the chosen experts' outputs.
@@ -74,7 +76,7 @@ class Experts:
             gate_up, down = self._stacks
             experts = chosen.flatten().int()
             inner = kernels.grouped_linear(x, gate_up.weight, experts, gate_up.bias, num_repeats=num_repeats)
-            inner = kernels.activate(inner, self._experts[0].activation)
+            inner = self._experts[0].activate(inner)
             out = kernels.grouped_linear(inner, down.weight, experts, down.bias)
         else:
             out = torch.empty(chosen.numel(), x.shape[1], dtype=x.dtype, device=x.device)

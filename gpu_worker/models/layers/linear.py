@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor, nn
 
 import kernels
 from kernels import BlockWeight
+
+# Adds to an output what LoRA adapters give for a module's input: (module, input, output).
+AddLora = Callable[[str, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,14 @@ class Linear:
         if self.scale is not None:
             return kernels.quantized_linear(x, self.weight, self.scale, self.bias)
         return kernels.linear(x, self.weight, self.bias)
+
+
+def with_lora(linear: Linear, x: Tensor, module: str, add_lora: AddLora | None) -> Tensor:
+    """Return linear(x) with what adapters add to this module: x [M, K] -> [M, N]."""
+    out = linear(x)
+    if add_lora is not None:
+        add_lora(module, x, out)
+    return out
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

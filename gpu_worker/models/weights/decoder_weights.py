@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpu_worker.models.description import DecoderDescription, Mixture
+from gpu_worker.models.description import DecoderDescription, DeltaNet, Mamba, Mixture, Recurrent
 from gpu_worker.models.families import family_of
 from gpu_worker.models.weights.block_rows import mxfp4_weight
 from gpu_worker.models.weights.files import GgufFile, SafetensorsFiles, WeightFile
@@ -17,6 +17,7 @@ from gpu_worker.models.weights.layer_weights import (
     LayerWeights,
     LinearWeights,
     MixtureWeights,
+    RecurrentWeights,
 )
 from gpu_worker.models.weights.quantized import read_scheme
 from gpu_worker.models.weights.weight import Weight, WeightFormat, stack
@@ -81,37 +82,73 @@ class DecoderWeights:
 
     def _layer(self, i: int, prefix: str) -> LayerWeights:
         d, names, mixture = self._description, self._names, self._description.mixtures[i]
+        has_attention, recurrent, parts = d.has_attention(i), d.recurrent[i], d.parts[i]
         has_before, has_after = d.norm_place != "after", d.norm_place != "before"
-        q_size, kv_size = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+        q_size, kv_size = d.num_heads * d.query_rows, d.num_kv_heads * d.head_dim
         norm_sizes = (q_size, kv_size) if d.qk_norm == "row" else (d.head_dim, d.head_dim)
         norms = [
-            self._norm(prefix + name, size) if d.qk_norm else None
+            self._norm(prefix + name, size) if d.qk_norm and has_attention else None
             for name, size in zip((names.q_norm, names.k_norm), norm_sizes, strict=True)
         ]
-        attended = d.num_heads * d.value_dim
+        output = None
+        if has_attention:
+            attended = d.num_heads * d.value_dim
+            output = self._linear(prefix, [names.attention_output], [d.hidden_size], attended)
+        elif recurrent is not None:
+            size = recurrent.value_heads * recurrent.value_dim if isinstance(recurrent, DeltaNet) else recurrent.size
+            output = self._linear(prefix + names.recurrent_prefix, ["out_proj"], [d.hidden_size], size)
         return LayerWeights(
             input_norm=self._norm(prefix + names.input_norm, d.hidden_size) if has_before else None,
-            qkv=None if d.latent else self._linear(prefix, names.qkv, [q_size, kv_size, kv_size], d.hidden_size),
+            qkv=None
+            if d.latent or not has_attention
+            else self._linear(prefix, names.qkv, [q_size, kv_size, kv_size], d.hidden_size),
             q_norm=norms[0],
             k_norm=norms[1],
-            attention_output=self._linear(prefix, [names.attention_output], [d.hidden_size], attended),
-            ffn_norm=self._norm(prefix + names.ffn_norm, d.hidden_size) if has_before and not d.is_parallel else None,
+            attention_output=output,
+            ffn_norm=self._norm(prefix + names.ffn_norm, d.hidden_size)
+            if has_before and not d.is_parallel and parts == "both"
+            else None,
             feed_forward=None
-            if mixture
+            if mixture or parts == "mixer"
             else self._feed_forward(prefix, names.gate_up, names.down, d.intermediate_size),
             attention_output_norm=self._norm(prefix + names.attention_output_norm, d.hidden_size)
             if has_after
             else None,
             ffn_output_norm=self._norm(prefix + names.ffn_output_norm, d.hidden_size) if has_after else None,
-            sinks=self._vector(prefix + names.sinks, d.num_heads) if d.has_sinks else None,
-            latent=self._latent(prefix) if d.latent else None,
+            sinks=self._vector(prefix + names.sinks, d.num_heads) if d.has_sinks and has_attention else None,
+            latent=self._latent(prefix) if d.latent and has_attention else None,
             mixture=self._mixture(prefix, mixture) if mixture else None,
+            recurrent=None if recurrent is None else self._recurrent(prefix + names.recurrent_prefix, recurrent),
+        )
+
+    def _recurrent(self, prefix: str, kind: Recurrent) -> RecurrentWeights:
+        d = self._description
+        inputs: tuple[LinearWeights, ...]
+        if isinstance(kind, DeltaNet):
+            num_heads, norm_size = kind.value_heads, kind.value_dim
+            joined = kind.channels + num_heads * kind.value_dim
+            inputs = (
+                self._linear(prefix, ["in_proj_qkvz"], [joined], d.hidden_size),
+                self._linear(prefix, ["in_proj_ba"], [2 * num_heads], d.hidden_size),
+            )
+        else:
+            num_heads, norm_size = kind.num_heads, kind.size
+            inputs = (self._linear(prefix, ["in_proj"], [kind.size + kind.channels + num_heads], d.hidden_size),)
+        conv = prefix + "conv1d"
+        return RecurrentWeights(
+            inputs=inputs,
+            conv=self._vector_of(conv + ".weight", (kind.channels, 1, kind.kernel)).squeeze(1),
+            conv_bias=self._vector(conv + ".bias", kind.channels) if self._has(conv + ".bias") else None,
+            step_bias=self._vector(prefix + "dt_bias", num_heads),
+            decay_logs=self._vector(prefix + "A_log", num_heads),
+            skip=self._vector(prefix + "D", num_heads) if isinstance(kind, Mamba) else None,
+            norm=self._vector(prefix + "norm.weight", norm_size),
         )
 
     def _feed_forward(self, prefix: str, gate_up: Sequence[str], down: str, size: int) -> FeedForwardWeights:
         hidden_size = self._description.hidden_size
         return FeedForwardWeights(
-            self._linear(prefix, gate_up, [size, size], hidden_size),
+            self._linear(prefix, gate_up, [size] * (2 if self._description.has_gated_ffn else 1), hidden_size),
             self._linear(prefix, [down], [hidden_size], size),
         )
 
@@ -120,9 +157,8 @@ class DecoderWeights:
         shared = None
         if mixture.shared_size:
             own = names.shared_prefix
-            shared = self._feed_forward(
-                prefix, (own + "gate_proj", own + "up_proj"), own + "down_proj", mixture.shared_size
-            )
+            gate_up = (own + "gate_proj", own + "up_proj") if d.has_gated_ffn else (own + "up_proj",)
+            shared = self._feed_forward(prefix, gate_up, own + "down_proj", mixture.shared_size)
         router = prefix + names.router
         bias = self._vector(router + ".bias", mixture.num_experts) if self._has(router + ".bias") else None
         correction = None

@@ -57,14 +57,38 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """What stands in place of attention.
+
+    Attributes:
+        inputs: Of a delta net: queries, keys, values and gates; then rates. Of Mamba 2: all in one.
+        conv: [channels, kernel].
+        conv_bias: [channels].
+        step_bias, decay_logs, skip: [heads].
+    """
+
+    inputs: tuple[LinearWeights, ...]
+    conv: Tensor
+    conv_bias: Tensor | None
+    step_bias: Tensor
+    decay_logs: Tensor
+    skip: Tensor | None
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Rows of qkv: all of q, then k, then v. There is qkv or latent, feed_forward or mixture."""
+    """One decoder layer. Rows of qkv: all of q, then k, then v. A layer has what its description says.
+
+    Attributes:
+        attention_output: Of attention or of what stands in its place.
+    """
 
     input_norm: Tensor | None
     qkv: LinearWeights | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    attention_output: LinearWeights
+    attention_output: LinearWeights | None
     ffn_norm: Tensor | None
     feed_forward: FeedForwardWeights | None
     attention_output_norm: Tensor | None = None
@@ -72,3 +96,4 @@ class LayerWeights:
     sinks: Tensor | None = None
     latent: LatentWeights | None = None
     mixture: MixtureWeights | None = None
+    recurrent: RecurrentWeights | None = None

@@ -1,0 +1,205 @@
+"""Layers whose memory of the tokens before is a state of constant size: gated delta nets and Mamba 2.
+
+Each KV block has room for one state in each such layer. A sequence's running state lies in the block of its last token,
+so a full block holds the state after its last token, and the first token of a block takes up the state of the block
+before. What finds, copies or drops a block does the same with its state.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import kernels
+from gpu_worker.models.description import DeltaNet, Mamba
+from gpu_worker.models.layers.linear import AddLora, Linear, with_lora
+from kernels import recurrence
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Equally long runs of tokens of different sequences, each within one block.
+
+    Attributes:
+        tokens: int64 [n, T], places in the step's flattened tokens.
+        sources: int64 [n], the block whose state comes before; any where `is_first`.
+        targets: int64 [n], the block that takes the state after.
+        is_first: bool [n], whether there are no tokens before.
+    """
+
+    tokens: Tensor
+    sources: Tensor
+    targets: Tensor
+    is_first: Tensor
+
+
+def pieces_of(
+    query_starts: Tensor, context_lens: Tensor, block_tables: Tensor, tokens_per_block: int, device: torch.device
+) -> list[Pieces]:
+    """Cut a step's tokens at the borders of blocks, in an order in which each state is written before it is read.
+
+    A sequence may begin at the end of a block that another one computes in the same step.
+
+    Args:
+        query_starts: As in `ForwardInputs`, like the other two.
+        context_lens: Positions of each sequence so far.
+        block_tables: Blocks of each sequence.
+        tokens_per_block: Tokens in a block.
+        device: Where the states are.
+    """
+    starts, lengths, tables = query_starts.tolist(), context_lens.tolist(), block_tables.tolist()
+    # (number of the block in its table, first token, number of tokens, source, target, whether it is the first)
+    pieces: list[tuple[int, int, int, int, int, bool]] = []
+    for i, length in enumerate(lengths):
+        token = starts[i]
+        position = length - (starts[i + 1] - token)
+        while length and position < length:
+            number = position // tokens_per_block
+            size = min(length, (number + 1) * tokens_per_block) - position
+            source = tables[i][max(position - 1, 0) // tokens_per_block]
+            pieces.append((number, token, size, source, tables[i][number], position == 0))
+            token, position = token + size, position + size
+    turns: dict[int, int] = {}
+    groups: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = defaultdict(list)
+    # What comes before a piece has a lower number, in whichever table.
+    for _, token, size, source, target, is_first in sorted(pieces):
+        turn = 0 if is_first else turns.get(source, -1) + 1
+        turns[target] = turn
+        groups[turn, size].append((token, source, target, is_first))
+    made = []
+    for (_, size), members in sorted(groups.items()):
+        tokens, sources, targets, are_first = zip(*members, strict=True)
+        made.append(
+            Pieces(
+                torch.tensor(tokens, device=device)[:, None] + torch.arange(size, device=device),
+                torch.tensor(sources, device=device),
+                torch.tensor(targets, device=device),
+                torch.tensor(are_first, device=device),
+            )
+        )
+    return made
+
+
+def _read(states: Tensor, pieces: Pieces, kernel: int, channels: int) -> tuple[Tensor, Tensor]:
+    """Return the convolution's last inputs [n, kernel - 1, channels] and the rest of the states [n, …]."""
+    found = states[pieces.sources].masked_fill(pieces.is_first[:, None], 0.0)
+    inputs, rest = torch.split(found, [(kernel - 1) * channels, found.shape[1] - (kernel - 1) * channels], dim=1)
+    return inputs.reshape(-1, kernel - 1, channels), rest
+
+
+def _write(states: Tensor, pieces: Pieces, inputs: Tensor, rest: Tensor) -> None:
+    states[pieces.targets] = torch.cat((inputs.flatten(1), rest.flatten(1)), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetLayer:
+    """A gated delta net.
+
+    Attributes:
+        joined: Queries, keys, values and gates, in turn for each key head.
+        rates: What corrections and decays are made of, in turn for each key head.
+        conv: [channels, kernel].
+        step_bias, decay_rates: [value_heads]; the latter negative.
+        norm: [value_dim].
+    """
+
+    description: DeltaNet
+    joined: Linear
+    rates: Linear
+    conv: Tensor
+    step_bias: Tensor
+    decay_rates: Tensor
+    norm: Tensor
+    norm_eps: float
+    output: Linear
+
+    def __call__(self, x: Tensor, states: Tensor, pieces: list[Pieces], add_lora: AddLora | None) -> Tensor:
+        """x [M, hidden_size], states of the layer [num_blocks, state_size] -> [M, hidden_size]."""
+        d, num_tokens = self.description, len(x)
+        each = d.value_heads // d.key_heads
+        joined = with_lora(self.joined, x, "qkvz", add_lora).float().view(num_tokens, d.key_heads, -1)
+        rates = with_lora(self.rates, x, "ba", add_lora).float().view(num_tokens, d.key_heads, -1)
+        q, k, v, gate = torch.split(joined, [d.key_dim, d.key_dim, each * d.value_dim, each * d.value_dim], dim=-1)
+        beta, step = (part.reshape(num_tokens, d.value_heads) for part in rates.chunk(2, dim=-1))
+        beta = recurrence.sigmoid(beta)
+        decay = torch.exp(recurrence.wide(self.decay_rates * recurrence.softplus(step + self.step_bias))).float()
+        mixed = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
+        read = torch.zeros(num_tokens, d.value_heads, d.value_dim, dtype=torch.float32, device=x.device)
+        sizes = [d.key_heads * d.key_dim, d.key_heads * d.key_dim, d.value_heads * d.value_dim]
+        for piece in pieces:
+            shape = piece.tokens.shape
+            before, memory = _read(states, piece, d.kernel, d.channels)
+            made, after = recurrence.causal_conv(mixed[piece.tokens], before, self.conv, None)
+            queries, keys, values = torch.split(made, sizes, dim=-1)
+            queries, keys = (
+                recurrence.unit_rows(part.reshape(*shape, d.key_heads, d.key_dim)).repeat_interleave(each, dim=2)
+                for part in (queries, keys)
+            )
+            read[piece.tokens], memory = recurrence.gated_delta_rule(
+                queries * d.key_dim**-0.5,
+                keys,
+                values.reshape(*shape, d.value_heads, d.value_dim),
+                decay[piece.tokens],
+                beta[piece.tokens],
+                memory.reshape(-1, d.value_heads, d.key_dim, d.value_dim),
+            )
+            _write(states, piece, after, memory)
+        normed = kernels.rms_norm(read, self.norm, self.norm_eps)
+        gated = normed * recurrence.silu(gate.reshape(num_tokens, d.value_heads, d.value_dim))
+        return with_lora(self.output, gated.flatten(1).to(x.dtype), "mixer_out", add_lora)
+
+
+@dataclass(frozen=True, slots=True)
+class MambaLayer:
+    """Mamba 2.
+
+    Attributes:
+        joined: Gates, then what is convolved, then steps.
+        conv: [channels, kernel].
+        conv_bias: [channels].
+        step_bias, decay_rates, skip: [num_heads]; decay_rates are negative.
+        norm: [num_heads * head_dim].
+    """
+
+    description: Mamba
+    joined: Linear
+    conv: Tensor
+    conv_bias: Tensor | None
+    step_bias: Tensor
+    decay_rates: Tensor
+    skip: Tensor
+    norm: Tensor
+    norm_eps: float
+    output: Linear
+
+    def __call__(self, x: Tensor, states: Tensor, pieces: list[Pieces], add_lora: AddLora | None) -> Tensor:
+        """x [M, hidden_size], states of the layer [num_blocks, state_size] -> [M, hidden_size]."""
+        d, num_tokens = self.description, len(x)
+        size, of_groups = d.num_heads * d.head_dim, d.num_groups * d.state_dim
+        joined = with_lora(self.joined, x, "in", add_lora).float()
+        gate, mixed, step = torch.split(joined, [size, d.channels, d.num_heads], dim=-1)
+        step = recurrence.softplus(step + self.step_bias).clamp(*d.step_limits)
+        decay = torch.exp(recurrence.wide(self.decay_rates * step)).float()
+        read = torch.zeros(num_tokens, d.num_heads, d.head_dim, dtype=torch.float32, device=x.device)
+        for piece in pieces:
+            shape = piece.tokens.shape
+            before, memory = _read(states, piece, d.kernel, d.channels)
+            made, after = recurrence.causal_conv(mixed[piece.tokens], before, self.conv, self.conv_bias)
+            values, b, c = torch.split(made, [size, of_groups, of_groups], dim=-1)
+            values = values.reshape(*shape, d.num_heads, d.head_dim)
+            out, memory = recurrence.selective_scan(
+                values,
+                step[piece.tokens],
+                decay[piece.tokens],
+                b.reshape(*shape, d.num_groups, d.state_dim),
+                c.reshape(*shape, d.num_groups, d.state_dim),
+                memory.reshape(-1, d.num_heads, d.head_dim, d.state_dim),
+            )
+            read[piece.tokens] = out + values * self.skip[:, None]
+            _write(states, piece, after, memory)
+        gated = (read.flatten(1) * recurrence.silu(gate)).view(num_tokens, d.num_groups, -1)
+        normed = kernels.rms_norm(gated, torch.ones_like(gated[0, 0]), self.norm_eps).flatten(1) * self.norm
+        return self.output(normed.to(x.dtype))

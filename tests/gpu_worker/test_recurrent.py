@@ -1,0 +1,167 @@
+"""Models with recurrent state through the scheduler's core: shared, paused, forked and moved, with the same tokens."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_worker.kv.cache import block_bytes
+from gpu_worker.model_runner import ModelRunner
+from kernels import recurrence
+from midstream.errors import UnsupportedError
+from protos import generation_pb2 as pb
+from tests.gpu_worker.greedy import wrong_tokens
+from tests.gpu_worker.test_families import MODELS
+from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
+from tests.gpu_worker.whole import Whole, contents, outputs
+
+FAMILIES = ("qwen3_next", "mamba2", "nemotron_h")
+NUM_REQUESTS, MAX_TOKENS = 12, 24
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Make transformers' model and its folder, once of each family."""
+
+    @cache
+    def make(name: str) -> tuple[Any, Path]:
+        family, settings = MODELS[name]
+        folder = tmp_path_factory.mktemp(name)
+        return make_tiny_model(folder, family, **settings), folder
+
+    return make
+
+
+def requests() -> list[pb.GenerateRequest]:
+    """Prompts of 20 to 60 tokens, half of which begin alike; some ask for several sequences, or for beams."""
+    draw = random.Random(1)
+    prefix = [draw.randrange(3, 331) for _ in range(40)]
+    made = []
+    for i in range(NUM_REQUESTS):
+        tokens = [draw.randrange(3, 331) for _ in range(draw.randint(20, 60))]
+        if i % 2:
+            num_shared = min(len(tokens) - 1, draw.choice((17, 33, 40)))
+            tokens[:num_shared] = prefix[:num_shared]
+        sampling = pb.SamplingConfig(temperature=0)
+        if i % 4 == 2:
+            sampling = pb.SamplingConfig(temperature=1, seed=i, num_return_sequences=3)
+        elif i == 4:
+            sampling = pb.SamplingConfig(beam_width=3, num_return_sequences=2)
+        made.append(
+            pb.GenerateRequest(
+                request_id=f"r{i}",
+                token_ids=pb.TokenIds(values=tokens),
+                max_tokens=MAX_TOKENS,
+                sampling=sampling,
+                output=pb.OutputConfig(log_probs=0) if i != 4 else None,
+            )
+        )
+    return made
+
+
+def run_alone(runner: ModelRunner) -> list[Any]:
+    """What each request gives by itself, where nothing is reused."""
+    return [contents(Whole(runner, (), enable_block_reuse=False).run([item])[0]) for item in requests()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bits_depend_neither_on_the_cache_nor_on_pauses_chunks_or_the_loss_of_a_worker(folders: Any, name: str) -> None:
+    model, folder = folders(name)
+    runner = make_runner(folder, max_kv_tokens=2048, max_batch_size=32)
+    alone = run_alone(runner)
+    greedy = [(list(item.token_ids.values), found) for item, found in zip(requests(), alone, strict=True)]
+    greedy = [pair for i, pair in enumerate(greedy) if i % 4 != 2 and i != 4]
+    assert [wrong_tokens(model, prompt, found[0].tokens) for prompt, found in greedy] == [[]] * len(greedy)
+
+    pressed = Whole(runner, (), num_blocks=20, max_context_chunk=7)
+    assert [contents(item) for item in pressed.run(requests())] == alone
+    assert pressed.core.totals.num_preemptions > 0
+    assert pressed.core.groups[0].blocks.counts.reused > 0
+
+    whole = Whole(runner, ())
+    made = [whole.submit(item) for item in requests()]
+    for steps in (3, 9):
+        for _ in range(steps):
+            whole.step()
+        runner.kv.states.fill_(torch.nan)
+        whole.lose_worker()
+    whole.run([])
+    assert [contents(item) for item in made] == alone
+
+
+def test_a_hit_ends_where_a_state_is(folders: Any) -> None:
+    """At full blocks, of prompt and answer alike."""
+    whole = Whole(make_runner(folders("qwen3_next")[1]), ())
+    tokens = list(range(3, 53))
+
+    def run(name: str, prompt: list[int]) -> Any:
+        (found,) = whole.run(
+            [
+                pb.GenerateRequest(
+                    request_id=name,
+                    token_ids=pb.TokenIds(values=prompt),
+                    max_tokens=20,
+                    sampling=pb.SamplingConfig(temperature=0),
+                )
+            ]
+        )
+        return found
+
+    first = run("first", tokens)
+    answer = outputs(first)[0]
+    again = run("again", tokens + answer[:17])
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 64)
+    assert outputs(again)[0][:3] == answer[17:]
+
+
+def test_without_attention_blocks_are_given_back(folders: Any) -> None:
+    """A sequence of Mamba 2 holds the blocks of its last tokens alone, so two run where one has room to restart."""
+    whole = Whole(make_runner(folders("mamba2")[1], max_batch_size=2), (), num_blocks=14)
+    made = [
+        pb.GenerateRequest(
+            request_id=f"r{i}",
+            token_ids=pb.TokenIds(values=list(range(3 + i, 33))),
+            max_tokens=180,
+            sampling=pb.SamplingConfig(temperature=0),
+        )
+        for i in range(2)
+    ]
+    answers = [outputs(found)[0] for found in whole.run(made)]
+    assert [len(answer) for answer in answers] == [180, 180]
+    assert whole.core.totals.num_preemptions == 0
+    pairs = [(list(item.token_ids.values), answer) for item, answer in zip(made, answers, strict=True)]
+    assert [wrong_tokens(folders("mamba2")[0], *pair) for pair in pairs] == [[], []]
+
+
+def test_a_draft_model_is_refused(folders: Any) -> None:
+    folder = folders("mamba2")[1]
+    with pytest.raises(UnsupportedError) as raised:
+        make_runner(folder, draft_model=str(folder))
+    assert raised.value.field == "draft_model"
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_a_block_outside_of_the_pool_has_its_state(folders: Any, name: str) -> None:
+    runner = make_runner(folders(name)[1])
+    runner.kv.states.copy_(torch.rand_like(runner.kv.states))
+    memory = runner.kv.memory
+    memory.hashes[3] = 7
+    contents = memory.read(3, 7)
+    assert contents is not None
+    d = runner.model.description
+    assert len(contents) == block_bytes(d, runner.kv.tokens_per_block, runner.model.kv_dtype)
+    memory.write(5, contents)
+    assert torch.equal(runner.kv.states[:, 5], runner.kv.states[:, 3])
+    assert torch.equal(runner.kv.keys[:, 5], runner.kv.keys[:, 3])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 12, 64])
+def test_a_fold_is_the_sum(size: int) -> None:
+    x = torch.arange(3.0 * size * 5).view(3, size, 5)
+    assert torch.equal(recurrence.fold(x, 1), x.sum(1))
+    assert torch.equal(recurrence.fold(x, -1), x.sum(-1))
