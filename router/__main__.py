@@ -29,6 +29,7 @@ from router.pipeline.generation import Runner
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
+from router.pipeline.quotas import Quotas
 from router.pipeline.reach import watch_reach
 from router.pipeline.request_traces import RequestTraces, TracedApp, remember_client
 from router.pipeline.sampling_defaults import sampling_defaults
@@ -98,7 +99,8 @@ async def serve(config: RouterConfig) -> None:
     metrics.gauge("num_open_streams", "Open client streams.").set_function(lambda: limits.num_open)
     traces = RequestTraces(tracer, config.trace_ratio) if tracer is not None else None
     seen = RouterMetrics(metrics, logs_requests=config.access_log)
-    front = FrontDoor(runner, seen, server.draining, limits, traces)
+    quotas = Quotas(metrics)
+    front = FrontDoor(runner, seen, server.draining, limits, traces, quotas)
 
     def router_status() -> status_pb2.RouterStatus:
         return status_pb2.RouterStatus(
@@ -125,6 +127,7 @@ async def serve(config: RouterConfig) -> None:
         bodies,
         server.draining,
         metrics,
+        authenticator.owner,
         unavailable_timeout_s=config.unavailable_timeout_s,
         max_file_bytes=config.max_file_bytes,
         file_ttl_s=config.file_ttl_s,
@@ -134,7 +137,7 @@ async def serve(config: RouterConfig) -> None:
     pages.router.routes.append(ledger_route(cells))
     pages.router.routes.extend(dashboard_routes(status))
     pages.router.routes.extend(page_routes())
-    app = AuthenticatedApp(pages, authenticator, refuse)
+    app = AuthenticatedApp(pages, authenticator, refuse, quotas.headers)
     checked = HostCheckedApp(app, AllowedHosts(config.host, config.allowed_hosts))
     http = HttpPort(
         TracedApp(checked) if tracer is not None else checked,

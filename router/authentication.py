@@ -15,12 +15,12 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from midstream.config import RouterConfig
 from midstream.errors import (
@@ -57,6 +57,20 @@ _EntryT = TypeVar("_EntryT")
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """What a client may use; 0 is no limit. Enforced in router/pipeline/quotas.py.
+
+    Attributes:
+        priority: Of its requests, which may ask for less; None: whatever they ask for.
+    """
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_concurrent: int = 0
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Caller:
     """The caller of a request.
 
@@ -64,11 +78,13 @@ class Caller:
         name: The client id of an authenticated caller, else the address of the connection.
         is_authenticated: Whether a token or a certificate identifies it.
         roles: What it may do.
+        quota: What it may use.
     """
 
     name: str = ""
     is_authenticated: bool = False
     roles: frozenset[Role] = ALL_ROLES
+    quota: Quota = Quota()
 
     @property
     def owner(self) -> str:
@@ -101,6 +117,10 @@ class Caller:
 # Outside of a call, where nothing was authenticated.
 _NOBODY = Caller()
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=_NOBODY)
+
+
+_QUOTAS = tuple(item.name for item in fields(Quota))
+_MAX_QUOTA, _MAX_PRIORITY = 10**11, 100
 
 
 class _WatchedFile(Generic[_EntryT]):
@@ -166,11 +186,14 @@ class _WatchedFile(Generic[_EntryT]):
         return entries
 
 
-class TokenFile(_WatchedFile[tuple[str, frozenset[Role]]]):
-    """Bearer tokens, the client ids they stand for and their roles.
+_Grant = tuple[frozenset[Role], Quota]
 
-    A line is `TOKEN CLIENT_ID [ROLE,...]`; without roles it is generate and observe. Empty lines and those that begin
-    with # are skipped.
+
+class TokenFile(_WatchedFile[tuple[str, _Grant]]):
+    """Bearer tokens, the client ids they stand for, their roles and quotas.
+
+    A line is `TOKEN CLIENT_ID [ROLE,...] [NAME=NUMBER ...]`, where TOKEN may be `sha256:` and the hexadecimal digest of
+    one. Without roles it is generate and observe. Empty lines and those that begin with # are skipped.
     """
 
     field = "auth_tokens"
@@ -181,30 +204,61 @@ class TokenFile(_WatchedFile[tuple[str, frozenset[Role]]]):
         for known, entry in self.entries().items():
             if hmac.compare_digest(known, digest):
                 found = entry
-        return None if found is None else Caller(found[0], is_authenticated=True, roles=found[1])
+        return None if found is None else Caller(found[0], True, *found[1])
 
-    def _parse(self, words: list[str]) -> tuple[bytes, tuple[str, frozenset[Role]]]:
-        if len(words) not in (2, 3) or len(words[1]) > _MAX_CLIENT_ID:
-            raise InvalidArgumentError("expected TOKEN CLIENT_ID [ROLE,...]")
-        if len(words[0]) < _MIN_TOKEN_CHARACTERS:
-            raise InvalidArgumentError(f"a token must have at least {_MIN_TOKEN_CHARACTERS} characters")
-        roles = parse_roles(words[2], "") if len(words) == 3 else DEFAULT_ROLES
-        return _digest(words[0]), (words[1], roles)
+    def client(self, name: str) -> Caller | None:
+        """Return a client by name, with all roles and the quota of its first token; None where it has none any more."""
+        grants = [grant for known, grant in self.entries().values() if known == name]
+        return Caller(name, True, *grants[0]) if grants else None
+
+    def _parse(self, words: list[str]) -> tuple[bytes, tuple[str, _Grant]]:
+        if len(words) < 2 or len(words[1]) > _MAX_CLIENT_ID:
+            raise InvalidArgumentError("expected TOKEN CLIENT_ID [ROLE,...] [NAME=NUMBER ...]")
+        return _token_digest(words[0]), (words[1], _grant(words[2:]))
 
 
-class RoleFile(_WatchedFile[frozenset[Role]]):
-    """Roles of clients authenticated by certificate: lines of `CLIENT_ID ROLE,...`."""
+class RoleFile(_WatchedFile[_Grant]):
+    """Roles and quotas of clients authenticated by certificate: lines of `CLIENT_ID [ROLE,...] [NAME=NUMBER ...]`."""
 
     field = "auth_roles"
 
-    def roles_of(self, client: str) -> frozenset[Role]:
-        """Return a client's roles; generate and observe if it is not listed."""
-        return self.entries().get(client.encode(), DEFAULT_ROLES)
+    def grant_of(self, client: str) -> _Grant:
+        """Return a client's roles and quota; generate and observe if it is not listed."""
+        return self.entries().get(client.encode(), (DEFAULT_ROLES, Quota()))
 
-    def _parse(self, words: list[str]) -> tuple[bytes, frozenset[Role]]:
-        if len(words) != 2:
-            raise InvalidArgumentError("expected CLIENT_ID ROLE,...")
-        return words[0].encode(), parse_roles(words[1], "")
+    def _parse(self, words: list[str]) -> tuple[bytes, _Grant]:
+        if len(words) < 2:
+            raise InvalidArgumentError("expected CLIENT_ID [ROLE,...] [NAME=NUMBER ...]")
+        return words[0].encode(), _grant(words[1:])
+
+
+def _token_digest(word: str) -> bytes:
+    kind, colon, digest = word.partition(":")
+    if colon and kind == "sha256":
+        if not re.fullmatch(r"[0-9a-f]{64}", digest):
+            raise InvalidArgumentError("sha256: must be followed by 64 hexadecimal digits")
+        return bytes.fromhex(digest)
+    if len(word) < _MIN_TOKEN_CHARACTERS:
+        raise InvalidArgumentError(f"a token must have at least {_MIN_TOKEN_CHARACTERS} characters")
+    return _digest(word)
+
+
+def _grant(words: list[str]) -> _Grant:
+    """Return roles and quota, as they follow the client in a line."""
+    roles = DEFAULT_ROLES
+    if words and "=" not in words[0]:
+        roles, words = parse_roles(words[0], ""), words[1:]
+    values: dict[str, int] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        low = -_MAX_PRIORITY if name == "priority" else 1
+        high = _MAX_PRIORITY if name == "priority" else _MAX_QUOTA
+        if name not in _QUOTAS or name in values:
+            raise InvalidArgumentError(f"quotas are {', '.join(_QUOTAS)}, each at most once")
+        if not re.fullmatch(r"-?[0-9]{1,12}", value) or not low <= int(value) <= high:
+            raise InvalidArgumentError(f"{name} must be in {low}..{high}")
+        values[name] = int(value)
+    return roles, Quota(**values)
 
 
 class Authenticator:
@@ -295,6 +349,15 @@ class Authenticator:
         caller.require(roles)
         return caller
 
+    def owner(self, name: str) -> Caller | None:
+        """Return who runs what a client has stored, a batch for example; None if the client is not known any more."""
+        if not name:
+            return Caller()
+        if self._tokens is not None:
+            return self._tokens.client(name)
+        roles, quota = self._roles.grant_of(name) if self._roles is not None else (DEFAULT_ROLES, Quota())
+        return Caller(name, True, roles, quota)
+
     def _known(
         self, authorization: str, certificate_names: Iterable[str], address: str, roles: frozenset[Role]
     ) -> Caller:
@@ -313,8 +376,8 @@ class Authenticator:
         if self._by_certificate and (name or not is_anonymous_enough):
             if not 0 < len(name) <= _MAX_CLIENT_ID:
                 raise UnauthenticatedError("a client certificate with a common name is required")
-            allowed = self._roles.roles_of(name) if self._roles is not None else DEFAULT_ROLES
-            return Caller(name, is_authenticated=True, roles=allowed)
+            roles, quota = self._roles.grant_of(name) if self._roles is not None else (DEFAULT_ROLES, Quota())
+            return Caller(name, True, roles, quota)
         return Caller(address, roles=self._anonymous_roles)
 
 
@@ -326,9 +389,18 @@ class AuthenticatedApp:
         app: ASGIApp,
         authenticator: Authenticator,
         refuse: Callable[[MidstreamError, Scope, Receive, Send], Awaitable[None]],
+        quota_headers: Callable[[Caller], dict[str, str]] = lambda _: {},
     ) -> None:
-        """`refuse` sends the error response of a rejected request."""
+        """Wrap an application.
+
+        Args:
+            app: What authenticated requests reach.
+            authenticator: Knows the callers.
+            refuse: Sends the error response of a rejected request.
+            quota_headers: Returns the headers that say what is left of a caller's quota.
+        """
         self._app = app
+        self._quota_headers = quota_headers
         self._authenticator = authenticator
         self._refuse = refuse
 
@@ -353,7 +425,18 @@ class AuthenticatedApp:
                 await self._refuse(error, scope, receive, send)
                 return
             current_caller.set(caller)
+            if caller.quota != Quota():
+                send = self._with_quota(caller, send)
         await self._app(scope, receive, send)
+
+    def _with_quota(self, caller: Caller, send: Send) -> Send:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in self._quota_headers(caller).items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        return send_with_headers
 
 
 def _is_open(path: str) -> bool:

@@ -45,11 +45,14 @@ class RouterConfig(GrpcServiceConfig):
     auth: str = setting("none", "How clients authenticate; mtls: by certificate.", choices=("none", "token", "mtls"))
     auth_tokens: str = setting(
         "",
-        "File with lines of `TOKEN CLIENT_ID [ROLE,...]`, re-read when it changes. Roles are generate, observe and "
-        "admin; without them generate,observe.",
+        "File with lines of `TOKEN CLIENT_ID [ROLE,...] [QUOTA=N ...]`, re-read when it changes. A token may be "
+        "given as sha256:DIGEST. Roles are generate, observe and admin; without them generate,observe. Quotas are "
+        "requests_per_minute, tokens_per_minute, max_concurrent and priority.",
     )
     auth_roles: str = setting(
-        "", "With auth mtls: file with lines of `CLIENT_ID ROLE,...`; clients not in it may generate,observe."
+        "",
+        "With auth mtls: file with lines of `CLIENT_ID [ROLE,...] [QUOTA=N ...]`; clients not in it may "
+        "generate,observe.",
     )
     anonymous_roles: str = setting(
         "",

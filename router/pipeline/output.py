@@ -27,6 +27,7 @@ from protos import generation_pb2 as pb
 from router.authentication import current_caller
 from router.pipeline.background import current_background
 from router.pipeline.generation import Generation, Runner
+from router.pipeline.quotas import Admission, Quotas
 from router.pipeline.request_traces import RequestSpan, RequestTraces
 from router.pipeline.stream_limits import StreamLimits
 
@@ -82,8 +83,9 @@ class Output:
         release: Callable[[], None],
         arrival: float | None = None,
         span: RequestSpan | None = None,
+        admission: Admission | None = None,
     ) -> None:
-        """`release` is called on exit."""
+        """`release` is called on exit; `admission` is charged with what is read, None for what was charged before."""
         self.request_id = request_id
         self.is_final = False
         self._generation = generation
@@ -96,6 +98,7 @@ class Output:
         self._num_tokens = 0
         self._end: Chunk | None = None
         self._span = span
+        self._admission = admission
 
     async def take(self) -> list[Chunk]:
         """Return the next output, at least one chunk; the final one comes last.
@@ -127,6 +130,8 @@ class Output:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._release()
+        if self._admission is not None:
+            self._admission.release()
         if self._span is not None:
             self._span.end(self._end, error)
         cancelled = isinstance(error, asyncio.CancelledError)
@@ -155,6 +160,8 @@ class Output:
             self._metrics.inter_token.observe((now - self._last) / num_tokens)
         self._metrics.tokens.inc(num_tokens)
         self._metrics.num_tokens += num_tokens
+        if self._admission is not None and num_tokens:
+            self._admission.charge(output=num_tokens)
         self._num_tokens += num_tokens
         self._last = now
 
@@ -174,7 +181,9 @@ class FrontDoor:
         draining: asyncio.Event,
         limits: StreamLimits | None = None,
         traces: RequestTraces | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
+        self._quotas = quotas or Quotas(Metrics())
         self.runner = runner
         self.draining = draining
         self._metrics = metrics
@@ -193,23 +202,32 @@ class FrontDoor:
         request.request_id = request_id
         if caller.is_authenticated:
             request.client_id = caller.name
+        if caller.quota.priority is not None:
+            request.priority = max(caller.quota.priority + min(request.priority, 0), -100)
         background = current_background.get()
         if background is not None:
             request.priority = min(request.priority, background.priority)
             timeout_s = max(background.until - time.time(), 0.0)
-        release = self._limits.take(caller.name)
+        admission = self._quotas.admit(caller)
+        try:
+            release = self._limits.take(caller.name)
+        except OverloadedError:
+            admission.release()
+            raise
         span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
         request.trace_parent = str(span.span) if span is not None else ""
         try:
             generation = await self.runner.start(request, timeout_s, _canceller())
         except BaseException as error:
             release()
+            admission.release()
             if span is not None:
                 span.end(None, error)
             raise
         if span is not None:
             span.note("submitted")
-        return Output(request_id, generation, self._metrics, self.draining, release, arrival, span)
+        admission.charge(prompt=len(request.token_ids.values))
+        return Output(request_id, generation, self._metrics, self.draining, release, arrival, span, admission)
 
     def resume(
         self, request_id: str, from_token: int, from_token_by_sequence: Sequence[int], timeout_s: float | None

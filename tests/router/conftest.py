@@ -30,6 +30,7 @@ from router.pipeline.generation import Runner
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
+from router.pipeline.quotas import Quotas
 from router.pipeline.stream_limits import CallLimits, admit_within, watcher_limits
 from router.protocols import add_servicers
 from router.protocols.anthropic.app import MessagesApi, refuse
@@ -154,7 +155,9 @@ class Cluster:
             Progress(),
             admit=admit_within(CallLimits(watchers), authenticator),
         )
-        front = FrontDoor(runner, RouterMetrics(Metrics()), server.draining)
+        metrics = Metrics()
+        quotas = Quotas(metrics)
+        front = FrontDoor(runner, RouterMetrics(metrics), server.draining, quotas=quotas)
         status = StatusFeed(
             cells, self.folder.name, lambda: RouterStatus(router_id="r"), server.draining, 0.05, watchers
         )
@@ -162,17 +165,23 @@ class Cluster:
         bodies = BodyReader(BodyBudget(4 << 20))
         chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
         kept = KeptRequests(cells, unavailable_timeout_s)
-        pages = OpenAiApi(front, self.prompts, Metrics(), list, bodies, chat, kept).app()
+        pages = OpenAiApi(front, self.prompts, metrics, list, bodies, chat, kept).app()
         pages.router.routes.extend(MessagesApi(front, self.prompts, bodies, chat).routes())
         pages.router.routes.append(ledger_route(cells))
         pages.router.routes.extend(ResponsesApi(front, self.prompts, bodies, chat, kept, 3600).routes())
         batches = batch_service(
-            pages, cells, bodies, server.draining, Metrics(), unavailable_timeout_s=unavailable_timeout_s,
+            pages,
+            cells,
+            bodies,
+            server.draining,
+            metrics,
+            authenticator.owner,
+            unavailable_timeout_s=unavailable_timeout_s,
             max_file_bytes=4 << 20, file_ttl_s=30 * 24 * 3600, max_lines=8,
         )  # fmt: skip
         pages.router.routes.extend(batches.routes)
         pages.router.routes.extend([*dashboard_routes(status), *page_routes()])
-        http = HttpPort(AuthenticatedApp(pages, authenticator, refuse), "127.0.0.1", 0)
+        http = HttpPort(AuthenticatedApp(pages, authenticator, refuse, quotas.headers), "127.0.0.1", 0)
         await server.start()
         http.start()
 

@@ -64,6 +64,7 @@ class BatchRunner:
         leases: Leases,
         draining: asyncio.Event,
         metrics: Metrics,
+        caller_of: Callable[[str], Caller | None],
         *,
         max_lines: int,
     ) -> None:
@@ -77,6 +78,7 @@ class BatchRunner:
             leases: Which of them nobody runs.
             draining: Set when this router takes no more work.
             metrics: Metrics of the router.
+            caller_of: Returns a batch's owner by name; None where it may not call any more.
             max_lines: Lines of all batches that run at once.
         """
         self._app = app
@@ -85,6 +87,7 @@ class BatchRunner:
         self._batches = batches
         self._leases = leases
         self._draining = draining
+        self._caller_of = caller_of
         self._slots = asyncio.Semaphore(max_lines)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._num_running: Gauge = metrics.gauge("num_running_batches", "Batches that this router runs.")
@@ -114,8 +117,9 @@ class BatchRunner:
 
     async def _hold(self, lease: Lease) -> None:
         """Run a batch while this router has its lease."""
-        roles = frozenset({Role.GENERATE})
-        current_caller.set(Caller(lease.owner, is_authenticated=bool(lease.owner), roles=roles))
+        caller = self._caller_of(lease.owner)
+        # The batch of a client that is not known any more is ended, without running anything.
+        current_caller.set(caller or Caller(lease.owner, is_authenticated=True, roles=frozenset()))
         working = asyncio.create_task(self._drive(lease))
         keeping = asyncio.create_task(self._leases.keep(lease))
         try:
@@ -157,6 +161,10 @@ class BatchRunner:
             if batch.status == "validating":
                 batch = await self._validate(lease, lines())
             if batch.status == "failed":
+                return
+            if Role.GENERATE not in current_caller.get().roles:
+                error = {"code": "permission_denied", "message": "the client may not run requests any more"}
+                await self._fail(lease, [{**error, "param": None, "line": None}])
                 return
         except NotFoundError:
             error = {"code": "input_file_deleted", "message": "does not exist any more", "param": "input_file_id"}

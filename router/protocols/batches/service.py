@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from midstream.telemetry import Metrics
+from router.authentication import Caller
 from router.pipeline.cells import Cells
 from router.pipeline.client_documents import ClientDocuments
 from router.protocols.batches.batch import Batches
@@ -39,16 +41,17 @@ def batch_service(
     bodies: BodyReader,
     draining: asyncio.Event,
     metrics: Metrics,
+    caller_of: Callable[[str], Caller | None],
     *,
     unavailable_timeout_s: float,
     max_file_bytes: int,
     file_ttl_s: int,
     max_lines: int,
 ) -> BatchService:
-    """Return the service; `app` has the endpoints of the lines. Other arguments as in RouterConfig."""
+    """Return the service; `app` has the endpoints of the lines. Other arguments as in BatchRunner and RouterConfig."""
     documents = ClientDocuments(cells, unavailable_timeout_s)
     files, batches, leases = Files(documents), Batches(documents), Leases(documents)
     files_api = FilesApi(documents, files, draining, max_file_bytes=max_file_bytes, ttl_s=file_ttl_s)
     batches_api = BatchesApi(documents, files, batches, leases, bodies, draining, file_ttl_s)
-    runner = BatchRunner(app, cells, files, batches, leases, draining, metrics, max_lines=max_lines)
+    runner = BatchRunner(app, cells, files, batches, leases, draining, metrics, caller_of, max_lines=max_lines)
     return BatchService([*files_api.routes(), *batches_api.routes()], runner)

@@ -1,0 +1,173 @@
+"""Quotas of authenticated clients: requests and tokens per minute, and concurrent requests.
+
+A quota is an account that fills steadily, up to a minute's worth. A request takes one from the account of requests, and
+its prompt and output tokens from that of tokens as they come. The latter may go below zero; new requests are refused
+until it is above again. So what was really used is counted, and no request is cut.
+
+Each router counts by itself, what comes through all of its doors.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from prometheus_client import Counter
+
+from midstream.errors import OverloadedError
+from midstream.telemetry import Metrics
+from router.authentication import Caller, Quota
+
+_PERIOD_S = 60.0
+_BUSY_RETRY_MS = 1000
+_MIN_RETRY_MS = 50
+
+
+class _Rate:
+    """An account of requests or tokens."""
+
+    def __init__(self, name: str, limit: int, now: float) -> None:
+        self.name = name
+        self.limit = limit
+        self._level = float(limit)
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """Return what is left, negative for a debt."""
+        self._level = min(self._level + (now - self._at) * self.limit / _PERIOD_S, self.limit)
+        self._at = now
+        return self._level
+
+    def take(self, amount: int, now: float) -> None:
+        """Take an amount."""
+        self._level = self.level(now) - amount
+
+    def seconds_until(self, level: float, now: float) -> float:
+        """Return how long until there is this much."""
+        return max(level - self.level(now), 0.0) * _PERIOD_S / self.limit
+
+
+class Account:
+    """The accounts of one client."""
+
+    def __init__(self, client: str, quota: Quota, clock: Callable[[], float]) -> None:
+        self.quota = quota
+        self.num_running = 0
+        self._client = client
+        self._clock = clock
+        now = clock()
+        self._requests = _Rate("requests", quota.requests_per_minute, now) if quota.requests_per_minute else None
+        self._tokens = _Rate("tokens", quota.tokens_per_minute, now) if quota.tokens_per_minute else None
+
+    def admit(self) -> None:
+        """Count a request.
+
+        Raises:
+            OverloadedError: A quota is used up; its message begins with the quota's name.
+        """
+        now = self._clock()
+        limit = self.quota.max_concurrent
+        if limit and self.num_running >= limit:
+            message = f"max_concurrent: {self._client} has {self.num_running} requests on this router, its limit"
+            raise OverloadedError(message, retry_after_ms=_BUSY_RETRY_MS)
+        for rate in (self._requests, self._tokens):
+            wait_s = rate.seconds_until(1, now) if rate is not None else 0.0
+            if rate is not None and wait_s > 0:
+                message = f"{rate.name}_per_minute: {self._client} has used its {rate.limit} on this router"
+                raise OverloadedError(message, retry_after_ms=max(math.ceil(wait_s * 1000), _MIN_RETRY_MS))
+        if self._requests is not None:
+            self._requests.take(1, now)
+
+    def charge(self, num_tokens: int) -> None:
+        """Take tokens."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens, self._clock())
+
+    def headers(self) -> dict[str, str]:
+        """Return OpenAI's headers that say what is left."""
+        now, found = self._clock(), dict[str, str]()
+        for rate in (self._requests, self._tokens):
+            if rate is not None:
+                found[f"x-ratelimit-limit-{rate.name}"] = str(rate.limit)
+                found[f"x-ratelimit-remaining-{rate.name}"] = str(max(math.floor(rate.level(now)), 0))
+                found[f"x-ratelimit-reset-{rate.name}"] = f"{rate.seconds_until(rate.limit, now):.3f}s"
+        return found
+
+
+class Admission:
+    """One admitted request; `release` ends it, once."""
+
+    def __init__(self, quotas: Quotas, client: str) -> None:
+        """`client`: empty for one that is not authenticated, which has no quota."""
+        self._quotas = quotas
+        self._client = client
+        self._is_released = False
+
+    def charge(self, *, prompt: int = 0, output: int = 0) -> None:
+        """Count tokens."""
+        if self._client:
+            self._quotas.charge(self._client, prompt, output)
+
+    def release(self) -> None:
+        """The request has ended, or its client has left."""
+        if self._client and not self._is_released:
+            self._is_released = True
+            self._quotas.leave(self._client)
+
+
+class Quotas:
+    """The accounts of all authenticated clients."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+        self._requests: Counter = metrics.counter("client_requests", "Requests by authenticated client.", ("client",))
+        self._refused: Counter = metrics.counter(
+            "client_refused_requests", "Requests beyond a quota.", ("client", "quota")
+        )
+        self._tokens: Counter = metrics.counter(
+            "client_tokens", "Prompt and output tokens by authenticated client.", ("client", "kind")
+        )
+
+    def admit(self, caller: Caller) -> Admission:
+        """Count a request of `caller`.
+
+        Raises:
+            OverloadedError: Its quota is used up.
+        """
+        if not caller.is_authenticated:
+            return Admission(self, "")
+        account = self._account(caller)
+        try:
+            account.admit()
+        except OverloadedError as error:
+            self._refused.labels(caller.name, error.message.partition(":")[0]).inc()
+            raise
+        self._requests.labels(caller.name).inc()
+        account.num_running += 1
+        return Admission(self, caller.name)
+
+    def headers(self, caller: Caller) -> dict[str, str]:
+        """Return the headers that say what is left of the caller's quota; none without one."""
+        return self._account(caller).headers() if caller.is_authenticated and caller.quota != Quota() else {}
+
+    def leave(self, client: str) -> None:
+        """Count one running request less."""
+        self._accounts[client].num_running -= 1
+
+    def charge(self, client: str, prompt: int, output: int) -> None:
+        """Count tokens."""
+        self._accounts[client].charge(prompt + output)
+        if prompt:
+            self._tokens.labels(client, "prompt").inc(prompt)
+        if output:
+            self._tokens.labels(client, "output").inc(output)
+
+    def _account(self, caller: Caller) -> Account:
+        account = self._accounts.get(caller.name)
+        if account is None or account.quota != caller.quota:
+            replacement = Account(caller.name, caller.quota, self._clock)
+            replacement.num_running = account.num_running if account is not None else 0
+            account = self._accounts[caller.name] = replacement
+        return account

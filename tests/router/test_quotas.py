@@ -1,0 +1,161 @@
+"""Quotas by client, over HTTP and gRPC, and what a client sees of others' files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from midstream.client import AsyncClient, SamplingParams
+from midstream.errors import ConfigError, OverloadedError
+from midstream.telemetry import Metrics
+from protos import generation_pb2 as pb
+from router.authentication import Authenticator, Caller, Quota, TokenFile
+from router.pipeline.quotas import Quotas
+from tests.router.conftest import Cluster, Part
+
+ALICE, BOB = "alice-has-a-long-token", "bob-has-a-long-token-too"
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def caller(**quota: int) -> Caller:
+    return Caller("alice", is_authenticated=True, quota=Quota(**quota))
+
+
+def test_requests_refill_over_a_minute() -> None:
+    clock = Clock()
+    quotas, alice = Quotas(Metrics(), clock), caller(requests_per_minute=2)
+    for _ in range(2):
+        quotas.admit(alice).release()
+    with pytest.raises(OverloadedError, match="requests_per_minute") as refused:
+        quotas.admit(alice)
+    assert refused.value.retry_after_ms == 30_000  # two a minute are one in 30 s
+    assert quotas.headers(alice) == {
+        "x-ratelimit-limit-requests": "2",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "60.000s",
+    }
+    clock.now = 30
+    quotas.admit(alice)
+
+
+def test_tokens_are_counted_as_they_come_and_a_debt_is_paid_first() -> None:
+    clock = Clock()
+    quotas, alice = Quotas(Metrics(), clock), caller(tokens_per_minute=60)
+    admission = quotas.admit(alice)
+    admission.charge(prompt=50)
+    admission.charge(output=29)
+    with pytest.raises(OverloadedError, match="tokens_per_minute") as refused:
+        quotas.admit(alice)
+    assert refused.value.retry_after_ms == 20_000  # 19 below zero, and one to begin with, at one a second
+    clock.now = 20
+    quotas.admit(alice)
+    assert quotas.headers(alice)["x-ratelimit-remaining-tokens"] == "1"
+
+
+def test_concurrent_requests_are_counted_until_they_end_and_a_changed_quota_holds_at_once() -> None:
+    quotas = Quotas(Metrics())
+    first = quotas.admit(caller(max_concurrent=1))
+    with pytest.raises(OverloadedError, match="max_concurrent"):
+        quotas.admit(caller(max_concurrent=1))
+    quotas.admit(caller(max_concurrent=2))
+    first.release()
+    first.release()
+    with pytest.raises(OverloadedError):
+        quotas.admit(caller(max_concurrent=1))
+    assert quotas.headers(Caller("address")) == {}
+
+
+@pytest.mark.parametrize(
+    "rest", ["tokens=1", "tokens_per_minute=0", "priority=101", "max_concurrent=1 max_concurrent=2", "priority"]
+)
+def test_a_wrong_quota_refuses_to_start(tmp_path: Path, rest: str) -> None:
+    (tmp_path / "tokens").write_text(f"{ALICE} alice {rest}")
+    with pytest.raises(ConfigError) as refused:
+        TokenFile(str(tmp_path / "tokens"))
+    assert ALICE not in str(refused.value)
+
+
+async def router_with(cluster: Cluster, tmp_path: Path, alice: str) -> Part:
+    digest = hashlib.sha256(ALICE.encode()).hexdigest()
+    (tmp_path / "tokens").write_text(f"sha256:{digest} alice {alice}\n{BOB} bob generate,observe\n")
+    known = Authenticator(tokens=TokenFile(str(tmp_path / "tokens")))
+    return await cluster.add_router(await cluster.add_detokenizer(), authenticator=known)
+
+
+def api(part: Part, token: str) -> openai.AsyncOpenAI:
+    assert part.http is not None
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{part.http.port}/v1", api_key=token, max_retries=0)
+
+
+async def test_a_quota_holds_over_all_doors_and_answers_say_what_is_left(cluster: Cluster, tmp_path: Path) -> None:
+    part = await router_with(cluster, tmp_path, "requests_per_minute=2 priority=-10")
+
+    async def complete(token: str, number: int) -> Any:
+        async def write() -> None:
+            await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) > number)
+            request_id = list(cluster.scheduler.requests)[number]
+            cluster.scheduler.emit(request_id, [100, 101])
+            cluster.scheduler.end(request_id, reason=pb.FINISH_REASON_STOP)
+
+        async with api(part, token) as client:
+            call = client.completions.with_raw_response.create(model="", prompt="a", extra_body={"priority": -100})
+            return (await asyncio.gather(call, write()))[0]
+
+    answer = await complete(ALICE, 0)
+    names = ("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests")
+    assert [answer.headers[name] for name in names] == ["2", "1"]
+    await complete(ALICE, 1)
+    async with api(part, ALICE) as client:
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client.completions.create(model="", prompt="a")
+        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 30
+        assert refused.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+    async with AsyncClient([part.address], token=ALICE) as native:
+        with pytest.raises(OverloadedError) as exhausted:
+            await native.generate(token_ids=[1], sampling=SamplingParams(max_tokens=1)).result()
+        assert 1000 <= exhausted.value.retry_after_ms <= 30_000
+    other = await complete(BOB, 2)
+    assert part.http is not None
+    url, headers = f"http://127.0.0.1:{part.http.port}/metrics", {"authorization": f"Bearer {ALICE}"}
+    with await asyncio.to_thread(urllib.request.urlopen, urllib.request.Request(url, headers=headers)) as page:
+        metrics = page.read().decode()
+    assert "x-ratelimit-limit-requests" not in other.headers
+    priorities = [script.request.priority for script in cluster.scheduler.requests.values()]
+    assert priorities == [-10, -10, 100]  # alice's requests may ask for less, not for more
+    assert 'client_requests_total{client="alice"} 2.0' in metrics
+    assert 'client_tokens_total{client="alice",kind="output"} 4.0' in metrics
+    assert 'client_refused_requests_total{client="alice",quota="requests_per_minute"} 2.0' in metrics
+
+
+async def test_files_and_batches_are_their_owners(cluster: Cluster, tmp_path: Path) -> None:
+    part = await router_with(cluster, tmp_path, "")
+    async with api(part, ALICE) as alice, api(part, BOB) as bob:
+        file = await alice.files.create(file=b'{"custom_id": 1}', purpose="batch")
+        batch = await alice.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        for call in (
+            bob.files.retrieve(file.id),
+            bob.files.content(file.id),
+            bob.files.delete(file.id),
+            bob.batches.retrieve(batch.id),
+            bob.batches.cancel(batch.id),
+            bob.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        assert not (await bob.files.list()).data
+        assert not (await bob.batches.list()).data
+        assert [item.id for item in (await alice.files.list()).data] == [file.id]
