@@ -307,6 +307,20 @@ def sample(
     seeds: Tensor,
     sequence_indices: Tensor,
     positions: Tensor,
+    *,
+    has_top_k: bool = True,
+    has_top_p: bool = True,
 ) -> Tensor:
     """Draw a token for each row of float32 logits [S, V] -> int32 [S]; see `kernels.triton.sampling`."""
-    return triton.sample(logits, temperature, top_k, top_p, min_p, seeds, sequence_indices, positions)
+    return triton.sample(
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        sequence_indices,
+        positions,
+        has_top_k=has_top_k,
+        has_top_p=has_top_p,
+    )

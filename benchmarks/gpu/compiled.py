@@ -75,11 +75,13 @@ class NoDevice:
 def compile_cases(names: set[str], capability: int = 90) -> Iterator[Compiled]:
     """Compile the cases of these names for a compute capability, times ten; all, if there are no names."""
     driver.set_active(NoDevice(capability))
-    made: list[tuple[str, Any]] = []
+    made: dict[int, tuple[str, Any]] = {}
 
     def launch(function: JITFunction, grid: object) -> Callable[..., object]:
         def compile_only(*args: object, **kwargs: object) -> None:
-            made.append((function.__name__, function.warmup(*args, grid=grid, **kwargs)))
+            compiled = function.warmup(*args, grid=grid, **kwargs)
+            # A case may launch a kernel more than once.
+            made[id(compiled)] = (function.__name__, compiled)
 
         return compile_only
 
@@ -87,7 +89,7 @@ def compile_cases(names: set[str], capability: int = 90) -> Iterator[Compiled]:
     for case, run in CASES.items():
         if not names or case in names:
             run()
-            yield from (_inspect(case, kernel, compiled) for kernel, compiled in made)
+            yield from (_inspect(case, kernel, compiled) for kernel, compiled in made.values())
             made.clear()
 
 

@@ -6,6 +6,8 @@ row's tokens, so a rebuilt row continues unchanged. Rows without such parameters
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -36,13 +38,33 @@ def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np
         places: Rows that have a mask.
         masks: One bit for each token, lowest first.
     """
-    bits = np.unpackbits(np.stack(masks), axis=1, bitorder="little")[:, : logits.shape[1]]
-    is_banned = torch.from_numpy(bits == 0).to(logits.device)
-    chosen = logits[places].masked_fill_(is_banned, -torch.inf)
-    is_empty = torch.isneginf(chosen.amax(dim=1))
-    if bool(is_empty.any()):
-        chosen[is_empty] = raw[places][is_empty].masked_fill_(is_banned[is_empty], -torch.inf)
-    logits[places] = chosen
+    is_banned = _banned(np.stack(masks), logits.shape[1], logits.device)
+    at = send(np.array(places, dtype=np.int64), logits.device)
+    chosen = logits[at].masked_fill_(is_banned, -torch.inf)
+    is_empty = torch.isneginf(chosen.amax(dim=1, keepdim=True))
+    # On a GPU always, because asking whether any is empty would wait for it.
+    if logits.device.type == "cuda" or bool(is_empty.any()):
+        chosen = torch.where(is_empty, raw[at].masked_fill_(is_banned, -torch.inf), chosen)
+    logits[at] = chosen
+
+
+def send(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array on a device, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _banned(masks: NDArray[np.uint8], vocab_size: int, device: torch.device) -> Tensor:
+    """Return which tokens masks [num_masks, bytes] leave out: bool [num_masks, vocab_size]; unpacked on the device."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(masks, axis=1, bitorder="little")[:, :vocab_size] == 0)
+    return unpacked(send(masks, device), vocab_size).logical_not_()
+
+
+def unpacked(masks: Tensor, num_bits: int) -> Tensor:
+    """Return the bits of uint8 [num_masks, bytes], lowest first: bool [num_masks, num_bits]."""
+    powers = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)
+    return (masks[:, :, None] & powers).bool().flatten(1)[:, :num_bits]
 
 
 def decayed_top_p(state: Rows, rows: IntArray) -> NDArray[np.float32]:

@@ -206,7 +206,18 @@ class Sampler:
         if self._pinned is None or self._pinned.size < _WORDS * len(rows):
             self._pinned = PinnedBuffers(logits.device, _WORDS * max(len(rows), state.num_rows))
         seeds, temperature, top_k, top_p, min_p, indices, lengths = self._pinned.send_arrays(vectors)
-        return kernels.sample(logits, temperature, top_k, top_p, min_p, seeds, indices, lengths)
+        return kernels.sample(
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seeds,
+            indices,
+            lengths,
+            has_top_k=bool((vectors[2] > 0).any()),
+            has_top_p=bool((vectors[3] < 1).any()),
+        )
 
     def _log_probs(self, raw: Tensor, rows: IntArray, token_ids: IntArray) -> tuple[RowLogProbs, ...]:
         """Return log probabilities of the model's own distribution: before bias, penalties and temperature."""

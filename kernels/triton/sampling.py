@@ -5,9 +5,14 @@ threshold (ties with the last kept one are kept), and the one drawn is where the
 token number, pass a uniform share of their sum. A probability that decides by less than the rounding of a float64 sum
 may fall the other way.
 
+Every pass over the vocabulary is divided into blocks, one program each, which leave a number for their block; the next
+pass begins by joining those of its row in the order of blocks. So one row keeps as many processors busy as there are
+blocks, and its bits depend on nothing but the row. A last program draws: it finds the block by the blocks' sums and
+reads that block alone.
+
 The threshold is the largest number at which some property still holds (enough tokens, or enough mass, at or above it).
-Float32 numbers that are not negative are ordered as their bits are, so it is searched over the bits, a quarter of the
-range left after each pass, without sorting.
+Float32 numbers that are not negative are ordered as their bits are, so it is searched over the bits, four in each pass,
+without sorting.
 """
 
 from __future__ import annotations
@@ -18,9 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-_NUM_BITS = 30
-# Above the bits of 1.0, the largest probability.
-_HIGHEST = tl.constexpr(0x3F800001)
+_PART = 512
+# The bits of 1.0, the largest probability, are below 2**30.
+_SHIFTS = (28, 24, 20, 16, 12, 8, 4, 0)
+_PIVOTS = tl.constexpr(16)
 
 
 def sample(
@@ -32,6 +38,9 @@ def sample(
     seeds: Tensor,
     sequence_indices: Tensor,
     positions: Tensor,
+    *,
+    has_top_k: bool = True,
+    has_top_p: bool = True,
 ) -> Tensor:
     """Choose a token for each row of float32 logits [S, V] -> int32 [S]; all others are [S], on the same device.
 
@@ -44,27 +53,92 @@ def sample(
         seeds: int64 with the bits of the unsigned seed.
         sequence_indices: int32.
         positions: int32; the sequence's length, the number's place in its stream.
+        has_top_k: Whether any top_k is not 0.
+        has_top_p: Whether any top_p is not 1.
     """
-    num_rows, num_tokens = logits.shape
-    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    probabilities = torch.empty(num_rows, num_tokens, dtype=torch.float32, device=logits.device)
-    _sample[(num_rows,)](
+    (num_rows, num_tokens), device = logits.shape, logits.device
+    block = min(_BLOCK, triton.next_power_of_2(num_tokens))
+    num_blocks = triton.cdiv(num_tokens, block)
+    sizes = {"NUM_BLOCKS": num_blocks, "BLOCKS": triton.next_power_of_2(num_blocks), "enable_fp_fusion": True}
+    grid = (num_rows, num_blocks)
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(num_rows, *shape, dtype=dtype, device=device)
+
+    highest, places = empty(torch.float32, num_blocks), empty(torch.int32, num_blocks)
+    weights, sums = empty(torch.float32, num_tokens), empty(torch.float32, num_blocks)
+    _find_highest[grid](
         logits,
-        probabilities,
+        highest,
+        places,
+        num_tokens,
+        logits.stride(0),
+        BLOCK=block,
+        NUM_BLOCKS=num_blocks,
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+    _weigh[grid](
+        logits, temperature, highest, weights, sums, num_tokens, logits.stride(0), BLOCK=block, num_warps=8, **sizes
+    )
+    # Thresholds of top-k and top-p (bits), and the mass that top-p wants.
+    thresholds = torch.zeros(num_rows, 2, dtype=torch.int32, device=device)
+    wanted = empty(torch.float64)
+    # Of two passes in turn: how many probabilities reach each pivot, and their sum, by block.
+    counts, masses = empty(torch.int32, 2, num_blocks, 16), empty(torch.float64, 2, num_blocks, 16)
+    # Of two passes in turn: the bits found so far, and count and mass of what is above the next number.
+    found, counts_above, masses_above = empty(torch.int32, 2), empty(torch.int32, 2), empty(torch.float64, 2)
+    state = (wanted, counts, masses, found, counts_above, masses_above)
+    for search, is_used in enumerate((has_top_k, has_top_p)):
+        for i, shift in enumerate(_SHIFTS if is_used else ()):
+            _search[grid](
+                temperature,
+                top_k,
+                top_p,
+                weights,
+                sums,
+                *state,
+                num_tokens,
+                search,
+                shift,
+                i & 1,
+                BLOCK=block,
+                PART=min(_PART, block),
+                num_warps=8,
+                **sizes,
+            )
+        _end_search[(num_rows,)](
+            top_k,
+            top_p,
+            thresholds,
+            *state,
+            num_tokens,
+            search,
+            int(is_used),
+            (len(_SHIFTS) - 1) & 1,
+            num_warps=4,
+            **sizes,
+        )
+    kept = empty(torch.float64, num_blocks)
+    _keep[grid](temperature, min_p, weights, sums, thresholds, kept, num_tokens, BLOCK=block, num_warps=8, **sizes)
+    out = empty(torch.int32)
+    _draw[(num_rows,)](
         temperature,
-        top_k,
-        top_p,
         min_p,
         seeds,
         sequence_indices,
         positions,
+        highest,
+        places,
+        weights,
+        sums,
+        thresholds,
+        kept,
         out,
         num_tokens,
-        logits.stride(0),
-        BLOCK=min(_BLOCK, triton.next_power_of_2(num_tokens)),
-        NUM_PASSES=_NUM_BITS // 2,
-        num_warps=16,
-        enable_fp_fusion=True,
+        BLOCK=block,
+        num_warps=8,
+        **sizes,
     )
     return out
 
@@ -87,42 +161,261 @@ def uniform(seed, sequence_index, position):
 
 
 @triton.jit
-def _count_and_mass(ptr, num_tokens, pivots, BLOCK: tl.constexpr):
-    """Return how many probabilities reach each of pivots [4] (bits), and their float64 sum."""
-    counts = tl.zeros([4], tl.int32)
-    masses = tl.zeros([4], tl.float64)
-    for start in range(0, num_tokens, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        p = tl.load(ptr + columns, mask=columns < num_tokens, other=-1.0)
-        reaches = p.to(tl.int32, bitcast=True)[:, None] >= pivots[None, :]
-        counts += tl.sum(reaches.to(tl.int32), 0)
-        masses += tl.sum(tl.where(reaches, p[:, None].to(tl.float64), 0.0), 0)
-    return counts, masses
+def _joined(ptr, row, other, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the numbers of a row's blocks, padded with `other`."""
+    blocks = tl.arange(0, BLOCKS)
+    return tl.load(ptr + row * NUM_BLOCKS + blocks, mask=blocks < NUM_BLOCKS, other=other)
 
 
 @triton.jit
-def _highest_reaching(ptr, num_tokens, count, mass, BLOCK: tl.constexpr, NUM_PASSES: tl.constexpr):
-    """Bits of the largest number that at least `count` probabilities, with a sum of at least `mass`, reach."""
-    low = 0
-    high = _HIGHEST
-    quarters = tl.arange(0, 4)
-    for _ in range(NUM_PASSES + 1):
-        width = (high - low + 3) // 4
-        pivots = tl.minimum(low + quarters * width, high)
-        counts, masses = _count_and_mass(ptr, num_tokens, pivots, BLOCK)
-        # The property holds at `low` and for a run of pivots from there.
-        holds = (counts >= count) & (masses >= mass) & (pivots < high)
-        low = tl.max(tl.where(holds | (quarters == 0), pivots, low), 0)
-        high = tl.minimum(high, low + width)
-    return low
+def _find_highest(
+    logits_ptr, highest_ptr, places_ptr, num_tokens, stride, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr
+):
+    """Write each block's highest logit and the first place of it."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=columns < num_tokens, other=float("-inf"))
+    tl.store(highest_ptr + row * NUM_BLOCKS + block, tl.max(logits, 0))
+    tl.store(places_ptr + row * NUM_BLOCKS + block, block * BLOCK + tl.argmax(logits, 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr"])
+def _weigh(
+    logits_ptr,
+    temperature_ptr,
+    highest_ptr,
+    weights_ptr,
+    sums_ptr,
+    num_tokens,
+    stride,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write each token's weight, of which the highest is 1, and each block's sum."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature <= 0.0:
+        return
+    highest = tl.max(_joined(highest_ptr, row, float("-inf"), NUM_BLOCKS, BLOCKS), 0)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=columns < num_tokens, other=float("-inf"))
+    weights = tl.exp((logits - highest) / temperature)
+    tl.store(weights_ptr + row.to(tl.int64) * num_tokens + columns, weights, mask=columns < num_tokens)
+    tl.store(sums_ptr + row * NUM_BLOCKS + block, tl.sum(weights, 0))
+
+
+@triton.jit
+def _probabilities(
+    weights_ptr, sums_ptr, row, block, num_tokens, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Return a block's probabilities, with 0 past the vocabulary's end, and the sum of all weights."""
+    total = tl.sum(_joined(sums_ptr, row, 0.0, NUM_BLOCKS, BLOCKS), 0)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    weights = tl.load(weights_ptr + row.to(tl.int64) * num_tokens + columns, mask=columns < num_tokens, other=0.0)
+    return weights / total, total
+
+
+@triton.jit
+def _narrowed(
+    counts_ptr,
+    masses_ptr,
+    found_ptr,
+    counts_above_ptr,
+    masses_above_ptr,
+    row,
+    parity,
+    shift,
+    count,
+    mass,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Return the state behind a pass: bits of the highest pivot that enough reach, count and mass above its next."""
+    pivots = tl.arange(0, _PIVOTS)
+    blocks = tl.arange(0, BLOCKS)[:, None]
+    at = ((row * 2 + parity) * NUM_BLOCKS + blocks) * _PIVOTS + pivots[None, :]
+    counts = tl.sum(tl.load(counts_ptr + at, mask=blocks < NUM_BLOCKS, other=0), 0)
+    masses = tl.sum(tl.load(masses_ptr + at, mask=blocks < NUM_BLOCKS, other=0.0), 0)
+    # The first pivot holds: it is what the pass before found.
+    holds = ((counts >= count) & (masses >= mass) & ((pivots < 4) | (shift < 28))) | (pivots == 0)
+    best = tl.max(tl.where(holds, pivots, 0), 0)
+    is_next = pivots == best + 1
+    is_last = best == _PIVOTS - 1
+    count_above = tl.where(
+        is_last, tl.load(counts_above_ptr + row * 2 + parity), tl.sum(tl.where(is_next, counts, 0), 0)
+    )
+    mass_above = tl.where(
+        is_last, tl.load(masses_above_ptr + row * 2 + parity), tl.sum(tl.where(is_next, masses, 0.0), 0)
+    )
+    return tl.load(found_ptr + row * 2 + parity) + (best << shift), count_above, mass_above
 
 
 # The parameters of rows come side by side in one copy, aligned as their number has it.
 @triton.jit(
+    do_not_specialize=["search", "shift", "parity"],
+    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"],
+)
+def _search(
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    weights_ptr,
+    sums_ptr,
+    wanted_ptr,
+    counts_ptr,
+    masses_ptr,
+    found_ptr,
+    counts_above_ptr,
+    masses_above_ptr,
+    num_tokens,
+    search,
+    shift,
+    parity,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write, for 16 numbers that differ in four bits, how many of a block's probabilities reach each, and their sum."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    top_k = tl.load(top_k_ptr + row)
+    is_wanted = ((top_k > 0) & (top_k < num_tokens)) if search == 0 else tl.load(top_p_ptr + row) < 1.0
+    if (tl.load(temperature_ptr + row) <= 0.0) | (not is_wanted):
+        return
+    found = 0
+    count_above = 0
+    mass_above = tl.full([], 0.0, tl.float64)
+    if shift < 28:
+        count = top_k if search == 0 else 1
+        mass = tl.full([], 0.0, tl.float64)
+        if search == 1:
+            mass = tl.load(wanted_ptr + row)
+        found, count_above, mass_above = _narrowed(
+            counts_ptr,
+            masses_ptr,
+            found_ptr,
+            counts_above_ptr,
+            masses_above_ptr,
+            row,
+            1 - parity,
+            shift + 4,
+            count,
+            mass,
+            NUM_BLOCKS,
+            BLOCKS,
+        )
+    if block == 0:
+        tl.store(found_ptr + row * 2 + parity, found)
+        tl.store(counts_above_ptr + row * 2 + parity, count_above)
+        tl.store(masses_above_ptr + row * 2 + parity, mass_above)
+    total = tl.sum(_joined(sums_ptr, row, 0.0, NUM_BLOCKS, BLOCKS), 0)
+    pivots = tl.arange(0, _PIVOTS)
+    # In the first pass the last pivots would exceed 31 bits. Nothing reaches the fifth.
+    numbers = found + (tl.where(shift < 28, pivots, tl.minimum(pivots, 4)) << shift)
+    counts = tl.zeros([_PIVOTS], tl.int32)
+    masses = tl.zeros([_PIVOTS], tl.float64)
+    # As many at a time as fit in registers beside 16 pivots.
+    for start in range(block * BLOCK, block * BLOCK + BLOCK, PART):
+        columns = start + tl.arange(0, PART)
+        is_token = columns < num_tokens
+        p = tl.load(weights_ptr + row.to(tl.int64) * num_tokens + columns, mask=is_token, other=0.0) / total
+        bits = tl.where(is_token, p.to(tl.int32, bitcast=True), -1)
+        # Most parts have nothing that the next pivots could change.
+        if tl.max(bits, 0) >= found:
+            reaches = bits[:, None] >= numbers[None, :]
+            counts += tl.sum(reaches.to(tl.int32), 0)
+            masses += tl.sum(tl.where(reaches, p[:, None].to(tl.float64), 0.0), 0)
+    at = ((row * 2 + parity) * NUM_BLOCKS + block) * _PIVOTS
+    tl.store(counts_ptr + at + pivots, counts)
+    tl.store(masses_ptr + at + pivots, masses)
+
+
+@triton.jit(
+    do_not_specialize=["search", "is_used", "parity"], do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"]
+)
+def _end_search(
+    top_k_ptr,
+    top_p_ptr,
+    thresholds_ptr,
+    wanted_ptr,
+    counts_ptr,
+    masses_ptr,
+    found_ptr,
+    counts_above_ptr,
+    masses_above_ptr,
+    num_tokens,
+    search,
+    is_used,
+    parity,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write the threshold, and behind the search of top-k the mass that top-p wants of the tokens that are left."""
+    row = tl.program_id(0)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    is_wanted = ((top_k > 0) & (top_k < num_tokens)) if search == 0 else top_p < 1.0
+    mass_left = tl.full([], 1.0, tl.float64)
+    if is_wanted & (is_used != 0):
+        mass = tl.full([], 0.0, tl.float64)
+        if search == 1:
+            mass = tl.load(wanted_ptr + row)
+        found, count_above, mass_above = _narrowed(
+            counts_ptr,
+            masses_ptr,
+            found_ptr,
+            counts_above_ptr,
+            masses_above_ptr,
+            row,
+            parity,
+            0,
+            top_k if search == 0 else 1,
+            mass,
+            NUM_BLOCKS,
+            BLOCKS,
+        )
+        tl.store(thresholds_ptr + row * 2 + search, found)
+        # The mass of exactly top_k tokens: those above the last one, and it as often as is left.
+        least = found.to(tl.float32, bitcast=True).to(tl.float64)
+        mass_left = mass_above + (top_k - count_above).to(tl.float64) * least
+    if search == 0:
+        tl.store(wanted_ptr + row, mass_left * top_p.to(tl.float64))
+
+
+@triton.jit
+def _kept(p, total, min_p, thresholds_ptr, row):
+    """Return probabilities with 0 for those below the thresholds: float64."""
+    by_k = tl.load(thresholds_ptr + row * 2).to(tl.float32, bitcast=True)
+    by_p = tl.load(thresholds_ptr + row * 2 + 1).to(tl.float32, bitcast=True)
+    threshold = tl.maximum(min_p / total, tl.maximum(by_k, by_p))
+    return tl.where(p >= threshold, p, 0.0).to(tl.float64)
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "min_p_ptr"])
+def _keep(
+    temperature_ptr,
+    min_p_ptr,
+    weights_ptr,
+    sums_ptr,
+    thresholds_ptr,
+    kept_ptr,
+    num_tokens,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write the sum of each block's kept probabilities."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if tl.load(temperature_ptr + row) <= 0.0:
+        return
+    p, total = _probabilities(weights_ptr, sums_ptr, row, block, num_tokens, BLOCK, NUM_BLOCKS, BLOCKS)
+    kept = _kept(p, total, tl.load(min_p_ptr + row), thresholds_ptr, row)
+    tl.store(kept_ptr + row * NUM_BLOCKS + block, tl.sum(kept, 0))
+
+
+@triton.jit(
     do_not_specialize_on_alignment=[
         "temperature_ptr",
-        "top_k_ptr",
-        "top_p_ptr",
         "min_p_ptr",
         "seeds_ptr",
         "sequence_indices_ptr",
@@ -130,80 +423,42 @@ def _highest_reaching(ptr, num_tokens, count, mass, BLOCK: tl.constexpr, NUM_PAS
         "out_ptr",
     ]
 )
-def _sample(
-    logits_ptr,
-    probabilities_ptr,
+def _draw(
     temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
     min_p_ptr,
     seeds_ptr,
     sequence_indices_ptr,
     positions_ptr,
+    highest_ptr,
+    places_ptr,
+    weights_ptr,
+    sums_ptr,
+    thresholds_ptr,
+    kept_ptr,
     out_ptr,
     num_tokens,
-    stride,
     BLOCK: tl.constexpr,
-    NUM_PASSES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
+    """Write the token where the kept probabilities pass the row's share of their sum, or the first of the highest."""
     row = tl.program_id(0)
-    logits_ptr += row.to(tl.int64) * stride
-    ptr = probabilities_ptr + row.to(tl.int64) * num_tokens
-    temperature = tl.load(temperature_ptr + row)
-    highest = float("-inf")
-    best = 0
-    for start in range(0, num_tokens, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + columns, mask=columns < num_tokens, other=float("-inf"))
-        block_highest = tl.max(logits, 0)
-        if block_highest > highest:
-            best = start + tl.argmax(logits, 0)
-            highest = block_highest
-    if temperature <= 0.0:
-        tl.store(out_ptr + row, best)
+    if tl.load(temperature_ptr + row) <= 0.0:
+        highest = _joined(highest_ptr, row, float("-inf"), NUM_BLOCKS, BLOCKS)
+        tl.store(out_ptr + row, tl.load(places_ptr + row * NUM_BLOCKS + tl.argmax(highest, 0)))
         return
-
-    total = 0.0
-    for start in range(0, num_tokens, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + columns, mask=columns < num_tokens, other=float("-inf"))
-        weights = tl.exp((logits - highest) / temperature)
-        total += tl.sum(weights, 0)
-    for start in range(0, num_tokens, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + columns, mask=columns < num_tokens, other=float("-inf"))
-        tl.store(ptr + columns, tl.exp((logits - highest) / temperature) / total, mask=columns < num_tokens)
-    tl.debug_barrier()
-
-    threshold = tl.load(min_p_ptr + row) / total
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    mass = tl.full([], 1.0, tl.float64)
-    if (top_k > 0) & (top_k < num_tokens):
-        bits = _highest_reaching(ptr, num_tokens, top_k, tl.full([], 0.0, tl.float64), BLOCK, NUM_PASSES)
-        least = bits.to(tl.float32, bitcast=True)
-        threshold = tl.maximum(threshold, least)
-        # The mass of exactly top_k tokens: those above the last one, and it as often as is left.
-        counts, masses = _count_and_mass(ptr, num_tokens, bits + 1 + tl.zeros([4], tl.int32), BLOCK)
-        mass = tl.max(masses, 0) + (top_k - tl.max(counts, 0)).to(tl.float64) * least.to(tl.float64)
-    if top_p < 1.0:
-        bits = _highest_reaching(ptr, num_tokens, 1, mass * top_p.to(tl.float64), BLOCK, NUM_PASSES)
-        threshold = tl.maximum(threshold, bits.to(tl.float32, bitcast=True))
-
-    kept = tl.full([], 0.0, tl.float64)
-    for start in range(0, num_tokens, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        p = tl.load(ptr + columns, mask=columns < num_tokens, other=0.0)
-        kept += tl.sum(tl.where(p >= threshold, p, 0.0).to(tl.float64), 0)
+    by_block = _joined(kept_ptr, row, 0.0, NUM_BLOCKS, BLOCKS)
+    passed = tl.cumsum(by_block, 0)
     number = uniform(tl.load(seeds_ptr + row), tl.load(sequence_indices_ptr + row), tl.load(positions_ptr + row))
-    target = kept * number
-    passed = tl.full([], 0.0, tl.float64)
-    chosen = 0
-    for start in range(0, num_tokens, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        p = tl.load(ptr + columns, mask=columns < num_tokens, other=0.0)
-        p = tl.where(p >= threshold, p, 0.0).to(tl.float64)
-        sums = passed + tl.cumsum(p, 0)
-        chosen += tl.sum(((sums <= target) & (columns < num_tokens)).to(tl.int32), 0)
-        passed += tl.sum(p, 0)
-    tl.store(out_ptr + row, tl.minimum(chosen, num_tokens - 1))
+    blocks = tl.arange(0, BLOCKS)
+    target = tl.sum(by_block, 0) * number
+    # The last block with weight, where rounding lets the target reach the sum of all.
+    last = tl.max(tl.where(by_block > 0, blocks, 0), 0)
+    block = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), last)
+    target -= tl.sum(tl.where(blocks < block, by_block, 0.0), 0)
+    p, total = _probabilities(weights_ptr, sums_ptr, row, block, num_tokens, BLOCK, NUM_BLOCKS, BLOCKS)
+    p = _kept(p, total, tl.load(min_p_ptr + row), thresholds_ptr, row)
+    places = tl.arange(0, BLOCK)
+    last = tl.max(tl.where(p > 0, places, 0), 0)
+    chosen = tl.minimum(tl.sum((tl.cumsum(p, 0) <= target).to(tl.int32), 0), last)
+    tl.store(out_ptr + row, block * BLOCK + chosen)

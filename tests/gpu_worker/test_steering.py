@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import NewSequence, SamplingParams
-from gpu_worker.sampling.logits_processors import bad_word_ends, decayed_top_p, repeated_ngram_ends, steer
+from gpu_worker.sampling.logits_processors import bad_word_ends, decayed_top_p, repeated_ngram_ends, steer, unpacked
 from gpu_worker.sampling.sampler import Sampler
 from midstream.errors import InvalidArgumentError
 from tests.gpu_worker.tiny_models import ints
@@ -98,3 +98,9 @@ def test_a_row_that_bans_every_token_fails_alone(temperature: float) -> None:
     ((place, error),) = sampled.errors
     assert (place, type(error)) == (0, InvalidArgumentError)
     assert sampled.token_ids[1] == 6
+
+
+def test_masks_are_unpacked_on_a_device_as_on_the_host() -> None:
+    masks = np.random.default_rng(0).integers(0, 256, (3, 5), dtype=np.uint8)
+    expected = np.unpackbits(masks, axis=1, bitorder="little")[:, :37] == 1
+    assert unpacked(torch.from_numpy(masks), 37).tolist() == expected.tolist()

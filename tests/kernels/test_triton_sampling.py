@@ -23,8 +23,8 @@ def drawn_by_worker(logits: Tensor, params: list[SamplingParams]) -> list[int]:
     return drawn
 
 
-def drawn_by_kernel(logits: Tensor, params: list[SamplingParams]) -> list[int]:
-    places = torch.arange(len(params), dtype=torch.int32)
+def drawn_by_kernel(logits: Tensor, params: list[SamplingParams], first: int = 0, **limits: bool) -> list[int]:
+    places = torch.arange(first, first + len(params), dtype=torch.int32)
     return operations.sample(
         logits,
         torch.tensor([p.temperature for p in params]),
@@ -34,6 +34,7 @@ def drawn_by_kernel(logits: Tensor, params: list[SamplingParams]) -> list[int]:
         torch.from_numpy(np.array([p.seed for p in params], dtype=np.uint64).view(np.int64)),
         places % 3,
         places + 1,
+        **limits,
     ).tolist()
 
 
@@ -62,3 +63,19 @@ def test_tokens_as_likely_as_the_last_kept_one_are_kept() -> None:
     drawn = drawn_by_kernel(logits, params)
     assert drawn == drawn_by_worker(logits, params)
     assert set(drawn) == {1, 2, 3}
+
+
+def test_a_draw_over_many_blocks_is_the_same_in_any_batch() -> None:
+    torch.manual_seed(1)
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=11),
+        SamplingParams(seed=12, top_k=40, top_p=0.9),
+        SamplingParams(seed=13, temperature=3.0, top_p=0.99),
+    ]
+    logits = torch.randn(len(params), 9001) * 3  # three blocks, the last one short
+    together = drawn_by_kernel(logits, params)
+    assert together == drawn_by_worker(logits, params)
+    for i, sampling in enumerate(params):
+        limits = {"has_top_k": sampling.top_k > 0, "has_top_p": sampling.top_p < 1}
+        assert drawn_by_kernel(logits[i : i + 1], [sampling], i, **limits) == together[i : i + 1]
