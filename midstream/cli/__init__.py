@@ -42,7 +42,7 @@ PROGRAMS = {
     "worker": ("gpu_worker", "run a single worker"),
     "detokenizer": ("detokenizer", "run a single detokenizer"),
     "replay": ("scheduler.replay.replay", "replay a scheduler recording, unchanged or with other settings"),
-    "simulate": ("scheduler.replay.replay.simulator", "run the scheduler with simulated workers, to plan capacity"),
+    "simulate": ("scheduler.replay.simulator", "run the scheduler with simulated workers, to plan capacity"),
 }
 
 
