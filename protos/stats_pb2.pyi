@@ -417,14 +417,18 @@ class SubscribeKvEventsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     START_SEQUENCE_NUMBER_FIELD_NUMBER: builtins.int
+    INCLUDE_SNAPSHOT_FIELD_NUMBER: builtins.int
     start_sequence_number: builtins.int
     """Events from this number on, as far as they are still kept. 0: from now on."""
+    include_snapshot: builtins.bool
+    """Begin with a snapshot of all that is stored, and go on with the events after it; start_sequence_number is not used."""
     def __init__(
         self,
         *,
         start_sequence_number: builtins.int = ...,
+        include_snapshot: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["start_sequence_number", b"start_sequence_number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["include_snapshot", b"include_snapshot", "start_sequence_number", b"start_sequence_number"]) -> None: ...
 
 global___SubscribeKvEventsRequest = SubscribeKvEventsRequest
 
@@ -433,14 +437,20 @@ class KvEventBatch(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: builtins.int
+    IS_SNAPSHOT_FIELD_NUMBER: builtins.int
+    is_snapshot: builtins.bool
+    """The events tell all that is stored as of their sequence number, and nothing else is: `cleared` for all groups, then
+    `stored` for each, with hashes alone. The next event has the next number.
+    """
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KvEvent]: ...
     def __init__(
         self,
         *,
         events: collections.abc.Iterable[global___KvEvent] | None = ...,
+        is_snapshot: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["events", b"events"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "is_snapshot", b"is_snapshot"]) -> None: ...
 
 global___KvEventBatch = KvEventBatch
 

@@ -1,13 +1,11 @@
 """The schedulers that this router submits to. A cell is one scheduler with its workers; usually there is one.
 
-With several cells, requests with the same prefix go to the same cell, which has it cached, unless that cell is clearly
-busier than the least busy one.
+With several cells, the router follows each one's KV events to choose between them (cell_choice).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Sequence
 
@@ -19,14 +17,13 @@ from midstream.rpc.discovery import Discovery
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import open_channel
 from midstream.security.tls import Tls
-from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc
+from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
+from router.pipeline.cell_choice import choose_cell
+from router.pipeline.kv_index import KvIndex
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-_PREFIX_TOKENS = 64
-# Load that the cell with the prefix may have above the least busy one.
-_BUSY_FACTOR, _BUSY_MARGIN = 1.25, 8
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _TRY_TIMEOUT_S = 5.0
 # A busy scheduler may return CANCELLED at the call's deadline, before the deadline passes here.
@@ -41,6 +38,7 @@ class Cell:
         stub: Calls of requests, and those that show whether requests would be answered.
         watch_stub: All other calls, over a separate connection, so that watchers cannot fill that of requests.
         load: Its requests, from its last report and what was submitted since.
+        index: What its workers have cached, as far as it is followed.
         features: Features of its workers; None if unknown.
         is_up: Whether its last poll succeeded.
         has_workers: Whether it had workers at its last successful poll.
@@ -54,6 +52,8 @@ class Cell:
         self._watch_channel = open_channel(name, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
         self.watch_stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._watch_channel)  # type: ignore[assignment]
         self.load = 0
+        self.index = KvIndex()
+        self._following: asyncio.Task[None] | None = None
         self.features: frozenset[str] | None = None
         self.is_up = False
         self.has_workers = False
@@ -116,8 +116,30 @@ class Cell:
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
 
+    def follow(self) -> None:
+        """Keep the index up to date from now on."""
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        subscribe = stats_pb2.SubscribeKvEventsRequest(include_snapshot=True)
+        while True:
+            stream = self.watch_stub.SubscribeKvEvents(subscribe)
+            try:
+                async for batch in stream:
+                    if not self.index.apply(batch):
+                        break
+            except grpc.aio.AioRpcError as error:
+                logger.debug("KV events of %s: %s", self.name, error.details())
+            finally:
+                stream.cancel()
+            await asyncio.sleep(_POLL_S)
+
     async def close(self) -> None:
         """Close the channels."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
         await self._channel.close()
         await self._watch_channel.close()
 
@@ -138,6 +160,9 @@ class Cells:
         try:
             while True:
                 await asyncio.gather(*(cell.poll() for cell in self.cells.values()))
+                if len(self.cells) > 1:
+                    for cell in self.cells.values():
+                        cell.follow()
                 await asyncio.sleep(_POLL_S if self.cells else 0.01)
         finally:
             discovering.cancel()
@@ -152,11 +177,7 @@ class Cells:
         cells = [cell for cell in self.cells.values() if cell.is_up] or list(self.cells.values())
         if not cells:
             raise UnavailableError("no scheduler found")
-        if len(cells) == 1:
-            return cells[0]
-        least = min(cells, key=lambda cell: cell.load)
-        favourite = max(cells, key=lambda cell: _affinity(cell.name, token_ids[:_PREFIX_TOKENS], cache_salt))
-        return favourite if favourite.load <= _BUSY_FACTOR * least.load + _BUSY_MARGIN else least
+        return choose_cell(cells, token_ids, cache_salt)
 
     def any(self) -> Cell:
         """Return a cell that is up, for calls that any cell can answer.
@@ -206,8 +227,3 @@ async def _leave(cell: Cell) -> None:
     cell.is_gone = True
     await asyncio.sleep(2 * _TRY_TIMEOUT_S)
     await cell.close()
-
-
-def _affinity(name: str, prefix: Sequence[int], cache_salt: str) -> bytes:
-    """Return a rendezvous hash: when a cell is added or removed, only its own prefixes move."""
-    return hashlib.blake2b(f"{name}\0{cache_salt}\0{list(prefix)}".encode(), digest_size=8).digest()

@@ -11,11 +11,10 @@ is planned can be treated as computed.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from midstream import kv_hashes
 from scheduler.core.adoption import Adoption
 from scheduler.core.request import Sequence
 from scheduler.core.request_spec import RequestSpec
@@ -48,17 +47,7 @@ KvChange = BlocksStored | BlocksRemoved | CacheCleared
 
 def chain_seed(spec: RequestSpec) -> int:
     """Return the seed of a request's hash chain; 0 without salt, adapter and virtual tokens."""
-    parts = (spec.cache_salt, spec.lora_name, spec.lora_key, spec.prompt_key)
-    if not any(parts):
-        return 0
-    text = b"".join(len(part).to_bytes(4, "little") + part for part in map(str.encode, parts))
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"chain seed").digest(), "little")
-
-
-def chain_hash(parent: int, tokens: array[int]) -> int:
-    """Return the hash of a full block given its parent's; 64 bits of BLAKE2b, so collisions cannot be forced."""
-    data = parent.to_bytes(8, "little") + tokens.tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    return kv_hashes.chain_seed((spec.cache_salt, spec.lora_name, spec.lora_key, spec.prompt_key))
 
 
 def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) -> list[int]:
@@ -67,7 +56,7 @@ def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) ->
     while len(hashes) < num_blocks:
         start = len(hashes) * tokens_per_block
         parent = hashes[-1] if hashes else chain_seed(sequence.request.spec)
-        hashes.append(chain_hash(parent, sequence.tokens_between(start, start + tokens_per_block)))
+        hashes.append(kv_hashes.chain_hash(parent, sequence.tokens_between(start, start + tokens_per_block)))
     return hashes
 
 
@@ -163,6 +152,10 @@ class PrefixCache:
     def contains(self, block: int) -> bool:
         """Return whether the block is findable."""
         return block in self._hash_of
+
+    def stored_hashes(self) -> list[int]:
+        """Return the hashes of all blocks that are findable and computed."""
+        return [value for block, value in self._hash_of.items() if block not in self._pending]
 
     def note_stored(self, sequence: Sequence, first_block: int, num_blocks: int, tokens_per_block: int) -> None:
         """Report consecutive stored blocks of the sequence to the worker and to readers of KV events."""

@@ -36,7 +36,7 @@ from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.journal import LoadedAdapter
 from scheduler.journal.documents import Documents
 from scheduler.wire.requests import ModelLimits, spec_from_proto
-from scheduler.wire.stats import iteration_stats_proto, kv_event_proto, request_stats_proto
+from scheduler.wire.stats import iteration_stats_proto, kv_event_proto, kv_snapshot_proto, request_stats_proto
 
 _MAX_REQUEST_STATS = 1024
 
@@ -312,10 +312,13 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         request: stats_pb2.SubscribeKvEventsRequest,
         context: ServicerContext[stats_pb2.SubscribeKvEventsRequest, stats_pb2.KvEventBatch],
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
-        """Yield KV events from a sequence number on; `cleared` replaces lost ones."""
+        """Yield KV events from a sequence number on, or after a snapshot; `cleared` replaces lost ones."""
         events, tokens_per_block = self._engine.kv_events, self._engine.core.config.tokens_per_block
         expected = request.start_sequence_number or events.last_number + 1
         await context.send_initial_metadata(())
+        if request.include_snapshot:
+            expected = events.last_number + 1
+            yield kv_snapshot_proto(events.last_number, self._engine.core.groups, tokens_per_block)
         async for run in events.follow(expected):
             batch = stats_pb2.KvEventBatch()
             if run[0][0] > expected:

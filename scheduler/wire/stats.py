@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from midstream.clock import SteadyClock
 from protos import stats_pb2
-from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, KvChange
+from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange
 from scheduler.core.request import FinishReason, Request, RequestState
 from scheduler.core.stats import IterationStats
+from scheduler.core.worker_group import WorkerGroup
 
 _NS_PER_MS = 1e6
 
@@ -137,3 +139,15 @@ def kv_event_proto(sequence_number: int, group_id: str, change: KvChange, tokens
     else:
         event.cleared.SetInParent()
     return event
+
+
+def kv_snapshot_proto(
+    sequence_number: int, groups: Iterable[WorkerGroup], tokens_per_block: int
+) -> stats_pb2.KvEventBatch:
+    """Return what the groups' prefix caches hold as of an event."""
+    batch = stats_pb2.KvEventBatch(is_snapshot=True)
+    batch.events.append(kv_event_proto(sequence_number, "", CacheCleared(), tokens_per_block))
+    for group in groups:
+        stored = BlocksStored(0, tuple(group.prefix_cache.stored_hashes()), (), "")
+        batch.events.append(kv_event_proto(sequence_number, group.group_id, stored, tokens_per_block))
+    return batch

@@ -56,5 +56,12 @@ async def test_statistics_and_kv_events_can_be_followed() -> None:
             batch = await asyncio.wait_for(events.read(), WAIT_S)
             kinds += [(event.sequence_number, event.WhichOneof("event")) for event in batch.events]
         assert kinds == [(1, "cleared"), (2, "stored")]
+        late = cell.stub.SubscribeKvEvents(stats_pb2.SubscribeKvEventsRequest(include_snapshot=True))
+        snapshot = await asyncio.wait_for(late.read(), WAIT_S)
+        assert snapshot.is_snapshot
+        assert {event.sequence_number for event in snapshot.events} == {cell.service.engine.kv_events.last_number}
+        assert [event.WhichOneof("event") for event in snapshot.events] == ["cleared", "stored"]
+        assert set(batch.events[-1].stored.block_hashes) <= set(snapshot.events[1].stored.block_hashes)
+        late.cancel()
         iterations.cancel()
         events.cancel()

@@ -1,0 +1,54 @@
+"""Which cell gets a request: the one where the least is to be computed for it, and before it.
+
+What cells have cached is known from their KV events (kv_index). Where none has any of the prompt, requests with the
+same beginning go to the same cell, unless that one is clearly busier than the least busy one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from router.pipeline.kv_index import KvIndex, PromptBlocks
+
+_PREFIX_TOKENS = 64
+# Load that the cell with the prefix may have above the least busy one.
+_BUSY_FACTOR, _BUSY_MARGIN = 1.25, 8
+# A request of a cell weighs as much as this many tokens that are to be computed.
+_TOKENS_PER_REQUEST = 32
+
+
+class CellState(Protocol):
+    """What the choice depends on.
+
+    Attributes:
+        name: Its address.
+        load: Its requests.
+        index: What it has cached.
+    """
+
+    name: str
+    load: int
+    index: KvIndex
+
+
+CellT = TypeVar("CellT", bound=CellState)
+
+
+def choose_cell(cells: Sequence[CellT], token_ids: Sequence[int], cache_salt: str) -> CellT:
+    """Return the cell for a prompt. Precondition: there is one."""
+    if len(cells) == 1:
+        return cells[0]
+    prompt = PromptBlocks(token_ids, cache_salt)
+    cached = {cell.name: cell.index.num_cached(prompt) for cell in cells}
+    if any(cached.values()):
+        return max(cells, key=lambda cell: cached[cell.name] - _TOKENS_PER_REQUEST * cell.load)
+    least = min(cells, key=lambda cell: cell.load)
+    favourite = max(cells, key=lambda cell: _affinity(cell.name, token_ids[:_PREFIX_TOKENS], cache_salt))
+    return favourite if favourite.load <= _BUSY_FACTOR * least.load + _BUSY_MARGIN else least
+
+
+def _affinity(name: str, prefix: Sequence[int], cache_salt: str) -> bytes:
+    """Return a rendezvous hash: when a cell is added or removed, only its own prefixes move."""
+    return hashlib.blake2b(f"{name}\0{cache_salt}\0{list(prefix)}".encode(), digest_size=8).digest()

@@ -1,0 +1,92 @@
+"""What a cell's workers have cached, as its KV events tell: the base of a router's choice between cells.
+
+The index may be wrong at any time: events come late, and a cell may be reached by other routers. That costs hits, never
+an answer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from midstream.kv_hashes import chain_hash, chain_seed
+from protos import stats_pb2
+
+# Blocks of a prompt that are looked up: more would cost more than they tell.
+_MAX_BLOCKS = 1024
+
+
+class KvIndex:
+    """Hashes of the blocks in a cell's worker groups.
+
+    Attributes:
+        tokens_per_block: 0 while nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self.tokens_per_block = 0
+        self._stored: dict[str, set[int]] = {}  # by group
+        self._next = 0
+
+    def apply(self, batch: stats_pb2.KvEventBatch) -> bool:
+        """Apply events; return False if some were lost or came out of order, so that a snapshot is needed.
+
+        Events that were applied before are ignored.
+        """
+        if batch.is_snapshot:
+            self._stored.clear()
+        for event in batch.events:
+            number = event.sequence_number
+            if batch.is_snapshot:
+                self._next = number + 1
+            elif number < self._next:
+                continue
+            elif number > self._next:
+                return False
+            else:
+                self._next = number + 1
+            self._apply(event)
+        return True
+
+    def _apply(self, event: stats_pb2.KvEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "stored":
+            self.tokens_per_block = event.stored.tokens_per_block
+            self._stored.setdefault(event.group_id, set()).update(event.stored.block_hashes)
+        elif kind == "removed":
+            self._stored.get(event.group_id, set()).difference_update(event.removed.block_hashes)
+        elif event.group_id:
+            self._stored.pop(event.group_id, None)
+        else:
+            self._stored.clear()
+
+    def num_cached(self, prompt: PromptBlocks) -> int:
+        """Return how many of a prompt's first tokens some worker group has cached."""
+        if not self.tokens_per_block:
+            return 0
+        hashes = prompt.hashes(self.tokens_per_block)
+        longest = 0
+        for stored in self._stored.values():
+            matched = next((place for place, value in enumerate(hashes) if value not in stored), len(hashes))
+            longest = max(longest, matched)
+        return longest * self.tokens_per_block
+
+
+class PromptBlocks:
+    """The hashes of a prompt's blocks, computed once for all cells."""
+
+    def __init__(self, token_ids: Sequence[int], cache_salt: str) -> None:
+        self._token_ids, self._cache_salt = token_ids, cache_salt
+        self._hashes: dict[int, list[int]] = {}
+
+    def hashes(self, tokens_per_block: int) -> list[int]:
+        """Return the chain over the full blocks; the last token is always left to compute."""
+        if tokens_per_block not in self._hashes:
+            num_blocks = min((len(self._token_ids) - 1) // tokens_per_block, _MAX_BLOCKS)
+            tokens = array("I", self._token_ids[: num_blocks * tokens_per_block])
+            value, chain = chain_seed((self._cache_salt, "", "", "")), list[int]()
+            for start in range(0, len(tokens), tokens_per_block):
+                value = chain_hash(value, tokens[start : start + tokens_per_block])
+                chain.append(value)
+            self._hashes[tokens_per_block] = chain
+        return self._hashes[tokens_per_block]
