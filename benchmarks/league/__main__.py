@@ -1,0 +1,174 @@
+"""What clients get when parts of a serving system fail: `python -m benchmarks.league`.
+
+Each system answers the same requests: once undisturbed, then once per row with that row's fault in the middle. A row
+says how many requests came to their end, how many of them are as in the undisturbed run, and the longest pauses.
+
+The peers' wheels are installed by `make bench-peers`; the gateway is `pip install sglang-router` in an environment of
+its own, whose Python --gateway-python names. docs/reliability.md has the table; --raw keeps the rows as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.kills.service import running_service
+from benchmarks.league.load import (
+    KINDS,
+    Outcome,
+    Request,
+    Stream,
+    make_requests,
+    openai_stream,
+    own_stream,
+    run_round,
+)
+from benchmarks.league.systems import Fault, Peer, gateway, own_faults, vllm
+from midstream.cli.run_dir import RunDir
+from midstream.client import AsyncClient
+
+PORT = 18_400
+Row = dict[str, object]
+
+
+def main() -> int:
+    """Run the systems one after the other; fail if one of our rows is not whole."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="midstream, vllm, gateway. [midstream]")
+    parser.add_argument("--rows", default="", help="Names of rows, comma-separated. [all of a system]")
+    parser.add_argument("--requests", type=int, default=800, help="Per row. [800]")
+    parser.add_argument("--at-once", type=int, default=16, help="Requests of a round. [16]")
+    parser.add_argument("--tokens", type=int, default=96, help="Output of a request. [96]")
+    parser.add_argument("--model", default="smollm2", help="What Midstream serves. [smollm2]")
+    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="Made by bench-peers. [.venv-peers]")
+    parser.add_argument("--gateway-python", type=Path, help="Python of an environment with sglang-router.")
+    parser.add_argument("--raw", type=Path, help="JSON file to add results to.")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped too
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="midstream-league-") as logs:
+        for system in arguments.systems or ["midstream"]:
+            if system == "midstream":
+                rows += asyncio.run(run_own(arguments, Path(logs)))
+            else:
+                rows += asyncio.run(run_peer(make_peer(system, arguments, Path(logs)), arguments))
+    console = Console(width=120)
+    console.print(table_of(rows))
+    if arguments.raw:
+        earlier = json.loads(arguments.raw.read_text(encoding="utf-8")) if arguments.raw.exists() else []
+        arguments.raw.write_text(json.dumps([*earlier, *rows], indent=1), encoding="utf-8")
+    ours = [row for row in rows if row["system"] == "Midstream"]
+    return 0 if all(row["identical"] == row["requests"] for row in ours) else 1
+
+
+def make_peer(system: str, arguments: argparse.Namespace, logs: Path) -> Peer:
+    """Return a peer by its name."""
+    python, model = arguments.peers / "vllm" / "bin" / "python", arguments.peers / "models" / "bf16"
+    if system == "vllm":
+        return vllm(python, model, PORT, logs)
+    if system == "gateway" and arguments.gateway_python:
+        return gateway(python, arguments.gateway_python, model, PORT, logs)
+    raise SystemExit(f"{system}: not a system, or the gateway without --gateway-python")
+
+
+async def run_own(arguments: argparse.Namespace, logs: Path) -> list[Row]:
+    """All rows of Midstream, with two routers, detokenizers and workers."""
+    run_dir = RunDir(logs / "midstream")
+    with running_service(arguments.model, 2, 2, 2, folder=run_dir.path) as service:
+        async with AsyncClient(service.routers, unavailable_timeout_s=120) as client:
+
+            def restore() -> None:
+                while not service.is_whole():
+                    time.sleep(0.2)
+
+            setting = "midstream serve --workers 2 --routers 2 --detokenizers 2"
+            faults = own_faults(service, run_dir)
+            return await run_rows("Midstream", own_stream(client), faults, restore, arguments, [setting])
+
+
+async def run_peer(peer: Peer, arguments: argparse.Namespace) -> list[Row]:
+    """All rows of a peer."""
+    with peer.running():
+        async with AsyncOpenAI(base_url=f"{peer.door.url}/v1", api_key="none", max_retries=5) as client:
+            return await run_rows(
+                peer.name, openai_stream(client), peer.faults, peer.restore, arguments, peer.configuration
+            )
+
+
+async def run_rows(
+    system: str,
+    stream: Stream,
+    faults: dict[str, Fault],
+    restore: Callable[[], None],
+    arguments: argparse.Namespace,
+    configuration: list[str],
+) -> list[Row]:
+    """The undisturbed run, then a row for each fault."""
+    requests = make_requests(arguments.at_once, arguments.tokens)
+    print(f"{system}: undisturbed run", flush=True)
+    chosen = {name.strip() for name in arguments.rows.split(",") if name.strip()} or set(faults)
+    expected = await run_round(stream, requests, None)
+    if failed := [outcome.error for outcome in expected if outcome.error]:
+        raise RuntimeError(f"{system}, undisturbed: {failed[0]}")
+    rows = []
+    for name in ("nothing", *(name for name in faults if name in chosen)):
+        outcomes: list[Outcome] = []
+        for _ in range(max(1, arguments.requests // arguments.at_once)):
+            await asyncio.to_thread(restore)
+            outcomes += await run_round(stream, requests, faults.get(name))
+        rows.append(row_of(system, name, requests, expected, outcomes) | {"configuration": configuration})
+        print(
+            json.dumps({key: rows[-1][key] for key in ("system", "row", "requests", "complete", "identical", "gap_s")})
+        )
+    return rows
+
+
+def row_of(
+    system: str, name: str, requests: Sequence[Request], expected: Sequence[Outcome], outcomes: Sequence[Outcome]
+) -> Row:
+    """One row: counts in all and by kind, the 99th percentile of each stream's longest pause, and errors."""
+    counts = {kind: [0, 0, 0] for kind in KINDS}
+    for request, should, did in zip(itertools.cycle(requests), itertools.cycle(expected), outcomes, strict=False):
+        count = counts[request.kind]
+        count[0] += 1
+        count[1] += not did.error
+        count[2] += not did.error and did.texts == should.texts
+    pauses = sorted(
+        max((after - before for before, after in itertools.pairwise(did.arrivals)), default=0.0)
+        for did in outcomes
+        if not did.error
+    )
+    return {
+        "system": system,
+        "row": name,
+        "requests": len(outcomes),
+        "complete": sum(count[1] for count in counts.values()),
+        "identical": sum(count[2] for count in counts.values()),
+        "gap_s": round(pauses[min(len(pauses) - 1, int(len(pauses) * 0.99))], 2) if pauses else None,
+        "by_kind": counts,
+        "errors": sorted({did.error[:200] for did in outcomes if did.error}),
+    }
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """One line per row."""
+    table = Table("system", "fault", "requests", "complete", "identical", "p99 pause, s")
+    for row in rows:
+        table.add_row(*(str(row[key]) for key in ("system", "row", "requests", "complete", "identical", "gap_s")))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""One round: requests of every kind at once, a fault in the middle, and what the clients got.
+
+Midstream is asked through its own client, which resumes a stream at another router. The others are asked through
+the official OpenAI client, which repeats calls that got no answer; a stream that broke off is lost, for no API
+of theirs continues it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import openai
+from openai import AsyncOpenAI
+
+from midstream.client import AsyncClient, Guide, SamplingParams
+from midstream.errors import MidstreamError
+
+KINDS = ("plain", "n=3", "guided")
+# No output before this: lost.
+SILENCE_S = 90.0
+_REGEX = r"[a-z ]{150,400}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One greedy or seeded request of a kind."""
+
+    number: int
+    kind: str
+    prompt: str
+    max_tokens: int
+
+    @property
+    def temperature(self) -> float:
+        """Three samples of a greedy request would be one."""
+        return 0.8 if self.kind == "n=3" else 0.0
+
+
+@dataclass
+class Outcome:
+    """What a client got: the text of each output, when something came, and why it failed."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    arrivals: list[float] = field(default_factory=list)
+    error: str = ""
+
+
+# Index of the output, and its new text.
+Stream = Callable[[Request], AsyncIterator[tuple[int, str]]]
+
+
+def make_requests(count: int, max_tokens: int) -> list[Request]:
+    """Half of them plain, a quarter with three outputs, a quarter guided."""
+    kinds = ("plain", "n=3", "plain", "guided")
+    return [
+        Request(number, kinds[number % 4], f"Chapter {number + 1}. Once upon a time there were", max_tokens)
+        for number in range(count)
+    ]
+
+
+async def run_round(stream: Stream, requests: Sequence[Request], fault: Callable[[], None] | None) -> list[Outcome]:
+    """Send all at once; the fault comes when each has had some output."""
+    outcomes = [Outcome() for _ in requests]
+    asking = [
+        asyncio.create_task(_ask(stream, request, outcome)) for request, outcome in zip(requests, outcomes, strict=True)
+    ]
+    if fault is not None:
+        pairs = list(zip(outcomes, asking, strict=True))
+        while not all(outcome.arrivals[3:] or task.done() for outcome, task in pairs):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(fault)
+    await asyncio.gather(*asking)
+    return outcomes
+
+
+async def _ask(stream: Stream, request: Request, outcome: Outcome) -> None:
+    chunks = stream(request)
+    try:
+        while True:
+            async with asyncio.timeout(SILENCE_S):
+                index, text = await anext(chunks)
+            outcome.texts[index] = outcome.texts.get(index, "") + text
+            outcome.arrivals.append(time.monotonic())
+    except StopAsyncIteration:
+        pass
+    except TimeoutError:
+        outcome.error = f"nothing for {SILENCE_S:.0f} s"
+    except (MidstreamError, openai.OpenAIError, OSError, ValueError) as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+
+
+def own_stream(client: AsyncClient) -> Stream:
+    """Ask Midstream through its own client."""
+
+    async def stream(request: Request) -> AsyncIterator[tuple[int, str]]:
+        sampling = SamplingParams(
+            temperature=request.temperature,
+            seed=request.number,
+            max_tokens=request.max_tokens,
+            ignore_eos=request.kind != "guided",
+            num_return_sequences=3 if request.kind == "n=3" else 1,
+        )
+        guide = Guide(regex=_REGEX) if request.kind == "guided" else None
+        async for chunk in client.generate(request.prompt, sampling=sampling, guided=guide):
+            yield chunk.sequence_index, chunk.text
+
+    return stream
+
+
+def openai_stream(client: AsyncOpenAI) -> Stream:
+    """Ask a server over its OpenAI door."""
+
+    async def stream(request: Request) -> AsyncIterator[tuple[int, str]]:
+        is_guided = request.kind == "guided"
+        chunks = await client.completions.create(
+            model="model",
+            prompt=request.prompt,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.number,
+            n=3 if request.kind == "n=3" else 1,
+            stream=True,
+            extra_body={"structured_outputs": {"regex": _REGEX}} if is_guided else {"ignore_eos": True},
+        )
+        ended = set()
+        async for chunk in chunks:
+            for choice in chunk.choices:
+                if choice.text:
+                    yield choice.index, choice.text
+                if choice.finish_reason:
+                    ended.add(choice.index)
+        if len(ended) < (3 if request.kind == "n=3" else 1):
+            raise ValueError("the stream broke off")
+
+    return stream

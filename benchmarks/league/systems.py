@@ -1,0 +1,207 @@
+"""The systems, each as processes of this machine that can be killed, stopped, ended and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.kills.service import KilledService
+from midstream.cli.run_dir import RunDir
+
+START_TIMEOUT_S = 900.0
+STALL_S = 10.0
+_VLLM = {
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+Fault = Callable[[], None]
+
+
+@dataclass
+class Server:
+    """A server as one process tree, with /health."""
+
+    name: str
+    command: list[str]
+    port: int
+    log: Path
+    variables: dict[str, str] = field(default_factory=dict)
+    process: psutil.Popen | None = None
+
+    @property
+    def url(self) -> str:
+        """Its OpenAI door, without /v1."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it where it does not run."""
+        if self.process is None or self.process.poll() is not None:
+            with self.log.open("ab") as log:
+                self.process = psutil.Popen(
+                    self.command, stdout=log, stderr=log, env=os.environ | self.variables, start_new_session=True
+                )
+
+    def wait_until_healthy(self) -> None:
+        """Raise RuntimeError if it ends, or takes too long."""
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < give_up_at and self.process is not None and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.5)
+        raise RuntimeError(f"{self.name} is not healthy; {self.log} says why")
+
+    def tree(self) -> list[psutil.Process]:
+        """Its process, and those that it started."""
+        assert self.process is not None
+        return [self.process, *self.process.children(recursive=True)]
+
+    def core(self) -> psutil.Process:
+        """The process that computes: the child that holds the most memory, or the only process."""
+        return max(self.tree(), key=lambda process: process.memory_info().rss)
+
+    def kill_front(self) -> None:
+        """Kill the process that answers clients."""
+        self.tree()[0].kill()
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.tree()[0].terminate()
+
+    def end(self) -> None:
+        """Kill all of it."""
+        if self.process is not None:
+            for process in reversed(self.tree()):
+                if process.is_running():
+                    process.kill()
+            self.process.wait()
+
+
+class Peer:
+    """Servers behind one address.
+
+    Attributes:
+        servers: In the order in which they start.
+        faults: By the row's name.
+    """
+
+    def __init__(self, name: str, servers: list[Server], faults: dict[str, Fault], door: Server) -> None:
+        self.name, self.servers, self.faults, self.door = name, servers, faults, door
+        words = [[Path(word).name if word.startswith("/") else word for word in server.command] for server in servers]
+        self.configuration = [" ".join(command) for command in words]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Start all, and kill all in the end."""
+        try:
+            self.restore()
+            yield
+        finally:
+            for server in self.servers:
+                server.end()
+
+    def restore(self) -> None:
+        """Start what a fault ended, and wait until all are healthy."""
+        for server in self.servers:
+            server.start()
+        for server in self.servers:
+            server.wait_until_healthy()
+
+
+def vllm_server(python: Path, model: Path, port: int, cores: str, logs: Path) -> Server:
+    """vLLM's CPU build behind its OpenAI server."""
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--model", str(model), "--served-model-name", "model", "--dtype", "bfloat16"]
+    command += ["--max-model-len", "2048", "--max-num-seqs", "64"]
+    variables = {**_VLLM, "VLLM_CPU_OMP_THREADS_BIND": cores}
+    return Server(f"vllm-{port}", command, port, logs / f"vllm-{port}.log", variables)
+
+
+def vllm(python: Path, model: Path, port: int, logs: Path) -> Peer:
+    """One vLLM server: an API process and the engine core, which is the scheduler and the worker in one."""
+    server = vllm_server(python, model, port, "0-1", logs)
+    faults = {
+        "worker stands still": lambda: stand_still(server.core()),
+        "frontend killed": server.kill_front,
+        "scheduler killed": lambda: server.core().kill(),
+        "worker killed": lambda: server.core().kill(),
+    }
+    return Peer("vLLM", [server], faults, server)
+
+
+def gateway(python: Path, launcher: Path, model: Path, port: int, logs: Path) -> Peer:
+    """SGLang's model gateway in front of two vLLM servers, with its retries and health checks."""
+    workers = [vllm_server(python, model, port + 1 + number, str(number), logs) for number in range(2)]
+    command = [str(launcher), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--policy", "round_robin", "--health-check-interval-secs", "2", "--worker-startup-timeout-secs", "900"]
+    command += ["--worker-urls", *(worker.url for worker in workers)]
+    front = Server("sglang-gateway", command, port, logs / "sglang-gateway.log")
+    faults = {
+        "worker stands still": lambda: stand_still(workers[0].core()),
+        "frontend killed": front.kill_front,
+        "worker killed": lambda: workers[0].core().kill(),
+        "scale-down": workers[1].terminate,
+    }
+    return Peer("SGLang's gateway, two vLLM servers", [*workers, front], faults, front)
+
+
+def own_faults(service: KilledService, run_dir: RunDir) -> dict[str, Fault]:
+    """The faults of `midstream serve` with two of each part but the scheduler."""
+
+    def upgrade() -> None:
+        for kind in ("gpu_worker", "scheduler", "detokenizer", "router"):
+            for process in service.state().of_kind(kind):
+                psutil.Process(process.pid).terminate()
+                _wait_for_successor(service, process.name, process.pid)
+
+    def scale_down() -> None:
+        psutil.Process(run_dir_part(run_dir, "worker-1")).terminate()
+
+    return {
+        "worker stands still": lambda: stand_still(psutil.Process(run_dir_part(run_dir, "worker-0"))),
+        "frontend killed": lambda: _kill(service, "router"),
+        "scheduler killed": lambda: _kill(service, "scheduler"),
+        "worker killed": lambda: _kill(service, "gpu_worker"),
+        "detokenizer killed": lambda: _kill(service, "detokenizer"),
+        "scale-down": scale_down,
+        "rolling upgrade": upgrade,
+    }
+
+
+def stand_still(process: psutil.Process) -> None:
+    """SIGSTOP, and SIGCONT ten seconds later."""
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(STALL_S)
+    process.send_signal(signal.SIGCONT)
+
+
+def run_dir_part(run_dir: RunDir, name: str) -> int:
+    """Return the process id of a part."""
+    state = run_dir.read_state()
+    assert state is not None
+    return next(process.pid for process in state.processes if process.name == name)
+
+
+def _kill(service: KilledService, kind: str) -> None:
+    service.kill(kind)
+
+
+def _wait_for_successor(service: KilledService, name: str, pid: int) -> None:
+    give_up_at = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < give_up_at:
+        (process,) = (process for process in service.state().processes if process.name == name)
+        if process.pid not in (0, pid) and service.is_whole():
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"{name} did not come back")
