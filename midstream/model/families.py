@@ -82,6 +82,8 @@ SERVED_FAMILIES = (
     _recurrent("Qwen 3 Next", "qwen3_next", notes="gated delta nets, experts"),
     _recurrent("Mamba 2", "mamba2", notes="no attention"),
     _recurrent("Nemotron-H", "nemotron_h", notes="Mamba 2 layers, experts"),
+    _recurrent("Granite 4", "granitemoehybrid", notes="Mamba 2 layers, experts"),
+    _recurrent("Bamba", "bamba", notes="Mamba 2 layers"),
     _other("Phi-1, Phi-2", "phi"),
     _other("GPT-NeoX, Pythia", "gpt_neox"),
     _other("GPT-2", "gpt2"),

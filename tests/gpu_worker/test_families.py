@@ -45,6 +45,7 @@ LLAMA4 = {
     "head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2,
     "num_hidden_layers": 4, "attention_chunk_size": 32, "floor_scale": 16, "no_rope_layer_interval": 2,
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12}
 # By name: transformers' class, and settings of the tiny model.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -136,6 +137,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 40,
         },
     ),
+    "granite_hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA, "layer_types": ["mamba", "attention"], "num_hidden_layers": 2, "mamba_n_groups": 1,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40,
+            "embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+        },
+    ),
+    "granite_hybrid_dense": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA, "layer_types": ["mamba", "attention"], "num_hidden_layers": 2, "mamba_n_groups": 2,
+            "num_local_experts": 0, "shared_intermediate_size": 40, "position_embedding_type": "rope",
+        },
+    ),
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 2, "mamba_n_groups": 2}),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Tiny models of newer families through the service, where a worker is killed under them.
 
-The hybrid alone by default; MIDSTREAM_TEST_FAMILIES=1 runs the others too.
+The hybrid alone by default; TEST_EVERY_FAMILY=1 runs the others too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.gpu_worker.test_families import MODELS
 from tests.gpu_worker.tiny_models import SHAPE, make_tiny_model
 from tests.integration.service import Service, eventually_idle, stub_of, tokens
 
-IS_THOROUGH = bool(os.environ.get("MIDSTREAM_TEST_FAMILIES"))
-OTHERS = ("qwen2_moe", "deepseek_v3", "gpt_oss", "mamba2", "nemotron_h")
+IS_THOROUGH = bool(os.environ.get("TEST_EVERY_FAMILY"))
+OTHERS = ("qwen2_moe", "deepseek_v3", "gpt_oss", "mamba2", "nemotron_h", "granite_hybrid")
 NUM_REQUESTS, MAX_TOKENS = 6, 80
 
 

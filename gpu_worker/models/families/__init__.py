@@ -16,7 +16,7 @@ from gpu_worker.models.families.gpt_oss import GPT_OSS
 from gpu_worker.models.families.granite import GRANITE
 from gpu_worker.models.families.llama import LLAMA
 from gpu_worker.models.families.llama4 import LLAMA4
-from gpu_worker.models.families.mamba import MAMBA2, NEMOTRON_H
+from gpu_worker.models.families.mamba import BAMBA, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
 from gpu_worker.models.families.mistral import MISTRAL, MIXTRAL
 from gpu_worker.models.families.olmo import OLMO2, OLMOE
 from gpu_worker.models.families.phi3 import PHI3
@@ -26,7 +26,8 @@ from midstream.errors import ConfigError, UnsupportedError
 
 FAMILIES = (
     LLAMA, LLAMA4, QWEN, QWEN_MIXTURE, MISTRAL, MIXTRAL, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE, GLM, GLM4,
-    GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, MAMBA2, NEMOTRON_H,
+    GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, MAMBA2, NEMOTRON_H, GRANITE_HYBRID,
+    BAMBA,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 

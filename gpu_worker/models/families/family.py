@@ -34,9 +34,10 @@ class Names:
         attention_output_norm, ffn_output_norm: After attention and the feed-forward network.
         expert_gate_up, expert_down: {} is the number of the expert, unless all experts are stacked.
         experts: Whether each expert has its own tensors [outputs, inputs]; or all of them are stacked in one
-            [experts, inputs, outputs], gate before up, or gate and up in turn.
+            [experts, inputs, outputs], gate before up, or gate and up in turn; or in one [experts, outputs, inputs].
         recurrent_prefix: Before the tensors of what stands in place of attention.
-        shared_prefix: Before gate_proj, up_proj and down_proj of the shared expert.
+        shared_prefix: Before the matrices of the shared expert.
+        shared_gate_up: As `gate_up`; without a gate the last of them.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
@@ -57,10 +58,12 @@ class Names:
     ffn_output_norm: str = "post_feedforward_layernorm"
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
-    experts: Literal["separate", "stacked", "stacked_in_turn"] = "separate"
+    experts: Literal["separate", "stacked", "stacked_in_turn", "stacked_rows"] = "separate"
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
     shared_prefix: str = "mlp.shared_experts."
+    shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     recurrent_prefix: str = "linear_attn."
     latent_q: str = "self_attn.q_proj"

@@ -1,13 +1,16 @@
-"""Mamba 2, and Nemotron-H: layers that are Mamba 2, attention, a feed-forward network or experts, one thing each."""
+"""Mamba 2, and hybrids that have it in most layers: Granite 4, Bamba and Nemotron-H.
+
+A layer of Nemotron-H is one thing alone: Mamba 2, attention, a feed-forward network or experts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, LayerParts, Mamba, Mixture
-from gpu_worker.models.families.family import Family, Names, Settings, activation_of, plain
+from gpu_worker.models.families.family import Family, Names, Settings, activation_of, plain, rotary_of
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import UNLIMITED_LENGTH
 
@@ -123,5 +126,102 @@ def _read_nemotron(config: Mapping[str, Any]) -> DecoderDescription:
     )
 
 
+def _mamba_of(s: Settings) -> Mamba:
+    """Return the recurrent layers of Granite and Bamba."""
+    num_heads = s.size("mamba_n_heads", default=128)
+    size = s.size("mamba_expand", default=2) * s.size("hidden_size")
+    is_given = s.get("mamba_d_head", "auto") != "auto"
+    return Mamba(
+        num_heads=num_heads,
+        head_dim=s.size("mamba_d_head") if is_given else size // num_heads,
+        num_groups=s.size("mamba_n_groups", default=1),
+        state_dim=s.size("mamba_d_state", default=256),
+        kernel=s.size("mamba_d_conv", default=4),
+        step_limits=_limits(s),
+    )
+
+
+def _mixers(s: Settings, kinds: Sequence[object]) -> tuple[Mamba | None, ...]:
+    """Return what stands in place of attention, by the kinds of layers.
+
+    Raises:
+        UnsupportedError: A layer is neither Mamba 2 nor attention.
+    """
+    mamba, names = _mamba_of(s), [_OTHER_NAMES.get(str(kind), str(kind)) for kind in kinds]
+    unknown = sorted({*names} - {"mamba", "attention"})
+    if unknown:
+        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not supported", field="model")
+    return tuple(mamba if name == "mamba" else None for name in names)
+
+
+def _read_granite(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, num_local_experts=8, num_experts_per_tok=2)
+    num_layers = s.size("num_hidden_layers")
+    shared_size = s.size("shared_intermediate_size", default=1024)
+    experts = None
+    if s.get("num_local_experts"):
+        experts = Mixture(
+            num_experts=s.size("num_local_experts"),
+            num_active=s.size("num_experts_per_tok"),
+            expert_size=s.size("intermediate_size"),
+            scoring="softmax_of_chosen",
+            is_normalized=False,
+            shared_size=shared_size,
+        )
+    rotary = rotary_of(s, s.size("hidden_size") // s.size("num_attention_heads"))
+    return plain(
+        s,
+        intermediate_size=shared_size,
+        rotary=(rotary if s.get("position_embedding_type") == "rope" else None,) * num_layers,
+        recurrent=_mixers(s, s.layers("layer_types") or s.layers("layers_block_type") or ["mamba"] * num_layers),
+        mixtures=(experts,) * num_layers,
+        embedding_scale=s.number("embedding_multiplier", 1.0),
+        scale=s.number("attention_multiplier", 1.0),
+        residual_scale=s.number("residual_multiplier", 1.0),
+        logits_scale=1.0 / s.number("logits_scaling", 1.0),
+    )
+
+
+def _read_bamba(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, rms_norm_eps=1e-5)
+    num_layers, with_attention = s.size("num_hidden_layers"), s.get("attn_layer_indices", [])
+    kinds = ["attention" if i in with_attention else "mamba" for i in range(num_layers)]
+    head_dim = s.size("hidden_size") // s.size("num_attention_heads")
+    return plain(
+        s,
+        rotary=(rotary_of(s, head_dim, part=0.5),) * num_layers,
+        recurrent=_mixers(s, kinds),
+    )
+
+
 MAMBA2 = Family(title="Mamba 2", types=("mamba2",), read=_read, names=_NAMES)
 NEMOTRON_H = Family(title="Nemotron-H", types=("nemotron_h",), read=_read_nemotron, names=_NAMES)
+GRANITE_HYBRID = Family(
+    title="Granite 4",
+    types=("granitemoehybrid",),
+    read=_read_granite,
+    names=Names(
+        gate_up=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        router="block_sparse_moe.router.layer",
+        experts="stacked_rows",
+        expert_gate_up=("block_sparse_moe.input_linear.weight",),
+        expert_down="block_sparse_moe.output_linear.weight",
+        shared_prefix="shared_mlp.",
+        shared_gate_up=("input_linear",),
+        shared_down="output_linear",
+        recurrent_prefix="mamba.",
+    ),
+)
+BAMBA = Family(
+    title="Bamba",
+    types=("bamba",),
+    read=_read_bamba,
+    names=Names(
+        final_norm="model.final_layernorm",
+        ffn_norm="pre_ff_layernorm",
+        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        recurrent_prefix="mamba.",
+    ),
+)

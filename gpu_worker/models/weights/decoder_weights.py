@@ -157,8 +157,10 @@ class DecoderWeights:
         shared = None
         if mixture.shared_size:
             own = names.shared_prefix
-            gate_up = (own + "gate_proj", own + "up_proj") if d.has_gated_ffn else (own + "up_proj",)
-            shared = self._feed_forward(prefix, gate_up, own + "down_proj", mixture.shared_size)
+            gate_up = names.shared_gate_up if d.has_gated_ffn else names.shared_gate_up[-1:]
+            shared = self._feed_forward(
+                prefix, [own + name for name in gate_up], own + names.shared_down, mixture.shared_size
+            )
         router = prefix + names.router
         bias = self._vector(router + ".bias", mixture.num_experts) if self._has(router + ".bias") else None
         correction = None
@@ -203,8 +205,8 @@ class DecoderWeights:
     ) -> Iterator[tuple[Weight, Tensor | None]]:
         """Yield the matrix and the bias of each expert.
 
-        They lie in one tensor [experts, columns, rows], or in MXFP4 as gpt-oss stores it: codes
-        [experts, rows, groups, 16], two in a byte, and exponents [experts, rows, groups].
+        They lie in one tensor [experts, columns, rows] or [experts, rows, columns], or in MXFP4 as gpt-oss stores it:
+        codes [experts, rows, groups, 16], two in a byte, and exponents [experts, rows, groups].
         """
         biases: list[Tensor | None] = [None] * num_experts
         if self._has(name + "_bias"):
@@ -217,9 +219,12 @@ class DecoderWeights:
                 levels = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
                 yield mxfp4_weight(levels, exponents[number]), bias
             return
-        values = self._vector_of(name, (num_experts, num_columns, num_rows))
+        if self._names.experts == "stacked_rows":
+            values = self._vector_of(name, (num_experts, num_rows, num_columns))
+        else:
+            values = self._vector_of(name, (num_experts, num_columns, num_rows)).transpose(1, 2)
         for value, bias in zip(values, biases, strict=True):
-            yield self._float_weight(value.t().contiguous()), bias
+            yield self._float_weight(value.contiguous()), bias
 
     def _raw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of bytes, of this shape."""
