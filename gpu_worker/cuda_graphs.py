@@ -229,7 +229,8 @@ class GraphDecoder:
         values[start:] = inputs.block_tables.numpy().reshape(-1)
         self._pinned.send(buffer, self._arena[:used])
         # Entries past a row's last block are never read.
-        self._tables[:num_rows, :num_blocks] = self._arena[start:used].view(num_rows, num_blocks)
+        tables = self._arena[start:used].view(num_rows, num_blocks)
+        self._tables[:num_rows, :num_blocks].copy_(tables, non_blocking=True)
 
     def _send_all(self, inputs: ForwardInputs) -> ForwardInputs:
         others = ("adapters", "virtual", "adapter_slots")

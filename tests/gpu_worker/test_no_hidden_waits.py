@@ -1,0 +1,114 @@
+"""What is recorded as a CUDA graph, and what samples behind it, neither reads the device nor mixes devices.
+
+Tensors of the `meta` device stand in for a GPU's: they have no values, so anything that would read one (`item`,
+`tolist`, `nonzero`, a condition) raises, and so does an operation that takes them together with a CPU's.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import NewSequence, SamplingParams
+from gpu_worker.cuda_graphs import GraphDecoder
+from gpu_worker.kv.cache import KvCache
+from gpu_worker.models.decoder import TorchDecoder
+from gpu_worker.models.families import describe
+from gpu_worker.models.weights.decoder_weights import DecoderWeights
+from gpu_worker.sampling.sampler import Sampler
+from kernels import dispatch
+from midstream.model.folder import open_model_folder
+from tests.gpu_worker.test_families import MODELS
+from tests.gpu_worker.tiny_models import ints, make_tiny_model
+
+META = torch.device("meta")
+# One for each kind of layer: grouped queries, experts, soft caps and windows, sinks, chunks, norms of whole rows.
+NAMES = ["llama", "qwen3_moe", "gemma2", "gpt_oss", "llama4_text", "olmo2"]
+
+
+def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses tensors of the CPU, which a kernel could not read."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+        assert all(tensor.device == META for tensor in tensors), [tensor.device for tensor in tensors]
+        return run(*args, **{key: value for key, value in kwargs.items() if key != "is_batch_invariant"})
+
+    return checked
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Tensor:
+    return q.new_empty(*q.shape[:-1], values.shape[-1])
+
+
+def group(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None, *, num_repeats: int) -> Tensor:
+    assert len(x) * num_repeats == len(experts)
+    return x.new_empty(len(experts), weight.shape[1])
+
+
+@pytest.fixture(autouse=True)
+def kernels_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that only tell the shapes of their results, in place of Triton's."""
+    references = vars(dispatch)
+    made: dict[str, Callable[..., Any]] = {
+        "rms_norm": references["torch_rms_norm"],
+        "add_rms_norm": references["torch_add_rms_norm"],
+        "apply_rotary": references["torch_apply_rotary"],
+        "activate": references["torch_activate"],
+        "linear": references["torch_linear"],
+        "store_kv": lambda *args, **kwargs: None,
+        "add_lora": lambda *args: None,
+        "paged_attention": attend,
+        "grouped_linear": group,
+        "sample": lambda logits, *args, **kwargs: logits.new_empty(len(logits), dtype=torch.int32),
+    }
+    monkeypatch.setattr(dispatch, "triton", types.SimpleNamespace(**{k: on_device(v) for k, v in made.items()}), False)
+    monkeypatch.setattr(dispatch, "_takes_triton", lambda x: x.device == META)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str) -> None:
+    family, settings = MODELS[name]
+    make_tiny_model(tmp_path, family, **settings)
+    folder = open_model_folder(str(tmp_path))
+    description = describe(folder.config, 0)
+    decoder = TorchDecoder(description, DecoderWeights(folder, description, "bf16"), torch.bfloat16, META)
+    decoder.reserve_adapters(1 << 16, 8)
+    num_recorded = 0
+
+    def record(run: Callable[[], object]) -> Callable[[], None]:
+        nonlocal num_recorded
+        num_recorded += 1
+        run()
+        return lambda: None
+
+    graphs = GraphDecoder(
+        decoder,
+        META,
+        max_batch_size=4,
+        max_num_tokens=64,
+        max_blocks=4,
+        make_recorder=lambda: record,
+        takes_adapters=True,
+    )
+    graphs.use_cache(KvCache(description, 16, 16, torch.bfloat16, META))
+    graphs.capture()
+    assert num_recorded == 6
+
+
+def test_plain_sampling_reads_nothing_from_the_device() -> None:
+    params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=4, top_p=0.5, min_p=0.1)]
+    rows = Rows(3, 64, 16, 64, 50)
+    for row, sampling in enumerate(params):
+        rows.add(NewSequence(row=row, token_ids=ints([1, 2]), num_prompt_tokens=2, sampling=sampling))
+    chosen = Sampler(rows).choose(torch.empty(3, 50, device=META), np.arange(3, dtype=np.int32))
+    assert chosen.device == META
+    assert chosen.shape == (3,)
