@@ -1,3 +1,3 @@
-"""Midstream: LLM inference over gRPC in which any part may die mid-stream and no token is lost."""
+"""Midstream: LLM inference over gRPC that loses no token when any part dies mid-stream."""
 
 __version__ = "0.1.0"

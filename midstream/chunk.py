@@ -1,4 +1,4 @@
-"""A piece of one sequence's output, as sent by detokenizers, relayed by routers and seen by clients."""
+"""A piece of one sequence's output, sent by detokenizers and relayed by routers to clients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PerfMetrics:
-    """When things happened to a request, nanoseconds since the Unix epoch (0: did not happen), and how often."""
+    """Times of a request's events, nanoseconds since the Unix epoch (0: did not happen), and counters."""
 
     arrival_unix_ns: int = 0
     first_scheduled_unix_ns: int = 0
@@ -69,12 +69,12 @@ class Chunk:
     """Consecutive tokens of one sequence and the text that they complete.
 
     Attributes:
-        sequence_index: Which sequence of the request.
+        sequence_index: Index of the sequence in the request.
         token_offset: Index of token_ids[0] in the sequence's output.
         token_ids: The tokens; may be empty in a final chunk. A list is the chunk's own: `append` extends it.
-        text: New text. It depends on the tokens alone, not on how they were cut into chunks.
-        is_sequence_final: Nothing more follows for this sequence.
-        is_final: Nothing more follows for the request.
+        text: New text. It depends only on the tokens, not on how they were divided into chunks.
+        is_sequence_final: Whether this is the sequence's last chunk.
+        is_final: Whether this is the request's last chunk.
         finish_reason: Set on a sequence's final chunk.
         matched_stop: The stop word, or the id of the stop token, that ended the sequence.
         usage: Set on the final chunk.
@@ -135,7 +135,7 @@ class Chunk:
             self.perf_metrics, self.error = later.perf_metrics, later.error
 
     def cut(self, max_tensor_bytes: int) -> tuple[Chunk, Chunk | None]:
-        """Split off what exceeds so many bytes of tensors; return both chunks, of which the second is the final one."""
+        """Split so that the first chunk has at most `max_tensor_bytes` of tensors; the second one is final."""
         if self.extras is None or len(self.extras.tensors) < 2:
             return self, None
         extras, rest = self.extras.cut(max_tensor_bytes)
@@ -145,7 +145,7 @@ class Chunk:
         return first, replace(self, token_offset=self.next_offset, token_ids=(), text="", extras=rest)
 
     def pieces(self, max_tensor_bytes: int) -> Iterator[Chunk]:
-        """Return the chunk as messages with at most so many bytes of tensors each."""
+        """Return the chunk as messages with a limited size of tensors each."""
         rest: Chunk | None = self
         while rest is not None:
             piece, rest = rest.cut(max_tensor_bytes)
@@ -158,7 +158,7 @@ class Chunk:
         return response
 
     def fill(self, response: pb.GenerateResponse) -> None:
-        """Set the fields of an empty message in place, at a third of the cost of a copy."""
+        """Set the fields of an empty message in place; three times as fast as a copy."""
         if self.sequence_index:
             response.sequence_index = self.sequence_index
         response.token_offset = self.token_offset
@@ -215,7 +215,7 @@ class Chunk:
 
 
 class SequenceEnds:
-    """Sequences of a stream whose end was already sent: it is sent again after an attach or resume behind it."""
+    """The sequences of a stream whose end was already sent. Ends are repeated after an attach or resume past them."""
 
     __slots__ = ("_shown",)
 
@@ -223,9 +223,8 @@ class SequenceEnds:
         self._shown: set[int] = set()
 
     def repeats(self, chunk: Chunk) -> bool:
-        """Return whether a chunk only repeats an end that was already sent.
-
-        One that also ends the request is no repetition, but its already sent text is removed.
+        """Return whether a chunk only repeats an end that was already sent. If it also ends the request it is not a
+        repetition, but text already sent is removed.
         """
         if chunk.sequence_index in self._shown:
             if not chunk.token_ids:

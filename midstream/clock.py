@@ -6,26 +6,25 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Reading two clocks takes a moment, and the wall clock is slewed: less is no jump.
+# Reading two clocks takes time, and the wall clock is slewed; smaller differences are not jumps.
 _TOLERANCE_NS = 1_000_000
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SteadyClock:
-    """Unix time as of the clock's making, counted on by the monotonic clock.
-
-    It differs from the wall clock by what that one has jumped since. Safe to read from any thread.
+    """A clock that starts at Unix time and advances with the monotonic clock. It differs from the wall clock by the
+    latter's jumps since then. Thread-safe.
     """
 
     def __init__(
         self, wall_ns: Callable[[], int] | None = None, monotonic_ns: Callable[[], int] | None = None, boot_id: str = ""
     ) -> None:
-        """Start at the present.
+        """Start at the current time.
 
         Args:
             wall_ns: Unix nanoseconds; default: the system's.
             monotonic_ns: Nanoseconds since some time; default: the system's.
-            boot_id: Tells where and since when `monotonic_ns` counts; default: the system's.
+            boot_id: Identifies the machine and boot for which `monotonic_ns` is valid; default: the system's.
         """
         self._wall_ns = wall_ns or time.time_ns
         self._monotonic_ns = monotonic_ns or time.monotonic_ns
@@ -64,4 +63,4 @@ def _boot_id() -> str:
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
-        return ""  # not Linux: then nothing is known to share the monotonic clock
+        return ""  # not Linux: no other process is known to share the monotonic clock

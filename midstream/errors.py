@@ -41,7 +41,7 @@ class MidstreamError(Exception):
         self.field = field
 
     def to_proto(self) -> pb.ErrorInfo:
-        """Return the error as it crosses the wire."""
+        """Return the error as a message."""
         from protos import generation_pb2 as pb
 
         return pb.ErrorInfo(code=self.code.value, message=self.message, field=self.field)
@@ -64,7 +64,7 @@ class NotFoundError(MidstreamError):
 
 
 class AlreadyExistsError(MidstreamError):
-    """The request id is taken by a request with other contents."""
+    """The request id is in use by a request with different contents."""
 
     code = StatusCode.ALREADY_EXISTS
 
@@ -84,7 +84,7 @@ class OverloadedError(MidstreamError):
 
 
 class UnavailableError(MidstreamError):
-    """No worker, scheduler or detokenizer can take the request now; trying again may work."""
+    """No worker, scheduler or detokenizer can accept the request now; retrying may succeed."""
 
     code = StatusCode.UNAVAILABLE
 
@@ -120,7 +120,7 @@ class PermissionDeniedError(MidstreamError):
 
 
 class ExecutionError(MidstreamError):
-    """A request failed while it ran."""
+    """A request failed during execution."""
 
 
 _LEAVES: tuple[type[MidstreamError], ...] = (
@@ -140,10 +140,10 @@ _BY_CODE: dict[int, type[MidstreamError]] = {leaf.code.value: leaf for leaf in _
 
 
 def from_status(code: int, message: str, field: str = "") -> MidstreamError:
-    """Return the error that a gRPC status number stands for; an unknown number is an ExecutionError."""
+    """Return the error for a gRPC status number; ExecutionError for unknown ones."""
     return _BY_CODE.get(code, ExecutionError)(message, field=field)
 
 
 def from_proto(info: pb.ErrorInfo) -> MidstreamError:
-    """Return the error that `info` carries."""
+    """Convert a message to an error."""
     return from_status(info.code, info.message, info.field)

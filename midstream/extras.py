@@ -1,7 +1,7 @@
-"""What some requests ask for beside tokens and text: log probabilities and tensors.
+"""Outputs in addition to tokens and text: log probabilities and tensors.
 
-A tensor is sent in pieces. A piece says where its bytes lie in the whole, so pieces may come again, after a part of the
-service was lost, and each reader drops what it has.
+A tensor is sent in pieces. A piece carries its byte offset in the whole tensor, so pieces may be repeated after the
+loss of a part of the service, and readers drop those they have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from protos import scheduler_pb2
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log probabilities of consecutive tokens: row i belongs to token i and has `top_k` likeliest entries."""
+    """Log probabilities of consecutive tokens: row i is for token i and has the `top_k` likeliest entries."""
 
     token_log_probs: tuple[float, ...]
     top_k: int
@@ -45,7 +45,7 @@ class LogProbs:
         )
 
     def without(self, num_rows: int) -> LogProbs:
-        """Without the first rows."""
+        """Return this without the first rows."""
         first = num_rows * self.top_k
         return LogProbs(
             self.token_log_probs[num_rows:],
@@ -56,7 +56,7 @@ class LogProbs:
         )
 
     def first(self, num_rows: int) -> LogProbs:
-        """Return the first rows alone."""
+        """Return only the first rows."""
         last = num_rows * self.top_k
         return LogProbs(
             self.token_log_probs[:num_rows],
@@ -76,7 +76,7 @@ class LogProbs:
         )
 
 
-# Names of tensors with a row for each prompt token begin with it; all others have a row for each output token.
+# Prefix of tensors with a row for each prompt token; others have a row for each output token.
 CONTEXT = "context_"
 
 
@@ -86,9 +86,9 @@ class Tensor:
 
     Attributes:
         dtype: A name such as `float32`.
-        shape: Of this piece; pieces follow one another along the first axis.
-        data_offset: Where `data` begins in the whole, in bytes.
-        is_last: The tensor ends with it; what grows with each token ends with its sequence instead.
+        shape: Shape of this piece; pieces are consecutive along the first axis.
+        data_offset: Byte offset of `data` in the whole tensor.
+        is_last: Whether this is the last piece; never set for tensors that grow with each token.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Tensor:
         return Tensor(message.name, dtype, shape, message.data, message.data_offset, message.is_last)
 
     def before(self, num_rows: int) -> Tensor | None:
-        """Return what of the piece lies in the tensor's first `num_rows` rows; None where nothing does."""
+        """Return the part of the piece within the tensor's first `num_rows` rows; None if there is none."""
         row_bytes = len(self.data) // self.shape[0]
         count = num_rows - self.data_offset // row_bytes
         if count >= self.shape[0]:
@@ -129,7 +129,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What only some requests ask for beside tokens and text."""
+    """Additional outputs of a chunk."""
 
     log_probs: LogProbs | None = None
     prompt_log_probs: LogProbs | None = None
@@ -137,17 +137,17 @@ class Extras:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes without tensors, whose bytes are limited by request."""
+        """Approximate size in memory without tensors, whose bytes are limited per request."""
         rows = [item for item in (self.log_probs, self.prompt_log_probs) if item is not None]
         return sum(64 + 16 * (len(item.token_log_probs) + len(item.top_log_probs)) for item in rows)
 
     @property
     def num_tensor_bytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Total bytes of the tensors."""
         return sum(len(tensor.data) for tensor in self.tensors)
 
     def cut(self, max_tensor_bytes: int) -> tuple[Extras, Extras | None]:
-        """Return everything but the tensors' pieces beyond `max_tensor_bytes`, at least one piece; and those."""
+        """Split into extras with at most `max_tensor_bytes` of tensors, but at least one piece, and the rest."""
         num_bytes = 0
         for count, tensor in enumerate(self.tensors):
             num_bytes += len(tensor.data)
@@ -177,13 +177,13 @@ def extras_from_proto(message: pb.GenerateResponse | scheduler_pb2.FeedOutputs) 
 
 
 class TensorCursor:
-    """How much a reader has of each tensor of one sequence."""
+    """A reader's progress in each tensor of one sequence."""
 
     def __init__(self) -> None:
         self._ends: dict[str, int] = {}
 
     def new(self, extras: Extras) -> Extras | None:
-        """Return what the reader does not have yet; None where that is nothing."""
+        """Return what the reader does not have yet; None if it has everything."""
         if not extras.tensors:
             return extras
         kept = []
@@ -196,7 +196,7 @@ class TensorCursor:
 
 
 def join_tensors(pieces: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Whole tensors by name, of consecutive pieces."""
+    """Assembles whole tensors, by name, from consecutive pieces."""
     by_name: dict[str, list[Tensor]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
@@ -215,7 +215,7 @@ _VALUE_BYTES = 4
 
 
 def tensor_bytes(request: pb.GenerateRequest, num_prompt_tokens: int, vocab_size: int, hidden_size: int) -> int:
-    """Return bytes of all tensors that a request asks for, when each sequence has its max_tokens."""
+    """Return the maximum bytes of all tensors that a request asks for, with max_tokens in each sequence."""
     output = request.output
     num_output_tokens = request.max_tokens * max(request.sampling.num_return_sequences, request.sampling.beam_width, 1)
     num_values = output.return_context_logits * num_prompt_tokens * vocab_size

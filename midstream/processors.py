@@ -1,4 +1,4 @@
-"""How many threads of computation this machine can run for this process without their getting in each other's way."""
+"""Determine how many compute threads this process can run without contention."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _ROOT = Path("/")
 def num_compute_threads(root: Path = _ROOT, cpus: Collection[int] | None = None) -> int:
     """Return the number of cores that affinity and the cgroup's quota leave to this process, at least 1.
 
-    Threads of one core share its arithmetic units, so a core counts once. Slow cores of a hybrid processor count too:
-    the kernels hand out work piece by piece.
+    Threads of one core share its arithmetic units, so a core counts once. Slow cores of a hybrid processor count too,
+    since the kernels distribute work dynamically.
 
     Args:
-        root: Where /proc and /sys are looked for.
+        root: Directory that contains /proc and /sys.
         cpus: Logical processors it may run on; None: as the affinity says.
     """
     allowed = os.sched_getaffinity(0) if cpus is None else cpus
@@ -34,13 +34,13 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Processors that this process's cgroups and those around them allow, in processors."""
+    """Return the processors that this process's cgroup and its ancestors allow."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        # In a container the path may be the host's, and its own group is what is mounted.
+        # In a container the path may be the host's, while its own group is mounted.
         folder = mount / path.strip("/")
         for group in {mount, folder, *(it for it in folder.parents if mount in it.parents)}:
             text = _read(group / "cpu.max") if not controllers else _quota_of_version_1(group)

@@ -1,7 +1,7 @@
-"""How this project starts Python processes: without the working folder on their path.
+"""Start Python processes without the working folder on their path.
 
 `python -m` imports from the working folder first, so that a user's `scheduler.py`, `protos/` or `logging.py` would be
-executed in place of ours or of the standard library's.
+executed instead of ours or the standard library's.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def python_environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `base` with a path on which our packages come first and the working folder does not come.
+    """Return `base` with a PYTHONPATH that puts our packages first and excludes the working folder.
 
     Absolute entries of PYTHONPATH stay, for plugins. Relative and empty ones mean the working folder and are removed.
-    PYTHONSAFEPATH keeps the processes that ours start in turn from adding it again.
+    PYTHONSAFEPATH keeps their child processes from adding it again.
     """
     entries = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if Path(entry).is_absolute()]
     root = str(_ROOT)
-    # An installed package is found without an entry, and site-packages ahead of the standard library may hide its
-    # modules; behind other entries it needs one.
+    # An installed package needs no entry, and site-packages before the standard library could shadow its modules; but
+    # after other entries it needs one.
     if entries or root not in (*site.getsitepackages(), site.getusersitepackages()):
         entries.insert(0, root)
     environment = {**base, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(entries))}

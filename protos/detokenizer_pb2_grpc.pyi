@@ -24,7 +24,7 @@ class DetokenizerStub:
         protos.detokenizer_pb2.StreamCommand,
         protos.detokenizer_pb2.StreamBatch,
     ]
-    """One stream per router: it attaches and detaches requests, and their text comes back in batches."""
+    """One stream per router: the router attaches and detaches requests and receives their text in batches."""
 
     OpenStream: grpc.UnaryUnaryMultiCallable[
         protos.frames_pb2.OpenFramesRequest,
@@ -37,7 +37,7 @@ class DetokenizerAsyncStub:
         protos.detokenizer_pb2.StreamCommand,
         protos.detokenizer_pb2.StreamBatch,
     ]
-    """One stream per router: it attaches and detaches requests, and their text comes back in batches."""
+    """One stream per router: the router attaches and detaches requests and receives their text in batches."""
 
     OpenStream: grpc.aio.UnaryUnaryMultiCallable[
         protos.frames_pb2.OpenFramesRequest,
@@ -52,7 +52,7 @@ class DetokenizerServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[protos.detokenizer_pb2.StreamCommand],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.detokenizer_pb2.StreamBatch], collections.abc.AsyncIterator[protos.detokenizer_pb2.StreamBatch]]:
-        """One stream per router: it attaches and detaches requests, and their text comes back in batches."""
+        """One stream per router: the router attaches and detaches requests and receives their text in batches."""
 
     @abc.abstractmethod
     def OpenStream(

@@ -15,7 +15,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class JournalRequest(google.protobuf.message.Message):
-    """A request as it was accepted. `number` (its key beside it) counts requests in the order of acceptance."""
+    """A request as it was accepted. `number` (also its key) counts requests in the order of acceptance."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -30,9 +30,9 @@ class JournalRequest(google.protobuf.message.Message):
     deadline_unix_ns: builtins.int
     accepted_unix_ns: builtins.int
     model_fingerprint: builtins.str
-    """Of the model that it runs on: another model cannot go on with its tokens."""
+    """Of the model that it runs on: another model cannot continue from its tokens."""
     deadline_monotonic_ns: builtins.int
-    """The deadline by the monotonic clock of that boot of that machine: there it holds whatever the wall clock did since."""
+    """The deadline by the monotonic clock of this boot of this machine, where it is independent of the wall clock."""
     boot_id: builtins.str
     def __init__(
         self,
@@ -55,14 +55,14 @@ global___JournalRequest = JournalRequest
 
 @typing.final
 class KeptRequest(google.protobuf.message.Message):
-    """A request that has ended and is kept for long, as a document. Both parts are sealed as in the journal."""
+    """An ended request that is kept as a document (keep_s). Both parts are sealed as in the journal."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: builtins.int
     OUTPUT_FIELD_NUMBER: builtins.int
     request: builtins.bytes
-    """A JournalRequest, and a JournalCommit of its output alone."""
+    """A JournalRequest, and a JournalCommit with only its output."""
     output: builtins.bytes
     def __init__(
         self,
@@ -76,9 +76,8 @@ global___KeptRequest = KeptRequest
 
 @typing.final
 class JournalCommit(google.protobuf.message.Message):
-    """What changed since the commit before, for all requests, as parallel arrays: run i is num_tokens[i] tokens of
-    sequence_indices[i] of requests[i], and follows what that sequence had. Empty sequence_indices: all 0. Empty
-    num_tokens: all 1.
+    """Changes since the previous commit, for all requests, as parallel arrays: run i appends num_tokens[i] tokens to
+    sequence sequence_indices[i] of requests[i]. Empty sequence_indices: all 0. Empty num_tokens: all 1.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -125,8 +124,8 @@ global___JournalCommit = JournalCommit
 
 @typing.final
 class JournalBeamStep(google.protobuf.message.Message):
-    """One step of a beam search: its state follows from its steps in order. Entry i extends the beam parents[i] (its rank after
-    the step before) by a token; in the order of their scores, those that go on and those that end.
+    """One step of a beam search, whose state follows from its steps in order. Entry i extends the beam parents[i] (its rank
+    after the previous step) by a token; ordered by score, both continuing and ended beams.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -147,7 +146,7 @@ class JournalBeamStep(google.protobuf.message.Message):
     def log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
     @property
     def token_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Rank of each token among all that could follow its parent, from 1."""
+        """Rank of each token among its parent's possible next tokens, from 1."""
 
     @property
     def report_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -172,7 +171,7 @@ global___JournalBeamStep = JournalBeamStep
 
 @typing.final
 class JournalOutput(google.protobuf.message.Message):
-    """Extra output of a worker beside the token at token_offset: a serialized RowOutputs."""
+    """Additional output of a worker for the token at token_offset: a serialized RowOutputs."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -292,7 +291,7 @@ class JournalFinish(google.protobuf.message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     request: builtins.int
     arrival_ns: builtins.int
-    """Unix nanoseconds; 0 is "did not happen"."""
+    """Unix nanoseconds; 0: did not happen."""
     queued_ns: builtins.int
     first_scheduled_ns: builtins.int
     first_token_ns: builtins.int
@@ -331,12 +330,13 @@ global___JournalFinish = JournalFinish
 
 @typing.final
 class JournalSegment(google.protobuf.message.Message):
-    """The journal of kind `log` is a folder of segments: files that are only appended to. A segment is a run of frames; the first frame
-    holds a JournalSegment, every other one a JournalTransaction, or nothing: an empty frame only proves that what is before it was synced.
+    """The journal of kind `log` is a folder of segments: files that are only appended to. A segment is a sequence of
+    frames; the first holds a JournalSegment, each other one a JournalTransaction or nothing: an empty frame only proves
+    that everything before it was synced.
 
     A frame is, in little-endian order: the four bytes "MSJL"; the payload's length (uint32); the frame's sequence number (uint64), one more
     than that of the frame before it, also across segments; the CRC-32 of length, sequence number and payload (uint32); the payload.
-    Behind the last frame a segment has nothing but zeros.
+    After its last frame a segment contains only zeros.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -348,15 +348,15 @@ class JournalSegment(google.protobuf.message.Message):
     ADAPTERS_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
     version: builtins.int
-    """Of the format of segments; 1."""
+    """Version of the segment format; 1."""
     number: builtins.int
     """Position in the log; also the file's name. Segments are deleted from the oldest on, once no later frame builds on them."""
     scheduler_epoch: builtins.int
-    """Of the scheduler that writes it."""
+    """Of the scheduler that wrote it."""
     previous_bytes: builtins.int
-    """Length of the segment before. What that one has behind it was never committed."""
+    """Length of the previous segment. Anything after that was never committed."""
     num_bytes: builtins.int
-    """Size of the file as it was made: a shorter one was truncated."""
+    """Initial size of the file: a shorter file was truncated."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalAdapterRow]:
         """All adapters, as of its beginning."""
@@ -377,7 +377,7 @@ global___JournalSegment = JournalSegment
 
 @typing.final
 class JournalTransaction(google.protobuf.message.Message):
-    """What is committed at once. It is applied in the order of the fields."""
+    """One commit. It is applied in the order of the fields."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -387,22 +387,22 @@ class JournalTransaction(google.protobuf.message.Message):
     FORGOTTEN_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     commit: builtins.bytes
-    """A sealed JournalCommit; sealed is: behind its CRC-32 (four bytes, little-endian)."""
+    """A sealed JournalCommit; sealed means prefixed by its CRC-32 (four bytes, little-endian)."""
     @property
     def accepted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalRow]:
         """Requests that were accepted; `output` is unset."""
 
     @property
     def rewritten(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalRow]:
-        """Requests as they stand now, in place of all that the log says of them so far."""
+        """The current state of requests, replacing all earlier records of them."""
 
     @property
     def forgotten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Numbers of requests that are kept no more."""
+        """Numbers of requests that were deleted."""
 
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalAdapterRow]:
-        """Adapters that were loaded, or, without a record, unloaded."""
+        """Adapters that were loaded or, if there is no record, unloaded."""
 
     def __init__(
         self,
@@ -428,7 +428,7 @@ class JournalRow(google.protobuf.message.Message):
     request: builtins.bytes
     """A sealed JournalRequest."""
     output: builtins.bytes
-    """A sealed JournalCommit of that request alone."""
+    """A sealed JournalCommit of only that request."""
     def __init__(
         self,
         *,

@@ -28,15 +28,15 @@ class LedgerEntry(google.protobuf.message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """As the scheduler knows it: an authenticated client's has a suffix of its own."""
+    """As known to the scheduler: an authenticated client's id has a unique suffix."""
     client_id: builtins.str
     model: builtins.str
     lora: builtins.str
-    """The adapter, where there was one."""
+    """The adapter, if any."""
     arrival_unix_ns: builtins.int
     finished_unix_ns: builtins.int
     prompt_tokens: builtins.int
-    """As in the final response's usage: what was delivered to whoever read it to its end."""
+    """As in the final response's usage."""
     cached_tokens: builtins.int
     completion_tokens: builtins.int
     finish_reason: protos.generation_pb2.FinishReason.ValueType
@@ -61,7 +61,7 @@ global___LedgerEntry = LedgerEntry
 
 @typing.final
 class LedgerPage(google.protobuf.message.Message):
-    """Entries that were written at once, as they are stored."""
+    """A stored batch of entries."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -83,7 +83,7 @@ class GetLedgerRequest(google.protobuf.message.Message):
 
     AFTER_FIELD_NUMBER: builtins.int
     after: builtins.str
-    """The `next_after` of the answer before; empty: from the beginning."""
+    """`next_after` of the previous response; empty: from the beginning."""
     def __init__(
         self,
         *,
@@ -100,7 +100,7 @@ class GetLedgerResponse(google.protobuf.message.Message):
     ENTRIES_FIELD_NUMBER: builtins.int
     NEXT_AFTER_FIELD_NUMBER: builtins.int
     next_after: builtins.str
-    """Where to go on; empty when there is nothing more by now."""
+    """Where to continue; empty if there are no more entries yet."""
     @property
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LedgerEntry]: ...
     def __init__(

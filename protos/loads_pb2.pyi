@@ -20,8 +20,8 @@ class AbortRequest(google.protobuf.message.Message):
     ONLY_IF_UNREAD_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     only_if_unread: builtins.bool
-    """To a scheduler: only while nobody reads the request's output, or did until a detokenizer or scheduler was lost, because
-    its client may be back elsewhere.
+    """For schedulers: abort only if nobody reads the request's output or its reader lost a detokenizer or scheduler,
+    because the client may have resumed elsewhere.
     """
     def __init__(
         self,
@@ -39,7 +39,7 @@ class AbortResponse(google.protobuf.message.Message):
 
     WAS_RUNNING_FIELD_NUMBER: builtins.int
     was_running: builtins.bool
-    """False: the request had ended already."""
+    """False: the request had already ended."""
     def __init__(
         self,
         *,
@@ -95,7 +95,7 @@ class ModelInfo(google.protobuf.message.Message):
     def end_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Optional features that the workers have, for example `lora`, `guided_decoding`."""
+        """Optional features of the workers, for example `lora`, `guided_decoding`."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class ServerInfo(google.protobuf.message.Message):
     batching_type: builtins.str
     journal: builtins.str
     router_id: builtins.str
-    """Which router answered; empty from a scheduler."""
+    """The router that responded; empty from a scheduler."""
     @property
     def worker_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerGroupInfo]: ...
     @property
@@ -282,7 +282,7 @@ class CellLoad(google.protobuf.message.Message):
     num_blocks: builtins.int
     num_free_blocks: builtins.int
     num_queued_tokens: builtins.int
-    """Prompt tokens that wait for their context phase."""
+    """Prompt tokens waiting for their context phase."""
     def __init__(
         self,
         *,
@@ -301,8 +301,8 @@ global___CellLoad = CellLoad
 
 @typing.final
 class LoadLoraRequest(google.protobuf.message.Message):
-    """Loads an adapter: LoRA, or prompt tuning. The same name and path again change nothing; a name that is taken by
-    another path is ALREADY_EXISTS. INVALID_ARGUMENT names the file and tensor that do not fit the model.
+    """Loads an adapter: LoRA, or prompt tuning. Repeating a name and path changes nothing; a name in use for another path
+    is ALREADY_EXISTS. INVALID_ARGUMENT names the file and tensor that do not fit the model.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -342,7 +342,7 @@ global___LoadLoraResponse = LoadLoraResponse
 
 @typing.final
 class UnloadLoraRequest(google.protobuf.message.Message):
-    """New requests can no longer name it; accepted ones continue with it."""
+    """New requests can no longer use it; accepted ones continue."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -412,7 +412,7 @@ class LoraInfo(google.protobuf.message.Message):
     fingerprint: builtins.str
     """Hash of the folder's files."""
     num_bytes: builtins.int
-    """Taken on a worker's device while it is in use."""
+    """Bytes on a worker's device while in use."""
     def __init__(
         self,
         *,

@@ -74,7 +74,7 @@ global___ChooseNumBlocks = ChooseNumBlocks
 
 @typing.final
 class UseCache(google.protobuf.message.Message):
-    """Take an empty KV pool."""
+    """Allocate an empty KV pool."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -116,7 +116,7 @@ class ForwardPass(google.protobuf.message.Message):
     """Virtual tokens: int64 places [E], float32 embeddings [E, hidden size]."""
     virtual_values: builtins.bytes
     is_probed: builtins.bool
-    """Whether outputs of layers are kept, and of which."""
+    """Whether layer outputs are kept, and of which layers."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """LoRA adapters in use, and int32 [M]: each token's place among them, -1 for none."""
@@ -125,7 +125,7 @@ class ForwardPass(google.protobuf.message.Message):
     def probed_layers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def dropped_adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Adapters that are not needed any more."""
+        """Adapters that are no longer needed."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ global___ForwardPass = ForwardPass
 
 @typing.final
 class JoinLogits(google.protobuf.message.Message):
-    """Logits of rows that rank 0 hands to the ranks of its stage."""
+    """Logits of rows that rank 0 sends to the ranks of its stage."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -248,7 +248,7 @@ global___RecordGraphs = RecordGraphs
 
 @typing.final
 class StopRank(google.protobuf.message.Message):
-    """The group is about to end, with this exit code."""
+    """The group is about to exit with this code."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

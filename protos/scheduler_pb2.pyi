@@ -41,7 +41,7 @@ class SubmitResponse(google.protobuf.message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: builtins.int
     scheduler_epoch: builtins.int
     attached: builtins.bool
-    """The request was known already."""
+    """The request was already known."""
     num_sequences: builtins.int
     def __init__(
         self,
@@ -81,7 +81,7 @@ class GetRequestResponse(google.protobuf.message.Message):
     has_finished: builtins.bool
     @property
     def request(self) -> protos.generation_pb2.GenerateRequest:
-        """As it was accepted."""
+        """The request as accepted."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ global___FeedCommand = FeedCommand
 
 @typing.final
 class FeedHello(google.protobuf.message.Message):
-    """First on every feed."""
+    """First message on every feed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -169,8 +169,8 @@ global___FeedHello = FeedHello
 
 @typing.final
 class FeedAttach(google.protobuf.message.Message):
-    """Begins to feed a request's tokens, from the first one. `stream` is the detokenizer's own number for it, unique on this
-    feed and not used again; everything after names the stream alone.
+    """Starts feeding a request's tokens from the first one. `stream` is a number chosen by the detokenizer, unique on this
+    feed and never reused; later messages name only the stream.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -251,8 +251,9 @@ class FeedBatch(google.protobuf.message.Message):
     def opened(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FeedOpened]: ...
     @property
     def streams(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Runs of new tokens as parallel arrays: run i is num_tokens[i] tokens of sequence_indices[i] of streams[i], beginning
-        at token_offsets[i]. Empty sequence_indices: all 0. Empty num_tokens: all 1. token_ids holds all runs in order.
+        """Runs of new tokens as parallel arrays: run i has num_tokens[i] tokens of sequence sequence_indices[i] of
+        streams[i], starting at token_offsets[i]. Empty sequence_indices: all 0. Empty num_tokens: all 1. token_ids holds
+        all runs in order.
         """
 
     @property
@@ -307,7 +308,7 @@ class FeedOpened(google.protobuf.message.Message):
     stream: builtins.int
     request_id: builtins.str
     num_prompt_tokens: builtins.int
-    """Not set: ended or unknown; `error` says why, and nothing more follows."""
+    """Unset: ended or unknown; `error` says why, and no more messages follow."""
     num_sequences: builtins.int
     min_tokens: builtins.int
     streaming: builtins.bool
@@ -385,7 +386,7 @@ global___FeedSequenceEnd = FeedSequenceEnd
 
 @typing.final
 class FeedEnded(google.protobuf.message.Message):
-    """The request has ended; nothing more follows on this stream."""
+    """The request has ended; no more messages follow on this stream."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -415,7 +416,7 @@ global___FeedEnded = FeedEnded
 
 @typing.final
 class FeedOutputs(google.protobuf.message.Message):
-    """What some requests ask for beside tokens, for the tokens from token_offset on."""
+    """Additional outputs that some requests ask for, for the tokens from token_offset on."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

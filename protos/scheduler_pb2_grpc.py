@@ -165,21 +165,21 @@ class SchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """A request that runs, has just finished, or is kept. NOT_FOUND when there is none.
+        """A request that is running, recently finished, or kept. NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLedger(self, request, context):
-        """Usage of ended requests, in the order of their ends.
+        """Usage of ended requests, in order of their end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRequest(self, request, context):
-        """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none.
+        """Ends a request if it is running, and deletes it. NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,19 +42,19 @@ class SchedulerStub:
         protos.scheduler_pb2.GetRequestRequest,
         protos.scheduler_pb2.GetRequestResponse,
     ]
-    """A request that runs, has just finished, or is kept. NOT_FOUND when there is none."""
+    """A request that is running, recently finished, or kept. NOT_FOUND if there is none."""
 
     GetLedger: grpc.UnaryUnaryMultiCallable[
         protos.ledger_pb2.GetLedgerRequest,
         protos.ledger_pb2.GetLedgerResponse,
     ]
-    """Usage of ended requests, in the order of their ends."""
+    """Usage of ended requests, in order of their end."""
 
     DeleteRequest: grpc.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.DeleteRequestRequest,
         protos.scheduler_pb2.DeleteRequestResponse,
     ]
-    """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none."""
+    """Ends a request if it is running, and deletes it. NOT_FOUND if there is none."""
 
     PutDocument: grpc.UnaryUnaryMultiCallable[
         protos.documents_pb2.PutDocumentRequest,
@@ -157,19 +157,19 @@ class SchedulerAsyncStub:
         protos.scheduler_pb2.GetRequestRequest,
         protos.scheduler_pb2.GetRequestResponse,
     ]
-    """A request that runs, has just finished, or is kept. NOT_FOUND when there is none."""
+    """A request that is running, recently finished, or kept. NOT_FOUND if there is none."""
 
     GetLedger: grpc.aio.UnaryUnaryMultiCallable[
         protos.ledger_pb2.GetLedgerRequest,
         protos.ledger_pb2.GetLedgerResponse,
     ]
-    """Usage of ended requests, in the order of their ends."""
+    """Usage of ended requests, in order of their end."""
 
     DeleteRequest: grpc.aio.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.DeleteRequestRequest,
         protos.scheduler_pb2.DeleteRequestResponse,
     ]
-    """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none."""
+    """Ends a request if it is running, and deletes it. NOT_FOUND if there is none."""
 
     PutDocument: grpc.aio.UnaryUnaryMultiCallable[
         protos.documents_pb2.PutDocumentRequest,
@@ -278,7 +278,7 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.scheduler_pb2.GetRequestRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.scheduler_pb2.GetRequestResponse, collections.abc.Awaitable[protos.scheduler_pb2.GetRequestResponse]]:
-        """A request that runs, has just finished, or is kept. NOT_FOUND when there is none."""
+        """A request that is running, recently finished, or kept. NOT_FOUND if there is none."""
 
     @abc.abstractmethod
     def GetLedger(
@@ -286,7 +286,7 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.ledger_pb2.GetLedgerRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.ledger_pb2.GetLedgerResponse, collections.abc.Awaitable[protos.ledger_pb2.GetLedgerResponse]]:
-        """Usage of ended requests, in the order of their ends."""
+        """Usage of ended requests, in order of their end."""
 
     @abc.abstractmethod
     def DeleteRequest(
@@ -294,7 +294,7 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.scheduler_pb2.DeleteRequestRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.scheduler_pb2.DeleteRequestResponse, collections.abc.Awaitable[protos.scheduler_pb2.DeleteRequestResponse]]:
-        """Ends a request where it runs, and keeps it no longer. NOT_FOUND when there is none."""
+        """Ends a request if it is running, and deletes it. NOT_FOUND if there is none."""
 
     @abc.abstractmethod
     def PutDocument(

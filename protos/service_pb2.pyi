@@ -24,7 +24,7 @@ class ResumeRequest(google.protobuf.message.Message):
     """Tokens of each sequence already held by the caller."""
     @property
     def from_token_by_sequence(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Where sequences differ: one offset per sequence index, in place of from_token."""
+        """If sequences differ: one offset per sequence index, instead of from_token."""
 
     def __init__(
         self,

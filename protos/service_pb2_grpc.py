@@ -117,7 +117,7 @@ class MidstreamServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """The rest of a running or recently finished request, from a token offset. NOT_FOUND when it is not known.
+        """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if it is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,14 +149,14 @@ class MidstreamServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetIterationStats(self, request, context):
-        """The latest iteration's statistics, or a stream of them.
+        """Statistics of the latest iteration, or a stream of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRequestStats(self, request, context):
-        """The state of requests, and the blocks that they hold.
+        """The states of requests and the blocks that they hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class MidstreamStub:
         protos.service_pb2.ResumeRequest,
         protos.generation_pb2.GenerateResponse,
     ]
-    """The rest of a running or recently finished request, from a token offset. NOT_FOUND when it is not known."""
+    """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if it is unknown."""
 
     Abort: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.AbortRequest,
@@ -62,13 +62,13 @@ class MidstreamStub:
         protos.stats_pb2.GetIterationStatsRequest,
         protos.stats_pb2.IterationStats,
     ]
-    """The latest iteration's statistics, or a stream of them."""
+    """Statistics of the latest iteration, or a stream of them."""
 
     GetRequestStats: grpc.UnaryUnaryMultiCallable[
         protos.stats_pb2.GetRequestStatsRequest,
         protos.stats_pb2.GetRequestStatsResponse,
     ]
-    """The state of requests, and the blocks that they hold."""
+    """The states of requests and the blocks that they hold."""
 
     LoadLora: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.LoadLoraRequest,
@@ -109,7 +109,7 @@ class MidstreamAsyncStub:
         protos.service_pb2.ResumeRequest,
         protos.generation_pb2.GenerateResponse,
     ]
-    """The rest of a running or recently finished request, from a token offset. NOT_FOUND when it is not known."""
+    """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if it is unknown."""
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.AbortRequest,
@@ -136,13 +136,13 @@ class MidstreamAsyncStub:
         protos.stats_pb2.GetIterationStatsRequest,
         protos.stats_pb2.IterationStats,
     ]
-    """The latest iteration's statistics, or a stream of them."""
+    """Statistics of the latest iteration, or a stream of them."""
 
     GetRequestStats: grpc.aio.UnaryUnaryMultiCallable[
         protos.stats_pb2.GetRequestStatsRequest,
         protos.stats_pb2.GetRequestStatsResponse,
     ]
-    """The state of requests, and the blocks that they hold."""
+    """The states of requests and the blocks that they hold."""
 
     LoadLora: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.LoadLoraRequest,
@@ -187,7 +187,7 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.service_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.generation_pb2.GenerateResponse], collections.abc.AsyncIterator[protos.generation_pb2.GenerateResponse]]:
-        """The rest of a running or recently finished request, from a token offset. NOT_FOUND when it is not known."""
+        """Streams the rest of a running or recently finished request, from a token offset. NOT_FOUND if it is unknown."""
 
     @abc.abstractmethod
     def Abort(
@@ -224,7 +224,7 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.stats_pb2.GetIterationStatsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.stats_pb2.IterationStats], collections.abc.AsyncIterator[protos.stats_pb2.IterationStats]]:
-        """The latest iteration's statistics, or a stream of them."""
+        """Statistics of the latest iteration, or a stream of them."""
 
     @abc.abstractmethod
     def GetRequestStats(
@@ -232,7 +232,7 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.stats_pb2.GetRequestStatsRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.stats_pb2.GetRequestStatsResponse, collections.abc.Awaitable[protos.stats_pb2.GetRequestStatsResponse]]:
-        """The state of requests, and the blocks that they hold."""
+        """The states of requests and the blocks that they hold."""
 
     @abc.abstractmethod
     def LoadLora(

@@ -26,9 +26,9 @@ class GetIterationStatsRequest(google.protobuf.message.Message):
     STREAM_FIELD_NUMBER: builtins.int
     MIN_INTERVAL_MS_FIELD_NUMBER: builtins.int
     stream: builtins.bool
-    """False: the latest alone. True: every iteration from now on."""
+    """False: only the latest. True: every iteration from now on."""
     min_interval_ms: builtins.int
-    """With stream: at most one in this many milliseconds."""
+    """If streaming: minimum interval in milliseconds."""
     def __init__(
         self,
         *,
@@ -91,7 +91,7 @@ class IterationStats(google.protobuf.message.Message):
     num_completed_requests: builtins.int
     """Since the scheduler started."""
     max_num_active_requests: builtins.int
-    """Most requests that may be active: rows of all worker groups, and places in the queue."""
+    """Maximum number of active requests: rows of all worker groups plus queue capacity."""
     cpu_mem_usage: builtins.int
     gpu_mem_usage: builtins.int
     pinned_mem_usage: builtins.int
@@ -99,7 +99,7 @@ class IterationStats(google.protobuf.message.Message):
     num_stale_messages: builtins.int
     """Messages dropped because their epoch was stale."""
     num_conservation_violations: builtins.int
-    """Iterations after which free + cached + held blocks were not all blocks. Anything but 0 is a defect."""
+    """Iterations after which free + cached + held blocks did not equal all blocks. Any value but 0 is a bug."""
     num_preemptions: builtins.int
     @property
     def kv_cache_stats(self) -> global___KvCacheStats: ...
@@ -161,9 +161,9 @@ class KvCacheStats(google.protobuf.message.Message):
     EVICTED_BLOCKS_FIELD_NUMBER: builtins.int
     max_num_blocks: builtins.int
     free_num_blocks: builtins.int
-    """Blocks that can be taken at once: free and cached without an owner."""
+    """Blocks available for allocation: free, or cached without an owner."""
     used_num_blocks: builtins.int
-    """Blocks that a live sequence holds."""
+    """Blocks held by live sequences."""
     tokens_per_block: builtins.int
     alloc_total_blocks: builtins.int
     alloc_new_blocks: builtins.int
@@ -281,7 +281,7 @@ class GetRequestStatsRequest(google.protobuf.message.Message):
     REQUEST_IDS_FIELD_NUMBER: builtins.int
     @property
     def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """1 to 1,024 requests; one that is not known is left out of the answer."""
+        """1 to 1,024 requests; unknown ones are omitted from the response."""
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ global___GetRequestStatsResponse = GetRequestStatsResponse
 
 @typing.final
 class RequestStats(google.protobuf.message.Message):
-    """One request as it is now, running or recently finished. JSON names are TensorRT-LLM's."""
+    """The current state of a running or recently finished request. JSON names are TensorRT-LLM's."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -324,9 +324,9 @@ class RequestStats(google.protobuf.message.Message):
         STAGE_QUEUED: RequestStats._Stage.ValueType  # 1
         """Waits to be scheduled, for the first time or again after a pause or the loss of its worker."""
         STAGE_SCHEDULED: RequestStats._Stage.ValueType  # 2
-        """Holds blocks; no step of it has been planned."""
+        """Holds blocks; no step planned yet."""
         STAGE_CONTEXT_IN_PROGRESS: RequestStats._Stage.ValueType  # 3
-        """Tokens of its prompt are computed; also after a pause, when its output so far is computed again."""
+        """Its prompt is being computed; after a pause, also its output so far."""
         STAGE_GENERATION_IN_PROGRESS: RequestStats._Stage.ValueType  # 4
         STAGE_GENERATION_COMPLETE: RequestStats._Stage.ValueType  # 5
         """It has ended."""
@@ -336,9 +336,9 @@ class RequestStats(google.protobuf.message.Message):
     STAGE_QUEUED: RequestStats.Stage.ValueType  # 1
     """Waits to be scheduled, for the first time or again after a pause or the loss of its worker."""
     STAGE_SCHEDULED: RequestStats.Stage.ValueType  # 2
-    """Holds blocks; no step of it has been planned."""
+    """Holds blocks; no step planned yet."""
     STAGE_CONTEXT_IN_PROGRESS: RequestStats.Stage.ValueType  # 3
-    """Tokens of its prompt are computed; also after a pause, when its output so far is computed again."""
+    """Its prompt is being computed; after a pause, also its output so far."""
     STAGE_GENERATION_IN_PROGRESS: RequestStats.Stage.ValueType  # 4
     STAGE_GENERATION_COMPLETE: RequestStats.Stage.ValueType  # 5
     """It has ended."""
@@ -369,13 +369,13 @@ class RequestStats(google.protobuf.message.Message):
     num_generated_tokens: builtins.int
     """Over all sequences."""
     avg_num_decoded_tokens_per_iter: builtins.float
-    """Generated tokens per step that has returned."""
+    """Generated tokens per completed step."""
     scheduled: builtins.bool
-    """A step in flight runs it."""
+    """It is in a step in flight."""
     paused: builtins.bool
-    """It ran before, and waits to run again."""
+    """It ran before and is waiting to run again."""
     alloc_total_blocks_per_request: builtins.int
-    """KV blocks that it holds, of these newly allocated and reused from the cache."""
+    """KV blocks that it holds; newly allocated ones; ones reused from the cache."""
     alloc_new_blocks_per_request: builtins.int
     reused_blocks_per_request: builtins.int
     missed_blocks_per_request: builtins.int
@@ -386,7 +386,7 @@ class RequestStats(google.protobuf.message.Message):
     is_aborted: builtins.bool
     """Aborted by a client, or because no client was attached."""
     group_id: builtins.str
-    """The worker group that runs it; empty where none does."""
+    """The worker group that runs it; empty if none."""
     def __init__(
         self,
         *,
@@ -419,7 +419,7 @@ class SubscribeKvEventsRequest(google.protobuf.message.Message):
     START_SEQUENCE_NUMBER_FIELD_NUMBER: builtins.int
     INCLUDE_SNAPSHOT_FIELD_NUMBER: builtins.int
     start_sequence_number: builtins.int
-    """Events from this number on, as far as they are still kept. 0: from now on."""
+    """Events from this number on, if still available. 0: from now on."""
     include_snapshot: builtins.bool
     """Begin with a snapshot of all that is stored, and go on with the events after it; start_sequence_number is not used."""
     def __init__(
@@ -471,7 +471,7 @@ class KvEvent(google.protobuf.message.Message):
     def removed(self) -> global___KvBlocksRemoved: ...
     @property
     def cleared(self) -> global___KvCacheCleared:
-        """Everything cached on the group is gone, or events before this one were lost to the reader."""
+        """The group's cache was cleared, or the reader missed events before this one."""
 
     def __init__(
         self,

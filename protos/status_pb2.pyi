@@ -22,7 +22,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class GetStatusRequest(google.protobuf.message.Message):
-    """To a router."""
+    """For routers."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -40,7 +40,7 @@ global___GetStatusRequest = GetStatusRequest
 
 @typing.final
 class SystemStatus(google.protobuf.message.Message):
-    """All cells together, as one router knows them."""
+    """All cells, as seen by one router."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -58,12 +58,12 @@ class SystemStatus(google.protobuf.message.Message):
     version: builtins.str
     model: builtins.str
     router_id: builtins.str
-    """Which router answered."""
+    """The router that responded."""
     latency_window_s: builtins.int
-    """Seconds over which the latencies of a sample are taken."""
+    """Window of a sample's latencies, in seconds."""
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartStatus]:
-        """Those that are here, and for two minutes those that were."""
+        """Connected parts, and for two minutes those that left."""
 
     @property
     def requests(self) -> global___RequestCounts: ...
@@ -73,7 +73,7 @@ class SystemStatus(google.protobuf.message.Message):
     def counts(self) -> global___CountsSinceStart: ...
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StatusSample]:
-        """The first message of a stream has those of the last five minutes, each one after it the newest alone."""
+        """A stream's first message has the samples of the last five minutes, later ones only the newest."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class PartStatus(google.protobuf.message.Message):
         STATE_UNSPECIFIED: PartStatus._State.ValueType  # 0
         SERVING: PartStatus._State.ValueType  # 1
         DEGRADED: PartStatus._State.ValueType  # 2
-        """It answers, and `detail` says what is wrong."""
+        """It responds, but something is wrong; see `detail`."""
         DRAINING: PartStatus._State.ValueType  # 3
-        """It finishes what it has and takes nothing new."""
+        """It finishes its work and accepts nothing new."""
         LOST: PartStatus._State.ValueType  # 4
-        """It was here and is gone."""
+        """It has left."""
         UNKNOWN: PartStatus._State.ValueType  # 5
         """Unknown, because its scheduler does not answer."""
 
@@ -119,11 +119,11 @@ class PartStatus(google.protobuf.message.Message):
     STATE_UNSPECIFIED: PartStatus.State.ValueType  # 0
     SERVING: PartStatus.State.ValueType  # 1
     DEGRADED: PartStatus.State.ValueType  # 2
-    """It answers, and `detail` says what is wrong."""
+    """It responds, but something is wrong; see `detail`."""
     DRAINING: PartStatus.State.ValueType  # 3
-    """It finishes what it has and takes nothing new."""
+    """It finishes its work and accepts nothing new."""
     LOST: PartStatus.State.ValueType  # 4
-    """It was here and is gone."""
+    """It has left."""
     UNKNOWN: PartStatus.State.ValueType  # 5
     """Unknown, because its scheduler does not answer."""
 
@@ -150,7 +150,7 @@ global___PartStatus = PartStatus
 
 @typing.final
 class RequestCounts(google.protobuf.message.Message):
-    """Where the requests are that have not ended. Each is counted once."""
+    """Unfinished requests by state. Each is counted once."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -162,7 +162,7 @@ class RequestCounts(google.protobuf.message.Message):
     num_queued: builtins.int
     """Not started yet."""
     num_paused: builtins.int
-    """Started, then paused or parted from their worker: they wait to go on."""
+    """Started, then paused or separated from their worker; waiting to continue."""
     num_context: builtins.int
     num_generation: builtins.int
     max_num_queued: builtins.int
@@ -212,7 +212,7 @@ class GroupStatus(google.protobuf.message.Message):
     dtype: builtins.str
     world_size: builtins.int
     num_sequences: builtins.int
-    """Sequences on it, and the most there can be."""
+    """Sequences on it, and their maximum."""
     max_num_sequences: builtins.int
     num_steps_in_flight: builtins.int
     num_steps: builtins.int
@@ -220,17 +220,17 @@ class GroupStatus(google.protobuf.message.Message):
     steps_per_s: builtins.float
     """Over the last second; filled by the router."""
     silent_ms: builtins.int
-    """Since it was last heard of, and since a step last ended while one is in flight."""
+    """Time since its last message; and, while a step is in flight, since a step last ended."""
     stalled_ms: builtins.int
     num_blocks: builtins.int
     tokens_per_block: builtins.int
     num_held_blocks: builtins.int
-    """Held by sequences; those of them that several share, counted with the map; cached: held by none, and reusable."""
+    """Held by sequences; of these, shared by several (counted with the map); cached: held by none and reusable."""
     num_shared_blocks: builtins.int
     num_cached_blocks: builtins.int
     num_faults: builtins.int
-    """Faults held against it: wrong results, messages that no correct worker sends, results that never came. While it is
-    held off it gets nothing to run for so long yet. `last_fault` is also the reason of its last death.
+    """Faults: wrong results, invalid messages, missing results. While it is held off, the time until it gets work again.
+    `last_fault` is also the reason of its last death.
     """
     held_off_ms: builtins.int
     last_fault: builtins.str
@@ -269,8 +269,8 @@ global___GroupStatus = GroupStatus
 
 @typing.final
 class BlockMap(google.protobuf.message.Message):
-    """Every block in order, `blocks_per_cell` to a cell; the last cell may have fewer. One number per cell: how many blocks
-    in it are held by one sequence, held by several, and cached. The others are free.
+    """All blocks in order, `blocks_per_cell` per map cell; the last one may have fewer. Per map cell: the number of blocks
+    held by one sequence, held by several, and cached. The others are free.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -331,12 +331,12 @@ class CountsSinceStart(google.protobuf.message.Message):
     NUM_WORKER_FAULTS_FIELD_NUMBER: builtins.int
     num_preemptions: builtins.int
     num_recoveries: builtins.int
-    """Times that a request lost its worker and was computed again elsewhere."""
+    """How often a request lost its worker and was recomputed elsewhere."""
     num_worker_deaths: builtins.int
     num_prompt_tokens: builtins.int
     num_generated_tokens: builtins.int
     prefix_cache_queries: builtins.int
-    """Prompt tokens that were looked for in the prefix cache, and found."""
+    """Prompt tokens looked up in the prefix cache, and found."""
     prefix_cache_hits: builtins.int
     num_worker_faults: builtins.int
     @property
@@ -378,13 +378,13 @@ class StatusSample(google.protobuf.message.Message):
     time_unix_ms: builtins.int
     generated_tokens_per_s: builtins.float
     prompt_tokens_per_s: builtins.float
-    """Computed in context phases; cached ones are not."""
+    """Computed in context phases; excludes cached tokens."""
     num_running: builtins.int
     num_waiting: builtins.int
     kv_usage: builtins.float
-    """Held share of the blocks, 0 to 1."""
+    """Fraction of blocks held, 0 to 1."""
     time_to_first_token_p50_ms: builtins.float
-    """Milliseconds; unset while nothing was measured. Interpolated between the bounds of the histograms in /metrics."""
+    """Milliseconds; unset if nothing was measured. Interpolated between the histogram bounds in /metrics."""
     time_to_first_token_p95_ms: builtins.float
     inter_token_p50_ms: builtins.float
     inter_token_p95_ms: builtins.float
@@ -421,17 +421,17 @@ global___StatusSample = StatusSample
 
 @typing.final
 class GetCellStatusRequest(google.protobuf.message.Message):
-    """To a scheduler, from each router about once a second."""
+    """For schedulers, sent by each router about once a second."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ROUTER_FIELD_NUMBER: builtins.int
     MAX_MAP_CELLS_FIELD_NUMBER: builtins.int
     max_map_cells: builtins.int
-    """Most cells of each group's block map; 0: no map."""
+    """Maximum cells of each group's block map; 0: no map."""
     @property
     def router(self) -> global___RouterStatus:
-        """The asking router. The scheduler reports each router to the others."""
+        """The calling router. The scheduler reports each router to the others."""
 
     def __init__(
         self,
@@ -461,7 +461,7 @@ class RouterStatus(google.protobuf.message.Message):
     is_draining: builtins.bool
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Loops that stand still."""
+        """Stalled loops."""
 
     def __init__(
         self,
@@ -503,7 +503,7 @@ class CellStatus(google.protobuf.message.Message):
     def detokenizers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.loads_pb2.DetokenizerInfo]: ...
     @property
     def routers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RouterStatus]:
-        """Those heard of within some seconds."""
+        """Those seen in the last seconds."""
 
     @property
     def counts(self) -> global___CountsSinceStart: ...
@@ -543,7 +543,7 @@ class DurationCounts(google.protobuf.message.Message):
     COUNTS_FIELD_NUMBER: builtins.int
     @property
     def bounds_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Upper bounds in milliseconds; one bucket more lies above the last."""
+        """Upper bounds in milliseconds; one more bucket is above the last."""
 
     @property
     def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...

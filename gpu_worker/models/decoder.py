@@ -314,7 +314,7 @@ class TorchDecoder:
         return (out if mixed is None else mixed + out), residual
 
     def _part(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """What a part of a layer adds to the residual stream, of what it computed here."""
+        """Return a sublayer's contribution to the residual stream, from this rank's partial result."""
         x = self._ranks.sum(x)
         return self._scaled(x if norm is None else self._norm(x, norm))
 
@@ -323,7 +323,7 @@ class TorchDecoder:
         return x if scale == 1.0 else x * scale
 
     def _add_and_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the normed sum, and the sum."""
+        """Return the normalized sum and the sum itself."""
         if norm is not None and self._description.norm == "rms":
             return kernels.add_rms_norm(x, residual, norm, self._description.norm_eps)
         total = x + residual
@@ -440,7 +440,7 @@ class TorchDecoder:
 
     def _linear(self, weights: LinearWeights, *, keeps_blocks: bool = True) -> Linear:
         bias = self._placed(weights.bias)
-        # On a CPU they would be expanded in every step.
+        # On a CPU they would be dequantized in every step.
         if keeps_blocks and self._device.type == "cuda" and (parts := weights.weight.as_blocks()):
             placed = tuple(
                 (part.to(self._device), None if order is None else order.to(self._device)) for part, order in parts

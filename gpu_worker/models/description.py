@@ -1,4 +1,4 @@
-"""What a decoder is made of: the description that a family's file reads from config.json, and that decoders compute."""
+"""Describe a decoder's architecture, as read from config.json by a family's file and executed by the decoders."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Rotary:
 
     Attributes:
         settings: `rope_theta`, and `rope_type` with its settings as in config.json.
-        dim: Leading numbers of each head that are rotated.
-        is_interleaved: Whether pairs lie side by side, (2i, 2i + 1), and not half of `dim` apart.
+        dim: Number of leading elements of each head that are rotated.
+        is_interleaved: Whether pairs are adjacent, (2i, 2i + 1), rather than half of `dim` apart.
     """
 
     settings: Mapping[str, Any]
@@ -32,16 +32,16 @@ class Mixture:
     """A mixture of experts in place of a feed-forward layer.
 
     Attributes:
-        num_active: Experts that each token goes through.
-        expert_size: Features between the two products of an expert.
-        scoring: What the router's logits become: a softmax over all experts, over the chosen ones, or a sigmoid each.
+        num_active: Number of experts per token.
+        expert_size: Intermediate size of an expert.
+        scoring: How router logits become scores: softmax over all experts, softmax over the chosen ones, or sigmoid.
         is_normalized: Whether the chosen experts' weights are divided by their sum.
-        scale: Factor of the weights.
+        scale: Factor applied to the weights.
         num_groups, num_active_groups: Experts are chosen from the groups with the highest sum of two; 1 of 1: from all.
-        has_correction: Whether a bias is added to the scores for the choice alone.
+        has_correction: Whether a bias is added to the scores when choosing experts, but not to the weights.
         weighs_input: Whether the weight multiplies an expert's input, not its output.
-        shared_size: Features of the shared expert, which each token goes through; 0: there is none.
-        has_shared_gate: Whether a sigmoid of its own weighs the shared expert.
+        shared_size: Intermediate size of the shared expert, which processes every token; 0: none.
+        has_shared_gate: Whether the shared expert's output is scaled by a sigmoid gate.
     """
 
     num_experts: int
@@ -60,15 +60,15 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention: what is cached for a token is one vector, from which keys and values are made.
+    """Multi-head latent attention: the cache holds one vector per token, from which keys and values are computed.
 
     The cached vector has `kv_rank` normed numbers and `rope_dim` rotated ones, which all heads share. Queries are
-    brought into its space, so attention has one KV head.
+    projected into its space, so attention has one KV head.
 
     Attributes:
-        q_rank: Of the queries' factors; None: queries are made by one matrix.
-        nope_dim, rope_dim: Numbers of a query head that are not rotated, and that are.
-        value_dim: Numbers of a head's output.
+        q_rank: Rank of the query projection; None: it is one full matrix.
+        nope_dim, rope_dim: Elements of a query head without and with rotary embedding.
+        value_dim: Size of a head's output.
     """
 
     q_rank: int | None
@@ -160,9 +160,9 @@ class DecoderDescription:
 
     Attributes:
         architecture: `model_type` of config.json.
-        intermediate_size: Features of the layers that are no mixture.
-        num_kv_heads, head_dim: Of what is cached; with `latent` one head of the latent vector.
-        norm_eps: Of all norms.
+        intermediate_size: Intermediate size of dense feed-forward layers.
+        num_kv_heads, head_dim: Shape of cached keys; with `latent`, one head of the size of the latent vector.
+        norm_eps: Epsilon of all norms.
         norm: RMS norm, or layer norm, which subtracts the mean.
         norm_offset: Added to the norms' weights.
         norm_place: Norms stand before attention and feed-forward network, after them, or both.
@@ -224,7 +224,7 @@ class DecoderDescription:
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     has_mlp_bias: bool = False
-    # How the weights are cut for tensor ranks needs these of the whole model.
+    # The whole model's sizes, needed to split the weights among tensor ranks.
     qk_norm_sizes: tuple[int, int] = field(default=(0, 0))
 
     def __post_init__(self) -> None:
@@ -237,7 +237,7 @@ class DecoderDescription:
 
     @property
     def query_dim(self) -> int:
-        """Numbers of a query head before it is brought into the space of what is cached."""
+        """Size of a query head before projection into the latent space."""
         return self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
 
     @property
@@ -291,7 +291,7 @@ class DecoderDescription:
         )
 
     def of_layers(self, layers: range) -> DecoderDescription:
-        """Return the description of some of the layers, as a model of its own."""
+        """Return a description of a model that consists of these layers only."""
         some = slice(layers.start, layers.stop)
         return replace(
             self,

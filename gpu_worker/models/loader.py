@@ -41,7 +41,7 @@ class LoadedModel:
         kv_dtype: Type of cached keys and values.
         can_record: Whether its steps can be recorded as CUDA graphs.
         takes_lora: Whether its linear layers support LoRA adapters.
-        divided: What of it is here; None: all.
+        divided: The part held here; None: the whole model.
         adapter_bytes: Memory for LoRA adapters on the device.
     """
 
@@ -62,7 +62,7 @@ class LoadedModel:
 
     @property
     def part(self) -> DecoderDescription:
-        """The description of that part, as a model of its own."""
+        """Description of that part as a separate model."""
         return self.description if self.divided is None else self.divided.part
 
 
@@ -78,7 +78,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
         ConfigError: The device is missing, or the folder is corrupt.
         UnsupportedError: The model or a setting is not supported.
     """
-    # Only here, because these need the readers of weight files, without which a model made elsewhere can run.
+    # Imported here because these need the weight file readers, which a model created elsewhere does not.
     from gpu_worker.models.native import CpuDecoder
     from gpu_worker.models.weights.decoder_weights import DecoderWeights
     from gpu_worker.models.weights.quantized import refuse_quantized
@@ -98,7 +98,7 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     if description is None:
         if links is not None:
             raise UnsupportedError(
-                "a model that runs by transformers' code cannot be divided among ranks", field="model"
+                "a model that runs on transformers' code cannot be divided among ranks", field="model"
             )
         refuse_quantized(folder)
         return _load_from_transformers(config, folder, device, dtype)
@@ -142,7 +142,7 @@ def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescri
     except UnsupportedError as error:
         if config.implementation == "native":
             raise
-        logger.info("%s runs by transformers' code with paged attention: %s", folder.name, error)
+        logger.info("%s runs on transformers' code with paged attention: %s", folder.name, error)
         return None
 
 
@@ -175,7 +175,7 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
 
     reason = what_is_missing(description) or supports(dims_of(description))
     if ranks.tensor_size > 1:
-        reason = "its layers are divided among ranks"
+        reason = "its layers are split among ranks"
     if reason is None:
         library = load_library()
         if library is not None:
@@ -183,7 +183,7 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
         reason = "no build of them runs here (no compiler? install g++ for about 15 times the speed)"
     if config.kernels == "native":
         raise ConfigError(f"the CPU kernels cannot run this model: {reason}", field="kernels")
-    logger.warning("the CPU kernels cannot run this model, so PyTorch's operations do: %s", reason)
+    logger.warning("the CPU kernels cannot run this model; using PyTorch operations instead: %s", reason)
     return None
 
 

@@ -79,7 +79,7 @@ class CpuDecoder:
             weights: Its weights.
             library: The kernels.
             num_threads: Compute threads, the caller's among them.
-            activations: Rounding of the input of quantized layers: f32, int16 (auto) or int8.
+            activations: Number type of quantized layers' inputs: f32, int16 (auto) or int8.
             shard: The part of the model, with whole layers; None: all of it.
         """
         self._shard = shard or whole_shard(description)
@@ -284,7 +284,7 @@ class CpuDecoder:
 
 
 def _alike(experts: list[FeedForwardWeights]) -> list[FeedForwardWeights]:
-    """Return experts in one format and input order, as grouped products need; else as floats."""
+    """Return experts in a common format and input order, as grouped products need, else as floats."""
 
     layers = [linear.weight for expert in experts for linear in (expert.gate_up, expert.down)]
     is_plain = all(weight.input_order is None and not weight.parts for weight in layers)
@@ -308,7 +308,7 @@ def _table(weight: Weight, width: int) -> Embedding | None:
 
 
 def _by_sequence(inputs: ForwardInputs) -> list[PackedLora | None] | None:
-    """Return each sequence's adapter; None where there is none."""
+    """Return each sequence's adapter; None for sequences without one."""
     if inputs.adapters is None:
         return None
     places = inputs.adapters.indices[inputs.query_starts[:-1]].tolist()
@@ -334,7 +334,7 @@ def what_is_missing(description: DecoderDescription) -> str | None:
 
 
 def dims_of(description: DecoderDescription) -> DecoderDims:
-    """Return the sizes that the kernels need to know."""
+    """Return the model's sizes for the kernels."""
     d = description
     rotary = next((rotary for rotary in d.rotary if rotary is not None), None)
     return DecoderDims(

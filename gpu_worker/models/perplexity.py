@@ -38,12 +38,12 @@ def logits_of(decoder: Decoder, token_ids: Tensor) -> Tensor:
 
 
 def default_text() -> str:
-    """Return what any Python brings along: the topics of `help()`, which differ from version to version."""
+    """Return a text that comes with every Python: the topics of `help()`, which differ between versions."""
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def windows(folder: ModelFolder, texts: list[str]) -> Iterator[Tensor]:
-    """Yield whole windows of the texts' tokens."""
+    """Yield complete windows of the text's tokens."""
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
     for text in texts:
         ids = torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32)
@@ -55,7 +55,7 @@ def perplexity(folder: ModelFolder, pieces: list[Tensor]) -> float:
 
     Raises:
         ConfigError: The folder is damaged.
-        UnsupportedError: The model is not known here.
+        UnsupportedError: The model is not supported.
     """
     decoder, loss = open_decoder(folder, {}), 0.0
     for piece in pieces:

@@ -1,14 +1,14 @@
 """Run any causal language model of transformers with attention over the paged cache.
 
 One pass: transformers' own code runs over the flattened tokens of a step as if they were one sequence, each with its
-own position. Where it asks for attention it comes here, through its attention interface: the layer's keys and values
-go into the pool, and each query attends to its own sequence over the block tables. All else of such a model works on
-each token by itself, so it does not see that its neighbours belong to others.
+own position. Its attention interface calls this module instead: the layer's keys and values are written to the pool,
+and each query attends to its own sequence through the block tables. Everything else in such a model is computed per
+token, so tokens of other sequences in the batch do not matter.
 
-A first pass over two tokens shows what the layers are: their heads, scale, window and soft cap. The window is read off
-the mask that transformers makes for the layer, because some models tell their attention nothing else. What cannot be
-right over a paged cache is refused there: attention that transformers does not hand out, state beside keys and values,
-masks and biases of its own.
+A first pass over two tokens reveals the layers' settings: heads, scale, window and soft cap. The window is read from
+the mask that transformers creates for the layer, because some models pass nothing else to their attention. This pass
+rejects models that would be wrong over a paged cache: those with attention outside that interface, state other than
+keys and values, or masks and biases of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
 
 _INTERFACE, _FIRST_LOOK = "midstream", "midstream_first_look"
-# What some models hand on to the attention although it needs none of it.
+# Arguments that some models pass to attention and that have no effect on it.
 _NEEDLESS = {"position_ids", "cache_position", "cos", "sin"}
 _ALIBI = {"bloom", "mpt"}
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -45,7 +45,7 @@ _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One attention layer: its place, and what it asks for with every call."""
+    """One attention layer: its index, and the settings that it passes with every call."""
 
     index: int
     num_heads: int
@@ -58,32 +58,32 @@ class _Layer:
 
 
 class _Pass(Protocol):
-    """Answers the attention of one pass: q [M, Hq, D], k and v [M, Hk, D] -> [M, Hq, Dv]."""
+    """Computes attention for one pass: q [M, Hq, D], k and v [M, Hk, D] -> [M, Hq, Dv]."""
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor: ...
 
 
-_MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, keys -> which keys it sees
+_MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, keys -> which keys are visible
 _current: ContextVar[_Pass] = ContextVar("pass")
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, Hq, M, D], key and value [1, Hk, M, D] -> [1, M, Hq, Dv]."""
+    """Attention function for transformers: query [1, Hq, M, D], key and value [1, Hk, M, D] -> [1, M, Hq, Dv]."""
     options["attention_mask"] = attention_mask
     q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
     return _current.get()(module, q, k, v, options)[None], None
 
 
 def _mask(q_length: int, kv_length: int, mask_function: _MaskFunction, **_: Any) -> Tensor:
-    """What transformers calls for a mask in the first pass: a tensor of its shape, which stands for the function."""
+    """Mask function for transformers in the first pass: a tensor of the mask's shape that carries the function."""
     look = _current.get()
     assert isinstance(look, _FirstLook)
     return look.note_mask(torch.zeros(1, 1, q_length, kv_length), mask_function)
 
 
-# Later passes need no mask, so transformers is not told of a way to make one for them.
+# Later passes need no mask, so no mask function is registered for them.
 ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, _attention)
 ALL_ATTENTION_FUNCTIONS.register(_FIRST_LOOK, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_FIRST_LOOK, _mask)
@@ -99,7 +99,7 @@ class _FirstLook:
         self._masks: list[tuple[Tensor, int | None]] = []
 
     def note_mask(self, mask: Tensor, mask_function: _MaskFunction) -> Tensor:
-        """Note the window that a mask stands for; return the mask.
+        """Record the window that a mask implements; return the mask.
 
         Raises:
             UnsupportedError: The mask is not causal attention within a window.
@@ -145,7 +145,7 @@ class _FirstLook:
         return any(value is mask for mask, _ in self._masks)
 
     def _window(self, index: int, options: Mapping[str, Any]) -> int | None:
-        """As the layer's mask says; without a mask as it says itself, or its configuration."""
+        """Return the window by the layer's mask, else by its arguments or the configuration."""
         for mask, window in self._masks:
             if options["attention_mask"] is mask:
                 return window
@@ -158,7 +158,7 @@ class _FirstLook:
 
 
 class _PagedPass:
-    """A pass over the pool."""
+    """A pass over the KV pool."""
 
     def __init__(
         self, layers: Mapping[nn.Module, _Layer], kv: KvCache, inputs: ForwardInputs, num_sink_tokens: int
@@ -187,10 +187,10 @@ class _PagedPass:
 
 
 class TransformersDecoder:
-    """Runs transformers' code in `dtype` on `device`.
+    """A causal language model that runs on transformers' code.
 
     Attributes:
-        description: Of the model; settings that only native models have are empty.
+        description: Description of the model; settings of native models only are empty.
     """
 
     def __init__(
@@ -227,11 +227,11 @@ class TransformersDecoder:
         self.description = replace(described, num_sink_tokens=sink_token_length)
 
     def place_adapter(self, adapter: Adapter) -> object:
-        """Raise UnsupportedError: adapters are refused when they are read."""
+        """Raise UnsupportedError; adapters are already rejected when they are read."""
         raise UnsupportedError(NO_LORA, field="lora")
 
     def use_cache(self, kv: KvCache) -> None:
-        """Compute over this cache from now on."""
+        """Use this cache from now on."""
         self._kv = kv
 
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
@@ -260,7 +260,7 @@ class TransformersDecoder:
         return (logits[sampled] if is_whole else logits).float()
 
     def logits(self, last: Tensor) -> Tensor:
-        """Return float32 logits, which are what a pass with a probe keeps."""
+        """Return float32 logits; a pass with a probe keeps the logits themselves."""
         return last.float()
 
     @torch.inference_mode()
@@ -279,7 +279,7 @@ class TransformersDecoder:
         layers = list(look.layers.values())
         if len(layers) != config.num_hidden_layers:
             reason = _own_attention(self._model.config) or (
-                f"{len(layers)} of {config.num_hidden_layers} layers of {config.model_type!r} take their attention "
+                f"{len(layers)} of {config.num_hidden_layers} layers of {config.model_type!r} compute their attention "
                 "through transformers' interface"
             )
             raise UnsupportedError(reason, field="model")
@@ -287,7 +287,7 @@ class TransformersDecoder:
             len({(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1
             or layers[0].value_dim > layers[0].head_dim
         ):
-            raise UnsupportedError(f"layers of {config.model_type!r} differ in their heads", field="model")
+            raise UnsupportedError(f"the layers of {config.model_type!r} have different heads", field="model")
         return look.layers
 
     def _run(self, attention: _Pass, positions: Tensor, **options: Any) -> Any:
@@ -314,7 +314,7 @@ def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [""]
-        reason = _own_attention(_config_of(folder)) or f"transformers does not load {folder.architecture!r}: {lines[0]}"
+        reason = _own_attention(_config_of(folder)) or f"transformers cannot load {folder.architecture!r}: {lines[0]}"
         raise UnsupportedError(reason, field="model") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if info[kind]:
@@ -324,7 +324,7 @@ def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
 
 
 def _config_of(folder: ModelFolder) -> Any:
-    """What transformers makes of config.json; None where it does not know such models."""
+    """Return transformers' configuration object for config.json; None if it does not know the architecture."""
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, RuntimeError):
@@ -332,7 +332,7 @@ def _config_of(folder: ModelFolder) -> Any:
 
 
 def _own_attention(config: Any) -> str:
-    """Return why a model cannot run whose class does not use the attention interface; empty for any other one."""
+    """Return why a model cannot run if its class does not use the attention interface; empty if it does."""
     kind = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     if kind is None or getattr(kind, "_supports_attention_backend", False):
         return ""
@@ -344,7 +344,7 @@ def _own_attention(config: Any) -> str:
 
 
 def _replace_linears(model: nn.Module, weights: str) -> None:
-    """Let linear layers compute as native ones do: on a CPU without regard to the batch, from int8 if wanted."""
+    """Make linear layers compute like native ones: batch-invariant on a CPU, and from int8 if requested."""
     for module in list(model.modules()):
         child: Any
         for name, child in module.named_children():
@@ -374,10 +374,10 @@ def _describe(config: Any, folder: ModelFolder, layers: list[_Layer]) -> Decoder
 
 
 def _max_sequence_length(config: Any) -> int:
-    """Positions that are computed alike whatever else is in the batch."""
+    """Rotary embedding whose result does not depend on other tokens in the batch."""
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and original:
-        # Beyond it transformers takes other angles, for all of the batch.
+        # Beyond it transformers uses other angles for the whole batch.
         return min(int(original), int(config.max_position_embeddings))
     return int(config.max_position_embeddings)

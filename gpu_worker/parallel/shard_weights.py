@@ -43,7 +43,7 @@ class ShardWeights:
         return self._tokens(self._weights.embedding())
 
     def head(self) -> Weight | None:
-        """Return the rank's part of the head [part of the vocabulary, hidden_size]; None: the embedding is used."""
+        """Return the rank's part of the head [part of the vocabulary, hidden_size]; None: tied to the embedding."""
         head = self._weights.head()
         return None if head is None else self._tokens(head)
 

@@ -50,7 +50,7 @@ class PackedMixture:
     """A mixture of experts in place of gate_up and down.
 
     router [num_experts, hidden]; correction float32 [num_experts] is added to the scores for the choice alone;
-    shared_gate [1, hidden] weighs the shared expert by its sigmoid. The rest is as in the description of a model.
+    shared_gate [1, hidden] scales the shared expert by a sigmoid. The rest is as in the description of a model.
     """
 
     router: PackedLinear

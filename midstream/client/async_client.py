@@ -52,15 +52,12 @@ class AsyncClient:
         server_name: str = "",
         token: str = "",
     ) -> None:
-        """Open no connection yet.
-
-        Args:
-            addresses: Routers as `host:port` or `dns:///host:port`, used in turn; a request continues at
-                another router when its own is lost.
-            unavailable_timeout_s: How long a stream without a deadline waits for a router.
-            max_message_bytes: Largest message, each way.
-            tls: `Tls(ca=FILE)`, with `cert` and `key` where routers ask for a client's certificate; None: plain text.
-            server_name: Name that routers' certificates carry, where that is not their address.
+        """Create a client without connections. Args: addresses: Routers as `host:port` or `dns:///host:port`, used in
+            turn; if a request's router is lost, it continues at another.
+        unavailable_timeout_s: How long a stream without a deadline waits for a router.
+        max_message_bytes: Largest message, each way.
+        tls: `Tls(ca=FILE)`, with `cert` and `key` if routers require a client certificate; None: plain text.
+            server_name: Name in the routers' certificates, if it is not their address.
             token: Bearer token, if routers require one. Do not send it over a network without TLS.
         """
         addresses = [addresses] if isinstance(addresses, str) else list(addresses)
@@ -116,7 +113,7 @@ class AsyncClient:
         kv_retention: KvRetention | None = None,
         speculative: Drafts | None = None,
     ) -> AsyncStream:
-        """Run a request; it is sent at the stream's first iteration.
+        """Run a request; it is sent when iteration begins.
 
         Args:
             prompt: Text to continue.
@@ -125,7 +122,7 @@ class AsyncClient:
             tools: Tool definitions, for the template.
             sampling: How tokens are chosen.
             model: Name of the served model; empty: whichever is served.
-            request_id: At most 128 characters; made where it is empty.
+            request_id: At most 128 characters; generated if empty.
             timeout_s: The request's deadline.
             streaming: False: one chunk per sequence, at its end.
             priority: -100..100; higher runs first.
@@ -143,7 +140,7 @@ class AsyncClient:
             speculative: Speculative decoding, which affects only the speed.
 
         Raises:
-            InvalidArgumentError: Not exactly one input, or a value of the wrong type. Ranges are the router's to check.
+            InvalidArgumentError: Not exactly one input, or a value of the wrong type. The router checks ranges.
         """
         request = pb.GenerateRequest()
         set_fields(
@@ -184,7 +181,7 @@ class AsyncClient:
         return self.stream(request, timeout_s=timeout_s)
 
     def stream(self, request: pb.GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
-        """Run a request given as the message itself, for fields that `generate` does not name."""
+        """Run a request given as a message, for fields that `generate` lacks."""
         request.request_id = request.request_id or uuid.uuid4().hex
         return AsyncStream(
             request.request_id,
@@ -227,7 +224,7 @@ class AsyncClient:
         return ServerInfo.from_proto(await self._ask(lambda stub: stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S)))
 
     async def loads(self) -> list[CellLoad]:
-        """Return how busy each cell is."""
+        """Return the load of each cell."""
         request = loads_pb2.GetLoadsRequest()
         response = await self._ask(lambda stub: stub.GetLoads(request, timeout=_CALL_TIMEOUT_S))
         return [CellLoad.from_proto(load) for load in response.cells]
@@ -237,7 +234,7 @@ class AsyncClient:
     ) -> AsyncIterator[dict[str, object]]:
         """Scheduler iterations under TensorRT-LLM's names: the latest, or with `follow` all from now on.
 
-        `on_open` is called when no iteration is missed any more.
+        `on_open` is called once no further iteration can be missed.
         """
         request = stats_pb2.GetIterationStatsRequest(stream=follow, min_interval_ms=min_interval_ms)
         try:
@@ -250,7 +247,7 @@ class AsyncClient:
             raise error_from_rpc(error) from None
 
     async def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
-        """Return where requests are, running or recently finished; without those that are not known."""
+        """Return the states of running and recently finished requests; unknown ones are omitted."""
         request = stats_pb2.GetRequestStatsRequest(request_ids=request_ids)
         answer = await self._ask(lambda stub: stub.GetRequestStats(request, timeout=_CALL_TIMEOUT_S))
         return list(answer.requests)
@@ -267,7 +264,7 @@ class AsyncClient:
         """Load an adapter, LoRA or prompt tuning, from a PEFT folder that every worker can read.
 
         Raises:
-            InvalidArgumentError: It does not fit the model; names the file, and the tensor or setting in it.
+            InvalidArgumentError: It does not fit the model; the message names the file and the tensor or setting.
             AlreadyExistsError: The name is taken by another folder.
         """
         request = loads_pb2.LoadLoraRequest(name=name, path=path)

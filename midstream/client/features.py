@@ -37,7 +37,7 @@ class Guide:
         """Return the message.
 
         Raises:
-            InvalidArgumentError: None or several are given, or a value of the wrong type.
+            InvalidArgumentError: None or several are set, or a value has the wrong type.
         """
         with naming("guided"):
             schema = self.json_schema
@@ -49,7 +49,7 @@ class Guide:
             ]
             chosen = [(kind, guide) for kind, guide in given if guide is not None]
             if len(chosen) != 1:
-                raise InvalidArgumentError("give one of json, json_schema, regex and ebnf", field="guided")
+                raise InvalidArgumentError("set exactly one of json, json_schema, regex and ebnf", field="guided")
             kind, guide = chosen[0]
             return pb.GuidedDecodingConfig(guide_type=kind, guide=guide)
 
@@ -59,10 +59,10 @@ class Drafts:
     """Speculative decoding.
 
     Attributes:
-        method: `prompt_lookup`: what followed an earlier occurrence of the last tokens; `draft_model`: the workers'
-            draft model.
+        method: `prompt_lookup`: tokens that followed an earlier occurrence of the last tokens; `draft_model`: the
+            workers' draft model.
         num_draft_tokens: Drafts that a step verifies, 1..16.
-        max_ngram_size: Prompt look-up: longest run of last tokens that is looked for; None: 3.
+        max_ngram_size: Prompt lookup: maximum number of last tokens to match; None: 3.
     """
 
     method: Literal["prompt_lookup", "draft_model"] = "prompt_lookup"
@@ -73,7 +73,7 @@ class Drafts:
         """Return the message.
 
         Raises:
-            InvalidArgumentError: A value that its field cannot hold.
+            InvalidArgumentError: A value is invalid for its field.
         """
         if self.method not in _METHODS:
             raise InvalidArgumentError(f"must be one of {', '.join(_METHODS)}", field="speculative")
@@ -84,13 +84,13 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens [start, end) of the prompt, whose blocks are kept with a priority.
+    """Retention of the blocks of prompt tokens [start, end).
 
     Attributes:
         start: First token.
-        end: Behind the last one; None: the prompt's end.
-        priority: 0..100; the lowest is evicted first, 35 is everybody's.
-        duration_ms: For how long; None: as long as the block lives.
+        end: One past the last token; None: the prompt's end.
+        priority: 0..100; the lowest is evicted first; the default is 35.
+        duration_ms: Duration of the priority; None: until the block is evicted.
     """
 
     start: int = 0
@@ -101,11 +101,11 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class KvRetention:
-    """Which cached blocks are kept longer.
+    """Retention of cached blocks.
 
     Attributes:
-        token_ranges: Of the prompt.
-        decode_priority, decode_duration_ms: Of generated tokens.
+        token_ranges: Ranges of the prompt.
+        decode_priority, decode_duration_ms: For blocks of generated tokens.
     """
 
     token_ranges: Sequence[TokenRange] = ()
@@ -116,7 +116,7 @@ class KvRetention:
         """Return the message.
 
         Raises:
-            InvalidArgumentError: A value that its field cannot hold.
+            InvalidArgumentError: A value is invalid for its field.
         """
         config = pb.KvRetentionConfig()
         with naming("kv_retention"):

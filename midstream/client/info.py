@@ -58,7 +58,7 @@ class WorkerGroupInfo:
 
 @dataclass(frozen=True, slots=True)
 class DetokenizerInfo:
-    """One detokenizer, as its scheduler sees it."""
+    """One detokenizer, as seen by its scheduler."""
 
     detokenizer_id: str
     num_attached: int
@@ -117,7 +117,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class CellLoad:
-    """How busy one cell is."""
+    """The load of one cell."""
 
     cell: str
     scheduler_epoch: int
@@ -145,7 +145,7 @@ class CellLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoraInfo:
-    """An adapter that requests can name; a prompt adapter has no rank, a LoRA adapter no virtual tokens."""
+    """A loaded adapter; rank is 0 for prompt adapters, num_virtual_tokens for LoRA adapters."""
 
     name: str
     path: str

@@ -19,21 +19,22 @@ Message = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when a sequence ends. None is the service's default, in protos/generation.proto.
+    """Sampling and stop parameters. None: the service's default, given in protos/generation.proto.
 
     Attributes:
         max_tokens: Tokens per sequence.
         temperature: 0 is greedy.
         seed: The same seed gives the same output.
-        stop: Text, or texts, that end a sequence and are not part of it, unless include_stop_in_output.
+        stop: Text or texts that end a sequence; not part of the output unless include_stop_in_output.
         stop_token_ids: Tokens that end a sequence.
-        bad_words: Text, or texts, that may not be generated, with and without a space before them.
+        bad_words: Text or texts that may not be generated, with and without a leading space.
         bad_word_token_ids: The same as sequences of tokens.
-        end_id: Ends a sequence in place of the model's end ids.
-        ignore_eos: Go on past the model's end.
+        end_id: Token that ends a sequence, instead of the model's end ids.
+        ignore_eos: Continue past the model's end ids.
         embedding_bias: Added to the logits of token ids.
-        num_return_sequences: Independent sequences; of a beam search, how many of its beams come back (default: all).
-        log_probs: Report log probabilities of each token and of this many likeliest ones.
+        num_return_sequences: Number of independent sequences; with beam search, number of beams to return (default:
+            all).
+        log_probs: Report log probabilities of each token and of this many likeliest tokens.
         prompt_log_probs: The same for the prompt's tokens from the second on.
         return_context_logits, return_generation_logits: Report logits, as tensors in the result.
         additional_outputs: Names of further tensors; True: of the prompt as well.
@@ -84,7 +85,7 @@ class SamplingParams:
         """Set the request's fields.
 
         Raises:
-            InvalidArgumentError: A value that its field cannot hold.
+            InvalidArgumentError: A value is invalid for its field.
         """
         set_fields(request, max_tokens=self.max_tokens)
         set_fields(request.sampling, **self._values(_SAMPLING_FIELDS))
@@ -109,10 +110,10 @@ class SamplingParams:
 
 
 def set_fields(message: pb_message.Message, **values: object) -> None:
-    """Set a message's fields, but for those whose value is None.
+    """Set a message's fields, except those whose value is None.
 
     Raises:
-        InvalidArgumentError: A value that its field cannot hold.
+        InvalidArgumentError: A value is invalid for its field.
     """
     for name, value in values.items():
         if value is not None:
@@ -122,7 +123,7 @@ def set_fields(message: pb_message.Message, **values: object) -> None:
 
 @contextlib.contextmanager
 def naming(field: str) -> Iterator[None]:
-    """Convert the exception for a value that `field` cannot hold to InvalidArgumentError."""
+    """Convert the exception for a value of the wrong type or size to InvalidArgumentError."""
     try:
         yield
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
@@ -141,15 +142,15 @@ _OUTPUT_FIELDS = sorted(_OWN_FIELDS.intersection(pb.OutputConfig.DESCRIPTOR.fiel
 
 
 class Array(Protocol):
-    """The part of numpy's array interface that is used."""
+    """The part of numpy's array interface that is used here."""
 
     @property
     def dtype(self) -> object:
-        """Such as `float32`."""
+        """Type name, such as `float32`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of its axes."""
+        """Size of each axis."""
 
     def tobytes(self) -> bytes:
         """Row-major contents."""
@@ -159,7 +160,7 @@ def tensor_of(values: Array, field: str) -> pb.Tensor:
     """Return the array as a message.
 
     Raises:
-        InvalidArgumentError: It is no array, or of a type that requests do not hold.
+        InvalidArgumentError: It is not an array, or its type is not supported.
     """
     with naming(field):
         dtype = f"DTYPE_{values.dtype}".upper()
@@ -173,13 +174,13 @@ def set_input(
     messages: Sequence[Message] | None,
     tools: Sequence[Mapping[str, object]] | None,
 ) -> None:
-    """Set the one input that is given.
+    """Set the input that is given.
 
     Raises:
-        InvalidArgumentError: None or several are given, or a value is not of its type.
+        InvalidArgumentError: None or several are given, or a value has the wrong type.
     """
     if sum(item is not None for item in (prompt, token_ids, messages)) != 1:
-        raise InvalidArgumentError("give one of prompt, token_ids and messages", field="prompt")
+        raise InvalidArgumentError("set exactly one of prompt, token_ids and messages", field="prompt")
     with naming("prompt" if prompt is not None else "token_ids" if token_ids is not None else "messages"):
         if prompt is not None:
             request.prompt = prompt

@@ -13,7 +13,7 @@ class SequenceResult:
     """One sequence; `matched_stop` is the stop word or the id of the stop token that ended it.
 
     Attributes:
-        extras: Log probabilities and the pieces of tensors, where asked for.
+        extras: Log probabilities and pieces of tensors, if requested.
     """
 
     text: str = ""
@@ -50,7 +50,7 @@ class Result:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the first sequence ended."""
+        """Finish reason of the first sequence."""
         return self.sequences[0].finish_reason
 
     def add(self, chunk: Chunk) -> None:

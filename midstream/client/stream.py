@@ -1,10 +1,9 @@
 """One request's output, as an asynchronous iterator that survives the loss of routers.
 
-1. `Generate` goes to a router. Each chunk says which tokens it covers, and the stream keeps the next offset of each
-   sequence.
-2. When the call breaks without a final chunk, the stream goes on at the next router: `Resume` at those offsets, or,
-   where nothing has come yet, the same `Generate` again, which attaches to the first.
-3. That goes on until the deadline, or, without one, until nothing has come for as long as the client waits.
+1. `Generate` goes to a router. Each chunk carries its token offset, and the stream keeps the next offset of each
+sequence. 2. If the call breaks without a final chunk, the stream continues at the next router: with `Resume` at those
+offsets or, if nothing was received yet, with the same `Generate`, which attaches to the first. 3. It retries until the
+deadline or, without one, until nothing was received for `unavailable_timeout_s`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from protos import loads_pb2, service_pb2
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-# How a call ends when its router dies or drains; CANCELLED by the server, since our own cancel is never read.
+# Statuses of calls whose router dies or drains. CANCELLED is the server's: the status of our own cancel is never read.
 _BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5
 # After this long without output the router is probed, and replaced if it does not answer.
@@ -40,7 +39,7 @@ class AsyncStream:
 
     Attributes:
         request_id: The request's id; any client can resume by it.
-        num_resumes: Times that the stream went on at another call.
+        num_resumes: Number of times the stream was reopened.
     """
 
     def __init__(
@@ -54,9 +53,8 @@ class AsyncStream:
         from_token: int = 0,
         has_other_routers: bool = False,
     ) -> None:
-        """Begin at the first iteration. Without a `request` it resumes at `from_token`.
-
-        With other routers to go to, one that stands still is left after some seconds.
+        """Create a stream; it opens when iteration begins. Without a `request` it resumes at `from_token`. If there are
+        other routers, an unresponsive one is left after some seconds.
         """
         self.request_id = request_id
         self.num_resumes = 0
@@ -85,8 +83,8 @@ class AsyncStream:
         """Return the next chunk.
 
         Raises:
-            StopAsyncIteration: After the final chunk of a request that ended well or was aborted.
-            MidstreamError: The request was refused, failed, or passed its deadline.
+            StopAsyncIteration: After the final chunk of a request that finished or was aborted.
+            MidstreamError: The request was rejected, failed, or exceeded its deadline.
         """
         while True:
             if self._call is None:
@@ -132,7 +130,7 @@ class AsyncStream:
         """Wait for the end of the request and return the whole output.
 
         Raises:
-            MidstreamError: The request was refused, failed, or passed its deadline.
+            MidstreamError: The request was rejected, failed, or exceeded its deadline.
         """
         result = Result(self.request_id)
         async for chunk in self:
@@ -172,7 +170,7 @@ class AsyncStream:
         return call
 
     async def _watch(self, stub: Stub, call: grpc.aio.Call) -> None:
-        """Cancel the call when its router stops answering: it may hang while the connection stays open."""
+        """Cancel the call if its router stops responding: it may hang while the connection stays open."""
         loop = asyncio.get_running_loop()
         while not call.done():
             await asyncio.sleep(max(self._last_read + _SILENCE_S - loop.time(), 0.1))
@@ -194,7 +192,7 @@ class AsyncStream:
     async def _recover(self, error: grpc.aio.AioRpcError) -> None:
         """Return when the stream should be opened again; else raise."""
         if self._final is not None:
-            # The router was lost between the final chunk and the status, which the chunk says too.
+            # The router was lost between the final chunk and the status; the chunk has the same information.
             _raise_for(self._final)
             if error.code() in _BROKEN:
                 raise StopAsyncIteration

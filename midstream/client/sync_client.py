@@ -1,4 +1,4 @@
-"""The synchronous client: the asynchronous one, run by a thread of its own."""
+"""The synchronous client: runs the asynchronous one in a background thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _P = ParamSpec("_P")
 
 
 class Stream:
-    """Iterate over it for chunks, or take `result()`; see AsyncStream."""
+    """The output of a request: iterate over its chunks, or call `result()`; see AsyncStream."""
 
     def __init__(self, stream: AsyncStream, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self._stream = stream
@@ -89,7 +89,7 @@ class Client:
         return self._run(self._client.server_info())
 
     def loads(self) -> list[CellLoad]:
-        """Return how busy each cell is."""
+        """Return the load of each cell."""
         return self._run(self._client.loads())
 
     def load_lora(self, name: str, path: str) -> LoraInfo:
@@ -109,7 +109,7 @@ class Client:
         return self._run(_collect(self._client))
 
     def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
-        """Return where requests are, running or recently finished."""
+        """Return the states of running and recently finished requests."""
         return self._run(self._client.request_stats(request_ids))
 
     def _streaming(self, method: Callable[_P, AsyncStream]) -> Callable[_P, Stream]:
@@ -128,12 +128,12 @@ class Client:
 
 
 async def _open(args: Any, kwargs: Any) -> AsyncClient:
-    # Channels belong to the loop that they are made on.
+    # Channels belong to the event loop they were created on.
     return AsyncClient(*args, **kwargs)
 
 
 async def _next(stream: AsyncStream) -> Chunk | None:
-    # StopAsyncIteration cannot cross a future.
+    # A future cannot carry StopAsyncIteration.
     return await anext(stream, None)
 
 

@@ -28,8 +28,8 @@ __all__ = [
 
 ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
 
-# A variable that any service knows may stand in an environment that all share; MIDSTREAM_HOME is the models' home, and
-# MIDSTREAM_TOKEN_FILE the command line's.
+# Services may share an environment, so variables of any service are allowed; so are MIDSTREAM_HOME (model cache) and
+# MIDSTREAM_TOKEN_FILE (command line).
 _CONFIG_CLASSES: tuple[type[ServiceConfig], ...] = (RouterConfig, SchedulerConfig, WorkerConfig, DetokenizerConfig)
 KNOWN_SETTINGS = frozenset(
     item.name for config_class in _CONFIG_CLASSES for item in dataclasses.fields(config_class)

@@ -33,14 +33,14 @@ def parse_config(
     A field `max_num_tokens` is the flag `--max-num-tokens` and the variable `MIDSTREAM_MAX_NUM_TOKENS`.
 
     Args:
-        config_class: A frozen dataclass made of `setting` fields of type str, int, float or bool.
+        config_class: A frozen dataclass with `setting` fields of type str, int, float or bool.
         arguments: Command-line arguments without the program's name.
         environment: Usually os.environ.
         program: Name for the help text.
-        known: Fields of other services, whose variables may stand in a shared environment.
+        known: Fields of other services, whose variables are allowed in a shared environment.
 
     Raises:
-        ConfigError: A variable that no service knows, or a value that does not parse or is not among the choices.
+        ConfigError: A variable is unknown, or a value is invalid.
     """
     fields = {item.name: item for item in dataclasses.fields(config_class)}  # type: ignore[arg-type]
     types = get_type_hints(config_class)

@@ -54,18 +54,17 @@ class WorkerConfig(ServiceConfig):
     max_kv_tokens: int = setting(0, "Maximum tokens in the KV pool; 0: limited only by the memory fraction.")
     shared_kv_folder: str = setting(
         "",
-        "Folder in shared memory, of this user alone, that holds the KV pool of a CPU worker: should it die, others of "
-        "the host take over what it had computed; empty: the pool dies with the process.",
+        "Folder in shared memory, accessible only to this user, for the KV pool of a CPU worker. If the worker dies, "
+        "others on the host reuse its blocks. Empty: the pool is lost with the process.",
     )
     host_kv_bytes: int = setting(
         0,
-        "Bytes of shared_kv_folder for full KV blocks beside the pool of a CPU worker, which stay when the pool evicts "
-        "them and when workers end; 0: none.",
+        "Bytes of shared_kv_folder for full KV blocks of CPU workers that outlive eviction and the worker; 0: none.",
     )
     disk_kv_folder: str = setting(
-        "", "Folder on a disk, of this user alone, for full KV blocks of CPU workers; empty: none. Outlives everything."
+        "", "Folder on disk, accessible only to this user, that keeps full KV blocks of CPU workers; empty: none."
     )
-    disk_kv_bytes: int = setting(16 << 30, "Bytes that the blocks of one model may take in disk_kv_folder.")
+    disk_kv_bytes: int = setting(16 << 30, "Maximum bytes of one model's blocks in disk_kv_folder.")
     role: str = setting(
         "both",
         "prefill: compute prompts and hand requests over to decode workers; decode: take these; both: any request.",
@@ -86,15 +85,15 @@ class WorkerConfig(ServiceConfig):
         0.05, "Fraction, 0 to 1, of the memory left after weights and KV pool for adapters in use."
     )
     lora_num_host_module_layer: int = setting(
-        0, "In place of lora_host_cache_bytes: ranks of a module in a layer that are kept; 0: bytes count."
+        0, "Host adapter cache in ranks of one module in one layer, instead of lora_host_cache_bytes; 0: unused."
     )
     lora_num_device_module_layer: int = setting(
-        0, "In place of lora_device_cache_percent: ranks of a module in a layer on the device; 0: the share counts."
+        0, "Device adapter cache in ranks of one module in one layer, instead of lora_device_cache_percent; 0: unused."
     )
     lora_max_adapter_size: int = setting(64, "Maximum adapter rank.")
     logits_post_processors: str = setting("", "Additional logits post-processors: comma-separated NAME=module:Class.")
     replicate_post_processors: bool = setting(
-        False, "Call them on all ranks of a group; only off is implemented for several ranks: on rank 0 alone."
+        False, "Call post-processors on all ranks of a group. With several ranks only off (rank 0 only) is implemented."
     )
     adapter_root: str = setting(
         "", "Folder that must contain all adapters, after resolving links; empty: the routers' setting."
@@ -104,6 +103,4 @@ class WorkerConfig(ServiceConfig):
     num_threads: int = setting(0, "Compute threads on a CPU; 0: one per core allowed by affinity and cgroup.")
     tensor_parallel: int = setting(0, "Tensor parallel ranks; 0: WORLD_SIZE divided by the pipeline stages.")
     pipeline_parallel: int = setting(1, "Pipeline stages.")
-    rank_timeout_s: float = setting(
-        10.0, "Time without a sign of life from a rank after which all ranks of its group exit."
-    )
+    rank_timeout_s: float = setting(10.0, "Time without a message from a rank after which all ranks of its group exit.")

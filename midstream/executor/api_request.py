@@ -1,4 +1,4 @@
-"""The Executor API's requests, with the fields and their order of TensorRT-LLM's `executor::Request`."""
+"""The Executor API's requests, with the fields of TensorRT-LLM's `executor::Request`, in its order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from midstream.executor.sampling_params import GuidedDecodingParams, SamplingPar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """How tokens are chosen; None is the service's default. See docs/requests.md for ranges."""
+    """Sampling parameters; None is the service's default. See docs/requests.md for ranges."""
 
     beam_width: int = 1
     top_k: int | None = None
@@ -46,11 +46,11 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class OutputConfig:
-    """What a result reports beside tokens.
+    """Outputs in addition to tokens.
 
     Attributes:
         exclude_input_from_output: False: the output begins with the prompt.
-        return_encoder_output: Of encoder-decoder models; there are none here, so it must be False.
+        return_encoder_output: Must be False; encoder-decoder models are not supported.
     """
 
     return_log_probs: bool = False
@@ -69,13 +69,13 @@ class Request:
     Attributes:
         input_token_ids: The prompt.
         max_tokens: Tokens to generate.
-        streaming: A response for each new token or few; else one at the end of each sequence.
+        streaming: Respond after each token or few; else once at the end of each sequence.
         return_all_generated_tokens: Each streamed response carries all tokens so far.
         prompt_tuning_config: A table of virtual tokens, or the name of an adapter.
-        logits_post_processor_name: Post-processor that the workers have; BATCHED_POST_PROCESSOR_NAME is
+        logits_post_processor_name: A post-processor registered in the workers; BATCHED_POST_PROCESSOR_NAME is
             `processor_batched`. Also settable as `logits_post_processor`.
         external_draft_tokens_config: Speculative decoding.
-        client_id: Whose it is; post-processors see it.
+        client_id: The request's client; passed to post-processors.
         num_return_sequences: Sequences to sample, or beams to return; default: one sequence, or all beams.
     """
 
@@ -105,14 +105,14 @@ class Request:
     logits_post_processor: str = ""
 
     def to_generation_request(self) -> GenerationRequest:
-        """Return the executor's own form.
+        """Return the equivalent `GenerationRequest`.
 
         Raises:
-            InvalidArgumentError: A value that its field cannot hold.
+            InvalidArgumentError: A value is invalid for its field.
         """
         config, output = self.sampling_config, self.output_config
         if output.return_encoder_output:
-            raise UnsupportedError("there are no encoder-decoder models", field="return_encoder_output")
+            raise UnsupportedError("encoder-decoder models are not supported", field="return_encoder_output")
         values = {name: getattr(config, name) for name in _SAME_NAMES}
         params = SamplingParams(
             **values,

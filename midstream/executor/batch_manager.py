@@ -1,14 +1,14 @@
-"""The batch manager's callbacks, for who owns the loop that requests come from.
+"""TensorRT-LLM's batch manager: a loop that pulls requests from callbacks and pushes responses to them.
 
-Each iteration, in a thread of its own:
+Each iteration runs in a separate thread:
 
-1. `get_inference_requests(max_num_requests)` gives new requests; one whose id is being processed is refused.
-2. What has come is sent by `send_response(request_id, tensors, is_final, error)`.
-3. `poll_stop_signals()` gives the ids to stop; a stopped request still gets its final response.
-4. `return_batch_manager_stats(json)` gets the statistics of each scheduler iteration since the last time, in order.
+1. `get_inference_requests(max_num_requests)` returns new requests; one whose id is in use is rejected.
+2. Available output is passed to `send_response(request_id, tensors, is_final, error)`.
+3. `poll_stop_signals()` returns the ids to stop; a stopped request still gets its final response.
+4. `return_batch_manager_stats(json)` receives the statistics of each scheduler iteration since the last call, in order.
    It is not called while there are no active requests.
 
-An id may be used again after its final response.
+An id may be reused after its final response.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ITERATION_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A request under an id of the caller's own, an unsigned 64-bit number."""
+    """A request with an id chosen by the caller, an unsigned 64-bit integer."""
 
     request_id: int
     request: GenerationRequest
@@ -60,7 +60,8 @@ class OptionalParams:
     """Optional parameters of `BatchManager.create`.
 
     Attributes:
-        enable_trt_overlap: Two steps in flight, so that scheduling hides behind compute; None: as the service does it.
+        enable_trt_overlap: Keep two steps in flight, so that scheduling overlaps with compute; None: the service's
+            default.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -70,9 +71,9 @@ class OptionalParams:
 
 
 class BatchManager:
-    """Runs the loop from its making until `shutdown`, which lets active requests finish first.
+    """Runs the loop from construction until `shutdown`, which waits for active requests.
 
-    A callback that raises is logged and called again at the next iteration; it ends no request.
+    An exception in a callback is logged and ends no request; the callback is called again in the next iteration.
     """
 
     def __init__(
@@ -89,14 +90,14 @@ class BatchManager:
         """Start the loop.
 
         Args:
-            executor: What runs the requests; nobody else takes responses or iteration statistics from it.
-            get_inference_requests: Gives at most as many new requests as its argument says; negative: any number.
-            send_response: Gets tensors (see `response_tensors`), whether they are the request's last, and an error's
-                text or nothing.
-            poll_stop_signals: Gives ids of requests to stop.
-            return_batch_manager_stats: Gets an iteration's statistics as JSON: the labels of TensorRT-LLM's batch
-                manager (`Active Request Count`) beside the names of its executor (`numActiveRequests`).
-            max_num_requests: Most active requests; negative: any number.
+            executor: Runs the requests; nothing else may take responses or iteration statistics from it.
+            get_inference_requests: Returns at most as many new requests as its argument; negative: no limit.
+            send_response: Receives tensors (see `response_tensors`), whether they are the request's last, and an error
+                message or "".
+            poll_stop_signals: Returns ids of requests to stop.
+            return_batch_manager_stats: Receives an iteration's statistics as JSON, with the labels of TensorRT-LLM's
+                batch manager (`Active Request Count`) and the names of its executor (`numActiveRequests`).
+            max_num_requests: Maximum active requests; negative: no limit.
             owns_executor: `shutdown` also shuts the executor down.
         """
         self._executor = executor
@@ -128,7 +129,7 @@ class BatchManager:
         return_batch_manager_stats: ReturnBatchManagerStats | None = None,
         optional_params: OptionalParams | None = None,
     ) -> Self:
-        """Start services on this machine and the loop over them, with the arguments of TensorRT-LLM's `GptManager`.
+        """Start services on this machine and the loop, with the arguments of TensorRT-LLM's `GptManager`.
 
         Args:
             engine_path: Model folder, GGUF file, or `smollm2`.
@@ -163,7 +164,7 @@ class BatchManager:
         )
 
     def shutdown(self) -> None:
-        """Take nothing new, and return when everything active has had its final response."""
+        """Accept no new requests, and return when all active ones have had their final response."""
         self._stopping.set()
         self._thread.join()
         if self._owns_executor:
@@ -195,7 +196,7 @@ class BatchManager:
         for item in self._get(room):
             try:
                 if item.request_id in self._by_caller:
-                    raise AlreadyExistsError("the id is being processed", field="request_id")
+                    raise AlreadyExistsError("the id is in use", field="request_id")
                 result = self._executor.submit(item.request)
             except MidstreamError as error:
                 self._send(item.request_id, [], True, str(error))
@@ -234,7 +235,7 @@ class BatchManager:
     def _guarded(call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:  # a caller's defect must not end the loop for the other requests
+        except Exception:  # a bug in a callback must not end the loop for the other requests
             logger.exception("a callback failed")
 
 

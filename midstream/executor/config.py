@@ -20,7 +20,7 @@ class CapacitySchedulerPolicy(StrEnum):
 
 
 class BatchingType(StrEnum):
-    """How steps are made up."""
+    """Batching type; see docs/scheduler.md."""
 
     STATIC = "static"
     INFLIGHT = "inflight"
@@ -39,12 +39,12 @@ class KvCacheConfig:
     """Size and use of the KV cache; None is the service's default.
 
     Attributes:
-        enable_block_reuse: Requests share the blocks of equal prefixes.
-        max_tokens: Most tokens in the pool; the smaller of this and the memory fraction counts.
+        enable_block_reuse: Whether requests share the blocks of common prefixes.
+        max_tokens: Maximum tokens in the pool; the smaller of this and the memory fraction applies.
         max_attention_window: Tokens attended to.
-        sink_token_length: First tokens that stay attended to beside the window, which has to be set.
+        sink_token_length: Initial tokens that remain visible outside the window, which must be set.
         free_gpu_memory_fraction: Share, 0 to 1, of the memory left after loading.
-        host_cache_size: Bytes of a second tier in host memory, for full blocks that the pool evicts.
+        host_cache_size: Bytes of a second tier in host memory for full blocks evicted from the pool.
         tokens_per_block: Size of a block.
     """
 
@@ -79,17 +79,16 @@ class KvCacheConfig:
 class PeftCacheConfig:
     """The caches of LoRA adapters; None is the service's default.
 
-    Adapters are stored whole and not in pages, are read by one thread, and are copied on the stream that computes. So
-    the six fields that size pages, thread pools and streams are accepted and have no effect: `optimal_adapter_size`,
-    `num_put_workers`, `num_ensure_workers`, `num_copy_streams`, `max_pages_per_block_host`,
-    `max_pages_per_block_device`.
+    Adapters are not paged, are read by one thread, and are copied on the compute stream. The six fields that size
+    pages, thread pools and streams are therefore accepted without effect: `optimal_adapter_size`, `num_put_workers`,
+    `num_ensure_workers`, `num_copy_streams`, `max_pages_per_block_host`, `max_pages_per_block_device`.
 
     Attributes:
-        num_host_module_layer: Ranks of a module in a layer that the host keeps; overrides `host_cache_size`.
-        num_device_module_layer: The same on the device; overrides `device_cache_percent`.
+        num_host_module_layer: Host cache size in ranks of one module in one layer; overrides `host_cache_size`.
+        num_device_module_layer: The same for the device; overrides `device_cache_percent`.
         max_adapter_size: Largest rank of an adapter.
         device_cache_percent: Share, 0 to 1, of the memory left after weights and KV pool.
-        host_cache_size: Bytes that the host keeps.
+        host_cache_size: Bytes of the host cache.
     """
 
     num_host_module_layer: int | None = None
@@ -117,7 +116,7 @@ class PeftCacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How many processes share one copy of the model.
+    """How a copy of the model is divided among processes.
 
     Attributes:
         tensor_parallel_size: Ranks that divide each layer.
@@ -132,8 +131,8 @@ class ParallelConfig:
 class GuidedDecodingConfig:
     """The tokenizer that grammars are compiled for.
 
-    Workers take all of it from the model folder, so nothing has to be set. What is given must be of that tokenizer;
-    `create` checks the vocabulary's size and the stop tokens.
+    Workers read it from the model folder, so nothing needs to be set. Values that are set must match it; `create`
+    checks the size of the vocabulary and the stop tokens.
 
     Attributes:
         encoded_vocab: All tokens as text, by id.
@@ -148,15 +147,15 @@ class GuidedDecodingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsPostProcessorConfig:
-    """Logits post-processors that requests choose by name, beside those of installed packages.
+    """Logits post-processors that requests name, in addition to those of installed packages.
 
-    Callables do not cross processes; a class is named by where workers import it from, as an entry point names it.
+    A class is given by its import path, as in an entry point, since callables cannot be sent to other processes.
 
     Attributes:
         processor_map: Name to `module:Class`.
-        processor_batched: `module:Class` that requests choose as BATCHED_POST_PROCESSOR_NAME.
-        replicate: False: called on rank 0 alone, which chooses the tokens of all ranks. True, on all ranks, is refused
-            for groups of several ranks: a processor is a function of its arguments, so replicas would add nothing.
+        processor_batched: `module:Class` used by requests that name BATCHED_POST_PROCESSOR_NAME.
+        replicate: False: called on rank 0 only, which samples for all ranks. True is rejected for groups of several
+            ranks: processors are pure functions, so replicas would add nothing.
     """
 
     processor_map: Mapping[str, str] = field(default_factory=dict)
@@ -169,11 +168,11 @@ class ExecutorConfig:
     """Settings of the services; None is their default.
 
     Attributes:
-        max_beam_width: Widest beam search that a request may ask for.
-        additional_model_outputs: Outputs that all requests report, beside what each asks for.
-        speculative_config: Drafts of all requests that do not have their own.
+        max_beam_width: Largest beam width allowed in a request.
+        additional_model_outputs: Outputs that all requests report, in addition to their own.
+        speculative_config: Speculative decoding for requests that do not configure it.
         speculative_model_dir: The workers' draft model, for DraftTargetDecodingConfig.
-        settings: Any other setting of any service by its name, such as `{"num_threads": 1}`.
+        settings: Other settings of the services by name, such as `{"num_threads": 1}`.
     """
 
     max_beam_width: int | None = None
@@ -194,10 +193,10 @@ class ExecutorConfig:
     settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that the services read.
+        """Return the environment variables for the services.
 
         Raises:
-            InvalidArgumentError: A value out of its range.
+            InvalidArgumentError: A value is out of range.
             UnsupportedError: A feature that is not implemented.
         """
         if self.max_beam_width is not None and self.max_beam_width < 1:
@@ -230,7 +229,7 @@ def _post_processor_settings(config: LogitsPostProcessorConfig | None) -> dict[s
         classes[BATCHED_POST_PROCESSOR_NAME] = config.processor_batched
     for name, place in classes.items():
         if not isinstance(place, str) or ":" not in place or not name or {",", "="} & set(name + place):
-            raise InvalidArgumentError("give each class as module:Class", field="logits_post_processor_config")
+            raise InvalidArgumentError("specify classes as module:Class", field="logits_post_processor_config")
     return {
         "logits_post_processors": ",".join(f"{name}={place}" for name, place in classes.items()) or None,
         "replicate_post_processors": config.replicate,

@@ -1,4 +1,4 @@
-"""A model folder whose weights and tokenizer lie in two folders."""
+"""Combine weights and tokenizer from two folders into one model folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.model.folder import open_model_folder
 
-# What belongs to a tokenizer and not to weights.
+# Files that belong to the tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -20,12 +20,12 @@ _TOKENIZER_FILES = (
 
 
 def with_tokenizer(engine_dir: str, tokenizer_dir: str | None, target: Path) -> str:
-    """Return a folder with the engine's weights and the other's tokenizer: `engine_dir` itself where it has both.
+    """Return a folder with the engine's weights and the other's tokenizer: `engine_dir` itself if it has both.
 
     Args:
         engine_dir: Model folder, GGUF file, or `smollm2`; a folder may lack a tokenizer.
-        tokenizer_dir: The same, of which only the tokenizer is used; None: the engine's.
-        target: Folder that the combination is laid down in, as links.
+        tokenizer_dir: As engine_dir; only its tokenizer is used. None: the engine's.
+        target: Folder to create, with links to the files.
 
     Raises:
         ConfigError: A folder or file is missing.
@@ -49,16 +49,16 @@ def with_tokenizer(engine_dir: str, tokenizer_dir: str | None, target: Path) -> 
 
 
 def one_tokenizer(tokenizer_dir: str | None, postprocess_tokenizer_dir: str | None) -> str | None:
-    """Return the folder of the tokenizer, which routers and detokenizers share.
+    """Return the folder of the tokenizer that routers and detokenizers share.
 
     Raises:
-        InvalidArgumentError: The two hold different tokenizers.
+        InvalidArgumentError: The two folders have different tokenizers.
     """
     given = [folder for folder in (tokenizer_dir, postprocess_tokenizer_dir) if folder is not None]
     if len(given) == 2 and given[0] != given[1]:
         first, second = (_folder(folder) / "tokenizer.json" for folder in given)
         if first.read_bytes() != second.read_bytes():
-            raise InvalidArgumentError("is another tokenizer than tokenizer_dir's", field="postprocess_tokenizer_dir")
+            raise InvalidArgumentError("is not the tokenizer in tokenizer_dir", field="postprocess_tokenizer_dir")
     return given[0] if given else None
 
 

@@ -1,9 +1,9 @@
-"""The executor: requests in, results out, while a thread of its own talks to the service.
+"""The executor. A background thread communicates with the service.
 
-1. `submit` numbers the request and hands it to the thread, which runs it as a stream of the native client; the stream
-   goes on at another router when its own is lost.
-2. Chunks gather in the request's GenerationResult, from where iterations, `result()` and `await_responses` take them.
-3. What has been read to its end is forgotten here; the caller's GenerationResult keeps everything.
+1. `submit` assigns an id and passes the request to the thread, which runs it as a stream of the native client; if the
+router is lost, the stream resumes at another. 2. Chunks accumulate in the request's GenerationResult, where iterations,
+`result()` and `await_responses` read them. 3. A request that has been read completely is forgotten here; the caller's
+GenerationResult keeps everything.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _FAILURES = (FinishReason.ERROR, FinishReason.DEADLINE)
 
 
 class GenerationExecutor:
-    """Runs requests on a service; use it as a context manager, or call `shutdown`."""
+    """Runs requests on a service. Use it as a context manager, or call `shutdown`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class GenerationExecutor:
         self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-executor", daemon=True)
         self._thread.start()
         self._client = self._run(_open(addresses))
-        # A request's id in the service, which other executors use too.
+        # Makes request ids unique among executors of the same service.
         self._prefix = uuid.uuid4().hex[:16]
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -104,21 +104,21 @@ class GenerationExecutor:
         Args:
             model: Model folder, GGUF file, or `smollm2` for the embedded model.
             engine_dir: Another name for `model`.
-            tokenizer_dir: Folder of the tokenizer, where it is not the model's.
-            address: Routers of a running service; nothing is started, and settings of services must not be given.
+            tokenizer_dir: Folder of the tokenizer, if it is not the model's.
+            address: Routers of a running service; nothing is started, and services cannot be configured.
             num_workers: Worker groups; each has `executor_config.parallel_config` ranks.
             num_postprocess_workers: Detokenizers; at least one runs.
-            postprocess_tokenizer_dir: As tokenizer_dir, which it must agree with.
+            postprocess_tokenizer_dir: Must be the same tokenizer as tokenizer_dir's.
             executor_config: Settings of the services.
 
         Raises:
-            InvalidArgumentError: Arguments that do not go together.
+            InvalidArgumentError: Arguments contradict each other.
             UnsupportedError: A setting that is not implemented.
             ExecutionError: The services did not start.
         """
         if address is not None:
             if executor_config is not None:
-                raise InvalidArgumentError("a running service has its own settings", field="executor_config")
+                raise InvalidArgumentError("a running service cannot be configured", field="executor_config")
             return GenerationExecutor([address] if isinstance(address, str) else address)
         config = executor_config or ExecutorConfig()
         tokenizer = one_tokenizer(tokenizer_dir, postprocess_tokenizer_dir)
@@ -132,10 +132,11 @@ class GenerationExecutor:
         return GenerationExecutor(service.addresses, service, config)
 
     def submit(self, request: GenerationRequest) -> GenerationResult:
-        """Run a request, to which it gives an id.
+        """Assign an id to the request and run it.
 
         Raises:
-            InvalidArgumentError: A value that its field cannot hold. What the service refuses, the result raises.
+            InvalidArgumentError: A value is invalid for its field. If the service rejects the request, the result
+                raises.
         """
         message = self._to_proto(request)
         if self._closed:
@@ -145,12 +146,12 @@ class GenerationExecutor:
         result = GenerationResult(request, self._forget, self._ask_state)
         with self._lock:
             self._results[request.id] = result
-            # Under the lock, for the stream may end before it is noted.
+            # Under the lock, because the stream may end before the entry is made.
             self._running[request.id] = asyncio.run_coroutine_threadsafe(self._follow(result, message), self._loop)
         return result
 
     def enqueue_request(self, request: Request | GenerationRequest) -> int:
-        """Run a request whose output `await_responses` gives; return its id.
+        """Run a request whose output is read by `await_responses`; return its id.
 
         Raises:
             InvalidArgumentError: As in `submit`.
@@ -159,7 +160,7 @@ class GenerationExecutor:
         return self.submit(native).request.id
 
     def enqueue_requests(self, requests: Sequence[Request | GenerationRequest]) -> list[int]:
-        """Run several requests; return their ids. None runs where one of them cannot.
+        """Run several requests; return their ids. If one is invalid, none runs.
 
         Raises:
             InvalidArgumentError: As in `submit`.
@@ -170,7 +171,7 @@ class GenerationExecutor:
         return [self.submit(request).request.id for request in native]
 
     def can_enqueue_requests(self) -> bool:
-        """Return whether requests are taken."""
+        """Return whether requests are accepted."""
         return not self._closed
 
     def _to_proto(self, request: GenerationRequest) -> pb.GenerateRequest:
@@ -254,7 +255,7 @@ class GenerationExecutor:
             options: As in `generate_async`, for all.
 
         Raises:
-            InvalidArgumentError: As many prompts and parameters are not given.
+            InvalidArgumentError: The numbers of prompts and parameters differ.
             MidstreamError: A request failed.
         """
         is_one = isinstance(prompt_token_ids, str) or not any(
@@ -273,12 +274,12 @@ class GenerationExecutor:
         return results[0] if is_one else results
 
     def abort_request(self, request_id: int) -> None:
-        """End a request; its result says `abort`. One that has ended is left as it is."""
+        """End a request with finish reason `abort`. No effect if it has ended."""
         if request_id in self._results:
             self._run(self._client.abort(self._wire_id(request_id)))
 
     def cancel_request(self, request_id: int) -> None:
-        """End a request; its last response says `abort`. One that has ended is left as it is."""
+        """End a request with finish reason `abort` in its last response. No effect if it has ended."""
         self.abort_request(request_id)
 
     def await_responses(
@@ -288,7 +289,7 @@ class GenerationExecutor:
 
         Args:
             request_id: Of a request whose final response has not been taken; None: any.
-            timeout: Seconds, or a duration; nothing came by then: an empty list.
+            timeout: Seconds, or a duration; on expiry an empty list is returned.
 
         Raises:
             NotFoundError: No such request.
@@ -299,7 +300,7 @@ class GenerationExecutor:
             with self._lock:
                 news = self._news
                 if request_id is not None and request_id not in self._results:
-                    raise NotFoundError("no such request, or all of it has been read", field="request_id")
+                    raise NotFoundError("no such request, or it has been read completely", field="request_id")
                 results = list(self._results.values()) if request_id is None else [self._results[request_id]]
             responses = [response for result in results for response in result.take_responses()]
             left = None if deadline is None else deadline - time.monotonic()
@@ -309,19 +310,19 @@ class GenerationExecutor:
                 wait([news], left, FIRST_COMPLETED)
 
     def get_latest_stats(self) -> IterationStats:
-        """Return the latest iteration of all cells together."""
+        """Return the latest iteration, summed over all cells."""
         return sum_up(self._run(self._latest_stats()))
 
     def get_latest_iteration_stats(self) -> list[IterationStats]:
         """Return the iterations since the last call, oldest first, at most 1,000; the first call returns none.
 
-        Iterations of several cells come one by one, and each names its worker group.
+        Iterations of several cells are separate entries that name their worker group.
         """
         self.follow_iterations()
         return [self._iterations.popleft() for _ in range(len(self._iterations))]
 
     def follow_iterations(self) -> None:
-        """Begin to keep iterations for `get_latest_iteration_stats`; return once the service sends them."""
+        """Start collecting iterations for `get_latest_iteration_stats`; return once the service sends them."""
         if self._iteration_reader is None:
             follows: Future[None] = Future()
             reading = self._read_iterations(follows)
@@ -329,10 +330,10 @@ class GenerationExecutor:
             follows.result()
 
     def get_latest_request_stats(self, request_ids: Sequence[int] | None = None) -> list[RequestStats]:
-        """Return where requests are and what they hold, without those that the service does not know any more.
+        """Return the states of requests and the resources they hold, without those the service has forgotten.
 
         Args:
-            request_ids: Default: all that have not ended.
+            request_ids: Default: all unfinished requests.
         """
         if request_ids is None:
             with self._lock:
@@ -374,7 +375,7 @@ class GenerationExecutor:
         error: MidstreamError | None = None
         try:
             async for chunk in self._client.stream(message, timeout_s=result.request.timeout_s):
-                # Behind the last chunk of a request that failed comes its error.
+                # The error of a failed request follows its last chunk.
                 chunk.is_final &= chunk.finish_reason not in _FAILURES
                 result.put(chunk)
                 self._wake()
@@ -390,7 +391,7 @@ class GenerationExecutor:
         return [stats async for stats in self._client.iteration_stats()]
 
     async def _read_iterations(self, follows: Future[None]) -> None:
-        """Keep iterations as they come, again from the present after a router was lost."""
+        """Collect iterations as they arrive; after the loss of a router, continue with the newest."""
         while True:
             try:
                 stream = self._client.iteration_stats(follow=True, on_open=lambda: _set(follows))
@@ -401,11 +402,11 @@ class GenerationExecutor:
 
     def _ask_state(self, request_id: int) -> RequestState:
         stats = self.get_latest_request_stats([request_id])
-        # It may not have arrived yet.
+        # The request may not have arrived yet.
         return stats[0].state if stats else RequestState.PENDING
 
     def _check_guided(self, config: GuidedDecodingConfig | None) -> None:
-        """Check that what is said of the tokenizer is true of the model's."""
+        """Check the tokenizer settings against the model's tokenizer."""
         if config is None:
             return
         info = self._run(self._client.model_info())
@@ -417,7 +418,7 @@ class GenerationExecutor:
         unknown = set(config.stop_token_ids or ()) - set(info.end_ids)
         if unknown:
             raise InvalidArgumentError(
-                f"{sorted(unknown)} are no end ids of the model: {list(info.end_ids)}",
+                f"{sorted(unknown)} are not end ids of the model: {list(info.end_ids)}",
                 field="guided_decoding_config.stop_token_ids",
             )
 
@@ -438,13 +439,13 @@ class GenerationExecutor:
 
 
 class ModelType(StrEnum):
-    """What kind of model is served."""
+    """Kind of model."""
 
     DECODER_ONLY = "decoder_only"
 
 
 class Executor(GenerationExecutor):
-    """The Executor API: requests in by `enqueue_request`, output by `await_responses`."""
+    """The Executor API: `enqueue_request` submits requests, `await_responses` returns output."""
 
     def __init__(
         self,
@@ -456,7 +457,7 @@ class Executor(GenerationExecutor):
 
         Args:
             model_path: Model folder, GGUF file, or `smollm2`.
-            model_type: There is one.
+            model_type: Only DECODER_ONLY is supported.
             executor_config: Settings of the services.
 
         Raises:
@@ -470,7 +471,7 @@ class Executor(GenerationExecutor):
 
 
 async def _open(addresses: Sequence[str]) -> AsyncClient:
-    # Channels belong to the loop that they are made on.
+    # Channels belong to the event loop they were created on.
     return AsyncClient(addresses)
 
 

@@ -1,4 +1,4 @@
-"""Where a request is on its way, and what the scheduler says of it while it runs."""
+"""The life-cycle state and the statistics of a request."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from protos import stats_pb2 as pb
 class RequestState(StrEnum):
     """Life-cycle states, in order."""
 
-    CREATED = "created"  # made, not submitted
-    PENDING = "pending"  # waits to be scheduled, for the first time or again after a pause
-    SCHEDULED = "scheduled"  # holds KV blocks; no step of it has been planned
-    CONTEXT_PHASE = "context_phase"  # steps compute its prompt
-    PROCESSING = "processing"  # its whole prompt is in a step that has not returned
-    GENERATION_PHASE = "generation_phase"  # the prompt is computed, the first token is there
+    CREATED = "created"  # created, not submitted
+    PENDING = "pending"  # waiting to be scheduled, initially or after a pause
+    SCHEDULED = "scheduled"  # holds KV blocks; no step planned yet
+    CONTEXT_PHASE = "context_phase"  # its prompt is being computed
+    PROCESSING = "processing"  # the last part of its prompt is in a step in flight
+    GENERATION_PHASE = "generation_phase"  # the prompt has been computed and the first token sampled
     GENERATING = "generating"
-    FINISHED = "finished"  # ended by itself, by its deadline or by an error
+    FINISHED = "finished"  # ended normally, by its deadline or by an error
     ABORTED = "aborted"
 
 
@@ -36,14 +36,14 @@ _STATES: dict[int, RequestState] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """One request, as its scheduler sees it.
+    """The scheduler's view of a request.
 
     Attributes:
         id: The executor's id.
-        state: Where it is.
-        context_prefill_position: Prompt tokens that are computed or in a step.
-        num_generated_tokens: Over all sequences.
-        fields: Everything, under the names of TensorRT-LLM's JSON.
+        state: Its life-cycle state.
+        context_prefill_position: Prompt tokens that are computed or in a step in flight.
+        num_generated_tokens: Total over all sequences.
+        fields: All fields, under TensorRT-LLM's JSON names.
     """
 
     id: int
@@ -54,7 +54,7 @@ class RequestStats:
 
     @staticmethod
     def from_proto(request_id: int, stats: pb.RequestStats) -> RequestStats:
-        """Copy out of the message."""
+        """Convert from the message."""
         fields = MessageToDict(stats, always_print_fields_with_no_presence=True)
         return RequestStats(
             request_id,

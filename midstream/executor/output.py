@@ -1,4 +1,4 @@
-"""One sequence of a result, as it grows."""
+"""The output of one sequence."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class AdditionalModelOutput:
     """A named output of the model.
 
     Attributes:
-        name: Such as `hidden_states.0`, `topk_logits.5`, or of an output probe that the workers have.
-        gather_context: Report it for the prompt's tokens too.
+        name: Such as `hidden_states.0` or `topk_logits.5`, or the name of an output probe registered in the workers.
+            gather_context: Whether to report it for the prompt's tokens too.
     """
 
     name: str
@@ -24,7 +24,7 @@ class AdditionalModelOutput:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log probability of one token, and its rank, 1 being the likeliest; 0: not known."""
+    """Log probability and rank of one token; rank 1 is the likeliest, 0 means unknown."""
 
     logprob: float
     rank: int = 0
@@ -32,19 +32,19 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sequence so far.
+    """The output of one sequence so far.
 
     Attributes:
-        index: Which sequence of the request.
-        text: Everything so far.
-        text_diff: What came since the iteration before.
-        token_ids: Everything so far.
-        token_ids_diff: What came since the iteration before.
-        cumulative_logprob: Of the whole sequence, at its end, where asked for.
-        logprobs: For each token, where asked for: its own log probability and those of the likeliest.
+        index: Index of the sequence in the request.
+        text: All text so far.
+        text_diff: Text since the previous iteration.
+        token_ids: All tokens so far.
+        token_ids_diff: Tokens since the previous iteration.
+        cumulative_logprob: Log probability of the whole sequence, at its end, if requested.
+        logprobs: For each token, if requested: its own log probability and those of the likeliest tokens.
         finish_reason: `stop`, `length`, `abort`, `deadline` or `error`, at its end.
         stop_reason: The stop word or stop token that ended it.
-        tensors: Pieces of logits and other outputs, where asked for.
+        tensors: Pieces of logits and other outputs, if requested.
     """
 
     index: int = 0
@@ -60,12 +60,12 @@ class CompletionOutput:
 
     @property
     def generation_logits(self) -> Tensor | None:
-        """The model's logits that each token was chosen from [tokens, vocabulary], where asked for."""
+        """The model's unmodified logits at each token [tokens, vocabulary], if requested."""
         return self.whole_tensors().get("generation_logits")
 
     @property
     def additional_generation_outputs(self) -> dict[str, Tensor]:
-        """Further outputs of the generated tokens, by name."""
+        """Additional outputs for the generated tokens, by name."""
         tensors = self.whole_tensors()
         return {
             name: tensor
@@ -74,7 +74,7 @@ class CompletionOutput:
         }
 
     def whole_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name; those of the prompt begin with `context_`."""
+        """Return all tensors by name; names of the prompt's begin with `context_`."""
         return join_tensors(self.tensors)
 
     def add(self, chunk: Chunk) -> None:
@@ -114,7 +114,7 @@ def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | o
 
 
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors of several beams as one, [beams, longest, ...]; shorter ones are filled up with zeros."""
+    """Stack the beams' tensors to [beams, longest, ...]; shorter ones are padded with zeros."""
     first = tensors[0]
     longest = max(tensor.shape[0] for tensor in tensors)
     row_bytes = max((len(tensor.data) // tensor.shape[0] for tensor in tensors if tensor.shape[0]), default=0)

@@ -1,4 +1,4 @@
-"""What is asked of the executor. Names are TensorRT-LLM's; each becomes a field of the native request."""
+"""Requests to the executor. Names are TensorRT-LLM's; each maps to a field of the native request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEEP_PRIORITY = 100
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A low-rank adapter; it is loaded from `lora_path`, a folder in PEFT's format, where the service lacks it."""
+    """A LoRA adapter; loaded from `lora_path`, a folder in PEFT's format, unless the service already has it."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -25,7 +25,7 @@ class LoRARequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptAdapterRequest:
-    """A prompt-tuning adapter; it is loaded from `prompt_adapter_local_path` where the service lacks it."""
+    """A prompt-tuning adapter; loaded from `prompt_adapter_local_path` unless the service already has it."""
 
     prompt_adapter_name: str
     prompt_adapter_id: int = 0
@@ -34,13 +34,13 @@ class PromptAdapterRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenRangeRetentionConfig:
-    """How long the cached blocks of a range of the prompt are kept.
+    """Retention of the cached blocks of a range of the prompt.
 
     Attributes:
         token_start: First token.
-        token_end: Behind the last one; None: the prompt's end.
-        priority: 0..100; blocks of lower priority go first. 35 is everybody's.
-        duration_ms: For how long; None: as long as the block lives.
+        token_end: One past the last token; None: the prompt's end.
+        priority: 0..100; blocks of lower priority are evicted first. The default is 35.
+        duration_ms: Duration of the priority; None: until the block is evicted.
     """
 
     token_start: int
@@ -75,11 +75,11 @@ class KvCacheRetentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class NGramDecodingConfig:
-    """Drafts of what followed the last tokens where they came before.
+    """Prompt lookup: drafts are the tokens that followed an earlier occurrence of the last tokens.
 
     Attributes:
         max_draft_len: Draft tokens per step, 1..16.
-        max_matching_ngram_size: Longest run of last tokens that is looked for.
+        max_matching_ngram_size: Maximum number of last tokens to match.
     """
 
     max_draft_len: int = 4
@@ -94,7 +94,7 @@ class NGramDecodingConfig:
 
 @dataclass(frozen=True, slots=True)
 class DraftTargetDecodingConfig:
-    """Drafts of the workers' smaller model, 1..16 tokens per step."""
+    """Drafts from the workers' draft model, 1..16 tokens per step."""
 
     max_draft_len: int = 4
 
@@ -107,7 +107,7 @@ class DraftTargetDecodingConfig:
 
 @dataclass(frozen=True, slots=True)
 class MultimodalParams:
-    """What a multimodal encoder made of images or audio.
+    """Output of a multimodal encoder.
 
     Attributes:
         multimodal_data: `{"multimodal_embedding": array}`, [tokens, hidden size]. Token id vocabulary size + i in the
@@ -121,7 +121,7 @@ class MultimodalParams:
         """The embeddings.
 
         Raises:
-            UnsupportedError: Raw media, which need an encoder.
+            UnsupportedError: Raw media were given, which need an encoder.
         """
         unknown = self.multimodal_data.keys() - {"multimodal_embedding"}
         if unknown:
@@ -137,16 +137,16 @@ class GenerationRequest:
     """One request.
 
     Attributes:
-        prompt_token_ids: Prompt tokens, or text; None where `prompt_embeddings` are the prompt.
-        sampling_params: How tokens are chosen.
+        prompt_token_ids: Prompt tokens, or text; None if `prompt_embeddings` is set.
+        sampling_params: Sampling parameters.
         max_tokens: Overrides that of `sampling_params`.
         query_token_ids: Tokens appended to `prompt_token_ids`. Requests with the same prompt and different queries
             share the prompt's KV blocks.
-        streaming: Output comes as it is made; else once per sequence, at its end.
+        streaming: Return output as it is generated; else once per sequence, at its end.
         multimodal_params: Output of a multimodal encoder; sets `prompt_tuning_table`.
-        arrival_time: Seconds since the epoch; None: when the router gets it.
-        client_id: Whose it is, for fairness and logits post-processors.
-        timeout_s: Its deadline.
+        arrival_time: Seconds since the epoch; None: when the router receives it.
+        client_id: The request's client, for fairness and logits post-processors.
+        timeout_s: Deadline in seconds.
         prompt_tuning_table: Virtual tokens [count, hidden size], such as a numpy array of float32 or float16; token id
             vocabulary size + i stands for row i, and a prompt without such ids begins with all rows.
         prompt_embeddings: The whole prompt [tokens, hidden size], likewise.
@@ -177,7 +177,7 @@ class GenerationRequest:
         """Return the native request, without its id.
 
         Raises:
-            InvalidArgumentError: A value that its field cannot hold. Ranges are the router's to check.
+            InvalidArgumentError: A value is invalid for its field. The router checks ranges.
         """
         request = pb.GenerateRequest()
         native.set_fields(
@@ -210,7 +210,7 @@ class GenerationRequest:
 
     @property
     def is_beam_search(self) -> bool:
-        """Return whether all beams come together at the end."""
+        """Return whether all beams are returned together at the end."""
         params = self.sampling_params
         return (params.beam_width or (params.n if params.use_beam_search else None) or 1) > 1
 
@@ -229,7 +229,7 @@ class GenerationRequest:
         prompt = self.prompt_token_ids
         if self.prompt_embeddings is not None:
             if prompt is not None:
-                raise InvalidArgumentError("must be None where prompt_embeddings are given", field="prompt_token_ids")
+                raise InvalidArgumentError("must be None if prompt_embeddings is set", field="prompt_token_ids")
             request.prompt_embeddings.CopyFrom(native.tensor_of(self.prompt_embeddings, "prompt_embeddings"))
         elif prompt is None:
             raise InvalidArgumentError("must be given", field="prompt_token_ids")
@@ -249,15 +249,15 @@ class GenerationRequest:
         table = self.prompt_tuning_table
         if self.multimodal_params is not None:
             if table is not None:
-                raise InvalidArgumentError("cannot be together with prompt_tuning_table", field="multimodal_params")
+                raise InvalidArgumentError("cannot be combined with prompt_tuning_table", field="multimodal_params")
             table = self.multimodal_params.embedding
         if table is not None:
             if self.prompt_adapter_request is not None:
                 field = "multimodal_params" if self.multimodal_params else "prompt_tuning_table"
-                raise InvalidArgumentError(f"cannot be together with {field}", field="prompt_adapter_request")
+                raise InvalidArgumentError(f"cannot be combined with {field}", field="prompt_adapter_request")
             request.prompt_tuning.table.CopyFrom(native.tensor_of(table, "prompt_tuning_table"))
 
 
 def _absolute(path: str) -> str:
-    """Workers have another working directory."""
+    """Make the path absolute: workers have another working directory."""
     return str(Path(path).absolute()) if path else ""

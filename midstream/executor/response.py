@@ -1,4 +1,4 @@
-"""What `await_responses` returns: pieces of output, each with the id of its request."""
+"""Responses of `await_responses`: pieces of output with their request's id."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from midstream.extras import CONTEXT, Tensor, join_tensors
 
 @dataclass(frozen=True, slots=True)
 class ResponseResult:
-    """Output since the response before: of one sequence, or of all beams of a beam search.
+    """Output since the previous response: of one sequence, or of all beams of a beam search.
 
     Lists have one entry per beam; a sampled sequence is one beam.
 
     Attributes:
-        sequence_index: Which sequence; 0 in beam search.
+        sequence_index: Index of the sequence; 0 in beam search.
         output_token_ids: Tokens of each beam.
-        text: Text of the first beam. texts: Of each.
-        is_sequence_final: Nothing more comes for the sequence. is_final: Nothing more comes for the request.
-        finish_reasons: Of each beam, where it has ended.
-        cum_log_probs: Of each beam at its end, where asked for.
-        log_probs: Of each beam and token, where asked for.
+        text: Text of the first beam. texts: Text of each beam.
+        is_sequence_final: Whether this is the sequence's last response. is_final: Whether this is the request's last
+            response.
+        finish_reasons: Of each beam that has ended.
+        cum_log_probs: Of each beam at its end, if requested.
+        log_probs: Of each beam and token, if requested.
         tensors: Of each beam, by name.
     """
 
@@ -46,22 +47,22 @@ class ResponseResult:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the first beam ended."""
+        """Finish reason of the first beam."""
         return self.finish_reasons[0] if self.finish_reasons else None
 
     @property
     def context_logits(self) -> Tensor | None:
-        """Logits at each prompt token [prompt tokens, vocabulary], where asked for."""
+        """Logits at each prompt token [prompt tokens, vocabulary], if requested."""
         return self.tensors[0].get("context_logits") if self.tensors else None
 
     @property
     def generation_logits(self) -> Tensor | None:
-        """Logits that each token was chosen from [beams, tokens, vocabulary], where asked for."""
+        """Logits at each output token [beams, tokens, vocabulary], if requested."""
         return self._stacked("generation_logits")
 
     @property
     def additional_outputs(self) -> dict[str, Tensor]:
-        """Further outputs by name: `NAME` [beams, tokens, ...], `context_NAME` [prompt tokens, ...]."""
+        """Additional outputs by name: `NAME` [beams, tokens, ...], `context_NAME` [prompt tokens, ...]."""
         found: dict[str, Tensor] = {}
         for name in self.tensors[0] if self.tensors else ():
             tensor = self.tensors[0][name] if name.startswith(CONTEXT) else self._stacked(name)
@@ -76,24 +77,24 @@ class ResponseResult:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response of a request: a result, or what went wrong."""
+    """One response of a request: a result or an error."""
 
     request_id: int
     result: ResponseResult | None = None
     error: MidstreamError | None = None
 
     def has_error(self) -> bool:
-        """Return whether the request has failed; nothing follows then."""
+        """Return whether the request has failed; no response follows then."""
         return self.error is not None
 
     @property
     def error_msg(self) -> str:
-        """What went wrong."""
+        """Description of the error."""
         return str(self.error) if self.error else ""
 
     @property
     def is_final(self) -> bool:
-        """Return whether nothing follows."""
+        """Return whether this is the request's last response."""
         return self.error is not None or (self.result is not None and self.result.is_final)
 
 

@@ -1,4 +1,4 @@
-"""Responses as the batch manager's tensors."""
+"""Convert responses to the batch manager's tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from midstream.extras import Tensor
 
 
 class RequestLengths:
-    """How long the sequences of a request are so far."""
+    """Current lengths of a request's sequences."""
 
     def __init__(self, request: GenerationRequest) -> None:
         params = request.sampling_params
@@ -23,7 +23,7 @@ class RequestLengths:
         self._num_tokens: dict[int, int] = {}
 
     def note(self, result: ResponseResult) -> int:
-        """Take in a response; return the length of its longest beam, prompt included."""
+        """Update the lengths from a response; return the length of its longest beam, prompt included."""
         num_tokens = max(len(ids) for ids in result.output_token_ids)
         if not self.repeats:
             num_tokens += self._num_tokens.get(result.sequence_index, 0)
@@ -34,13 +34,13 @@ class RequestLengths:
 def response_tensors(result: ResponseResult, lengths: RequestLengths) -> list[Tensor]:
     """Return the tensors of a response, little endian.
 
-    - `output_ids` int32 [1, beams, longest]: prompt and output; of a streaming request the new tokens alone. A prompt
-      that was text is not known here and left out. Shorter beams are filled up with the pad or end id.
+    - `output_ids` int32 [1, beams, longest]: prompt and output; of a streaming request only the new tokens. A prompt
+    given as text is not included. Shorter beams are padded with the pad or end id.
     - `sequence_length` int32 [1, 1]: prompt and output so far of the longest beam.
-    - `context_logits` float32 [1, prompt tokens, vocabulary], or [1, 1, 1] where not asked for.
-    - `generation_logits` float32 [1, beams, tokens, vocabulary], or [1, 1, 1, 1] where not asked for.
-    - `log_probs` float32 [1, beams, tokens] and `cum_log_probs` float32 [1, beams], where asked for; shorter beams
-      are filled up with zeros.
+    - `context_logits` float32 [1, prompt tokens, vocabulary], or [1, 1, 1] if not requested.
+    - `generation_logits` float32 [1, beams, tokens, vocabulary], or [1, 1, 1, 1] if not requested.
+    - `log_probs` float32 [1, beams, tokens] and `cum_log_probs` float32 [1, beams], if requested; shorter beams are
+    padded with zeros.
     """
     sequence_length = lengths.note(result)
     rows = [list(ids) for ids in result.output_token_ids]

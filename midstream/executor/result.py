@@ -1,9 +1,9 @@
-"""A request's output, as it gathers: filled by the executor's thread, read from any thread or event loop.
+"""A request's output: filled by the executor's thread, read from any thread or event loop.
 
 1. Chunks arrive in the executor's thread and wait in `_arrived`.
-2. A reader takes them: an iteration merges what waits into the output of its sequence, `await_responses` makes
-   responses of them. Each chunk goes to whoever comes first; `outputs` has everything that was taken.
-3. After the final chunk there is nothing to wait for; an error that ended the request is raised to its readers.
+2. A reader takes them: an iteration merges waiting chunks into the output of their sequence, `await_responses` converts
+them to responses. Each chunk goes to the first reader; `outputs` has everything that was read. 3. After the final chunk
+nobody waits; if the request failed, its error is raised to its readers.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from midstream.extras import CONTEXT, Tensor
 
 
 class ResultQueue:
-    """The outputs of a GenerationResult as a queue; what is taken here does not come from an iteration again."""
+    """The outputs of a GenerationResult as a queue; an output taken here is not returned by an iteration again."""
 
     def __init__(self, result: GenerationResult) -> None:
         self._result = result
 
     def get(self, block: bool = True, timeout: float | None = None) -> CompletionOutput:
-        """Return the next output, as an iteration gives it.
+        """Return the next output, as an iteration would.
 
         Args:
-            block: Wait for it.
-            timeout: Seconds.
+            block: Whether to wait.
+            timeout: Maximum wait in seconds.
 
         Raises:
-            queue.Empty: It did not come, or everything has been read.
+            queue.Empty: No output in time, or everything has been read.
             MidstreamError: The request failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -73,15 +73,16 @@ class ResultQueue:
 
 
 class GenerationResult:
-    """Iterate over it (`for` or `async for`) for outputs as they grow, or wait for `result()`.
+    """A request's output: iterate (`for` or `async for`) while it grows, or wait for `result()`.
 
     Attributes:
         request: The request, with its id.
         outputs: One per sequence.
-        queue: Its outputs one by one, for who wants neither iteration nor `result()`.
+        queue: The outputs one by one, as an alternative to iteration and `result()`.
         usage: Token counts, at the end.
-        perf_metrics: At the end, where asked for.
-        prompt_logprobs: For each prompt token from the second on, where asked for; its own where the prompt was tokens.
+        perf_metrics: At the end, if requested.
+        prompt_logprobs: For each prompt token from the second on, if requested; includes the token's own if the prompt
+            was given as tokens.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ class GenerationResult:
         """Start empty.
 
         Args:
-            request: With its id.
+            request: The request, with its id.
             on_taken: Called when everything has been read.
-            ask_state: Asks the service for the state of a request that has not ended.
+            ask_state: Queries the service for the state of an unfinished request.
         """
         self.request = request
         self.outputs: list[CompletionOutput] = [CompletionOutput()]
@@ -115,29 +116,29 @@ class GenerationResult:
 
     @property
     def context_logits(self) -> Tensor | None:
-        """The model's logits at each prompt token [tokens, vocabulary], where asked for."""
+        """The model's logits at each prompt token [tokens, vocabulary], if requested."""
         return self.outputs[0].whole_tensors().get("context_logits")
 
     @property
     def additional_context_outputs(self) -> dict[str, Tensor]:
-        """Further outputs of the prompt's tokens, by name."""
+        """Additional outputs for the prompt's tokens, by name."""
         tensors = self.outputs[0].whole_tensors()
         names = [name for name in tensors if name.startswith(CONTEXT) and name != "context_logits"]
         return {name.removeprefix(CONTEXT): tensors[name] for name in names}
 
     @property
     def streaming(self) -> bool:
-        """Return whether output comes as it is made."""
+        """Return whether output is streamed."""
         return self.request.streaming
 
     @property
     def done(self) -> bool:
-        """Return whether the request has ended; what it brought may not have been read yet."""
+        """Return whether the request has ended; its output may not have been read yet."""
         return self._ended
 
     @property
     def state(self) -> RequestState:
-        """Where the request is; asks the service unless it has ended."""
+        """The request's life-cycle state; queries the service unless the request has ended."""
         with self._lock:
             end = self._end_state
         if end is not None:
@@ -151,7 +152,7 @@ class GenerationResult:
             timeout: Seconds.
 
         Raises:
-            TimeoutError: It has not ended by then; it goes on.
+            TimeoutError: The request has not ended; it continues.
             MidstreamError: It failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -181,7 +182,7 @@ class GenerationResult:
                 yield output
 
     def put(self, chunk: Chunk) -> None:
-        """For the executor: more output."""
+        """For the executor: add output."""
         with self._lock:
             self._arrived.append(chunk)
             if chunk.is_final and chunk.finish_reason is FinishReason.ABORT:
@@ -189,7 +190,7 @@ class GenerationResult:
             self._wake()
 
     def end(self, error: MidstreamError | None) -> None:
-        """For the executor: nothing more comes."""
+        """For the executor: mark the end."""
         with self._lock:
             if not self._ended:
                 self._ended, self._error = True, error
@@ -197,7 +198,7 @@ class GenerationResult:
                 self._wake()
 
     def take_responses(self) -> list[Response]:
-        """For the executor: what nobody has read yet, one response per chunk, or one of all beams at the end."""
+        """For the executor: return unread output, one response per chunk, or one for all beams at the end."""
         with self._lock:
             is_search = self.request.is_beam_search
             if is_search and not self._ended:
@@ -221,7 +222,7 @@ class GenerationResult:
 
     @property
     def has_arrived(self) -> bool:
-        """For the queue: whether there is something to read."""
+        """For the queue: return whether output is waiting."""
         return bool(self._arrived)
 
     def _unended(self) -> Future[None] | None:
@@ -239,14 +240,14 @@ class GenerationResult:
         return self.outputs[0]
 
     def next_output(self) -> CompletionOutput | Future[None] | None:
-        """For the queue: the sequence that has grown, or what to wait for, or None at the end."""
+        """For the queue: return the sequence that has grown, an event to wait for, or None at the end."""
         with self._lock:
             if not self._arrived and not self._ended:
                 return self._news
             for output in self.outputs:
                 output.text_diff, output.token_ids_diff = "", []
             grown = None
-            # What follows for the same sequence comes along, so that a slow reader catches up.
+            # Later chunks of the same sequence are merged too, so that a slow reader catches up.
             while self._arrived and (grown is None or self._arrived[0].sequence_index == grown.index):
                 grown = self._merge(self._arrived.popleft())
             is_read = self._ended and not self._arrived
@@ -268,7 +269,7 @@ class GenerationResult:
         return output
 
     def _prompt_ids(self) -> list[int]:
-        """Return the prompt's tokens whose log probabilities come next; those of text are not known here."""
+        """Return the prompt's tokens whose log probabilities come next; unknown if the prompt was text."""
         return self.request.known_token_ids[1 + len(self.prompt_logprobs) :]
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""How the executor's tokens are chosen. Names are TensorRT-LLM's; each becomes a field of the native request."""
+"""Sampling parameters of the executor. Names are TensorRT-LLM's; each maps to a field of the native request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protos import generation_pb2 as pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedDecodingParams:
-    """What the output must look like: one of the four.
+    """A constraint on the output; set exactly one field.
 
     Attributes:
         json: A JSON schema, as text or as a mapping.
@@ -31,7 +31,7 @@ class GuidedDecodingParams:
         """Return the message.
 
         Raises:
-            InvalidArgumentError: None or several are given.
+            InvalidArgumentError: None or several are set.
         """
         given = [
             (pb.GUIDE_TYPE_JSON_SCHEMA, self.json if isinstance(self.json, str | None) else json.dumps(self.json)),
@@ -41,14 +41,16 @@ class GuidedDecodingParams:
         ]
         chosen = [(kind, guide) for kind, guide in given if guide is not None]
         if len(chosen) != 1:
-            raise InvalidArgumentError("give one of json, json_object, regex and grammar", field="guided_decoding")
+            raise InvalidArgumentError(
+                "set exactly one of json, json_object, regex and grammar", field="guided_decoding"
+            )
         kind, guide = chosen[0]
         return pb.GuidedDecodingConfig(guide_type=kind, guide=guide)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(native.SamplingParams):
-    """The client's parameters, and TensorRT-LLM's other names for some of them.
+    """The native client's parameters, and TensorRT-LLM's aliases.
 
     Attributes:
         n: num_return_sequences.
@@ -59,8 +61,8 @@ class SamplingParams(native.SamplingParams):
         logprobs: log_probs.
         prompt_logprobs: prompt_log_probs.
         additional_model_outputs: Named outputs such as `hidden_states.0`; `(name, True)` for the prompt's tokens too.
-        guided_decoding: What the output must look like.
-        logits_processor: Name of a logits post-processor that the workers have.
+        guided_decoding: Constraint on the output.
+        logits_processor: Name of a logits post-processor registered in the workers.
     """
 
     n: int | None = None
@@ -78,7 +80,7 @@ class SamplingParams(native.SamplingParams):
         """Set the request's fields.
 
         Raises:
-            InvalidArgumentError: A value that its field cannot hold.
+            InvalidArgumentError: A value is invalid for its field.
         """
         native.SamplingParams.fill(self, request)
         sampling, output = request.sampling, request.output

@@ -1,4 +1,4 @@
-"""The services of an executor that starts its own: `midstream up` in a run directory of their own."""
+"""Services started by an executor: `midstream up` in a private run directory."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ class LocalService:
     def __init__(
         self, model: str, parts: Mapping[str, int], environment: Mapping[str, str], tokenizer_dir: str | None = None
     ) -> None:
-        """Start it and wait until it is ready, which takes as long as the model takes to load.
+        """Start the service and wait until the model is loaded and it is ready.
 
         Args:
-            model: As `midstream up --model` takes it.
-            parts: Flags of `midstream up` that count: `routers`, `detokenizers`, `workers`, `tensor-parallel`, ...
-            environment: MIDSTREAM_* variables, beside those of this process.
-            tokenizer_dir: Folder of the tokenizer, where it is not the model's.
+            model: As for `midstream up --model`.
+            parts: Numbers of parts, as flags of `midstream up`: `routers`, `detokenizers`, `workers`,
+                `tensor-parallel`, ...
+            environment: MIDSTREAM_* variables, in addition to those of this process.
+            tokenizer_dir: Folder of the tokenizer, if it is not the model's.
 
         Raises:
             ConfigError: A folder is missing.
             ExecutionError: It did not start.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="midstream-"))
-        # Only this process talks to it, and it may read what this process may.
+        # Only this process connects to it, and it may read the same files.
         own = {"MIDSTREAM_ADAPTER_ROOT": "/"}
         self._environment = python_environment({**own, **os.environ, **environment})
         counts = [item for part, count in parts.items() for item in (f"--{part}", str(count))]
@@ -50,7 +51,7 @@ class LocalService:
             self._midstream("up", "--detach", "--model", model, "--port", "0", "--http-port", "0", *counts)
             state = RunDir(self._directory).read_state()
             if state is None:
-                raise ExecutionError("the services said nothing of themselves")
+                raise ExecutionError("the services did not report their addresses")
             self.addresses = [router.addresses["grpc"] for router in state.of_kind("router")]
         except BaseException:
             self.stop()
@@ -77,7 +78,7 @@ class LocalService:
         return cls(model, parts, config.environment(), tokenizer_dir)
 
     def stop(self) -> None:
-        """Stops it and forgets its state; what still runs is cut."""
+        """Stop the service and delete its state; running requests are cut off."""
         with contextlib.suppress(ExecutionError):
             self._midstream("down", "--now")
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What schedulers say of their iterations, under TensorRT-LLM's names."""
+"""Iteration statistics under TensorRT-LLM's names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Labels of the batch manager's documentation: where the value is, and what it is called there.
+# Labels in TensorRT-LLM's batch manager documentation, with the path to each value.
 _LABELS = {
     "": {
         "Timestamp": "timestamp",
@@ -32,7 +32,7 @@ _LABELS = {
         "Empty Generation Slots": "emptyGenSlots",
     },
 }
-# Of several cells, these are the largest; all other numbers are added up.
+# The maximum over cells is used for these; all other numbers are summed.
 _LARGEST = {"iter", "iterLatencyMS", "newActiveRequestsQueueLatencyMS", "microBatchId"}
 _SAME = {"tokensPerBlock"}
 _RATIOS = {
@@ -43,10 +43,8 @@ _RATIOS = {
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """One iteration; `fields` has everything, with the names of TensorRT-LLM's JSON.
-
-    Attributes:
-        cells: Where this sums up several cells, the iteration of each.
+    """One iteration; `fields` has all values under TensorRT-LLM's JSON names. Attributes: cells: If this is a sum over
+    several cells, their iterations.
     """
 
     fields: Mapping[str, object]
@@ -54,12 +52,12 @@ class IterationStats:
 
     @property
     def num_active_requests(self) -> int:
-        """Requests that hold or wait for blocks."""
+        """Requests that hold blocks or wait for them."""
         return self._count("numActiveRequests")
 
     @property
     def num_queued_requests(self) -> int:
-        """Requests that wait to be taken."""
+        """Requests that wait to be scheduled."""
         return self._count("numQueuedRequests")
 
     @property
@@ -69,7 +67,7 @@ class IterationStats:
 
     @property
     def max_num_active_requests(self) -> int:
-        """Most requests that may be active."""
+        """Maximum number of active requests."""
         return self._count("maxNumActiveRequests")
 
     @property
@@ -100,9 +98,8 @@ class IterationStats:
 
 
 def sum_up(cells: Sequence[Mapping[str, object]]) -> IterationStats:
-    """Return one record of the iterations of several cells.
-
-    Counts, blocks and bytes are added up; of iteration numbers and latencies the largest counts.
+    """Combine the iterations of several cells: counts, blocks and bytes are summed; of iteration numbers and latencies
+    the maximum is used.
     """
     if len(cells) < 2:
         return IterationStats(cells[0] if cells else {})
@@ -147,7 +144,7 @@ def _average(cells: Sequence[Mapping[str, object]]) -> float:
 
 
 def _number(value: object) -> object:
-    """Return the value; protobuf's JSON has 64-bit integers as text."""
+    """Return the value; protobuf's JSON encodes 64-bit integers as strings."""
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 

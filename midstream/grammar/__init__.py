@@ -1,6 +1,6 @@
 """Guided decoding grammars, compiled and matched in a separate process.
 
-A guide (JSON schema, regular expression, grammar) comes from a client and is compiled by a library: both are kept away
-from the services. `process` is the side of a service, `child` the program that it starts, with limits of memory and
-time; `messages` is what they say to each other.
+A guide (JSON schema, regular expression, grammar) is untrusted input, compiled by a native library; the separate
+process isolates services from both. `process` is the services' side, `child` the program that they start, with limits
+of memory and time; `messages` is the protocol between them.
 """

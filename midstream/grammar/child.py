@@ -1,12 +1,10 @@
 """The grammar process: `python -m midstream.grammar.child FD TOKENIZER_JSON VOCAB_SIZE END_IDS MEMORY_BYTES LIMIT_S`.
 
-1. A row is opened with its guide. The guide is compiled on a thread, once for all rows that share it; a bounded number
-   of compiled ones is kept, the least recently used goes first.
-2. With each message a row's new tokens come, and the tokens that may follow go back as a bit mask. A row whose guide is
-   still being compiled gets no mask but `waiting`, one that has been at it for too long `overrun`.
-3. The process ends with its connection.
-
-Everything about a row follows from its guide and tokens, so a process that is killed can be replaced at any time.
+1. A row is opened with its guide. The guide is compiled on a thread, once for all rows that share it; compiled guides
+are kept in an LRU cache. 2. Each message contains rows' new tokens, and the answer contains bit masks of the tokens
+that may follow. If a row's guide is still being compiled, the answer is `waiting`; if that takes too long, `overrun`.
+3. The process ends with its connection. A row's state is a function of its guide and tokens, so a killed process can be
+replaced at any time.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from midstream.grammar.messages import OVERRUN, READY, WAITING, Guide, receive, 
 
 MAX_COMPILED = 256
 _NUM_THREADS = 2
-# How long a message waits for its guides to be compiled.
+# How long an answer is delayed for guides being compiled.
 _GRACE_S = 0.01
 
 
@@ -41,7 +39,7 @@ class _Compilation:
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence: its guide, the tokens that end it, tokens that its matcher has not seen; `has_ended`: it has."""
+    """A sequence: its guide, end tokens, tokens that its matcher has not consumed, and whether it has ended."""
 
     guide: Guide
     end_ids: list[int]
@@ -54,7 +52,7 @@ class GrammarServer:
     """Rows and compiled guides.
 
     Attributes:
-        num_compiled: Guides that are kept.
+        num_compiled: Number of cached guides.
     """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, limit_s: float) -> None:
@@ -66,11 +64,11 @@ class GrammarServer:
 
     @property
     def num_compiled(self) -> int:
-        """Guides that are kept."""
+        """Number of cached guides."""
         return len(self._compiled)
 
     def check(self, guide: Guide) -> str:
-        """Return what is wrong with a guide; empty: nothing."""
+        """Return the error in a guide; empty if it is valid."""
         try:
             compile_guide(guide, self._tokenizer)
         except GuideError as error:
@@ -78,7 +76,7 @@ class GrammarServer:
         return ""
 
     def masks(self, items: list[dict[str, Any]]) -> tuple[list[str], bytes]:
-        """For each item READY, WAITING, OVERRUN or what went wrong; and the masks of the ready ones in turn."""
+        """Return READY, WAITING, OVERRUN or an error message for each item, and the masks of ready items in order."""
         deadline = time.monotonic() + _GRACE_S
         for item in items:
             self._note(item)
@@ -113,7 +111,7 @@ class GrammarServer:
         return found
 
     def _advance(self, row: _Row, deadline: float) -> str:
-        """Bring the row's matcher up to its tokens."""
+        """Advance the row's matcher over its new tokens."""
         if row.matcher is None:
             compilation = self._compilation(row.guide)
             try:
@@ -131,7 +129,7 @@ class GrammarServer:
         return self._problem(row)
 
     def _mask(self, row: _Row) -> bytes:
-        """Return one bit for each token, lowest first: whether it may come next."""
+        """Return a bit mask, lowest bit first, of the tokens that may come next."""
         assert row.matcher is not None
         size = -(-self._tokenizer.vocab_size // 8)
         if row.has_ended:

@@ -1,4 +1,4 @@
-"""From a guide to a matcher that says which tokens may come next. Runs in the grammar process alone."""
+"""Compile a guide to a matcher of allowed next tokens. Runs only in the grammar process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from midstream.grammar.messages import Guide
 
-# As json.dumps writes. A schema may say otherwise under `x-guidance`; flexible white space lets a small model write
-# nothing but that.
+# Formatting as in json.dumps; a schema can override it under `x-guidance`. With flexible white space a small model may
+# generate nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_JSON = '{"anyOf": [{"type": "object"}, {"type": "array"}]}'
 
 
 class GuideError(Exception):
-    """The guide is not one; the message says why."""
+    """The guide is invalid; the message says why."""
 
 
 def load_tokenizer(file: Path, vocab_size: int, end_ids: list[int]) -> llguidance.LLTokenizer:
@@ -28,7 +28,7 @@ def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance
     """Return a matcher before the first token.
 
     Raises:
-        GuideError: The guide cannot be read, or is more than the library's limits allow.
+        GuideError: The guide is invalid or exceeds the library's limits.
     """
     try:
         matcher = llguidance.LLMatcher(tokenizer, _grammar(guide), log_level=0)

@@ -1,4 +1,4 @@
-"""The messages between a service and its grammar process: a JSON header and bytes, each behind its length."""
+"""The messages between a service and its grammar process: a JSON header and bytes, each length-prefixed."""
 
 from __future__ import annotations
 

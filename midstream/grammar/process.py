@@ -18,19 +18,19 @@ _START_LIMIT_S = 60.0
 
 
 def is_available() -> bool:
-    """Return whether the library for grammars is installed."""
+    """Return whether the grammar library is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 
 class GrammarProcess:
-    """One process for one model's tokenizer. Not for several threads at once."""
+    """The grammar process for one model's tokenizer. Not thread-safe."""
 
     def __init__(self, folder: ModelFolder, *, limit_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> None:
-        """Start the process; return before it is ready.
+        """Start the process without waiting until it is ready.
 
         Args:
             folder: The model.
-            limit_s: Longest time for one answer, and for compiling one guide.
+            limit_s: Time limit of an answer, and of compiling a guide.
             memory_bytes: Address space of the process.
         """
         self._connection, other = socket.socketpair()
@@ -62,7 +62,7 @@ class GrammarProcess:
         return self._is_ready
 
     def check(self, guide: Guide) -> str:
-        """Return what is wrong with a guide; empty: nothing.
+        """Return the error in a guide; empty if it is valid.
 
         Raises:
             OSError: The process died or took too long over it; kill it.
@@ -74,7 +74,7 @@ class GrammarProcess:
         return str(answer)
 
     def ask_masks(self, items: list[dict[str, object]]) -> None:
-        """Ask for the masks of rows, as child.py describes; `take_masks` answers. Precondition: it is ready.
+        """Request the masks of rows (see child.py); `take_masks` returns them. Precondition: the process is ready.
 
         Raises:
             OSError: The process died; kill it.
@@ -92,7 +92,7 @@ class GrammarProcess:
         return states, masks
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._connection.close()
         self._process.kill()
         self._process.wait()

@@ -15,7 +15,7 @@ class ServedFamily:
     Attributes:
         types: `model_type` of config.json.
         on_cpu: What computes it on a CPU: our kernels, our decoder in PyTorch operations, or transformers' code.
-        notes: What sets it apart.
+        notes: Special features.
         reads_gguf: Whether GGUF files are read as well as safetensors.
         takes_drafts: Whether requests may use speculative decoding.
         has_graphs: Whether decoding on a GPU is replayed from CUDA graphs.
@@ -31,12 +31,12 @@ class ServedFamily:
 
     @property
     def is_own(self) -> bool:
-        """Return whether our own code computes it: with LoRA adapters and tensor ranks."""
+        """Return whether it runs natively, with LoRA adapters and tensor parallelism."""
         return self.on_cpu != "transformers"
 
     @property
     def formats(self) -> str:
-        """Weight files that are read."""
+        """Supported weight formats."""
         return "safetensors, GGUF" if self.reads_gguf else "safetensors"
 
 
@@ -93,7 +93,7 @@ HEADINGS = ("family", "model_type", "on a CPU", "weights", "LoRA", "tensor ranks
 
 
 def rows() -> list[tuple[str, ...]]:
-    """Return a row of text under `HEADINGS` for each family."""
+    """Return a table row for each family, with the columns `HEADINGS`."""
     yes_or_no = ("no", "yes")
     return [
         (

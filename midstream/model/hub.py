@@ -1,6 +1,6 @@
 """Models of the Hugging Face Hub: `ORG/NAME`, `ORG/NAME@REVISION` or `ORG/NAME/FILE.gguf`.
 
-huggingface_hub keeps what it downloads in its own cache, where nothing of ours is written. A token comes from HF_TOKEN
+huggingface_hub stores downloads in its own cache; we write nothing there. A token comes from HF_TOKEN
 or `hf auth login`, another server from HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what is in the cache.
 """
 
@@ -17,17 +17,17 @@ _FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     "*.safetensors", "*.safetensors.index.json",
 ]  # fmt: skip
-# Other layouts of the same weights, and what lies in folders of the repository.
+# Other formats of the same weights, and subfolders of the repository.
 _IGNORED = ["consolidated*", "*/*"]
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether `model` is a name on the Hub, and nothing on this machine."""
+    """Return whether `model` is a name on the Hub and not a path on this machine."""
     return _NAME.fullmatch(model) is not None and not model.startswith(("./", "../")) and not Path(model).exists()
 
 
 def download(model: str) -> Path:
-    """Download what is not in the Hub's cache yet, with a progress bar, and return the folder or .gguf file there.
+    """Download what is missing in the Hub's cache, with a progress bar, and return the cached folder or .gguf file.
 
     Raises:
         ConfigError: The repository, revision or file does not exist, needs a token, or the Hub cannot be reached.
@@ -35,7 +35,7 @@ def download(model: str) -> Path:
     match = _NAME.fullmatch(model)
     if match is None:
         raise ConfigError(
-            f"{model!r} is no name on the Hugging Face Hub (ORG/NAME or ORG/NAME@REVISION)", field="model"
+            f"{model!r} is not a name on the Hugging Face Hub (ORG/NAME or ORG/NAME@REVISION)", field="model"
         )
     repository, file, revision = match.groups()
     try:
@@ -47,7 +47,7 @@ def download(model: str) -> Path:
             return Path(hf_hub_download(repository, file.removeprefix("/"), revision=revision))
         found = snapshot_download(repository, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED)
     except errors.GatedRepoError:
-        problem = "asks for its licence to be accepted: do so on its page, then set HF_TOKEN to a token of yours"
+        problem = "requires its licence to be accepted: do so on its page, then set HF_TOKEN to your token"
     except errors.RepositoryNotFoundError:
         problem = (
             "is neither on this machine nor on the Hub; if it is private, set HF_TOKEN to a token that may read it"
@@ -55,7 +55,7 @@ def download(model: str) -> Path:
     except errors.RevisionNotFoundError:
         problem = f"has no revision {revision!r}"
     except errors.EntryNotFoundError as error:
-        # What LocalEntryNotFoundError means is told by its cause: the Hub was not reached, or must not be.
+        # The cause of LocalEntryNotFoundError tells whether the Hub was unreachable or offline mode is on.
         is_local = isinstance(error, errors.LocalEntryNotFoundError)
         problem = "is not in the Hub's cache, and the Hub cannot be reached" if is_local else f"has no file {file}"
     except (errors.HfHubHTTPError, OSError) as error:

@@ -1,4 +1,6 @@
-"""The model's tokenizer: text to token ids and back. Reads tokenizer.json alone; no network, no code from the model."""
+"""The model's tokenizer: text to token ids and back. Reads only tokenizer.json; uses neither the network nor code from
+the model.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from midstream.model.tokenizer_check import check_tokenizer
 
 
 class Tokenizer:
-    """Safe to use from several threads; encoding releases the interpreter lock.
+    """Thread-safe; encoding releases the GIL.
 
     Attributes:
-        vocab_size: Ids that the tokenizer knows, special tokens among them.
+        vocab_size: Number of ids, special tokens included.
         special_ids: Ids of special tokens.
-        added_tokens: Ids of the tokens beside the vocabulary's own, by their text; special ones are among them.
+        added_tokens: Ids of tokens added to the vocabulary, by their text; includes special tokens.
         decoder: The `decoder` section of tokenizer.json.
     """
 
@@ -42,7 +44,7 @@ class Tokenizer:
         except ConfigError:
             raise
         except Exception as error:
-            # The library raises plain Exception for anything that it cannot read.
+            # The library raises plain Exception for any invalid file.
             raise ConfigError(f"{file} is not a tokenizer: {error}", field="model") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -57,19 +59,19 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return text of `token_ids`; ids that it does not know give nothing."""
+        """Return text of `token_ids`; unknown ids are skipped."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def open_stream(self, before: Sequence[int] = (), *, skip_special_tokens: bool) -> Callable[[int], str | None]:
-        """Return the library's incremental decoding: takes the next token, gives the text that it made certain, if any.
-
-        It raises where the decoder changes text that it gave before. `before` are tokens whose text was given.
+        """Return the library's incremental decoder: a function from the next token to the text that is now certain, if
+        any. It raises if the decoder changes text that it returned before. `before` are tokens whose text was already
+        returned.
         """
         stream = DecodeStream(ids=list(before), skip_special_tokens=skip_special_tokens)
         return functools.partial(stream.step, self._tokenizer)
 
     def token(self, token_id: int) -> str | None:
-        """Return the vocabulary's entry of an id, in the tokenizer's own alphabet; None where it has none."""
+        """Return the vocabulary's entry for an id, in the tokenizer's byte alphabet; None if there is none."""
         return self._tokenizer.id_to_token(token_id)
 
     @functools.cached_property

@@ -1,8 +1,7 @@
-"""Whether a tokenizer from a model folder, which is not trusted, can be loaded here.
-
-The library that runs it aborts the process where memory ends, and a normalizer of some bytes can turn one character
-into gigabytes. So what a chain of replacements may make of a character is bounded, and what could still go wrong is
-tried in a process of its own with little memory and time: `python -m midstream.model.tokenizer_check FILE`.
+"""Check whether a tokenizer from an untrusted model folder can be loaded safely. The tokenizer library aborts the
+process when memory runs out, and a normalizer of a few bytes can turn one character into gigabytes. So the expansion by
+a chain of replacements is bounded, and the tokenizer is first tried in a separate process with little memory and time:
+`python -m midstream.model.tokenizer_check FILE`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from midstream.errors import ConfigError
 from midstream.python_process import python_command, python_environment
 
-# Characters that normalizers may make of one; of the tokenizers in use none goes beyond four.
+# Maximum characters that normalizers may produce from one; no tokenizer in use exceeds four.
 MAX_EXPANSION = 64
 MAX_BYTES = 256 << 20
 _MEMORY_BYTES, _CPU_S, _WALL_S = 2 << 30, 15, 60
@@ -26,7 +25,7 @@ _PROBE_CHARACTERS = 4096
 
 
 def check_tokenizer(file: Path, text: str) -> None:
-    """Raise where loading or using the tokenizer.json `text`, the contents of `file`, would end this process.
+    """Raise if loading or using the tokenizer.json `text`, the contents of `file`, could end this process.
 
     Raises:
         ConfigError: It is too large, expands text without bound, or fails in its own process.
@@ -42,7 +41,7 @@ def check_tokenizer(file: Path, text: str) -> None:
             expansion *= _expansion(step)
         if expansion > MAX_EXPANSION:
             raise ConfigError(f"the {part} in {file} makes up to {expansion} characters of one", field="model")
-    # Byte-level tokenizers without a normalizer have nothing to try, and start sooner.
+    # Byte-level tokenizers without a normalizer need no trial, so they start sooner.
     if fields.get("normalizer") is None and not any("pattern" in step for step in steps):
         return
     command = python_command("midstream.model.tokenizer_check", str(file))
@@ -58,14 +57,14 @@ def check_tokenizer(file: Path, text: str) -> None:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"the tokenizer in {file} takes too long", field="model") from None
     if done.returncode < 0:
-        raise ConfigError(f"the tokenizer in {file} ends the process that uses it", field="model")
+        raise ConfigError(f"the tokenizer in {file} crashes the process that uses it", field="model")
     if done.returncode > 0:
         reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason"]
         raise ConfigError(f"{file} is not a tokenizer: {reason[0][:500]}", field="model")
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer, pre-tokenizer or decoder, sequences taken apart."""
+    """Yield the steps of a normalizer, pre-tokenizer or decoder, with sequences flattened."""
     pending = [part]
     while pending:
         step = pending.pop()
@@ -80,7 +79,7 @@ def _expansion(step: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    """Load the tokenizer that the command line names, and use it, within limits."""
+    """Load and use the tokenizer given on the command line, within limits."""
     import tokenizers
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))

@@ -1,4 +1,4 @@
-"""Client side of a stream shared by many requests: commands go up, batches come down.
+"""Client side of a stream shared by many requests: it sends commands and receives batches.
 
 It is reopened whenever it breaks; subclasses then send their state again or fail it. It uses frames if both sides
 support them, else a gRPC stream.
@@ -40,7 +40,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
     Attributes:
         target: Its address.
         is_open: Whether commands reach it.
-        over_frames: Whether it goes over frames, while it is open.
+        over_frames: Whether it uses frames, while it is open.
     """
 
     batch_class: ClassVar[type[Message]]
@@ -59,13 +59,13 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
         """Open nothing yet.
 
         Args:
-            kind: What is there, for the log.
+            kind: Kind of the service, for the log.
             target: Its address.
             max_message_bytes: Largest message, each way.
             tls: Certificates; None: plain text.
             server_name: Name that its certificate must carry; empty: its address.
-            silence_s: How long it may answer nothing before the stream is given up; 0: as long as keepalive allows.
-            transport: frames, where the other side has them, or grpc.
+            silence_s: Maximum time without a message before the stream is closed; 0: as keepalive allows.
+            transport: frames, if the other side supports them, or grpc.
         """
         self.target = target
         self.is_open = False
@@ -88,7 +88,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
     @abstractmethod
     def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[frames_pb2.FramesOffer]:
-        """Ask for a connection in place of the gRPC stream."""
+        """Request a frames connection instead of the gRPC stream."""
 
     @abstractmethod
     def _take(self, batch: BatchT) -> None:
@@ -96,7 +96,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
 
     @abstractmethod
     def _lose(self) -> None:
-        """Note that the stream broke, or did not open."""
+        """Handle that the stream broke or could not be opened."""
 
     def _hello(self) -> CommandT | None:
         """Return the first command."""
@@ -144,7 +144,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             await self._run_grpc(channel)
 
     async def _connect(self, channel: grpc.aio.Channel) -> frames.FrameConnection | None:
-        """Open a connection for frames; None where the other side has none."""
+        """Open a frames connection; return None if the other side does not support frames."""
         try:
             offer = await self._ask_for_frames(channel)
         except grpc.aio.AioRpcError as error:
@@ -192,11 +192,11 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             connection.fail(ConnectionAbortedError("the stream has ended"))
 
     def take(self, body: bytes) -> None:
-        """Handle a batch that came over frames."""
+        """Handle a batch received over frames."""
         self._take(cast("BatchT", self.batch_class.FromString(body)))
 
     def resume(self) -> None:
-        """Commands are few, and wait for nothing."""
+        """Do nothing: commands are few and never wait."""
 
     def lose(self, error: Exception | None) -> None:
         """Handle the loss of the frames connection."""
@@ -210,7 +210,7 @@ class CommandStream(ABC, Generic[CommandT, BatchT]):
             if hello is not None:
                 await call.write(hello)
             else:
-                # The other side answers with its headers as soon as the stream is open.
+                # The other side sends its headers as soon as the stream is open.
                 async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                     await call.wait_for_connection()
             self.is_open = True

@@ -23,7 +23,7 @@ class Discovery:
     """
 
     def __init__(self, targets: str, *, field: str, on_change: Callable[[list[str]], None]) -> None:
-        """Parse `targets`, comma-separated; names behind `dns:///` are resolved anew every second.
+        """Parse `targets`, comma-separated; `dns:///` names are resolved again every second.
 
         Args:
             targets: The setting.
@@ -31,7 +31,7 @@ class Discovery:
             on_change: Called with the addresses after each change, the first one included.
 
         Raises:
-            ConfigError: Empty, or a target without a port.
+            ConfigError: The setting is empty, or a target has no port.
         """
         self._targets = [target.strip() for target in targets.split(",") if target.strip()]
         self._on_change = on_change
@@ -59,7 +59,7 @@ class Discovery:
             await asyncio.sleep(_INTERVAL_S)
 
     async def _resolve(self) -> list[str]:
-        found: dict[str, None] = {}  # a set that keeps its order
+        found: dict[str, None] = {}  # an ordered set
         for target in self._targets:
             if not target.startswith(_DNS):
                 found[target] = None

@@ -1,4 +1,4 @@
-"""Errors over gRPC: the one place where exceptions become statuses, and where statuses become errors again."""
+"""Errors over gRPC: the only place where exceptions are mapped to statuses and back."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from midstream.rpc.target import plain_problem
 
 logger = logging.getLogger(__name__)
 
-# Raises where the caller may not; what comes back, if anything, is called when the call has ended.
+# Raises an error if the caller is not allowed; a returned function is called at the end of the call.
 Admit = Callable[[str, grpc.aio.ServicerContext[Any, Any]], Callable[[], None] | None]
 
 RETRY_AFTER_KEY = "retry-after-ms"
 FIELD_KEY = "midstream-field"
 _MAX_FIELD_CHARACTERS = 256
-# A status's text is metadata too, percent-encoded; clients take 8 KiB of metadata by default.
+# A status message is sent as percent-encoded metadata; clients accept 8 KiB of metadata by default.
 _MAX_DETAIL_CHARACTERS = 800
 _Context = grpc.aio.ServicerContext[Any, Any]
 _AdmitCall = Callable[[_Context], Callable[[], None] | None]
 
 
 def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
-    """Return the error that a failed call stands for, with its field and retry hint."""
+    """Return the error that a failed call's status represents, with its field and retry hint."""
     code: grpc.StatusCode = error.code()
     metadata: Any = error.trailing_metadata() or ()  # pairs, in the synchronous and the asynchronous API alike
     trailing = {str(key): str(value) for key, value in metadata}
@@ -56,7 +56,7 @@ def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
 
 
 class ErrorMapper(grpc.aio.ServerInterceptor):
-    """The one place where exceptions become statuses."""
+    """Maps exceptions of all methods to statuses."""
 
     def __init__(self, admit: Admit | None) -> None:
         self._admit = admit
@@ -106,7 +106,7 @@ def _map_generator(
         release = None
         try:
             release = admit(context) if admit is not None else None
-            # Closed here and now when the caller leaves, so that its `finally` does not wait for the garbage collector.
+            # Closed explicitly when the caller leaves, so that its `finally` does not wait for garbage collection.
             async with contextlib.aclosing(behaviour(request, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     yield response

@@ -1,8 +1,8 @@
-"""Frames between parts: protobuf messages behind their length on a socket, as protos/frames.proto specifies.
+"""Frames between parts: length-prefixed protobuf messages on a socket, as specified in protos/frames.proto.
 
-Messages are handled where they are read and written where they are made, so that one costs no task, no future and no
-wake-up of its own; what is posted within a turn of the event loop is written at once. A connection whose buffer is full
-says so (`is_writable`), and whoever writes to it waits with its cursors where they are.
+Messages are handled as they are read and written as they are created, without a task, future or wake-up per message;
+messages posted in one iteration of the event loop are written together. While a connection's buffer is full
+(`is_writable`), writers wait and keep their cursors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from protos import frames_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-# As gRPC's keepalive.
+# Same as gRPC's keepalive.
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 10.0, 15.0
 _HELLO_S = 5.0
 _HANDSHAKE_S = 10.0
@@ -42,7 +42,7 @@ _UCRED = struct.Struct("3i")
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     HELLO = 1
     WELCOME = 2
@@ -65,16 +65,16 @@ class FrameHandler(Protocol):
         """Handle that the connection is writable again."""
 
     def lose(self, error: Exception | None) -> None:
-        """Handle the end of the connection, by an error or by close. Called once."""
+        """Handle the end of the connection, after an error or close. Called once."""
 
 
 class FrameConnection(asyncio.Protocol):
     """One end of a connection.
 
     Attributes:
-        handler: Who gets the messages.
-        is_open: Whether frames can be sent: welcomed, and not closed yet.
-        is_writable: Whether little enough waits to be sent; false before `is_open`.
+        handler: Receives the messages.
+        is_open: Whether frames can be sent: after the welcome, until close.
+        is_writable: Whether the send buffer has room; false before `is_open`.
     """
 
     def __init__(
@@ -85,13 +85,9 @@ class FrameConnection(asyncio.Protocol):
         keepalive_s: float = KEEPALIVE_S,
         timeout_s: float = KEEPALIVE_TIMEOUT_S,
     ) -> None:
-        """Connect nothing yet.
-
-        Args:
-            max_message_bytes: Largest message that is taken.
-            handler: Who gets the messages.
-            keepalive_s: Silence after which the other end is asked for a sign of life.
-            timeout_s: Silence after which the connection is given up.
+        """Create an unconnected end. Args: max_message_bytes: Largest message accepted. handler: Receives the messages.
+        keepalive_s: Silence after which the peer is pinged.
+        timeout_s: Silence after which the connection is closed.
         """
         self.handler = handler
         self.is_open = False
@@ -114,7 +110,7 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Return whether frames can be sent, and few wait."""
+        """Return whether frames can be sent and the send buffer has room."""
         return self.is_open and not self._is_full
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -131,7 +127,7 @@ class FrameConnection(asyncio.Protocol):
             self.fail(error)
 
     def eof_received(self) -> None:
-        """Close the connection: no side sends on alone."""
+        """Close the connection: half-open connections are not used."""
 
     def pause_writing(self) -> None:
         """As asyncio.Protocol."""
@@ -157,7 +153,7 @@ class FrameConnection(asyncio.Protocol):
         self._write(Kind.HELLO, token)
 
     def open(self, *, welcome: bool) -> None:
-        """Let messages through from here on; `welcome` tells the other side."""
+        """Accept messages from now on; `welcome` tells the other side."""
         self.is_open = True
         if welcome:
             self._write(Kind.WELCOME)
@@ -169,21 +165,21 @@ class FrameConnection(asyncio.Protocol):
             self._write(Kind.MESSAGE, message.SerializeToString())
 
     def post(self, message: Message) -> None:
-        """Write a message at the end of this turn of the event loop, together with others."""
+        """Write a message at the end of this event loop iteration, together with others."""
         if not self._posted:
             self._loop.call_soon(self._flush)
         body = message.SerializeToString()
         self._posted += (_HEAD.pack(len(body) + 1, Kind.MESSAGE), body)
 
     def fail(self, error: Exception) -> None:
-        """Close the connection at once, because of an error; what waits to be sent is dropped."""
+        """Close the connection immediately after an error; unsent data is dropped."""
         self._error = self._error or error
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Close the connection once all that was sent is written."""
+        """Close the connection once all data is written."""
         self._flush()
         self.is_open = False
         if self._transport is not None:
@@ -207,7 +203,7 @@ class FrameConnection(asyncio.Protocol):
             return
         self._transport.write(b"".join(posted))
         if self._transport.get_write_buffer_size() > self._max_bytes:
-            self.fail(FrameError("the peer does not read"))
+            self.fail(FrameError("the peer stopped reading"))
 
     def _parse(self, data: bytes) -> None:
         buffer = self._buffer
@@ -258,7 +254,7 @@ class FrameConnection(asyncio.Protocol):
 
 
 class Pump:
-    """Writes to a connection, while it takes them, batches of all that is new when a turn of the event loop ends."""
+    """Writes a batch of everything new at the end of each event loop iteration, while the connection is writable."""
 
     def __init__(
         self,
@@ -266,12 +262,9 @@ class Pump:
         collect: Callable[[], Message | None],
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up the writer; nothing is written yet.
-
-        Args:
-            connection: Where batches go.
-            collect: Gives the next batch; None while there is nothing new.
-            after: Called when all was written.
+        """Create the writer. Args: connection: The connection to write to. collect: Returns the next batch; None if
+        there is nothing new.
+        after: Called when everything was written.
         """
         self._connection = connection
         self._collect = collect
@@ -318,15 +311,12 @@ Accept = Callable[[FrameConnection], FrameHandler]
 
 
 class FrameServer:
-    """Takes connections that were offered by gRPC.
-
-    Attributes:
-        port: TCP port, once started.
-        connections: Those that are open.
+    """Accepts connections that were offered by gRPC. Attributes: port: TCP port, once started. connections: Open
+    connections.
     """
 
     def __init__(self, host: str, port: int, *, max_message_bytes: int, tls: Tls | None = None) -> None:
-        """Listen on nothing yet; port 0 takes a free one."""
+        """Create the listener; port 0 chooses a free one."""
         self.port = port
         self.connections: dict[FrameConnection, None] = {}
         self._host = host
@@ -340,7 +330,7 @@ class FrameServer:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig | DetokenizerConfig, tls: Tls | None) -> FrameServer | None:
-        """Return what a configuration asks for; None where it wants gRPC alone."""
+        """Create the listener that a configuration specifies; None if it uses gRPC only."""
         if config.internal_transport == "grpc":
             return None
         return cls(config.host, config.frames_port, max_message_bytes=config.max_message_bytes, tls=tls)
@@ -359,14 +349,14 @@ class FrameServer:
         )
         self.port = server.sockets[0].getsockname()[1]
         self._servers.append(server)
-        # A name in the abstract namespace leaves no file behind a process that is killed; there is none elsewhere.
+        # A name in the abstract namespace leaves no file when the process is killed; only Linux has it.
         name = f"midstream-{secrets.randbits(128):032x}"
         with contextlib.suppress(NotImplementedError, OSError):
             self._servers.append(await loop.create_unix_server(self._connect, f"\0{name}"))
             self._unix_name = name
 
     def offer(self, accept: Accept) -> pb.FramesOffer:
-        """Return what opens one connection, which `accept` is called with."""
+        """Return an offer for one connection; `accept` is called when it opens."""
         now = asyncio.get_running_loop().time()
         self._tokens = {token: item for token, item in self._tokens.items() if item[0] > now}
         while len(self._tokens) >= _MAX_TOKENS:
@@ -378,7 +368,7 @@ class FrameServer:
         return pb.FramesOffer(port=self.port, unix_name=self._unix_name, token=token)
 
     async def close(self) -> None:
-        """Listen no more, and close all connections once what was sent on them is written."""
+        """Stop listening, and close all connections once their data is written."""
         for server in self._servers:
             server.close()
         for connection in (*self.connections, *self._unknown):
@@ -435,7 +425,7 @@ class _Counted:
 
 
 def _is_own(connection: FrameConnection) -> bool:
-    """Return whether the other end may be trusted, where it is a Unix socket: of this user, or of root."""
+    """Return whether a Unix socket's peer is trusted: a process of this user or of root."""
     return connection.peer_uid() in (None, 0, os.geteuid())
 
 
@@ -450,20 +440,16 @@ async def connect(
     keepalive_s: float = KEEPALIVE_S,
     timeout_s: float = KEEPALIVE_TIMEOUT_S,
 ) -> FrameConnection:
-    """Open the connection that was offered.
-
-    Args:
-        offer: What the other side said by gRPC.
-        target: Its gRPC address.
-        handler: Who gets the messages.
-        max_message_bytes: Largest message that is taken.
-        tls: Certificates; None: plain text.
-        server_name: Name that its certificate must carry; empty: its address.
-        keepalive_s: Silence after which the other end is asked for a sign of life.
-        timeout_s: Silence after which the connection is given up.
+    """Open an offered connection. Args: offer: The other side's answer over gRPC. target: Its gRPC address. handler:
+        Receives the messages.
+    max_message_bytes: Largest message accepted.
+    tls: Certificates; None: plain text.
+    server_name: Name that its certificate must carry; empty: its address.
+    keepalive_s: Silence after which the peer is pinged.
+    timeout_s: Silence after which the connection is closed.
 
     Raises:
-        OSError: It cannot be opened, or not in time.
+        OSError: It cannot be opened in time.
     """
     loop = asyncio.get_running_loop()
     welcomed: asyncio.Future[None] = loop.create_future()

@@ -33,13 +33,13 @@ class LoopProgress:
 
     @property
     def is_stalled(self) -> bool:
-        """Return whether the loop has had work in hand for longer than its time limit."""
+        """Return whether the loop has made no progress with its work within its time limit."""
         since = self._since
         return since is not None and time.monotonic() - since > self._timeout_s
 
 
 class Progress:
-    """Health of a process: it serves while no loop is stalled and no reason against it stands.
+    """Health of a process: it serves while no loop is stalled and no reason not to serve is set.
 
     Safe to read from any thread.
     """
@@ -62,7 +62,7 @@ class Progress:
             self._reasons.discard(reason)
 
     def problems(self) -> list[str]:
-        """Stalled loops and standing reasons; empty while the process serves."""
+        """Stalled loops and reasons not to serve; empty while the process serves."""
         return sorted(self._reasons) + self.stalled()
 
     def stalled(self) -> list[str]:
@@ -137,7 +137,7 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 self._looking.cancel()
 
     async def _look(self) -> None:
-        """Look again and again for all watchers together, so that one more costs nothing while nothing changes."""
+        """Poll once for all watchers, so that an additional watcher costs nothing while nothing changes."""
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             status = _status(self._progress)

@@ -1,10 +1,10 @@
-"""How many files and connections this process may have open."""
+"""The limit of open files and connections of this process."""
 
 from __future__ import annotations
 
 import resource
 
-# More than any part needs, and few enough that what closes all of them at a fork does not take long.
+# More than any part needs, but few enough that closing all descriptors after a fork is quick.
 _ENOUGH = 65_536
 
 

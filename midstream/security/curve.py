@@ -1,7 +1,7 @@
 """CURVE keys of the link between scheduler and workers, in the files that ZeroMQ's own tools read and write.
 
 NAME.key_secret holds a pair, NAME.key the public key alone. The scheduler has a pair of its own and a folder with the
-public keys of the workers that may connect; a worker has a pair of its own and the scheduler's public key.
+public keys of the workers that may connect; a worker has its own pair and the scheduler's public key.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCredentials:
-    """What a worker shows, and whom it trusts: its own pair and the scheduler's public key."""
+    """A worker's credentials: its own pair and the scheduler's public key."""
 
     own: KeyPair
     server_key: bytes
 
     @classmethod
     def from_config(cls, config: WorkerConfig) -> WorkerCredentials | None:
-        """Return what the configuration asks for; None is a link in plain text.
+        """Return the credentials from the configuration; None: plain text.
 
         Raises:
             ConfigError: It contradicts itself, or a key cannot be used.
@@ -48,7 +48,7 @@ class WorkerCredentials:
         for name in names:
             if bool(getattr(config, name)) != config.curve:
                 raise ConfigError(
-                    "is empty, and curve is on" if config.curve else "is given, and curve is off", field=name
+                    "is empty, but curve is on" if config.curve else "is given, but curve is off", field=name
                 )
         if not config.curve:
             return None
@@ -56,7 +56,7 @@ class WorkerCredentials:
         return cls(own, read_public_key(config.curve_server_key, names[1]))
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Give a socket that is not connected yet its keys."""
+        """Set the keys on an unconnected socket."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_key)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.own.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.own.secret)
@@ -66,14 +66,14 @@ def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     """Create a key pair; return the paths of its public and its secret file.
 
     Raises:
-        ConfigError: There is one of this name.
+        ConfigError: A pair of this name exists.
     """
     folder.mkdir(parents=True, exist_ok=True)
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     for path in (public, secret):
         if path.exists():
             raise ConfigError(f"{path} exists already", field="name")
-    # Nobody else may read the secret, not even for the moment in which it is written.
+    # Created with private permissions, so that nobody else can ever read the secret.
     mask = os.umask(0o077)
     try:
         zmq.auth.create_certificates(folder, name)
@@ -94,7 +94,7 @@ def read_key_pair(path: str, field: str) -> KeyPair:
         raise ConfigError(f"{path} holds no secret key", field=field)
     _check(secret, path, field)
     if zmq.curve_public(secret) != public:
-        raise ConfigError(f"the keys in {path} do not belong together", field=field)
+        raise ConfigError(f"the keys in {path} do not match", field=field)
     return KeyPair(public, secret)
 
 

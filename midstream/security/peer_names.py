@@ -1,7 +1,7 @@
 """Authorization of peers on internal ports by the names in their certificates.
 
-Certificates of one authority go to parts and to clients, so that a certificate alone says nothing: a part's carries its
-kind as the URI `spiffe://DOMAIN/.../KIND` or as the DNS name `KIND`.
+The same authority may sign certificates of parts and of clients, so a valid certificate is not enough: a part's carries
+its kind as the URI `spiffe://DOMAIN/.../KIND` or as the DNS name `KIND`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class PeerNames:
 
 
 def admit_peers(config: GrpcServiceConfig, peers_of: Callable[[str], PeerNames]) -> Admit | None:
-    """Return what lets calls in by the caller's certificate; None where callers show none.
+    """Return a check of callers' certificates; None if callers present none.
 
     Args:
-        config: Of this process.
-        peers_of: Who may call a method, by its full name.
+        config: Configuration of this process.
+        peers_of: Returns who may call a method, by its full name.
     """
     if not (config.tls and config.tls_require_client_cert):
         return None
@@ -57,7 +57,7 @@ def admit_peers(config: GrpcServiceConfig, peers_of: Callable[[str], PeerNames])
         if not allowed.include(dns_names, uris):
             shown = ", ".join([*uris, *dns_names]) or "no name"
             raise PermissionDeniedError(
-                f"{method} is for {' or '.join(sorted(allowed.names))}; the certificate shows {shown[:200]}"
+                f"{method} is for {' or '.join(sorted(allowed.names))}; the certificate has {shown[:200]}"
             )
 
     return admit

@@ -1,7 +1,6 @@
-"""A gRPC channel with credentials: certificates that may be replaced while it is open, and a bearer token.
-
-gRPC's own channels keep the certificates that they were opened with. This one opens another underneath when the files
-have changed: new calls take it, and those in progress end on the one that they began on.
+"""A gRPC channel with a bearer token and certificates that may be replaced while it is open. gRPC's own channels keep
+the certificates that they were opened with. This one opens a new underlying channel when the files change: new calls
+use it, and calls in progress finish on the old one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class SecureChannel(grpc.aio.Channel):
     """Opens channels as certificates change, and adds a token to each call.
 
     Attributes:
-        num_rotations: Times that it went over to new certificates.
+        num_rotations: How often certificates were replaced.
     """
 
     def __init__(self, open_channel: Open, refresh: Callable[[], int], token: str = "") -> None:
@@ -51,7 +50,7 @@ class SecureChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """Close what is open."""
+        """Close all underlying channels."""
         for channel in (self._channel, self._retired):
             if channel is not None:
                 await channel.close(grace)
@@ -62,7 +61,7 @@ class SecureChannel(grpc.aio.Channel):
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait for the newest channel's state to be another."""
+        """Wait for the newest channel's state to change."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
@@ -107,7 +106,7 @@ class SecureChannel(grpc.aio.Channel):
             if version != self._version:
                 self._version = version
                 self.num_rotations += 1
-                # Calls may still run on the one before; those that outlive two rotations are begun anew.
+                # Calls may still run on the previous channel; those that outlive two rotations are cut off and retried.
                 if self._retired is not None:
                     task = asyncio.ensure_future(self._retired.close())
                     self._closing.add(task)

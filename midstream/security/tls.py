@@ -1,8 +1,7 @@
-"""TLS for every gRPC link and the router's HTTP port: one place that reads certificates and makes credentials of them.
-
-A process has one identity: its certificate is what it shows as a server, and what it shows to the services that it
-dials. The files are looked at again at each handshake, so new ones are in use without a restart; a certificate and a
-key that do not belong together, as while they are being replaced, are not taken, and the old ones stay.
+"""TLS for every gRPC link and the router's HTTP port: the only place that reads certificates and creates credentials
+from them. A process has one identity: it presents the same certificate as a server and as a client. The files are
+checked at each handshake, so new ones are used without a restart; a certificate and key that do not match, as while
+they are being replaced, are ignored and the old ones stay in use.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ class Tls:
     """Certificate, key and authorities of this process.
 
     Attributes:
-        require_client_cert: Whether the server takes only clients that show a certificate of the authorities.
+        require_client_cert: Whether the server accepts only clients with a certificate signed by the CAs.
     """
 
     def __init__(self, cert: str = "", key: str = "", ca: str = "", *, require_client_cert: bool = False) -> None:
         """Read the files.
 
         Args:
-            cert: PEM file with this process's certificate, and those that lead to its authority. Empty: none is shown.
+            cert: PEM file with this process's certificate chain. Empty: none is presented.
             key: PEM file with its private key, without a password.
-            ca: PEM file with the authorities that peers' certificates must come from. Empty: the system's.
+            ca: PEM file with the CAs for peers' certificates. Empty: the system's.
             require_client_cert: See above.
 
         Raises:
-            ConfigError: A file is missing, empty or damaged, or key and certificate do not belong together.
+            ConfigError: A file is missing, empty or damaged, or key and certificate do not match.
         """
         if bool(cert) != bool(key):
-            raise ConfigError("give certificate and key together", field="tls_key" if cert else "tls_cert")
+            raise ConfigError("set both certificate and key", field="tls_key" if cert else "tls_cert")
         if require_client_cert and not ca:
             raise ConfigError("require_client_cert needs a CA file", field="tls_ca")
         self.require_client_cert = require_client_cert
@@ -55,7 +54,7 @@ class Tls:
 
     @classmethod
     def from_config(cls, config: GrpcServiceConfig) -> Tls | None:
-        """Return what a service's configuration asks for; None is plain text.
+        """Return the TLS files of a service's configuration; None: plain text.
 
         Raises:
             ConfigError: It contradicts itself, or a file is not usable.
@@ -63,10 +62,10 @@ class Tls:
         if not config.tls:
             for name in ("tls_cert", "tls_key", "tls_ca"):
                 if getattr(config, name):
-                    raise ConfigError("is given, and tls is off", field=name)
+                    raise ConfigError("is given, but tls is off", field=name)
             return None
         if not config.tls_cert:
-            raise ConfigError("is empty, and tls is on", field="tls_cert")
+            raise ConfigError("is empty, but tls is on", field="tls_cert")
         return cls(config.tls_cert, config.tls_key, config.tls_ca, require_client_cert=config.tls_require_client_cert)
 
     def refresh(self) -> int:
@@ -88,7 +87,7 @@ class Tls:
             return self._version
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server's port needs; each handshake is made with the newest files."""
+        """Return credentials for a gRPC server port; each handshake uses the newest files."""
         known = self._version
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -99,7 +98,7 @@ class Tls:
             known = version
             return self._server_configuration()
 
-        # None says that nothing has changed, which the stub does not know.
+        # None means unchanged, which the type stub lacks.
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(),
             fetch,  # type: ignore[arg-type]
@@ -107,12 +106,12 @@ class Tls:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return what a gRPC channel needs, as of now."""
+        """Return credentials for a gRPC channel, from the current files."""
         contents = self._contents
         return grpc.ssl_channel_credentials(contents.get("ca"), contents.get("key"), contents.get("cert"))
 
     def http_context(self) -> ssl.SSLContext:
-        """Return what an HTTP server needs; `refresh` keeps it up to date. What a client shows is checked."""
+        """Return an SSL context for an HTTP server; `refresh` keeps it up to date. Client certificates are verified."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._load(context)
@@ -122,7 +121,7 @@ class Tls:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Return what a client's connection needs that is not gRPC's, as of now."""
+        """Return an SSL context for a non-gRPC client connection, from the current files."""
         self.refresh()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -155,7 +154,7 @@ class Tls:
         return contents
 
     def _load(self, context: ssl.SSLContext) -> None:
-        """Take the files into a context, which checks them and that they belong together."""
+        """Load the files into a context, which validates them and that they match."""
         try:
             if "ca" in self._paths:
                 context.load_verify_locations(self._paths["ca"])
@@ -166,7 +165,7 @@ class Tls:
                 # A key with a password would ask for it on the terminal.
                 context.load_cert_chain(self._paths["cert"], self._paths["key"], password=lambda: b"")
         except (ssl.SSLError, OSError, ValueError) as error:
-            reason = f"{self._paths['cert']} and {self._paths['key']} are no certificate with its key: {error}"
+            reason = f"{self._paths['cert']} and {self._paths['key']} are not a certificate and its key: {error}"
             raise ConfigError(reason, field="tls_cert") from None
 
     def _field(self, filename: str) -> str:

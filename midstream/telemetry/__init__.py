@@ -25,7 +25,7 @@ from midstream.security.host_header import AllowedHosts
 
 PREFIX = "midstream:"
 ALIAS_PREFIX = "vllm:"
-# Metrics that gateways and autoscalers read under vLLM's names.
+# Metrics that gateways and autoscalers expect under vLLM's names.
 ALIASED = frozenset(
     PREFIX + name
     for name in (
@@ -95,7 +95,7 @@ def configure_logging(service: str, *, level: str = "info", style: str = "json")
 
     Args:
         service: Name of the process, in every line.
-        level: Least level that is logged.
+        level: Minimum level.
         style: `json` or `text`.
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -104,7 +104,7 @@ def configure_logging(service: str, *, level: str = "info", style: str = "json")
 
 
 class Metrics:
-    """The Prometheus metrics of one process, named `midstream:NAME`; those that gateways read have vLLM's name too."""
+    """Prometheus metrics of the process, named `midstream:NAME`; those that gateways expect have vLLM's name too."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -148,7 +148,7 @@ Page = Callable[[], tuple[int, str, bytes]]
 
 
 class _BoundedHTTPServer(ThreadingHTTPServer):
-    """One thread per connection, up to a limit; what is beyond it is closed at once."""
+    """One thread per connection, up to a limit; further connections are closed immediately."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if threading.active_count() > _MAX_THREADS:
@@ -158,10 +158,9 @@ class _BoundedHTTPServer(ThreadingHTTPServer):
 
 
 class HttpServer:
-    """`/metrics`, `/health` and `/live` on a port of their own, served from a thread.
-
-    `/health` answers 200 while `health()` names nothing, else 503; so does `/live` by `stalled()`: a process that waits
-    its turn is alive, and one whose loop hangs is not.
+    """Serves `/metrics`, `/health` and `/live` on a separate port, from a thread. `/health` answers 200 while
+    `health()` is empty, else 503; `/live` does the same with `stalled()`: a process that is not ready is alive, but one
+    whose loop hangs is not.
     """
 
     def __init__(
@@ -180,17 +179,17 @@ class HttpServer:
         self._server = _BoundedHTTPServer((host, port), _handler_of(pages, AllowedHosts(host)))
         self._server.daemon_threads = True
         self._host = host
-        self._server.timeout = 0.5  # seconds after which the thread looks whether to stop, should nothing wake it
+        self._server.timeout = 0.5  # seconds between checks whether to stop
         self.port: int = self._server.server_address[1]
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="telemetry-http", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start serving."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the port; at most half a second."""
+        """Close the port; takes at most half a second."""
         self._is_stopping = True
         # Wakes the thread.
         with contextlib.suppress(OSError):

@@ -1,15 +1,15 @@
-"""Traces of requests: spans that each part makes of what it does for one, sent to an OpenTelemetry collector.
+"""Request tracing: each part exports spans of its work on a request to an OpenTelemetry collector.
 
 One request's trace:
 
 1. A client sends W3C's `traceparent`, or none. The router's span is its child, or the root of a new trace, and goes
    with the request as `GenerateRequest.trace_parent`: to the scheduler, its journal, the worker and the detokenizer.
-2. The scheduler's span is the router's child. Its id follows from the router's, so whoever has `trace_parent` knows it,
-   also a scheduler that took over. Under it are the time in the queue, prefill and decoding.
-3. The worker adds a span for each step to the scheduler's span, the detokenizer one for each stream to the router's.
+2. The scheduler's span is the router's child. Its id is derived from the router's, so anyone with `trace_parent` knows
+it, including a scheduler that took over. Under it are the time in the queue, prefill and decoding. 3. The worker adds a
+span for each step to the scheduler's span, the detokenizer one for each stream to the router's.
 
-A span is made once, when what it tells of is over: nothing of it is kept open, so nothing that was told is lost.
-Without a collector's address no part makes a Tracer, and nothing of OpenTelemetry is imported.
+A span is created when the operation it describes has ended; no span is kept open, so none is lost with its process.
+Without a collector's address no part creates a Tracer, and OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TRACE_PARENT_KEY = "traceparent"
 _TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _SAMPLED = 1
-# Several seconds of a worker's steps. What is more than that is dropped, with a line in the log.
+# Several seconds of a worker's steps. Further spans are dropped and logged.
 _MAX_QUEUED_SPANS, _MAX_BATCH, _SEND_INTERVAL_MS, _SEND_TIMEOUT_S = 65_536, 2_048, 500, 3.0
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -41,7 +41,7 @@ Attributes = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """A span that others are children of.
+    """The identity of a span, from which children are derived.
 
     Attributes:
         trace_id: 128 bits, not 0.
@@ -77,18 +77,18 @@ class TraceParent:
         return TraceParent(self.trace_id, _random_id(64), self.is_sampled)
 
     def scheduler_span(self) -> TraceParent:
-        """Return the scheduler's span of the request that this, the router's span, is of."""
+        """Return the scheduler's span for the request whose router span this is."""
         digest = hashlib.blake2b(str(self).encode(), digest_size=8, person=b"scheduler").digest()
         return TraceParent(self.trace_id, int.from_bytes(digest, "big") or 1, self.is_sampled)
 
 
 def new_trace(*, is_sampled: bool) -> TraceParent:
-    """Return the first span of a trace."""
+    """Return the root span of a new trace."""
     return TraceParent(_random_id(128), _random_id(64), is_sampled)
 
 
 class Tracer:
-    """Sends one process's spans to a collector, from a thread of its own. A lost collector costs spans, no more."""
+    """Sends a process's spans to a collector from a background thread. A lost collector affects nothing else."""
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
         """Prepare the connection; `endpoint` is an OTLP/gRPC collector's, such as http://collector:4317.
@@ -120,7 +120,7 @@ class Tracer:
 
     @classmethod
     def from_config(cls, config: ServiceConfig, service: str) -> Tracer | None:
-        """Return what the configuration asks for; None is no tracing.
+        """Return a tracer as configured; None: no tracing.
 
         Raises:
             ConfigError: OpenTelemetry is not installed, or the address is not one.
@@ -144,17 +144,16 @@ class Tracer:
         events: Sequence[tuple[str, int]] = (),
         is_server: bool = False,
     ) -> None:
-        """Take in what happened; it is sent later. Safe to call in any thread.
+        """Record a span, to be sent later. Thread-safe.
 
         Args:
-            name: Of the span.
-            parent: What it is a part of; None makes it a root, and needs `span`.
-            start_ns: When it began, Unix nanoseconds. end_ns: When it was over.
-            attributes: What else is to be said.
-            span: Its ids, where others know them; else they are made.
-            error: Why it failed; empty: it did not.
-            events: (name, Unix nanoseconds) within it.
-            is_server: Whether it answers a call from outside.
+            name: Name of the span.
+            parent: Its parent; None makes it a root and requires `span`.
+            start_ns: Start, Unix nanoseconds. end_ns: End.
+            attributes: Attributes of the span.
+            span: Its ids, if others know them; else generated.
+            error: Error message; empty: no error. events: (name, Unix nanoseconds) within it.
+            is_server: Whether it handles a call from outside.
         """
         if span is None:
             assert parent is not None
@@ -179,8 +178,8 @@ class Tracer:
         return self._context(span.trace_id, span.span_id, is_remote, self._flags)
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
-        # The processor itself waits half a minute for a collector that is away.
+        """Send remaining spans, for a few seconds at most."""
+        # The processor itself waits half a minute for an unreachable collector.
         closing = threading.Thread(target=self._processor.shutdown, name="tracer-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)

@@ -33,7 +33,7 @@ class BeamStep:
     """One step: entry i extends the beam of rank parents[i] by token_ids[i]. Best entries first.
 
     Attributes:
-        token_ranks: Rank of each token among all that could follow its parent, from 1.
+        token_ranks: Rank of each token among its parent's possible next tokens, from 1.
         reports: Extra outputs of the worker for each beam before the step: serialized RowOutputs by the beam's rank.
             Empty if there were none.
     """

@@ -35,9 +35,9 @@ class WorkerKeys:
             ConfigError: A key is missing, empty or damaged.
         """
         if not secret_key:
-            raise ConfigError("is empty, and curve is on", field="curve_secret_key")
+            raise ConfigError("is empty, but curve is on", field="curve_secret_key")
         if not worker_keys:
-            raise ConfigError("is empty, and curve is on", field="curve_worker_keys")
+            raise ConfigError("is empty, but curve is on", field="curve_worker_keys")
         self._pair = read_key_pair(secret_key, "curve_secret_key")
         self._folder = worker_keys
         self._signature = sign_folder(worker_keys, "curve_worker_keys")
@@ -54,7 +54,7 @@ class WorkerKeys:
             return cls(config.curve_secret_key, config.curve_worker_keys)
         for name in ("curve_secret_key", "curve_worker_keys"):
             if getattr(config, name):
-                raise ConfigError("is given, and curve is off", field=name)
+                raise ConfigError("is given, but curve is off", field=name)
         return None
 
     def secure(self, context: zmq.asyncio.Context, socket: zmq.Socket[bytes]) -> AsyncioAuthenticator:

@@ -246,7 +246,7 @@ def test_a_scheduler_process_with_an_empty_secret_ends_at_once(keys: Path) -> No
         command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 2
-    assert "curve_secret_key: is empty, and curve is on" in result.stderr
+    assert "curve_secret_key: is empty, but curve is on" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -31,7 +31,7 @@ def set_config(folder: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes'; known are awq, compressed-tensors"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes'; supported are awq, comp"),
         ({"quant_algo": "NVFP4"}, "'modelopt NVFP4'"),
         ({"bits": 3}, "'unknown'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "float8 of kind 'e5m2'"),
@@ -90,7 +90,9 @@ def test_settings_are_read_from_files_of_their_own(
 def test_models_of_transformers_code_are_refused(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "GPTNeoX")
     set_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UnsupportedError, match="gpt_neox with 'gptq' weights is none of the models that run natively"):
+    with pytest.raises(
+        UnsupportedError, match="gpt_neox does not run natively, so its 'gptq' weights are not supported"
+    ):
         make_runner(tmp_path)
 
 

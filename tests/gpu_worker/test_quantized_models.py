@@ -214,9 +214,9 @@ def damage(name: str, change: Callable[[dict[str, Tensor]], object]) -> tuple[di
         ("awq", lambda t: t.pop("scales"), "lack the tensor a.scales"),
         ("awq", lambda t: t.update(scales=t["scales"][:, :9].contiguous()), "weights of a do not fit together"),
         ("gptq", lambda t: t["g_idx"].fill_(0), "g_idx does not give every group as many columns"),
-        ("fp8", lambda t: t["weight"].view(torch.uint8).fill_(127), "a.weight has numbers that are none"),
+        ("fp8", lambda t: t["weight"].view(torch.uint8).fill_(127), "a.weight contains NaN"),
         ("fp8", lambda t: t.update(weight=t["weight"].to(torch.float8_e5m2)), "is of type torch.float8_e5m2"),
-        ("w4a16", lambda t: t.update(weight_shape=torch.tensor([64, 128])), "weights of 2 bits; known are 4 and 8"),
+        ("w4a16", lambda t: t.update(weight_shape=torch.tensor([64, 128])), "weights of 2 bits; supported are 4 and 8"),
         ("mxfp4", lambda t: t.update(weight_scale=t["weight_scale"].float()), "NVFP4"),
     ],
 )  # fmt: skip

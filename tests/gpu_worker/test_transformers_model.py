@@ -232,11 +232,11 @@ def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog
     make_tiny_model(tmp_path, "Phi")
     with caplog.at_level(logging.INFO):
         make_runner(tmp_path)
-    assert "runs by transformers' code with paged attention: model: architecture 'phi'" in caplog.text
+    assert "runs on transformers' code with paged attention: model: architecture 'phi'" in caplog.text
     with pytest.raises(UnsupportedError, match="'phi'"):
         make_runner(tmp_path, implementation="native")
     config = WorkerConfig(device="cpu", num_threads=1, tensor_parallel=2)
-    with pytest.raises(UnsupportedError, match="runs by transformers' code cannot be divided among ranks") as raised:
+    with pytest.raises(UnsupportedError, match="runs on transformers' code cannot be divided among ranks") as raised:
         load_model(config, open_model_folder(str(tmp_path)), cast("RankLinks", SimpleNamespace(ranks=ALONE)))
     assert raised.value.field == "model"
 

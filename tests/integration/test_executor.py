@@ -212,7 +212,7 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
 
     with BatchManager(executor, get_requests, send_response, poll_stop_signals, stats.append, max_num_requests=8):
         assert done.wait(60)
-    assert sorted(finals) == [(1, ""), (2, ""), (3, ""), (3, "request_id: the id is being processed")]
+    assert sorted(finals) == [(1, ""), (2, ""), (3, ""), (3, "request_id: the id is in use")]
     # The whole sequence where the request does not stream, the new tokens where it does.
     assert tokens[1] == PROMPT + tokens[2] == PROMPT + expected[1]
     assert lengths[1] == lengths[2] == len(tokens[1])

@@ -24,15 +24,15 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What the weight files call the tensors. Names of a layer follow `layer`, where {} is its number.
+    """Names of the tensors in weight files. Names of a layer follow `layer`, where {} is its number.
 
     Attributes:
-        prefixes: What may stand in place of the leading `model.`, where a model of text and images holds this one.
+        prefixes: Alternatives to the leading `model.`, used when this model is part of a multimodal one.
         qkv: One matrix each, or one for all three.
-        gate_up: The gate's and the other half's matrix, or one for both.
+        gate_up: Gate and up matrices, or one for both.
         ffn_norm: Before the feed-forward network.
         attention_output_norm, ffn_output_norm: After attention and the feed-forward network.
-        expert_gate_up, expert_down: {} is the number of the expert, unless all experts are stacked.
+        expert_gate_up, expert_down: {} is the expert's index, unless all experts are stacked.
         experts: Whether each expert has its own tensors [outputs, inputs]; or all of them are stacked in one
             [experts, inputs, outputs], gate before up, or gate and up in turn; or in one [experts, outputs, inputs].
         recurrent_prefix: Before the tensors of what stands in place of attention.

@@ -1,4 +1,4 @@
-"""Gemma 1 to 3. Norms have weights about 0, to which 1 is added; embeddings are scaled by their width."""
+"""Gemma 1 to 3. Norm weights are centered at 0, so 1 is added; embeddings are scaled by the root of their size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""OLMo 2, OLMo 3 and OLMoE: queries and keys are normed over all heads; OLMo 2 and 3 norm what layers give."""
+"""OLMo 2, OLMo 3 and OLMoE: queries and keys are normalized over all heads; OLMo 2 and 3 normalize the outputs of
+sublayers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: matrices joined in the file, rotary embedding of a part of each head, long factors."""
+"""Phi-3, Phi-3.5 and Phi-4: fused matrices in the file, partial rotary embedding, LongRoPE."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     rotary = rotary_of(s, head_dim)
     longest = s.size("max_position_embeddings")
     if rotary.settings["rope_type"] == "longrope":
-        # Beyond it all positions have other angles, also those that are cached.
+        # Beyond it all positions use other angles, including those already cached.
         longest = min(longest, int(rotary.settings["original_max_position_embeddings"]))
     return plain(
         s,

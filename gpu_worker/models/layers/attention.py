@@ -1,4 +1,4 @@
-"""Attention over the paged cache: with heads of keys and values, or with one latent vector for each token."""
+"""Attention over the paged cache: standard (MHA, GQA) or multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kernels import recurrence
 
 @dataclass(frozen=True, slots=True)
 class PagedTokens:
-    """Where the tokens of a step lie in one layer's cache.
+    """The location of a step's tokens in one layer's cache.
 
     Attributes:
         keys, values: [num_blocks, tokens_per_block, num_kv_heads, head_dim].
         slot_mapping, block_tables, query_starts, context_lens: As in `ForwardInputs`.
-        window, chunk: What a query sees, as `kernels.paged_attention` takes it.
+        window, chunk: Limits of attention, as in `kernels.paged_attention`.
     """
 
     keys: Tensor
@@ -34,7 +34,7 @@ class PagedTokens:
     chunk: int | None
 
     def attend(self, d: DecoderDescription, q: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attend over these tokens' sequences: q [M, Hq, D] -> [M, Hq, Dv]."""
+        """Compute attention: q [M, Hq, D] -> [M, Hq, Dv]."""
         return kernels.paged_attention(
             q,
             self.keys,
@@ -66,10 +66,10 @@ class Angles:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention with heads of keys and values.
+    """Multi-head or grouped-query attention.
 
     Attributes:
-        unit: Ones [head_dim], where rotated queries and keys are brought to unit root mean square.
+        unit: Ones [head_dim], if rotated queries and keys are normalized to unit root mean square.
     """
 
     description: DecoderDescription
@@ -124,7 +124,7 @@ class Attention:
 
 
 def _row_norm(x: Tensor, weight: Tensor, eps: float, whole_size: int, ranks: TensorRanks) -> Tensor:
-    """Norm rows of which x [M, K] is this rank's part; weight [K]."""
+    """Normalize rows of which x [M, K] is this rank's slice; weight [K]."""
     if x.shape[1] == whole_size:
         return kernels.rms_norm(x, weight, eps)
     squares = ranks.sum(x.float().square().sum(dim=-1, keepdim=True))
@@ -133,10 +133,10 @@ def _row_norm(x: Tensor, weight: Tensor, eps: float, whole_size: int, ranks: Ten
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attention over latent vectors: queries are brought into their space, and its output out of it.
+    """Multi-head latent attention: queries are projected into the latent space, and the output out of it.
 
     Attributes:
-        q_down, q_norm: Of queries in two factors; None: `q_up` makes them of x.
+        q_down, q_norm: First factor of a low-rank query projection; None: `q_up` is the full projection.
         q_up: [num_heads * query_dim, its inputs].
         kv_down: [kv_rank + rope_dim, hidden_size].
         kv_norm: [kv_rank].

@@ -1,4 +1,4 @@
-"""Feed-forward networks: plain ones, and mixtures of experts."""
+"""Feed-forward networks: dense, and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ class FeedForward:
 
 
 class Experts:
-    """The experts of one layer. Each row goes through those that are chosen for it.
-
-    Floats on a GPU are stacked, so that one launch computes all experts and nothing is read back from the device.
+    """The experts of one layer. Each row is processed by those chosen for it. Float weights on a GPU are stacked, so
+    that one launch computes all experts without reading anything back from the device.
     """
 
     def __init__(self, experts: list[FeedForward]) -> None:
@@ -53,7 +52,7 @@ class Experts:
         if kernels.can_group(first.weight) and first.scale is None:
             self._stacks = _stack([e.gate_up for e in experts]), _stack([e.down for e in experts])
             for i, expert in enumerate(experts):
-                # Views, so that nothing is held twice.
+                # Views, to avoid a copy.
                 views = (
                     Linear(stack.weight[i], None if stack.bias is None else stack.bias[i]) for stack in self._stacks
                 )
@@ -85,7 +84,7 @@ class Experts:
                 rows = torch.nonzero(flat == number).flatten()
                 if len(rows):
                     out[rows] = expert(x[rows // num_repeats])
-        # Added one after another, so that the order does not depend on how many rows there are.
+        # Added one by one, so that the summation order does not depend on the number of rows.
         parts = out.view(*chosen.shape, -1).float()
         total = torch.zeros_like(parts[:, 0])
         for place in range(num_active):
@@ -109,10 +108,10 @@ class MixtureLayer:
     """A mixture of experts.
 
     Attributes:
-        router: Float32, its products too.
-        correction: Float32 [num_experts], added to the scores for the choice alone.
-        shared: What every row goes through as well.
-        shared_gate: [1, hidden_size], weighs the shared expert by its sigmoid.
+        router: Float32, computed in float32.
+        correction: Float32 [num_experts], added to the scores when choosing experts.
+        shared: The shared expert, applied to every row.
+        shared_gate: [1, hidden_size], its sigmoid scales the shared expert's output.
     """
 
     description: Mixture

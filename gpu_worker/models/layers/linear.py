@@ -22,7 +22,7 @@ class Linear:
     Attributes:
         weight: [N, K]: floats of x's type, or int8.
         bias: [N].
-        scale: Float32 [N], what one unit of an int8 row is worth.
+        scale: Float32 [N], scale of each int8 row.
         parts: Instead of weight, whose rows they have together: blocks, and the columns of x that theirs meet.
     """
 
@@ -51,7 +51,7 @@ def with_lora(linear: Linear, x: Tensor, module: str, add_lora: AddLora | None) 
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest int8 [N, K] to floats, and the float32 scale [N] of each row."""
+    """Quantize floats per row: return int8 [N, K] and float32 scales [N]."""
     values = weight.float()
     scale = values.abs().amax(dim=1) / 127
     inverse = torch.where(scale > 0, 1 / scale, 0)
@@ -59,10 +59,10 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinearModule(nn.Module):
-    """Stands in the place of a module of transformers, over its weights."""
+    """Replaces a transformers module and uses its weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, weights: str) -> None:
-        """Keep a weight [N, K] as `weights` says: auto and f32 as it is, bf16 rounded so, int8 as integers."""
+        """Keep a weight [N, K] as `weights` says: auto and f32 unchanged, bf16 rounded to bfloat16, int8 quantized."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias, self.scale = _constant(weight), bias, None

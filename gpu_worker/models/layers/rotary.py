@@ -1,4 +1,4 @@
-"""The table of rotary position embeddings, for each way of scaling them."""
+"""Tables of rotary position embeddings, for each scaling method."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rotary_table(
 
     Args:
         rope: `rope_theta`, and `rope_type` with its settings as in config.json.
-        dim: Numbers of a head that are rotated.
+        dim: Elements of a head that are rotated.
         num_positions: Rows of the table.
         factors: Divides the frequencies, [dim / 2], in place of `rope`'s own scaling (GGUF files carry it so).
 
@@ -52,7 +52,7 @@ def rotary_table(
 
 
 def query_scales(description: DecoderDescription) -> Tensor | None:
-    """Return what multiplies queries of layers without rotary embedding, float32 [positions]; None: nothing does.
+    """Return the factor by which layers without rotary embedding scale queries, float32 [positions]; None: 1.
 
     It is looked up, because the logarithm's last bit depends on an element's place in a tensor.
     """
@@ -64,7 +64,7 @@ def query_scales(description: DecoderDescription) -> Tensor | None:
 
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Divide long wavelengths by the factor, keeps short ones, and blends between."""
+    """Stretch long wavelengths by the factor, keep short ones, and interpolate between them."""
     factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     original = float(rope["original_max_position_embeddings"])
     wavelengths = 2 * math.pi / frequencies
@@ -76,7 +76,7 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: Mapping[str, Any], head_dim: int, num_positions: int) -> tuple[Tensor, float]:
-    """Interpolate the dimensions that turn seldom, keeps those that turn often, and a ramp between."""
+    """Interpolate low-frequency dimensions, keep high-frequency ones, with a linear ramp between them."""
     base = float(rope["rope_theta"])
     original = float(rope.get("original_max_position_embeddings") or num_positions)
     factor = float(rope.get("factor") or num_positions / original)
@@ -99,7 +99,7 @@ def _yarn(frequencies: Tensor, rope: Mapping[str, Any], head_dim: int, num_posit
 
 
 def _longrope(frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Divide each frequency by the factor that holds up to the original length: beyond it the model is not run."""
+    """Divide each frequency by its short-context factor; the model is never run beyond the original length."""
     factor, magnitude = float(rope["factor"]), rope.get("attention_factor")
     if magnitude is None:
         original = float(rope["original_max_position_embeddings"])
@@ -108,5 +108,5 @@ def _longrope(frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, flo
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:
-    """Return what YaRN multiplies cosines and sines with."""
+    """Return YaRN's attention factor, which scales cosines and sines."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

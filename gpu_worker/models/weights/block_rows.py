@@ -1,4 +1,4 @@
-"""Rows of blocks from levels and scales: how quantized matrices come into the formats that the kernels compute with."""
+"""Convert quantized matrices, given as levels and scales, to rows of blocks in the kernels' formats."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ def blocks_per_scale(scale: Tensor, num_columns: int) -> Tensor:
     """Repeat scales [N, groups], each for the same number of columns, for every block: [N, blocks].
 
     Raises:
-        ValueError: A group is not made of whole blocks.
+        ValueError: A group is not a whole number of blocks.
     """
     num_blocks = -(-num_columns // BLOCK)
     if scale.shape[1] in (1, num_blocks):
         return scale.expand(-1, num_blocks)
     group, rest = divmod(num_columns, scale.shape[1])
     if rest or group % BLOCK:
-        raise ValueError(
-            f"{scale.shape[1]} scales for {num_columns} columns are not one for each {BLOCK} or a multiple"
-        )
+        raise ValueError(f"{scale.shape[1]} scales for {num_columns} columns: group size is not a multiple of {BLOCK}")
     return scale.repeat_interleave(group // BLOCK, dim=1)
 
 
@@ -33,9 +31,9 @@ def int4_weight(levels: Tensor, scale: Tensor, zero: Tensor, input_order: Tensor
 
     Args:
         levels: uint8 [N, K], at most 15.
-        scale: [N, groups]; of a float32 the first 15 bits of the mantissa are kept, those of 16-bit floats all.
+        scale: [N, groups]; 16-bit floats are kept exactly, of a float32 the first 15 bits of the mantissa.
         zero: Integers [N, groups], 0 to 16.
-        input_order: Of the columns.
+        input_order: Order of the columns.
     """
     num_columns = levels.shape[1]
     words = blocks_per_scale(scale.float(), num_columns).contiguous().view(torch.int32)
@@ -70,14 +68,14 @@ def fp8_weight(levels: Tensor, scale: Tensor) -> Weight:
 
 
 def mxfp4_weight(codes: Tensor, exponents: Tensor) -> Weight:
-    """Return the weights of E2M1 codes uint8 [N, K], in groups of 32 with an exponent byte [N, K / 32] (E8M0) each."""
+    """Return the weights of E2M1 codes uint8 [N, K], in groups of 32 that share an exponent byte [N, K / 32] (E8M0)."""
     blocks = _blocks(codes)
     rows = torch.cat((exponents[..., None], blocks[..., :16] | blocks[..., 16:] << 4), dim=-1)
     return Weight("mxfp4", rows.flatten(1), codes.shape[1])
 
 
 def _blocks(levels: Tensor) -> Tensor:
-    """[N, K] -> [N, blocks, 32], zeros after the end."""
+    """Return [N, K] as [N, blocks, 32], padded with zeros."""
     return torch.unflatten(torch.nn.functional.pad(levels, (0, -levels.shape[1] % BLOCK)), 1, (-1, BLOCK))
 
 

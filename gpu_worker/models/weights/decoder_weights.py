@@ -26,15 +26,15 @@ from midstream.model.folder import ModelFolder
 
 
 class DecoderWeights:
-    """The weights of `folder`, read when asked for."""
+    """The weights of `folder`, read on demand."""
 
     def __init__(self, folder: ModelFolder, description: DecoderDescription, weights: str) -> None:
         """Open the files.
 
         Args:
             folder: The model.
-            description: What its configuration describes.
-            weights: How matrices are kept: f32, bf16, int8, q4, or auto: as the file holds them.
+            description: Description read from its configuration.
+            weights: Storage format of matrices: f32, bf16, int8, q4, or auto for the file's own.
 
         Raises:
             ConfigError: A file is damaged.
@@ -47,7 +47,7 @@ class DecoderWeights:
         first, embedding = self._names.prefixes[0], self._names.embedding + ".weight"
         candidates = (p for p in self._names.prefixes if self._file.has(p + embedding.removeprefix(first)))
         self._prefix = next(candidates, first)
-        # Where the language model is a part, its head is beside its layers.
+        # In a multimodal model the head is stored next to the layers.
         is_part = self._file.has("language_model." + self._names.head + ".weight")
         self._head_prefix = "language_model." if is_part else ""
 
@@ -57,7 +57,7 @@ class DecoderWeights:
         return self._matrix(self._names.embedding, d.vocab_size, d.hidden_size)
 
     def head(self) -> Weight | None:
-        """[vocab_size, hidden_size]; None: the embedding is used."""
+        """[vocab_size, hidden_size]; None: tied to the embedding."""
         d = self._description
         return None if d.ties_embeddings else self._matrix(self._names.head, d.vocab_size, d.hidden_size)
 
@@ -66,16 +66,16 @@ class DecoderWeights:
         return self._norm(self._names.final_norm, self._description.hidden_size)
 
     def rope_factors(self) -> Tensor | None:
-        """[head_dim / 2], where the file carries the scaling of rotary frequencies."""
+        """Scaling factors of rotary frequencies [head_dim / 2], if the file has them."""
         if not self._file.has("rope_freqs.weight"):
             return None
         return self._vector("rope_freqs.weight", self._description.head_dim // 2)
 
     def layers(self, numbers: range | None = None) -> Iterator[LayerWeights]:
-        """Layer by layer, all or those of the given numbers.
+        """Yield the weights of all layers, or of those with the given indices.
 
         Raises:
-            ConfigError: A tensor is missing or of another shape than the configuration says; names it.
+            ConfigError: A tensor is missing or its shape contradicts the configuration; the message names it.
         """
         for i in numbers or range(self._description.num_layers):
             yield self._layer(i, self._names.layer.format(i))
@@ -167,7 +167,7 @@ class DecoderWeights:
         if mixture.has_correction:
             correction = self._vector(prefix + names.correction, mixture.num_experts)
         return MixtureWeights(
-            # As it is in the file, whatever becomes of other matrices: it is small, and its choice is all or nothing.
+            # Kept in the file's format: it is small, and rounding could change which experts are chosen.
             router=LinearWeights(self._stored(router, mixture.num_experts, d.hidden_size), bias),
             correction=correction,
             experts=self._experts(prefix, mixture),
@@ -227,7 +227,7 @@ class DecoderWeights:
             yield self._float_weight(value.contiguous()), bias
 
     def _raw(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of bytes, of this shape."""
+        """Return a uint8 tensor after checking its shape."""
         tensor = self._file.tensor(self._in_file(name))
         if tensor.dtype != torch.uint8 or tuple(tensor.shape) != shape:
             raise ConfigError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not uint8 {shape}", field="model")
@@ -251,7 +251,7 @@ class DecoderWeights:
         )
 
     def _linear(self, prefix: str, names: Sequence[str], sizes: Sequence[int], num_columns: int) -> LinearWeights:
-        """Return one linear layer of the rows of several, which one tensor each holds, or one tensor together."""
+        """Return several projections joined into one linear layer; the file has a tensor for each, or one for all."""
         if len(names) == 1:
             sizes = [sum(sizes)]
         parts = [(prefix + name, size) for name, size in zip(names, sizes, strict=True)]
@@ -264,7 +264,7 @@ class DecoderWeights:
         return self._kept(self._stored(name, num_rows, num_columns))
 
     def _stored(self, name: str, num_rows: int, num_columns: int) -> Weight:
-        """Return a matrix in the form in which the file holds it."""
+        """Return a matrix in the file's format."""
         weight = self._file.matrix(self._in_file(name + ".weight"))
         if weight.shape != (num_rows, num_columns):
             raise ConfigError(f"{name}.weight is {weight.shape}, not {(num_rows, num_columns)}", field="model")
@@ -274,7 +274,7 @@ class DecoderWeights:
         return Weight("bf16" if values.dtype == torch.bfloat16 else "f32", values, values.shape[-1])
 
     def _kept(self, weight: Weight) -> Weight:
-        """Return a matrix in the form in which it is to be kept."""
+        """Return a matrix in its storage format."""
         target = self._target.get(self._weights)
         return weight if target is None else weight.converted(target)
 
@@ -294,7 +294,7 @@ class DecoderWeights:
         return self._file.has(self._in_file(name))
 
     def _in_file(self, name: str) -> str:
-        """What the file calls a tensor."""
+        """Return the tensor's name in the file."""
         first = self._names.prefixes[0]
         if name.startswith(first):
             return self._prefix + name.removeprefix(first)

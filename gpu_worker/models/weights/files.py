@@ -54,7 +54,7 @@ class WeightFile(Protocol):
         """Return whether there is a tensor of this name."""
 
     def matrix(self, name: str) -> Weight:
-        """Return a matrix in the form in which the file holds it."""
+        """Return a matrix in the file's format."""
 
     def vector(self, name: str) -> Tensor:
         """Return a vector as float32."""
@@ -63,7 +63,7 @@ class WeightFile(Protocol):
         """Return the names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, without reading it."""
+        """Return a tensor's shape without reading its data."""
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of floats as the file holds it; of blocks in bfloat16."""
@@ -77,7 +77,7 @@ class SafetensorsFiles:
 
         Args:
             paths: The files.
-            scheme: How matrices are quantized that are; None: config.json says nothing of it.
+            scheme: Quantization scheme from config.json; None: not quantized.
 
         Raises:
             ConfigError: A file is damaged.
@@ -93,15 +93,15 @@ class SafetensorsFiles:
                 self._owners[name] = file
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name, or the module's weight in another form."""
+        """Return whether there is a tensor of this name, or a quantized form of the module's weight."""
         return name in self._owners or (name.endswith(".weight") and is_packed(self._module(name)))
 
     def matrix(self, name: str) -> Weight:
-        """Return a matrix; float16 counts as f32, which holds it exactly.
+        """Return a matrix; float16 becomes f32, which represents it exactly.
 
         Raises:
-            ConfigError: There is none, or it is damaged.
-            UnsupportedError: It is quantized in a way that is not known here.
+            ConfigError: It is missing or damaged.
+            UnsupportedError: Its quantization is not supported.
         """
         module = self._module(name)
         if is_packed(module):
@@ -121,7 +121,7 @@ class SafetensorsFiles:
         return list(self._owners)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, without reading it."""
+        """Return a tensor's shape without reading its data."""
         return tuple(self._owners[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def tensor(self, name: str) -> Tensor:
@@ -145,15 +145,15 @@ class SafetensorsFiles:
 
 
 class GgufFile:
-    """One GGUF file; quantized blocks that are computed with as they are stay so, others become floats."""
+    """One GGUF file; block formats that the kernels support are kept, others are converted to floats."""
 
     def __init__(self, path: Path, permuted_heads: tuple[int, int] | None) -> None:
         """Map the file into memory.
 
         Args:
             path: The file.
-            permuted_heads: Heads and KV heads, where q and k are stored with each head's rotary pairs side by side
-                (architecture llama) in place of half a head apart.
+            permuted_heads: Heads and KV heads, if q and k are stored with adjacent rotary pairs (architecture llama)
+                rather than half a head apart.
 
         Raises:
             ConfigError: The file is damaged.
@@ -167,13 +167,13 @@ class GgufFile:
         return _gguf_name(name) in self._tensors
 
     def matrix(self, name: str) -> Weight:
-        """Return a matrix in the form in which the file holds it."""
+        """Return a matrix in the file's format."""
         kind, columns, data = self._get(name)
         blocks = from_gguf(kind, torch.from_numpy(np.array(data)))
         if blocks is not None:
             weight = Weight(*blocks, columns)
         else:
-            # Types of fewer than three bits, and those of tables, are rounded to bfloat16.
+            # Types with fewer than three bits and codebook types are converted to bfloat16.
             values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32))
             weight = Weight(_FORMATS.get(kind, "bf16"), values, columns)
         order = self._row_order(name, weight.shape[0])
@@ -187,15 +187,15 @@ class GgufFile:
         return values if order is None else values[order]
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, as Hugging Face has them where it has them."""
+        """Return the names of all tensors, Hugging Face's where there is one."""
         return [_name_of(name) for name in self._tensors]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, without reading it."""
+        """Return a tensor's shape without reading its data."""
         return tuple(reversed(self._tensors[_gguf_name(name)].shape))
 
     def tensor(self, name: str) -> Tensor:
-        """Return a vector as float32; a matrix in bfloat16, or in float32 where the file has floats."""
+        """Return a vector as float32; a matrix as bfloat16, or as float32 if stored as floats."""
         if len(self.shape(name)) == 1:
             return self.vector(name)
         weight = self.matrix(name)
@@ -210,7 +210,7 @@ class GgufFile:
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def _get(self, name: str) -> tuple[gguf.GGMLQuantizationType, int, NDArray[np.uint8]]:
-        """Type, number of columns, and the bytes [num_rows, bytes of a row]."""
+        """Return type, number of columns, and the bytes [num_rows, bytes of a row]."""
         entry = self._tensors.get(_gguf_name(name))
         if entry is None:
             raise ConfigError(f"the weights lack the tensor {_gguf_name(name)}", field="model")
@@ -223,7 +223,7 @@ class GgufFile:
         row_bytes = columns // block_size * block_bytes
         end = entry.offset + row_bytes * num_rows
         if columns % block_size or end > len(self._bytes):
-            raise ConfigError(f"the tensor {entry.name} is cut off", field="model")
+            raise ConfigError(f"the tensor {entry.name} is truncated", field="model")
         return kind, columns, self._bytes[entry.offset : end].reshape(num_rows, row_bytes)
 
 
@@ -240,7 +240,7 @@ _LAYER_NAMES = {name: hugging_face for hugging_face, name in _GGUF_LAYER.items()
 
 
 def _name_of(gguf_name: str) -> str:
-    """Hugging Face's name."""
+    """Return Hugging Face's name of a GGUF tensor."""
     module, _, kind = gguf_name.rpartition(".")
     layer = re.match(r"blk\.(\d+)\.(.+)$", module)
     if layer:

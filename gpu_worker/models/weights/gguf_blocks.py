@@ -1,4 +1,4 @@
-"""GGUF's block types as blocks that the kernels compute with, exactly.
+"""Convert GGUF's block types to the kernels' block formats, without loss.
 
 The types are defined by ggml (ggml-common.h, ggml-quants.c); the `gguf` package has them in numpy.
 """
@@ -19,7 +19,7 @@ _Type = gguf.GGMLQuantizationType
 def from_gguf(kind: gguf.GGMLQuantizationType, rows: Tensor) -> tuple[WeightFormat, Tensor] | None:
     """Return format and rows of a matrix given as rows of GGUF blocks, uint8; None: there is no format for the type.
 
-    None also where Q4_0 has a scale so large that the minimum of Q4_1 cannot be written.
+    Also None if a Q4_0 scale is so large that the corresponding minimum of Q4_1 overflows.
     """
     if kind not in _CONVERSIONS:
         return None
@@ -68,7 +68,7 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """12 bytes [..., 12] -> eight scales and eight minimums of six bits each."""
+    """Unpack 12 bytes [..., 12] to eight scales and eight minimums of six bits each."""
     a, b, c = torch.split(packed, 4, dim=-1)
     scales = torch.cat((a & 63, c & 15 | a >> 6 << 4), dim=-1)
     minimums = torch.cat((b & 63, c >> 4 | b >> 6 << 4), dim=-1)
@@ -76,7 +76,7 @@ def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _k_nibbles(packed: Tensor) -> Tensor:
-    """128 bytes -> [..., 8, 32]: of 32 bytes the low nibbles are a block, and the high ones the next."""
+    """Unpack 128 bytes to [..., 8, 32]: the low nibbles of 32 bytes are one block, the high ones the next."""
     pairs = torch.unflatten(packed, -1, (4, 1, 32))
     return torch.cat((pairs & 15, pairs >> 4), dim=-2).flatten(-3, -2)
 

@@ -1,4 +1,4 @@
-"""The weights of a decoder's layers, joined as they are computed with: q, k and v are one matrix, gate and up too."""
+"""The weights of a decoder's layers, fused for computation: q, k and v in one matrix, gate and up in another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    # It needs the readers of weight files, without which a model made elsewhere can run.
+    # It needs the weight file readers, which a model created elsewhere does not.
     from gpu_worker.models.weights.weight import Weight
 
 
@@ -46,7 +46,7 @@ class MixtureWeights:
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """Latent attention. Rows of kv_up: for each head its keys' part, then its values'; float32, [rows, kv_rank]."""
+    """Latent attention. Rows of kv_up: each head's keys, then its values; float32 [rows, kv_rank]."""
 
     q_down: LinearWeights | None
     q_norm: Tensor | None

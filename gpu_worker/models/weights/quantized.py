@@ -1,6 +1,6 @@
-"""What a checkpoint's configuration says of its quantization: known methods, and refusals that name the others.
+"""Read a checkpoint's quantization settings; reject unsupported methods by name.
 
-Without this a float8 tensor would be read as if its values were the weights: the scales beside it would be ignored.
+Without this check a float8 tensor would be read as plain weights and its scales ignored.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
 
 _SETTINGS = ("quantization_config", "compression_config")
-# Files of their own, which AutoGPTQ, AutoAWQ and ModelOpt wrote, and the method that each stands for.
+# Separate files written by AutoGPTQ, AutoAWQ and ModelOpt, and the method that each implies.
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-# What the safetensors format calls the types that a weight may have here.
+# Supported weight types, by their names in the safetensors format.
 _WEIGHT_TYPES = {"F64", "F32", "F16", "BF16"}
-# Types of weights that are never whole numbers by themselves. Integers may be: masks and positions are stored too.
+# Types that only quantized weights have. Integer types do not count: masks and positions are stored too.
 _SCALED_TYPES = ("F8", "F6", "F4")
 _PACKED = ("weight", "qweight", "weight_packed", "_blocks")
 _MAX_HEADER_BYTES = 100 << 20
@@ -31,10 +31,11 @@ _FORMATS = (
 
 
 def read_scheme(folder: ModelFolder) -> Scheme | None:
-    """Return how the checkpoint in `folder` is quantized; None: it is not. A GGUF file says so for each tensor.
+    """Return how the checkpoint in `folder` is quantized; None: it is not, or it is a GGUF file, which has a type for
+    each tensor.
 
     Raises:
-        UnsupportedError: Names the method, or the setting of it that is not known here.
+        UnsupportedError: The message names the unsupported method or setting.
         ConfigError: A setting is damaged.
     """
     if folder.weights_format != "safetensors":
@@ -47,7 +48,7 @@ def read_scheme(folder: ModelFolder) -> Scheme | None:
     method = _method(settings)
     check = _METHODS.get(method)
     if check is None:
-        _refuse(f"{place} says {method!r}; known are {', '.join(sorted(_METHODS))}")
+        _refuse(f"{place} has the method {method!r}; supported are {', '.join(sorted(_METHODS))}")
     try:
         return Scheme(method, check(place, settings))
     except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -55,14 +56,14 @@ def read_scheme(folder: ModelFolder) -> Scheme | None:
 
 
 def refuse_quantized(folder: ModelFolder) -> None:
-    """Raise UnsupportedError where the checkpoint is quantized, for models that run by transformers' code."""
+    """Raise UnsupportedError if the checkpoint is quantized, for models that run on transformers' code."""
     scheme = read_scheme(folder)
     if scheme is not None:
-        _refuse(f"{folder.architecture} with {scheme.method!r} weights is none of the models that run natively")
+        _refuse(f"{folder.architecture} does not run natively, so its {scheme.method!r} weights are not supported")
 
 
 def _settings(folder: ModelFolder) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the settings, and where they are."""
+    """Return the settings and their location."""
     for place, config in (("", folder.config), ("text_config.", folder.config.get("text_config"))):
         for name in _SETTINGS:
             settings = config.get(name) if isinstance(config, dict) else None
@@ -81,7 +82,7 @@ def _settings(folder: ModelFolder) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def _method(settings: Mapping[str, Any]) -> str:
-    # ModelOpt's file has its settings inside, and older files of compressed-tensors do not name the method.
+    # ModelOpt nests its settings, and older compressed-tensors files do not name the method.
     inner = settings.get("quantization")
     method = settings.get("quant_method") or ("compressed-tensors" if "config_groups" in settings else None)
     algorithm = (inner if isinstance(inner, dict) else settings).get("quant_algo")
@@ -93,14 +94,14 @@ def _method(settings: Mapping[str, Any]) -> str:
 def _fp8(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     kind = settings.get("fmt", "e4m3")
     if kind not in ("e4m3", "float8_e4m3fn"):
-        _refuse(f"{place} has float8 of kind {kind!r}; known is e4m3")
+        _refuse(f"{place} has the float8 type {kind!r}; only e4m3 is supported")
     block = settings.get("weight_block_size")
     return {"block": [int(size) for size in block]} if block else {}
 
 
 def _gptq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("bits") not in (4, 8):
-        _refuse(f"{place} has GPTQ with {settings.get('bits')} bits; known are 4 and 8")
+        _refuse(f"{place} has GPTQ with {settings.get('bits')} bits; supported are 4 and 8")
     if settings.get("dynamic"):
         _refuse(f"{place} has GPTQ with settings for single modules (dynamic)")
     if settings.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
@@ -112,9 +113,9 @@ def _gptq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _awq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     bits, version = settings.get("bits", settings.get("w_bit")), str(settings.get("version", "gemm")).lower()
     if bits != 4:
-        _refuse(f"{place} has AWQ with {bits} bits; known is 4")
+        _refuse(f"{place} has AWQ with {bits} bits; only 4 is supported")
     if version != "gemm":
-        _refuse(f"{place} has AWQ in the layout {version!r}; known is gemm")
+        _refuse(f"{place} has AWQ in the layout {version!r}; only gemm is supported")
     _check_group(place, settings.get("group_size", settings.get("q_group_size", -1)))
     return dict(settings)
 
@@ -124,9 +125,9 @@ def _compressed(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     formats = [settings.get("format", "dense"), *(group.get("format") for group in groups.values())]
     for name in formats:
         if name is not None and name not in _FORMATS:
-            _refuse(f"{place} has the format {name!r}; known are {', '.join(_FORMATS)}")
+            _refuse(f"{place} has the format {name!r}; supported are {', '.join(_FORMATS)}")
     if settings.get("transform_config"):
-        _refuse(f"{place} has a transform_config: inputs that are to be rotated")
+        _refuse(f"{place} has a transform_config (rotated inputs)")
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         _refuse(f"{place} has sparse weights ({sparsity!r})")
@@ -142,7 +143,7 @@ def _compressed(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_group(place: str, size: int) -> None:
     if size > 0 and size % 32:
-        _refuse(f"{place} has groups of {size} weights; known are multiples of 32")
+        _refuse(f"{place} has groups of {size} weights; only multiples of 32 are supported")
 
 
 _METHODS: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
@@ -161,19 +162,21 @@ def _refuse_unexplained(folder: ModelFolder) -> None:
         for name, dtype in _tensor_types(path).items():
             is_packed = dtype not in _WEIGHT_TYPES and name.endswith(_PACKED)
             if is_packed or dtype.startswith(_SCALED_TYPES):
-                _refuse(f"the tensor {name} in {path.name} is of type {dtype}, of which config.json says nothing")
+                _refuse(
+                    f"the tensor {name} in {path.name} is of type {dtype}, but config.json declares no quantization"
+                )
 
 
 def _refuse(found: str) -> NoReturn:
     raise UnsupportedError(
-        f"this checkpoint is quantized in a way that is not supported: {found}; use the checkpoint in bfloat16, "
+        f"this checkpoint's quantization is not supported: {found}; use the checkpoint in bfloat16, "
         "float16 or float32 (--weights int8 or q4 quantizes it when it is loaded), or a GGUF file",
         field="model",
     )
 
 
 def _tensor_types(path: Path) -> dict[str, str]:
-    """Return the type of each tensor of a safetensors file, by its header alone: readers do not know every type."""
+    """Return the type of each tensor in a safetensors file, from its header; readers do not know every type."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

@@ -1,7 +1,6 @@
-"""How quantized checkpoints store a matrix: GPTQ, AWQ, compressed-tensors, float8 and MXFP4.
-
-Which tensors a module has says how it is stored, so that lists of modules that are left alone need not be read: those
-have a plain weight. Numbers of bits and sizes of groups follow from shapes where the tensors tell them.
+"""Read matrices of quantized checkpoints: GPTQ, AWQ, compressed-tensors, float8 and MXFP4. A module's format follows
+from the tensors it has, so lists of unquantized modules need not be read: those have a plain weight. Bits and group
+sizes follow from tensor shapes where possible.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from gpu_worker.models.weights.block_rows import affine8_weight, fp8_weight, int
 from gpu_worker.models.weights.weight import Weight
 from midstream.errors import ConfigError, UnsupportedError
 
-# Where GEMM kernels of AWQ look for the eight columns of a word.
+# Order of the eight columns in a word, as AWQ's GEMM kernels expect it.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What `quantization_config` says.
+    """Contents of `quantization_config`.
 
     Attributes:
         method: `quant_method`.
@@ -41,11 +40,11 @@ class Module:
         self.name, self._has, self._get = name, has, get
 
     def has(self, name: str) -> bool:
-        """Return whether it has a tensor of this name."""
+        """Return whether the module has this tensor."""
         return self._has(f"{self.name}.{name}")
 
     def get(self, name: str) -> Tensor:
-        """Return one of its tensors; raise ConfigError where it has none of this name."""
+        """Return one of its tensors; raise ConfigError if it is missing."""
         return self._get(f"{self.name}.{name}")
 
     def first(self, *names: str) -> Tensor | None:
@@ -62,13 +61,13 @@ def read_matrix(module: Module, scheme: Scheme | None) -> Weight:
     """Return the matrix of a module that has no plain weight of floats.
 
     Raises:
-        UnsupportedError: It is stored in a way that is not known here; says which.
+        UnsupportedError: Its storage format is not supported; the message names it.
         ConfigError: A tensor is missing, or its shape does not fit the others.
     """
     try:
         if scheme is None:
             raise UnsupportedError(
-                f"the weights of {module.name} are quantized, and config.json does not say how", field="model"
+                f"the weights of {module.name} are quantized, but config.json does not say how", field="model"
             )
         if module.has("qweight"):
             return _awq(module) if scheme.method == "awq" else _gptq(module, scheme)
@@ -102,7 +101,7 @@ def _gptq(module: Module, scheme: Scheme) -> Weight:
     # [K * bits / 32, N], inputs packed; zeros [groups, N * bits / 32], outputs packed; scales [groups, N].
     levels = _unpacked(module.get("qweight").t().contiguous(), num_bits)
     scale, zero = module.get("scales").t(), _unpacked(module.get("qzeros"), num_bits).t().int()
-    # The first version of the format stores zero points less one.
+    # The first version of the format stores zero points minus one.
     if scheme.settings.get("checkpoint_format", "gptq") != "gptq_v2":
         zero = zero + 1
     num_columns, num_groups = levels.shape[1], scale.shape[1]
@@ -125,7 +124,7 @@ def _compressed(module: Module) -> Weight:
     num_rows, num_columns = module.get("weight_shape").tolist()
     num_bits = packed.shape[1] * 32 // num_columns
     if num_bits not in (4, 8):
-        raise UnsupportedError(f"{module.name}: weights of {num_bits} bits; known are 4 and 8", field="model")
+        raise UnsupportedError(f"{module.name}: weights of {num_bits} bits; supported are 4 and 8", field="model")
     levels = _unpacked(packed, num_bits)[:, :num_columns]
     scale = scale.view(num_rows, -1) if scale.numel() > 1 else scale.view(1, 1).expand(num_rows, 1)
     zero = torch.full(scale.shape, 1 << (num_bits - 1))
@@ -150,11 +149,11 @@ def _scaled(module: Module, scheme: Scheme) -> Weight:
             f"{module.name}.weight is of type {weight.dtype}, and there is no scale for it", field="model"
         )
     if scale.dtype == torch.uint8:
-        raise UnsupportedError(f"{module.name}: float8 weights with scales that are exponents (MXFP8)", field="model")
+        raise UnsupportedError(f"{module.name}: float8 weights with exponent scales (MXFP8)", field="model")
     scale = _by_row(scale.float(), num_rows, num_columns, scheme)
     if weight.dtype == torch.float8_e4m3fn:
         if bool(weight.view(torch.uint8).bitwise_and(127).eq(127).any()):
-            raise ConfigError(f"{module.name}.weight has numbers that are none", field="model")
+            raise ConfigError(f"{module.name}.weight contains NaN", field="model")
         return fp8_weight(weight, scale)
     if weight.dtype == torch.int8:
         zero = module.first("weight_zero_point")
@@ -177,7 +176,7 @@ def _by_row(scale: Tensor, num_rows: int, num_columns: int, scheme: Scheme) -> T
         raise ValueError(f"scales {list(scale.shape)} for a matrix [{num_rows}, {num_columns}]")
     if columns % 32:
         raise UnsupportedError(
-            f"float8 weights in blocks of {columns} columns; known are multiples of 32", field="model"
+            f"float8 weights in blocks of {columns} columns; only multiples of 32 are supported", field="model"
         )
     wide = scale.repeat_interleave(rows, dim=0)[:num_rows].repeat_interleave(columns // 32, dim=1)
     return wide[:, : -(-num_columns // 32)]

@@ -1,4 +1,4 @@
-"""A weight matrix and the form in which it is kept."""
+"""A weight matrix and its storage format."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Weight:
     """A matrix [num_rows, num_columns]; rows are output channels.
 
     Attributes:
-        format: f32; bf16; int8 with a scale per row; one of BLOCK_FORMATS; mixed: that of its parts.
+        format: f32; bf16; int8 with a scale per row; one of BLOCK_FORMATS; mixed: its parts have several.
         source: Floats [num_rows, num_columns], not yet rounded to `format`; for BLOCK_FORMATS uint8
             [num_rows, bytes of a row]; mixed: nothing.
         input_order: int64 [num_columns]: column i of `source` is column input_order[i] of the matrix; None: column i.
@@ -62,7 +62,7 @@ class Weight:
         return sum(part.shape[0] for part in self.parts) or self.source.shape[0], self.num_columns
 
     def dense(self) -> Tensor:
-        """Return the values that `format` stands for, float32 [num_rows, num_columns]."""
+        """Return the dequantized values, float32 [num_rows, num_columns]."""
         if self.parts:
             return torch.cat([part.dense() for part in self.parts])
         values = self._values()
@@ -83,7 +83,7 @@ class Weight:
         return values
 
     def take(self, rows: Tensor) -> Weight:
-        """Return the rows with the given numbers, in that order."""
+        """Return the given rows, in that order."""
         if not self.parts:
             return Weight(self.format, self.source[rows], self.num_columns, self.input_order)
         ends = torch.tensor([part.shape[0] for part in self.parts]).cumsum(0)
@@ -105,7 +105,7 @@ class Weight:
         return Weight(target, self.dense(), self.num_columns)
 
     def as_blocks(self) -> list[tuple[BlockWeight, Tensor | None]]:
-        """Its parts as the GPU kernels read them, with their input_order; none where one of them has no blocks."""
+        """Return its parts in the GPU kernels' layout, with their input_order; empty if a part has no blocks."""
         made = [
             (block_weight(part.source, BLOCK_FORMATS[part.format], part.num_columns), part.input_order)
             for part in self.parts or (self,)
@@ -115,7 +115,7 @@ class Weight:
         return blocks if len(blocks) == (len(self.parts) or 1) else []
 
     def gate_and_up(self) -> tuple[Weight, Weight]:
-        """Its upper and its lower half, both of one format and order: f32 where those differ."""
+        """Return its upper and lower half in one format and input order; f32 if these differ."""
         whole = Weight("f32", self.dense(), self.num_columns) if self.parts else self
         first, second = whole.source.chunk(2)
         order = whole.input_order
@@ -125,7 +125,7 @@ class Weight:
 
 
 def stack(weights: Sequence[Weight]) -> Weight:
-    """Rows one below another, mixed where their formats differ and there are blocks among them; else f32."""
+    """Stack matrices by rows; mixed if formats differ and some are block formats, else f32."""
     parts = [part for weight in weights for part in weight.parts or (weight,)]
     first = parts[0]
     if all(_is_alike(part, first) for part in parts):

@@ -1,7 +1,6 @@
-"""Reads the head of a GGUF file: its metadata, and where its tensors lie.
-
-Written for speed (vocabularies have some 100,000 strings) and for distrust: every count is checked against the size of
-the file before anything is allocated by it.
+"""Read the header of a GGUF file: its metadata and the locations of its tensors. Fast, because vocabularies have some
+100,000 strings, and safe with hostile files: every count is checked against the file size before it is used for
+allocation.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
-# Value type of GGUF -> format of struct.
+# GGUF value type -> struct format.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies.
+    """The location of a tensor.
 
     Attributes:
         shape: Fastest dimension first: (columns, rows).
-        type: Number of the GGML type.
-        offset: Of its first byte in the file.
+        type: GGML type number.
+        offset: Offset of its first byte in the file.
     """
 
     name: str
@@ -72,7 +71,7 @@ class _Reader:
         version, num_tensors, num_values = self._number("I"), self._number("Q"), self._number("Q")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is not one of {_VERSIONS}")
-        # The smallest entries: a key without letters and a byte; a name without letters and no dimension.
+        # Sizes of the smallest entries: an empty key with a one-byte value; an empty name without dimensions.
         self._check_count(num_values, 13)
         metadata = {self._string(): self._value() for _ in range(num_values)}
         self._check_count(num_tensors, 24)

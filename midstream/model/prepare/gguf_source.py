@@ -1,4 +1,4 @@
-"""Lays down a model folder from a GGUF file: the file itself, and its configuration and tokenizer as JSON."""
+"""Create a model folder from a GGUF file: the file itself, and its configuration and tokenizer as JSON."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _ROPE_TYPES = {"linear": "linear", "yarn": "yarn"}
 def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> None:
     """Fill the empty `folder` with config.json, the tokenizer's files, chat_template.jinja if any, and model.gguf.
 
-    Sampling parameters that the file recommends (`general.sampling.*`) go before those of `sampling`.
+    Sampling parameters that the file recommends (`general.sampling.*`) override those of `sampling`.
 
     model.gguf is a hard link to `gguf_file` where the file system allows it, else a copy.
 
     Raises:
         ConfigError: The file is not GGUF, or is damaged.
-        UnsupportedError: Its architecture or tokenizer is not known here.
+        UnsupportedError: Its architecture or tokenizer is not supported.
     """
     head = read_gguf_head(gguf_file)
     metadata = head.metadata
@@ -62,7 +62,9 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
     architecture = str(metadata.get("general.architecture", ""))
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise UnsupportedError(f"GGUF architecture {architecture!r} is not known; known are {known}", field="model")
+        raise UnsupportedError(
+            f"GGUF architecture {architecture!r} is not supported; supported are {known}", field="model"
+        )
     model_type, class_name = _ARCHITECTURES[architecture]
 
     def get(name: str, default: MetadataValue | None = None) -> MetadataValue:
@@ -96,7 +98,7 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
         "torch_dtype": "float32",
         **_special_ids(metadata),
     }
-    # Also where there is none: a configuration that is silent has a default.
+    # Also written if there is none: a missing setting would get a default.
     config["sliding_window"] = metadata.get(f"{architecture}.attention.sliding_window") or None
     scaling = str(metadata.get(f"{architecture}.rope.scaling.type", "none"))
     if scaling in _ROPE_TYPES:

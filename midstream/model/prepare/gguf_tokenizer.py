@@ -1,4 +1,4 @@
-"""A GGUF file's vocabulary as the JSON files that the `tokenizers` library reads."""
+"""Convert a GGUF file's vocabulary to the JSON files of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from midstream.errors import ConfigError, UnsupportedError
 
 Json = dict[str, object]
 
-# Token types of GGUF.
+# GGUF token types.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -23,7 +23,7 @@ def _split(pattern: str) -> Json:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-# How text is cut before byte-pair merging, by `tokenizer.ggml.pre`.
+# How text is split before byte-pair merging, by `tokenizer.ggml.pre`.
 _PRE_TOKENIZERS: dict[str, list[Json]] = {
     "default": [_split(_GPT2_PATTERN)],
     "gpt-2": [_split(_GPT2_PATTERN)],
@@ -37,8 +37,8 @@ def build_tokenizer(metadata: Mapping[str, object]) -> tuple[Json, Json]:
     """Return the contents of tokenizer.json and tokenizer_config.json.
 
     Raises:
-        ConfigError: The file has no vocabulary, or a special id outside it.
-        UnsupportedError: The tokenizer's kind or its pre-tokenizer is not known here.
+        ConfigError: The vocabulary is missing, or a special id is out of range.
+        UnsupportedError: The tokenizer or its pre-tokenizer is not supported.
     """
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     kind = str(metadata.get("tokenizer.ggml.model", ""))
@@ -47,7 +47,7 @@ def build_tokenizer(metadata: Mapping[str, object]) -> tuple[Json, Json]:
     elif kind == "llama":
         tokenizer = _sentence_piece(metadata, tokens)
     else:
-        raise UnsupportedError(f"GGUF tokenizer {kind!r} is not known; known are gpt2 and llama", field="model")
+        raise UnsupportedError(f"GGUF tokenizer {kind!r} is not supported; supported are gpt2 and llama", field="model")
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **tokenizer}
     tokenizer["added_tokens"] = _added_tokens(metadata, tokens)
     tokenizer["post_processor"] = _post_processor(metadata, tokens, kind)
@@ -131,7 +131,7 @@ def _added_tokens(metadata: Mapping[str, object], tokens: Sequence[str]) -> list
 
 
 def _post_processor(metadata: Mapping[str, object], tokens: Sequence[str], kind: str) -> Json | None:
-    """Put the begin token first where the file asks for it."""
+    """Add the begin token if the file asks for it."""
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         return None
