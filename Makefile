@@ -1,4 +1,4 @@
-# `make demo` and `make test` are all a newcomer needs. Everything runs in .venv, which set-up makes.
+# A newcomer needs only `make demo` and `make test`. Everything runs in .venv, which is created on first use.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,16 +11,16 @@ PROTO_OUT := .
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
 
-# The same while parts are killed one after the other; fails unless every answer is the same as without kills.
+# The same while parts are killed one after the other; fails unless every answer is identical to one without kills.
 demo-kill: $(VENV)/.ready
 	@$(BIN)/midstream demo --kill
 
-# Tests wait about as often as they compute, so there are more processes than processors. tests/conftest.py says what
+# Tests wait about half of the time, so there are more processes than processors. tests/conftest.py decides what
 # stays together, and in which order it is handed out.
 test: $(VENV)/.ready check
 	@$(BIN)/pytest -q --numprocesses $$(($$(nproc) * 3 / 2)) --dist loadscope --no-loadscope-reorder
 
-# All that can be said without running the code.
+# All checks that do not run the code.
 check: $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc
 	@echo 'Format and lint' && $(BIN)/ruff format --check -q . && $(BIN)/ruff check -q .
 	@echo 'Generated code' && out=$$(mktemp -d) && trap 'rm -r "$$out"' EXIT && $(MAKE) -s protos PROTO_OUT="$$out" \

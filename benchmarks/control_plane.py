@@ -1,8 +1,9 @@
-"""Throughput of everything but the model: `python -m benchmarks.control_plane [--streams 256] [--profile router]`.
+"""Measure the throughput of everything but the model: `python -m benchmarks.control_plane [--streams 256] [--profile
+router]`.
 
-Starts router, detokenizer, scheduler and a fake worker as processes of their own, streams many requests at once from
-this one, and prints tokens per second and what each process spent on a token. `--profile` samples one part with py-spy
-and writes a flame graph.
+Starts router, detokenizer, scheduler and a fake worker as separate processes, streams many requests concurrently from
+this one, and prints tokens per second and processor time per token of each process. `--profile` samples one part with
+py-spy and writes a flame graph.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ START_TIMEOUT_S = 60.0
 
 
 def main() -> int:
-    """Runs the benchmark; fails when a request did."""
+    """Run the benchmark; fail if a request failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=256, help="Requests at once. [256]")
-    parser.add_argument("--tokens", type=int, default=512, help="Output tokens of each. [512]")
+    parser.add_argument("--streams", type=int, default=256, help="Concurrent requests. [256]")
+    parser.add_argument("--tokens", type=int, default=512, help="Output tokens per request. [512]")
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--detokenizers", type=int, default=1)
-    parser.add_argument("--step-ms", type=float, default=0.0, help="Time of a fake step. [0]")
-    parser.add_argument("--scheduler-flags", default="", help="More flags of the scheduler. [--journal off]")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="Duration of a fake step. [0]")
+    parser.add_argument("--scheduler-flags", default="", help="Additional flags of the scheduler. [--journal off]")
     parser.add_argument(
         "--profile", default="", help="Part to sample with py-spy: router, detokenizer, scheduler, client."
     )
@@ -59,7 +60,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def start_parts(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, psutil.Process], list[str]]]:
-    """The running processes by name, and the routers' addresses."""
+    """Run the processes; yield them by name, and the routers' addresses."""
     ports = free_ports(2 + arguments.routers + arguments.detokenizers)
     scheduler, worker, *rest = ports
     routers, detokenizers = rest[: arguments.routers], rest[arguments.routers :]
@@ -96,7 +97,7 @@ def start_parts(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, psuti
 async def measure(
     arguments: argparse.Namespace, parts: dict[str, psutil.Process], addresses: list[str], console: Console
 ) -> tuple[RunResult, dict[str, float]]:
-    """The run, and the CPU seconds that each process spent on it."""
+    """Return the run, and the CPU seconds that each process spent on it."""
     async with AsyncClient(addresses) as client:
         await wait_until_whole(client)
     generator = random.Random(0)
@@ -134,7 +135,7 @@ async def measure(
 
 
 async def wait_until_whole(client: AsyncClient) -> None:
-    """Returns when the whole chain stands."""
+    """Return once the service is ready."""
     give_up_at = time.monotonic() + START_TIMEOUT_S
     while not await _is_whole(client):
         if time.monotonic() > give_up_at:
@@ -151,7 +152,7 @@ async def _is_whole(client: AsyncClient) -> bool:
 
 
 def start_profile(name: str, parts: dict[str, psutil.Process]) -> subprocess.Popen[bytes] | None:
-    """Samples the first part of that name for some seconds."""
+    """Sample the first part of that name for some seconds."""
     if not name:
         return None
     process = next(process for part, process in parts.items() if part.startswith(name))
@@ -161,7 +162,7 @@ def start_profile(name: str, parts: dict[str, psutil.Process]) -> subprocess.Pop
 
 
 def report(result: RunResult, spent: dict[str, float], console: Console) -> None:
-    """Prints throughput and each process's share."""
+    """Print throughput and each process's share."""
     num_tokens = sum(request.num_tokens for request in result.requests)
     num_chunks = sum(len(request.arrivals) for request in result.requests)
     table = Table("part", "CPU s", "of a core", "µs per token")
@@ -179,7 +180,7 @@ def report(result: RunResult, spent: dict[str, float], console: Console) -> None
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """User and system time so far."""
+    """Return user and system time so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 

@@ -1,4 +1,5 @@
-"""What the way of a token costs: `python -m benchmarks.data_path [--baseline PATH] [--rows single,fake] [--rounds 5]`.
+"""Measure the cost of a token's path through the services: `python -m benchmarks.data_path [--baseline PATH] [--rows
+single,fake] [--rounds 5]`.
 
 Starts the services of this checkout, and of the one at PATH (with its own .venv), and sends the same load to each in
 turn. Prints the best and the median of the rounds, and the median of the ratios taken within a round. The load comes
@@ -43,17 +44,14 @@ from tests.integration.parts import free_ports
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 120.0
-# Everything but the worker and the client.
+# All parts but the worker and the client.
 SERVICES = ("scheduler", "detokenizer", "router")
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one size.
-
-    Attributes:
-        concurrency: How many run at once. connections: Over how many connections they go.
-        door: grpc or sse.
+    """Requests of one size. Attributes: concurrency: Concurrent requests. connections: Number of connections. door:
+    grpc or sse.
     """
 
     num_requests: int
@@ -90,7 +88,7 @@ def _sse_body(prompt: list[int], num_tokens: int) -> bytes:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a load, and the worker that serves it."""
+    """One row of the table: a load and its worker."""
 
     load: Load
     is_fake: bool = True
@@ -114,17 +112,17 @@ Figures = dict[str, float]
 
 
 class Checkout:
-    """The services of one checkout, as processes of this machine."""
+    """The services of one checkout, as processes on this machine."""
 
     def __init__(self, name: str, root: Path, flags: Sequence[str]) -> None:
-        """`flags` go to scheduler, detokenizer and router alike."""
+        """`flags` are passed to scheduler, detokenizer and router."""
         self.name, self.root, self.flags = name, root, tuple(flags)
         python = root / ".venv" / "bin" / "python"
         self.python = str(python) if python.exists() else sys.executable
 
     @contextlib.contextmanager
     def open(self, row: Row, folder: Path) -> Iterator[Callable[[Path, Path], Figures]]:
-        """Run the services while this is open; what it gives sends a load and measures it."""
+        """Run the services in a context; yield a function that sends a load and measures it."""
         scheduler, zmq, detokenizer, grpc, http = free_ports(5)
         model = open_model_folder("smollm2")
         streams = max(row.num_rows, 8)
@@ -167,7 +165,7 @@ class Checkout:
             yield send
 
     def engine(self, row: Row, folder: Path) -> float:
-        """Tokens a second of the worker in process."""
+        """Return tokens per second of the worker in process."""
         load, dice = row.load, random.Random(1)
         size = {"concurrency": load.concurrency, "counts_input": False}
         prompts = [
@@ -186,7 +184,7 @@ class Checkout:
 
 
 def figures_of(found: Figures, before: Times, after: Times) -> Figures:
-    """What one run gave: rates, gaps, and microseconds of processor time a token by part."""
+    """Results of one run: rates, gaps, and microseconds of processor time per token by part."""
     spent: Figures = {}
     for key, seconds in after.items():
         part = key.partition(" ")[0]
@@ -211,7 +209,7 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_until_served(http_port: int, popens: dict[str, subprocess.Popen[bytes]]) -> None:
-    """Return when a request is answered."""
+    """Return once a request succeeds."""
     body = json.dumps({"model": "smollm2", "prompt": [300, 301], "max_tokens": 1}).encode()
     give_up_at = time.monotonic() + START_TIMEOUT_S
     while True:
@@ -230,13 +228,13 @@ def _wait_until_served(http_port: int, popens: dict[str, subprocess.Popen[bytes]
 
 
 def measure(name: str, checkouts: Sequence[Checkout], client: Path, rounds: int, folder: Path) -> list[list[Figures]]:
-    """Figures by checkout and round; the checkouts take turns."""
+    """Return figures by checkout and round; checkouts are measured in turn."""
     row = ROWS[name]
     results: list[list[Figures]] = [[] for _ in checkouts]
     with contextlib.ExitStack() as stack:
         sends = [stack.enter_context(checkout.open(row, folder)) for checkout in checkouts]
         bodies = folder / "bodies"
-        for number in range(-1, rounds):  # the first one warms up
+        for number in range(-1, rounds):  # the first round is a warm-up
             order = range(len(checkouts)) if number % 2 == 0 else reversed(range(len(checkouts)))
             for place in order:
                 row.load.write_bodies(bodies, random.Random(f"{name} {number}"))
@@ -248,7 +246,7 @@ def measure(name: str, checkouts: Sequence[Checkout], client: Path, rounds: int,
     return results
 
 
-# Of which figures a higher one is better; of all others a lower one.
+# Figures of which higher values are better; for all others lower ones are.
 RATES = frozenset({"tokens_per_s", "requests_per_s", "engine_ratio", "tokens_per_message"})
 
 
@@ -271,13 +269,13 @@ def report(name: str, checkouts: Sequence[Checkout], results: list[list[Figures]
 
 
 def main() -> int:
-    """Run the benchmark; fail when a request did."""
+    """Run the benchmark; fail if a request failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="single,paced,fake,short,sse,many", help=f"Of {','.join(ROWS)}.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--baseline", type=Path, help="Another checkout, measured in turn with this one.")
     parser.add_argument("--flags", default="", help="More flags of this checkout's scheduler, detokenizer and router.")
-    parser.add_argument("--baseline-flags", default="", help="The same of the other one's.")
+    parser.add_argument("--baseline-flags", default="", help="The same for the other checkout.")
     parser.add_argument("--output", type=Path, help="File for all figures, as JSON.")
     arguments = parser.parse_args()
     checkouts = [Checkout("this", ROOT, arguments.flags.split())]

@@ -1,8 +1,8 @@
-"""What the code of features costs a batch that uses none of them: `python -m benchmarks.feature_cost`.
+"""Measure the cost of feature code in a batch that uses no features: `python -m benchmarks.feature_cost`.
 
-Greedy decode steps of one engine run by turns as they are and with everything bypassed that features have added:
-adapters, drafts, grammars, post-processors, steering, reports, beams, failed rows. Processor time outside of the
-forward pass tells the difference where the noise of whole steps hides it; both are printed as ratios to a whole step.
+Greedy decode steps run alternately as they are and with all feature code bypassed: adapters, drafts, grammars,
+post-processors, logits processors, reports, beams, failed rows. Processor time outside the forward pass shows
+differences that noise hides in whole steps; both are printed as ratios to a whole step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPEAT = Step(repeat_generation=True)
 
 @torch.inference_mode()
 def bare_step(runner: ModelRunner, batch: InputBatch) -> StepOutput:
-    """A decode step of the same rows that looks at no feature, but checks what every step has to."""
+    """Run a decode step that handles no features, but makes the checks that every step needs."""
     started = time.perf_counter()
     runner._settle_all_but(1)
     rows = batch._next_generation(REPEAT)
@@ -57,7 +57,7 @@ def bare_step(runner: ModelRunner, batch: InputBatch) -> StepOutput:
 
 
 def start(runner: ModelRunner, batch_size: int) -> None:
-    """Prefills that many prompts."""
+    """Prefill that many prompts."""
     runner.clear()
     length = PROMPT_TOKENS + 2 * NUM_PAIRS + 4
     num_blocks = -(-length // 16)
@@ -76,7 +76,9 @@ def start(runner: ModelRunner, batch_size: int) -> None:
 
 
 def measure(runner: ModelRunner, timed: ForwardTime, batch_size: int) -> tuple[float, float, float]:
-    """Milliseconds of a whole step; the ratio of whole steps; and that of processor time outside the forward pass."""
+    """Return milliseconds of a whole step, the ratio of whole steps, and that of processor time outside the forward
+    pass.
+    """
     start(runner, batch_size)
     batch = runner._batch
     kinds: dict[bool, Callable[[], object]] = {
@@ -86,7 +88,7 @@ def measure(runner: ModelRunner, timed: ForwardTime, batch_size: int) -> tuple[f
     walls: dict[bool, list[float]] = {True: [], False: []}
     outside: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * NUM_PAIRS):
-        is_whole = number % 4 in (0, 3)  # neither kind always comes first
+        is_whole = number % 4 in (0, 3)  # alternate the order
         before, started, cpu_started = timed.seconds, time.perf_counter(), time.thread_time()
         kinds[is_whole]()
         walls[is_whole].append(time.perf_counter() - started)

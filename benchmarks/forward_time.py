@@ -1,4 +1,4 @@
-"""The time that a runner's forward passes take, to tell it from the rest of its steps."""
+"""Measure the time of a runner's forward passes apart from the rest of its steps."""
 
 from __future__ import annotations
 

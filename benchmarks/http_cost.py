@@ -1,8 +1,9 @@
-"""What HTTP costs against native gRPC: `python -m benchmarks.http_cost [--fake] [--streams 64] [--rounds 4]`.
+"""Measure the cost of HTTP compared with native gRPC: `python -m benchmarks.http_cost [--fake] [--streams 64] [--rounds
+4]`.
 
-Starts one service, and sends it requests over native gRPC and as OpenAI completions (SSE) in turn, each way first every
-other time. Prints output tokens per second of each way, and the processor time that router and client spent on a token.
-With `--fake` the worker has no model, so that nothing but the control plane is measured.
+Starts one service and sends requests over native gRPC and as OpenAI completions (SSE), in alternating order. Prints
+output tokens per second of each way, and the processor time that router and client spent on a token. With `--fake` the
+worker has no model, so that only the control plane is measured.
 
 Both clients are in this process and parse what they get: protobuf by gRPC, JSON by the standard library.
 """
@@ -46,13 +47,13 @@ class Target:
     process: psutil.Process
 
 
-# Sends prompts with this many tokens to generate, and reads all of the output.
+# Send prompts with this many tokens to generate, and read all output.
 Way = Callable[[Target, list[tuple[int, ...]], int], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one way; processor times in µs a token."""
+    """One run of one protocol; processor times in µs per token."""
 
     tokens_per_s: float
     router_us: float
@@ -60,13 +61,13 @@ class Run:
 
 
 def main() -> int:
-    """Runs the comparison."""
+    """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fake", action="store_true", help="A worker without a model.")
-    parser.add_argument("--step-ms", type=float, default=0.0, help="Time of a fake step. [0]")
-    parser.add_argument("--streams", type=int, default=64, help="Requests at once. [64]")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="Duration of a fake step. [0]")
+    parser.add_argument("--streams", type=int, default=64, help="Concurrent requests. [64]")
     parser.add_argument("--tokens", type=int, default=32, help="Output tokens of each. [32]")
-    parser.add_argument("--rounds", type=int, default=4, help="Runs of each way. [4]")
+    parser.add_argument("--rounds", type=int, default=4, help="Runs per protocol. [4]")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, start_service(Path(folder), arguments) as target:
         runs = asyncio.run(measure(target, arguments))
@@ -76,7 +77,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def start_service(folder: Path, arguments: argparse.Namespace) -> Iterator[Target]:
-    """One router, scheduler, detokenizer and worker, as processes of this machine."""
+    """Run one router, scheduler, detokenizer and worker as processes on this machine."""
     scheduler, worker, detokenizer, grpc_port, http_port = free_ports(5)
     model = open_model_folder("smollm2")
     fake = f"--model-fingerprint {model.fingerprint} --vocab-size {model.vocab_size} --num-blocks 65536"
@@ -103,7 +104,7 @@ def start_service(folder: Path, arguments: argparse.Namespace) -> Iterator[Targe
 
 
 async def measure(target: Target, arguments: argparse.Namespace) -> dict[str, list[Run]]:
-    """The runs of each way."""
+    """Return the runs of each protocol."""
     async with AsyncClient([target.grpc]) as client:
         await wait_until_whole(client)
     generator = random.Random(0)
@@ -111,7 +112,7 @@ async def measure(target: Target, arguments: argparse.Namespace) -> dict[str, li
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for number in range(-1, arguments.rounds):
         for name in sorted(ways, reverse=bool(number % 2)):
-            # New prompts each time: nothing is in the prefix cache.
+            # New prompts each time, to avoid hits in the prefix cache.
             prompts = [
                 tuple(generator.randrange(300, 49_000) for _ in range(16 if number >= 0 else 4))
                 for _ in range(arguments.streams)
@@ -172,7 +173,7 @@ async def _complete(port: int, prompt: tuple[int, ...], max_tokens: int) -> int:
 
 
 def report(runs: dict[str, list[Run]], console: Console) -> None:
-    """Prints medians, and what the second way costs."""
+    """Print medians, and the cost of HTTP."""
     table = Table("way", "tok/s", "each run", "router µs/token", "client µs/token")
     for name, items in runs.items():
         each = " ".join(f"{run.tokens_per_s:,.0f}" for run in items)

@@ -1,8 +1,8 @@
-"""What the journal costs: `python -m benchmarks.journal_cost [--step-ms 20] [--rounds 5]`.
+"""Measure the cost of the journal: `python -m benchmarks.journal_cost [--step-ms 20] [--rounds 5]`.
 
-Streams many requests through the whole service around a fake worker, without a journal and with each kind of it in
-turns. Prints throughput with it over throughput without it, the median over the rounds and their range; and the
-processor time that it adds to a token, which other work on the machine changes less.
+Streams many requests through the service with a fake worker, without a journal and with each kind in turn. Prints the
+ratio of throughput with and without it (median and range over the rounds), and the processor time that it adds per
+token, which depends less on other work on the machine.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from benchmarks.control_plane import measure, start_parts
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64, help="Requests at once. [64]")
-    parser.add_argument("--tokens", type=int, default=256, help="Output tokens of each. [256]")
+    parser.add_argument("--streams", type=int, default=64, help="Concurrent requests. [64]")
+    parser.add_argument("--tokens", type=int, default=256, help="Output tokens per request. [256]")
     parser.add_argument("--step-ms", type=float, default=20.0, help="Time of a fake step; 0 is the worst case. [20]")
     parser.add_argument("--rounds", type=int, default=5, help="Runs of each. [5]")
-    parser.add_argument("--folder", type=Path, default=None, help="Where the journal's disk is. [temporary]")
-    parser.add_argument("--kinds", default="log,sqlite", help="Journals that are compared with none. [log,sqlite]")
+    parser.add_argument("--folder", type=Path, default=None, help="Folder for the journal. [temporary]")
+    parser.add_argument("--kinds", default="log,sqlite", help="Journals to compare with none. [log,sqlite]")
     arguments = parser.parse_args()
     arguments.routers = arguments.detokenizers = 1
     arguments.profile = ""

@@ -1,6 +1,6 @@
-"""How fast one thread multiplies with packed weights: `python -m benchmarks.kernel_rates`.
+"""Measure how fast one thread multiplies packed weights: `python -m benchmarks.kernel_rates`.
 
-The shortest of many runs of some tenths of a millisecond counts, so that other work on the machine hardly matters.
+The fastest of many runs of less than a millisecond is used, so that other work on the machine hardly matters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_ROWS = (1, 2, 4, 8, 16, 64, 256)
 
 
 def rate(linear: PackedLinear, threads: ThreadPool, num_rows: int, seconds: float) -> float:
-    """Billions of multiplications and additions per second, of the fastest run."""
+    """Return GFLOP/s of the fastest run."""
     x = torch.randn(num_rows, linear.num_inputs)
     shortest, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -31,7 +31,7 @@ def rate(linear: PackedLinear, threads: ThreadPool, num_rows: int, seconds: floa
 
 
 def compare(library: Library, arguments: argparse.Namespace) -> Table:
-    """Return the rate of each format of blocks in relation to Q4_1's: rounds of all in turn, best and median."""
+    """Return the rate of each block format relative to Q4_1's, measured in turn: best and median."""
     threads, shape = ThreadPool(library, 1), (arguments.num_outputs, arguments.num_inputs)
     input_format = InputFormat[arguments.compare.upper()]
     formats = [item for item in WeightFormat if item.has_blocks]
@@ -57,7 +57,7 @@ def compare(library: Library, arguments: argparse.Namespace) -> Table:
 
 
 def main() -> None:
-    """Prints one row for each rounding of the input."""
+    """Print one row for each input format."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-outputs", type=int, default=1536)
     parser.add_argument("--num-inputs", type=int, default=576)

@@ -1,8 +1,8 @@
-"""Load tools of others against the HTTP port: `python -m benchmarks.load_tools --url URL aiperf guidellm smg`.
+"""Run third-party load tools against the HTTP port: `python -m benchmarks.load_tools --url URL aiperf guidellm smg`.
 
-Each is installed from PyPI in an environment of its own (.venv-tools/NAME), unless it is there, and runs a small load
-to its end; its report is read back here. guidellm needs PyTorch, so its environment takes 2 GB. smg is a gateway, put
-before the service: the load goes through it.
+Each is installed from PyPI in its own environment (.venv-tools/NAME) if needed, and runs a small load; its report is
+evaluated here. guidellm needs PyTorch, so its environment takes 2 GB. smg is a gateway, put before the service: the
+load goes through it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from midstream.model.folder import open_model_folder
 from tests.integration.parts import free_ports
 
 ROOT = Path(__file__).parent.parent
-# Any build of PyTorch serves; pinned, so that pip takes a CPU build where the index has one.
+# Any build of PyTorch will do; pinned, so that pip chooses a CPU build if the index has one.
 PACKAGES = {"aiperf": ["aiperf"], "guidellm": ["torch==2.13.0", "guidellm"], "smg": ["smg"]}
 STREAMS, REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 16, 32, 16
 TIMEOUT_S = 300
 
 
 def main() -> int:
-    """Runs the tools; fails when one did not finish all of its requests."""
+    """Run the tools; fail if one did not complete all its requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="The router's HTTP port.")
     parser.add_argument("--model", default="smollm2", help="Served model; its tokenizer is what the tools count with.")
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def install(environment: Path, packages: list[str]) -> Path:
-    """The environment's folder of commands."""
+    """The environment's bin folder."""
     commands = environment / "bin"
     if not (commands / packages[-1]).exists():
         subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
@@ -99,7 +99,7 @@ def guidellm(commands: Path, folder: Path, url: str, model: str, tokenizer: str)
 
 
 def smg(commands: Path, folder: Path, url: str, model: str, tokenizer: str) -> dict[str, Any]:
-    """The gateway in front of the service, and requests through it."""
+    """Run the gateway in front of the service, and send requests through it."""
     (port,) = free_ports(1)
     command = ["smg", "launch", "--host", "127.0.0.1", "--port", port, "--worker-urls", url]
     command += ["--backend", "openai", "--model-path", tokenizer]
@@ -131,7 +131,7 @@ def _streamed_tokens(url: str, body: Mapping[str, object]) -> Iterator[int]:
 
 
 def run(commands: Path, folder: Path, command: Sequence[object]) -> None:
-    """Runs a tool to its end, its own output among ours only where it fails."""
+    """Run a tool; show its output only if it fails."""
     name, *rest = map(str, command)
     done = subprocess.run(
         [str(commands / name), *rest],

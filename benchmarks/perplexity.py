@@ -1,8 +1,8 @@
-"""What a way of computing costs in quality: perplexity of a text, and how far logits move, against the exact path.
+"""Measure the quality of each number format: perplexity of a text, and changes of logits, against the exact path.
 
 `python -m benchmarks.perplexity` reads a text in windows, each from an empty context, and compares every choice with
-the first, which is exact: dequantized weights, float32 activations and cache. Without `--text` it takes what any Python
-brings along: the topics of `help()`, of which it prints a digest, for they differ from version to version.
+the first, which is exact: dequantized weights, float32 activations and cache. Without `--text` it uses the topics of
+Python's `help()`, and prints their digest, since they differ between versions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHOICES: dict[str, dict[str, str]] = {
 
 
 def main() -> None:
-    """Prints one row for each choice."""
+    """Print one row for each choice."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", type=Path, nargs="+", help="Files. [the topics of Python's help()]")
     parser.add_argument("--model", default="smollm2")
@@ -55,7 +55,7 @@ def main() -> None:
         for name, decoder in decoders.items():
             logits = reference if name == exact else logits_of(decoder, piece)
             loss[name] += torch.nn.functional.cross_entropy(logits[:-1], piece[1:].long(), reduction="sum").item()
-            # A constant added to all logits changes nothing, so only what moves against the mean counts.
+            # A constant added to all logits has no effect, so differences are relative to the mean.
             moves = (logits - logits.mean(1, keepdim=True)) - (reference - reference.mean(1, keepdim=True))
             moved[name] += moves.square().mean(1).sqrt().sum().item()
             top = reference.topk(64, dim=1).indices
@@ -68,7 +68,7 @@ def main() -> None:
         "computed with",
         "perplexity",
         "change",
-        "logits moved by (rms)",
+        "change of logits (rms)",
         "largest (top 64)",
         "same first choice",
     ):

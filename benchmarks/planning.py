@@ -1,4 +1,4 @@
-"""What a planning step costs: plan, block accounting and encoding, with much that runs and more that waits.
+"""Measure a planning step: plan, block accounting and encoding, with many running and more waiting requests.
 
 python -m benchmarks.planning
 """
@@ -25,7 +25,7 @@ LIMITS = ModelLimits(max_sequence_length=8192, end_ids=(2,))
 
 
 def measure(num_running: int, num_queued: int, num_steps: int, policy: str) -> dict[str, list[float]]:
-    """Microseconds per step: `plan` (Turn and encode) and `commit` (a result taken in)."""
+    """Return microseconds per step: `plan` (Turn and encode) and `commit` (handling a result)."""
     scheduler = SimpleScheduler(CAPACITY_SCHEDULERS[policy](), MICRO_BATCH_SCHEDULERS["inflight_fused"]())
     config = CoreConfig(
         scheduler_epoch=1,
@@ -63,7 +63,7 @@ def measure(num_running: int, num_queued: int, num_steps: int, policy: str) -> d
 
 
 def main() -> None:
-    """Prints medians for the two sizes, for both policies."""
+    """Print medians for two sizes and both policies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kernels.build import FLAGS, ISA_FLAGS, SOURCES
 
-# The processors of llvm-mca that a build is for, by the names of LLVM 14 and later.
+# Processors of each build, by llvm-mca's names since LLVM 14.
 PROCESSORS = {
     "avx512": ("icelake-server", "sapphirerapids", "znver4", "znver5"),
     "avxvnni": ("alderlake",),
@@ -36,7 +36,7 @@ def inner_loop(isa: str) -> list[str]:
     blocks = re.split(r"^\.L\w+:$", "\n".join(functions), flags=re.MULTILINE)
     best = max(blocks, key=_count_products)
     lines = [line.strip() for line in best.splitlines()]
-    # What follows the jump back is no part of the loop; labels, directives and remarks are no instructions.
+    # Ends at the jump back; labels, directives and remarks are not instructions.
     end = next(i for i, line in enumerate(lines) if re.match(r"j[a-z]+\s", line))
     return [line for line in lines[:end] if line and (line[0].isalpha() or line.startswith("{vex}"))]
 
@@ -46,7 +46,7 @@ def _count_products(block: str) -> int:
 
 
 def cycles(loop: list[str], processor: str) -> float | None:
-    """Return the cycles of a round, or None where this llvm-mca does not know the processor."""
+    """Return the cycles of an iteration; None if llvm-mca does not know the processor."""
     rounds = 100
     command = ["llvm-mca", f"-mcpu={processor}", f"-iterations={rounds}"]
     result = subprocess.run(command, input="\n".join(loop), capture_output=True, text=True, check=False)

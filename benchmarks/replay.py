@@ -1,4 +1,4 @@
-"""How fast a recording replays: a worker of 256 rows that is kept full, in virtual time, recorded and run again.
+"""Measure how fast a recording replays: a simulated worker with 256 full rows is recorded and replayed.
 
 python -m benchmarks.replay
 """
@@ -25,7 +25,7 @@ from scheduler.replay.simulator import Fleet, Load, events_of
 
 
 class RecordedCore(SchedulerCore):
-    """Writes each event at once: a simulation is faster than a recorder must be."""
+    """Writes each event immediately, since a simulation is faster than real time."""
 
     file: BinaryIO
 

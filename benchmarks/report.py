@@ -1,4 +1,4 @@
-"""Writes what the comparison with peers gave: tables as text and Markdown, and a plot."""
+"""Write the results of the comparison with peers: tables as text and Markdown, and a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .peers.rounds import Measurement
 
 PAGE, PLOT = "benchmarks.md", "images/benchmarks-peers.svg"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-# Above it, others had the processor too, and no figure means much.
+# Above it, other programs used the processor, and figures are unreliable.
 BUSY_CORES = 0.2
 
 _HEADER = f"""# Benchmarks
@@ -41,7 +41,7 @@ def _best_and_median(measurements: Sequence[Measurement], peer: str, workload: s
 
 
 def latencies_table(labels: Mapping[str, str], measurements: Sequence[Measurement]) -> list[list[str]]:
-    """Medians of what clients wait for, for those who stream: milliseconds at p50 / p99."""
+    """Return latencies of streaming peers in milliseconds, as medians of p50 / p99."""
     rows = [["ms, p50 / p99", "workload", "time to first token", "between tokens"]]
     for peer, label in labels.items():
         for workload in ALL_WORKLOADS:
@@ -92,13 +92,13 @@ def ratios_table(labels: Mapping[str, str], ratios: Sequence[Ratio]) -> list[lis
 
 
 def as_text(rows: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal."""
+    """Return a table for a terminal."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def as_markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table for a page."""
+    """Return a Markdown table."""
     head, *body = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
@@ -110,7 +110,7 @@ def write(
     ratios: Sequence[Ratio],
     failed: Mapping[str, str],
 ) -> None:
-    """Puts tables and plot into `docs`; what its page says outside the markers stays."""
+    """Write tables and plot into `docs`; text outside the markers is kept."""
     page = docs / PAGE
     text = page.read_text(encoding="utf-8") if page.exists() else _HEADER
     page.write_text(between_markers(text, section(labels, measurements, ratios, failed)), encoding="utf-8")
@@ -121,7 +121,7 @@ def write(
 def section(
     labels: Mapping[str, str], measurements: Sequence[Measurement], ratios: Sequence[Ratio], failed: Mapping[str, str]
 ) -> str:
-    """The Markdown between the markers."""
+    """Return the Markdown between the markers."""
     num_rounds = len({it.round for it in measurements})
     load = max((it.load for it in measurements), default=0.0)
     parts = [
@@ -150,7 +150,7 @@ def section(
 
 
 def between_markers(text: str, content: str) -> str:
-    """`text` with `content` between the markers, which are added at its end where there are none."""
+    """Return `text` with `content` between the markers, which are appended if missing."""
     if BEGIN not in text:
         text = f"{text.rstrip()}\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
@@ -159,7 +159,7 @@ def between_markers(text: str, content: str) -> str:
 
 
 def plot(path: Path, labels: Mapping[str, str], measurements: Sequence[Measurement]) -> None:
-    """Draws one panel a workload with a bar a peer; a line spans lowest to highest.
+    """Draw a panel per workload with a bar per peer; a line spans lowest to highest.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (extra `plots`).
@@ -167,7 +167,7 @@ def plot(path: Path, labels: Mapping[str, str], measurements: Sequence[Measureme
     import matplotlib as mpl
 
     mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "midstream"  # the same figures give the same file
+    mpl.rcParams["svg.hashsalt"] = "midstream"  # makes the file deterministic
     from matplotlib import pyplot as plt
 
     workloads = [name for name in ALL_WORKLOADS if any(it.figures.workload == name for it in measurements)]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.sizing`: how many of each part a load needs, as a table of Markdown.
+"""`python -m benchmarks.sizing`: compute how many of each part a load needs, as a Markdown table.
 
 Workers, KV blocks and latencies come from the simulator: the real scheduler core, Poisson arrivals, and the lengths of
 the chat workload. The other parts cost processor time per token, as `python -m benchmarks.control_plane` measures it.
@@ -24,7 +24,7 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Goal:
-    """What is promised to clients, in seconds."""
+    """Latency goals in seconds."""
 
     first_token_s: float
     between_tokens_s: float
@@ -36,7 +36,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """Processor time of a token in each part, in microseconds, and the share of a core to fill with it."""
+    """Processor time per token in each part in microseconds, and the target utilization of a core."""
 
     router_us: float
     scheduler_us: float
@@ -48,7 +48,7 @@ class TokenCosts:
 
 
 def latencies(measures: Measures) -> tuple[float, float]:
-    """95th percentiles of the time to the first token and between tokens, in seconds."""
+    """Return 95th percentiles of the time to the first token and between tokens, in seconds."""
     return quantile(measures.first_token_ns, 0.95) / 1e9, quantile(measures.tokens_ns, 0.95) / 1e9
 
 
@@ -61,7 +61,7 @@ def simulate(num_workers: int, load: Load, num_blocks: int, cost: CostModel) -> 
 
 
 def row(rate: float, duration_s: float, num_blocks: int, cost: CostModel, goal: Goal, costs: TokenCosts) -> str:
-    """The least number of workers that meets the goal, and what goes with them."""
+    """Return the smallest number of workers that meets the goal, and the other parts."""
     load = Load(rate, duration_s)
     num_workers = 1
     while not goal.is_met(measures := simulate(num_workers, load, num_blocks, cost)) and num_workers < _MAX_WORKERS:
@@ -88,16 +88,16 @@ def main() -> None:
     add, model = parser.add_argument, CostModel()
     add("--request-rate", type=float, nargs="+", default=[5, 20, 40, 80, 160], help="Requests per second.")
     add("--duration", type=float, default=30.0, help="Simulated seconds of each.")
-    add("--num-blocks", type=int, default=8192, help="KV blocks of a worker, of 16 tokens.")
+    add("--num-blocks", type=int, default=8192, help="KV blocks per worker, of 16 tokens.")
     add("--step-us", type=float, default=model.step_us, help="Fixed cost of a step.")
     add("--context-token-us", type=float, default=model.context_token_us, help="Cost of a context token.")
     add("--generation-row-us", type=float, default=model.generation_row_us, help="Cost of a generating row.")
     add("--first-token-ms", type=float, default=500.0, help="Goal of the 95th percentile.")
     add("--between-tokens-ms", type=float, default=50.0, help="Goal of the 95th percentile.")
-    add("--router-us", type=float, default=46.0, help="Processor time of a token in the routers.")
-    add("--scheduler-us", type=float, default=20.0, help="And in the scheduler.")
-    add("--detokenizer-us", type=float, default=11.0, help="And in the detokenizers.")
-    add("--core-share", type=float, default=0.5, help="Share of a core that a process of these shall fill.")
+    add("--router-us", type=float, default=46.0, help="Processor time per token in routers.")
+    add("--scheduler-us", type=float, default=20.0, help="Processor time per token in the scheduler.")
+    add("--detokenizer-us", type=float, default=11.0, help="Processor time per token in detokenizers.")
+    add("--core-share", type=float, default=0.5, help="Target utilization of a core by each of these processes.")
     arguments = parser.parse_args()
     cost = CostModel(arguments.step_us, arguments.context_token_us, arguments.generation_row_us)
     goal = Goal(arguments.first_token_ms / 1e3, arguments.between_tokens_ms / 1e3)

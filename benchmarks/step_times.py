@@ -1,9 +1,8 @@
-"""Time whole steps of the worker in process, alternating checkouts and threads: `python -m benchmarks.step_times`.
+"""Time whole worker steps in process, alternating checkouts and thread counts: `python -m benchmarks.step_times`.
 
-Each contender is a process of its own that keeps its model loaded: this checkout, or another (`--against FOLDER`) for a
-ratio to the code before, each with every count of `--threads`. They work in turns, a short round of each case at a
-time, so that what else the machine does meets all alike. Prints the best and the median time of a step, its processor
-time by thread, and ratios to the first contender.
+Each contender is a process that keeps its model loaded: this checkout, or others (`--against FOLDER`), each with every
+count of `--threads`. They run short rounds of each case in turn, so that other work on the machine affects all alike.
+Prints the best and the median time of a step, its processor time by thread, and ratios to the first contender.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-CASES = {  # sequences, tokens before, and tokens of each in a step
+CASES = {  # sequences, cached tokens, and tokens of each in a step
     "1 stream, 128 keys": (1, 128, 1),
     "8 x 200": (8, 200, 1),
     "64 x 200": (64, 200, 1),
@@ -110,7 +109,7 @@ for line in sys.stdin:
 
 @dataclass
 class Contender:
-    """A process with a loaded model, and what it measured."""
+    """A process with a loaded model, and its measurements."""
 
     name: str
     process: subprocess.Popen[str]
@@ -122,7 +121,7 @@ class Contender:
         return self.process.stdin, self.process.stdout
 
     def run(self, case: str, seconds: float) -> tuple[list[float], dict[str, float]]:
-        """Times of its steps in ms, and processor time of a step by thread."""
+        """Return step times in ms, and processor time per step by thread."""
         stdin, stdout = self.pipes
         stdin.write(json.dumps([case, seconds]) + "\n")
         stdin.flush()
@@ -146,15 +145,15 @@ def start(folder: Path, isa: str, settings: dict[str, object]) -> Contender:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", type=Path, nargs="*", default=[], help="other checkouts; the first is the measure")
+    parser.add_argument("--against", type=Path, nargs="*", default=[], help="other checkouts; ratios are to the first")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--isa", default="", help="the build of the kernels; default: the best")
+    parser.add_argument("--isa", default="", help="build of the kernels; default: the best")
     parser.add_argument("--kv", default="auto")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--activations", default="auto")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a case in a round")
+    parser.add_argument("--seconds", type=float, default=0.5, help="steps of a case in a round")
     arguments = parser.parse_args()
     values = {"kv": arguments.kv, "weights": arguments.weights, "activations": arguments.activations}
     folders = [*(path.resolve() for path in arguments.against), Path(__file__).parents[1]]

@@ -1,7 +1,7 @@
-"""Times the worker's steps in process, without scheduler or sockets: `python -m benchmarks.worker_steps`.
+"""Time the worker's steps in process, without scheduler or sockets: `python -m benchmarks.worker_steps`.
 
-For each batch size it prefills that many prompts, then decodes with steady steps, and prints how long a step takes and
-how much processor time goes to what is not the model's forward pass (rows, tensors, sampling).
+For each batch size it prefills that many prompts, then decodes, and prints the duration of a step and the processor
+time outside the model's forward pass (rows, tensors, sampling).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = {
 def measure(
     runner: ModelRunner, timed: ForwardTime, batch_size: int, sampling: SamplingParams
 ) -> tuple[float, float, float]:
-    """Prefill tokens/s, and the medians of a decode step and of its part outside the forward pass, in ms."""
+    """Return prefill tokens/s, and the medians of a decode step and of its part outside the forward pass, in ms."""
     runner.clear()
     num_blocks = -(-(PROMPT_TOKENS + DECODE_STEPS + 2) // 16)
     rows = np.arange(batch_size, dtype=np.int32)

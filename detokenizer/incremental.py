@@ -57,7 +57,7 @@ def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
 
 
 class ByteLevelFactory:
-    """GPT-2's alphabet, in which each character of a vocabulary entry stands for one byte."""
+    """GPT-2's byte alphabet, in which each character of a vocabulary entry represents one byte."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         alphabet = _byte_level_alphabet()
@@ -180,7 +180,7 @@ class _LibraryDecoder:
         return text or ""
 
     def _flush(self) -> str:
-        """Return the text of the pending tokens, whatever follows."""
+        """Return the text of the pending tokens, regardless of what follows."""
         before = self._text(self._before)
         text = self._text(self._before + self._waiting)
         text = text[len(before) :] if text.startswith(before) else self._text(self._waiting)
@@ -193,12 +193,12 @@ class _LibraryDecoder:
 
 
 def _ids(tokenizer: Tokenizer) -> range:
-    # With gaps in the ids, added tokens may have ids above the number of entries.
+    # Ids may have gaps, so added tokens can have ids above the number of entries.
     return range(max(tokenizer.vocab_size, max(tokenizer.special_ids, default=-1) + 1))
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character: printable bytes are themselves, the others follow from 256 on, in order."""
+    """Return the byte of each character: printable bytes map to themselves, the others to characters from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -13,7 +13,7 @@ from midstream.extras import CONTEXT, Extras, LogProbs, Tensor, TensorCursor
 
 
 class OutputCursor:
-    """How much was received.
+    """What has been received so far.
 
     Attributes:
         cumulative_log_prob: Over the output tokens whose log probabilities were received; None before the first.
@@ -34,7 +34,7 @@ class OutputCursor:
         """Return the part of `extras` that is new and to be delivered; None if empty.
 
         Args:
-            extras: Of the tokens from `token_offset` on, all of which were received.
+            extras: Extras of the tokens from `token_offset` on, all of which were received.
             token_offset: Index in the output.
             from_token: Log probabilities of tokens before it are not delivered.
             end: Length of the output, if known.

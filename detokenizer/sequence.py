@@ -15,16 +15,16 @@ from detokenizer.stop_words import StopWords, StopWordScanner, stop_words
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """How the tokens of a request become text.
+    """Options for turning a request's tokens into text.
 
     Attributes:
         stop_words: Text that ends a sequence.
-        stop_ids: Tokens that end a sequence, the model's end ids among them.
-        min_tokens: A stop word ends the sequence only from this many tokens on.
+        stop_ids: Tokens that end a sequence, including the model's end ids.
+        min_tokens: Stop words are ignored before this many tokens.
         include_stop: The stop word or stop token is part of the text.
         skip_special_tokens: Special tokens are left out.
         detokenize: False: no text at all.
-        prompt_ids: Tokens of the prompt, where the output begins with it.
+        prompt_ids: Tokens of the prompt, if the output begins with it.
     """
 
     stop_words: StopWords | None = None

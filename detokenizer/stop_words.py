@@ -1,6 +1,6 @@
 """Finds stop words in text that arrives in pieces.
 
-The match that ends first in the text wins, and of those that end together the longest. That depends on the text alone,
+The match that ends first wins; of those that end at the same place, the longest. That depends on the text alone,
 so it does not matter where tokens or chunks were cut. An Aho-Corasick automaton gives a constant cost per character,
 and its state tells exactly how much text to hold back: the longest suffix that is a prefix of a stop word.
 """

@@ -1,4 +1,4 @@
-"""The batch manager's callbacks: it asks for requests, hands over responses, asks what to stop, reports statistics."""
+"""The batch manager's callbacks: it asks for requests and stop signals, and delivers responses and statistics."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
         rest = client.resume(stream.request_id, from_token=first.token_offset + len(first.token_ids)).result()
         print(f"the second has {rest.text!r}")
         whole = client.generate("Once upon a time", sampling=sampling).result()
-    print("together they are the whole:", list(first.token_ids) + rest.token_ids == whole.token_ids)
+    print("together:", list(first.token_ids) + rest.token_ids == whole.token_ids)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Routers take requests from clients, check them, hand them to a scheduler and stream their output back."""
+"""Routers validate clients' requests, submit them to a scheduler and stream their output back."""

@@ -65,7 +65,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return loads_pb2.AbortResponse(was_running=await self._front.abort(request.request_id))
 
     async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:  # noqa: N802
-        """Return model information, from the model folder but for `features`, which the workers report."""
+        """Return model information from the model folder, and `features` from the workers."""
         model = self._model
         check_model(request.model, model)
         info = loads_pb2.ModelInfo(
@@ -114,7 +114,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         """Stream the statistics of all cells."""
         calls = [cell.watch_stub.GetIterationStats(request) for cell in self._cells.cells.values()]
         if request.stream:
-            # From here on the caller gets every iteration.
+            # From now on the caller receives every iteration.
             await asyncio.gather(*(call.initial_metadata() for call in calls))
             await context.send_initial_metadata(())
         reads = {asyncio.ensure_future(call.read()): call for call in calls}

@@ -1,10 +1,10 @@
-"""All that can be checked and measured on a GPU: `python -m benchmarks.gpu [--parts NAME,...] [--budget-s S]`.
+"""Check and measure everything on a GPU: `python -m benchmarks.gpu [--parts NAME,...] [--budget-s S]`.
 
-Needs torch, Triton and transformers alone, and nothing from a network. Each part is a process of its own with a time
-limit, so that an illegal access or a hang spoils nothing else: first the checks of what all else rests on, then
-measurements in the order of their worth, then exhaustive checks. Every row is printed when it is known; when time
-ends, or on SIGTERM or SIGINT, the table is printed of what there is. Without a CUDA device parts run at tiny sizes,
-kernels in Triton's interpreter, and nothing is measured. Exits with 1 if a limit was missed or a part failed.
+Needs only torch, Triton and transformers, and no network. Each part is a separate process with a time limit, so that an
+illegal access or a hang affects nothing else: first the basic checks, then measurements by importance, then exhaustive
+checks. Each row is printed as soon as it is known; at the time limit, or on SIGTERM or SIGINT, the table is printed
+with the rows so far. Without a CUDA device parts run at tiny sizes, kernels in Triton's interpreter, and nothing is
+measured. Exits with 1 if a limit was missed or a part failed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.report import Report, Row
 
 BUDGET_S = 540.0
-# Below it, a part would spend its time on importing torch and making weights.
+# With less, a part would only import torch and create weights.
 _LEAST_S = 15.0
-# For the table, once time is up.
+# Time reserved for printing the table.
 _RESERVE_S = 3.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts, print the table, and say whether all limits held."""
+    """Run the parts and print the table; return 0 if all limits held."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Checks and measures the GPU parts.")
     parser.add_argument("--parts", default="", help=f"comma-separated, of {', '.join(PARTS)}; empty: all")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="all of it ends after this many seconds")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="time limit of the whole run in seconds")
     options = parser.parse_args(arguments)
     names = [name for name in options.parts.split(",") if name] or list(PARTS)
     unknown = sorted(set(names) - set(PARTS))
@@ -56,7 +56,7 @@ def _stop(*_: object) -> None:
 
 
 def run_part(report: Report, name: str, part: Part) -> None:
-    """Run a part in a process group of its own, which ends when its time is up, and take over its rows."""
+    """Run a part in its own process group within its time limit, and collect its rows."""
     limit_s = min(part.limit_s, report.seconds_left - _RESERVE_S)
     if limit_s < min(_LEAST_S, part.limit_s):
         report.failed(name, "no time left")

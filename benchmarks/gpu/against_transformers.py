@@ -1,7 +1,6 @@
-"""The worker beside transformers' own continuous batching: the same shape, prompts and output lengths, greedy.
-
-Ours is the worker's runner, driven by the simplest scheduler there is: a waiting sequence starts as soon as a row is
-free, prompts go in chunks beside the generation rows, and a sequence leaves when it has its tokens.
+"""Compare the worker with transformers' continuous batching: same shape, prompts and output lengths, greedy. Ours is
+the worker's runner with a minimal scheduler: a waiting sequence starts as soon as a row is free, prompts run in chunks
+with the generation rows, and a sequence leaves when it has its tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ LEAST_TIMES = 3.5
 NUM_REQUESTS = 192
 MAX_BATCH, MAX_TOKENS = 128, 2048
 NUM_IN_FLIGHT = 2
-# Time left without which transformers is not started; when time is up, what it made by then counts.
+# Time that must be left to start transformers; at the time limit the tokens generated so far count.
 LEAST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Token ids of a prompt, and how many tokens are made."""
+    """A prompt's token ids, and the number of tokens to generate."""
 
     prompt: list[int]
     num_tokens: int
@@ -41,7 +40,7 @@ class Request:
 def mixed_workload(
     num_requests: int, vocab_size: int, *, longest_prompt: int = 1024, longest: int = 256
 ) -> list[Request]:
-    """Prompts and outputs of log-uniform lengths."""
+    """Return prompts and outputs of log-uniform lengths."""
     generator = np.random.default_rng(0)
     prompts = np.exp(generator.uniform(np.log(16), np.log(longest_prompt), num_requests)).astype(int)
     lengths = np.exp(generator.uniform(np.log(16), np.log(longest), num_requests)).astype(int)
@@ -60,10 +59,7 @@ class _Running:
 
 
 def drive(runner: ModelRunner, requests: list[Request], max_batch: int, max_tokens: int) -> list[list[int]]:
-    """Runs all requests and gives the tokens of each.
-
-    Blocks are not shared: each row owns those of the longest sequence, so the pool holds max_batch of these.
-    """
+    """Run all requests; return their tokens. Blocks are not shared: each row owns enough for the longest sequence."""
     blocks_each = -(-max(len(r.prompt) + r.num_tokens for r in requests) // TOKENS_PER_BLOCK)
     waiting = deque(enumerate(requests))
     running: dict[int, _Running] = {}
@@ -106,7 +102,7 @@ def drive(runner: ModelRunner, requests: list[Request], max_batch: int, max_toke
             running[row].num_computed += length
         sampled = [row for row, _, _ in contexts if running[row].num_computed == len(running[row].request.prompt)]
         sampled += sorted(decoding)
-        # No plan needs a token, so the next step is there before this one's are known.
+        # Planning needs no tokens, so the next step is ready before this one's tokens are known.
         in_flight.append((runner.launch(step), [outputs[owners[row]] for row in sampled]))
         if len(in_flight) == NUM_IN_FLIGHT:
             _take_oldest(runner, in_flight)
@@ -171,12 +167,12 @@ def _transformers_model() -> Any:
 
 
 def measure_generate(report: Report) -> None:
-    """transformers' plain `generate`, greedy, beside the worker's decode steps."""
+    """Compare transformers' plain `generate`, greedy, with the worker's decode steps."""
     _measure_generate(report, "transformers' generate", {})
 
 
 def measure_compiled_generate(report: Report) -> None:
-    """The same over a static cache, whose decode step `generate` compiles and records as a graph."""
+    """The same with a static cache, for which `generate` compiles and records the decode step as a graph."""
     _measure_generate(report, "transformers' generate, compiled", {"cache_implementation": "static"})
 
 
@@ -189,7 +185,7 @@ def _measure_generate(report: Report, name: str, settings: dict[str, Any]) -> No
         ids = torch.randint(CONFIG_8B["vocab_size"], (batch_size, 1024), device="cuda")
         settings |= {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         times = []
-        # The first run compiles; a longer and a shorter one differ by decode steps alone.
+        # The first run compiles; a longer and a shorter one differ only by decode steps.
         for num_tokens in (8, 8, 40):
             started = time.perf_counter()
             model.generate(ids, min_new_tokens=num_tokens, max_new_tokens=num_tokens, **settings)
@@ -201,7 +197,7 @@ def _measure_generate(report: Report, name: str, settings: dict[str, Any]) -> No
 
 
 def _transformers_speed(report: Report, requests: list[Request]) -> float:
-    """Output tokens per second, requests added with their own limits and taken as they finish."""
+    """Return output tokens per second; requests are added with their own limits and collected as they finish."""
     from transformers import GenerationConfig
 
     model = _transformers_model()
@@ -210,11 +206,11 @@ def _transformers_speed(report: Report, requests: list[Request]) -> float:
     manager = model.init_continuous_batching(generation_config=generation)
     manager.start()
     try:
-        # A first request carries the set-up: memory, graphs, kernels.
+        # The first request includes the set-up of memory, graphs and kernels.
         manager.add_request(requests[0].prompt, max_new_tokens=4)
         while manager.get_result(timeout=1.0) is None:
             if report.seconds_left < 0:
-                raise TimeoutError("transformers gave no token in time")
+                raise TimeoutError("transformers returned no token in time")
         started, num_tokens, num_done = time.perf_counter(), 0, 0
         for request in requests:
             manager.add_request(request.prompt, max_new_tokens=request.num_tokens)

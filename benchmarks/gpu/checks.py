@@ -18,21 +18,18 @@ from kernels import triton as operations
 from tests.kernels import exact
 from tests.kernels.paged import PagedBatch, paged_batch
 
-# Relative error in the norm; 16-bit results are rounded, and so are the weights that attention multiplies values by.
+# Relative error in the norm; 16-bit results are rounded, and so are attention weights.
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 INT8_LIMIT, FLOAT8_LIMIT = 1.5e-2, 6e-2
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the checks are.
-
-    Attributes:
-        lengths: (context, queries) of each sequence.
-        heads: (query heads, KV heads, head size) of each attention check.
-        rows, hidden: Of the small kernels.
-        vocab_size: Of sampling.
-        dtypes: Number types that are checked.
+    """Sizes of the checks. Attributes: lengths: (context, queries) of each sequence. heads: (query heads, KV heads,
+            head size) of each attention check.
+    rows, hidden: For the small kernels.
+    vocab_size: For sampling.
+    dtypes: Number types to check.
     """
 
     device: torch.device
@@ -68,7 +65,7 @@ def sizes_for(device: torch.device) -> Sizes:
 
 
 def check_runner_and_sampling(report: Report) -> None:
-    """What all else rests on: the worker's runner, and the sampler."""
+    """Check the basics: the worker's runner and the sampler."""
     sizes = _sizes()
     _check_runner(report, sizes.device)
     _check_sampling(report, sizes)
@@ -119,7 +116,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _cache(batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values; NaN wherever no sequence is."""
+    """Return keys and values; NaN where there is no sequence."""
     caches = torch.full((2, batch.num_blocks, 16, *heads[1:]), torch.nan, dtype=dtype)
     for i, length in enumerate(batch.context_lens.tolist()):
         positions = torch.arange(length)
@@ -246,7 +243,7 @@ def _check_invariance(report: Report, sizes: Sizes) -> None:
 
 
 def _check_sampling(report: Report, sizes: Sizes) -> None:
-    """Tokens drawn, against the same rules over a sorted float64 distribution with the same uniform numbers."""
+    """Compare sampled tokens with the same rules over a sorted float64 distribution and the same uniform numbers."""
     from gpu_worker.sampling.uniforms import uniforms
 
     rows, device = 8, sizes.device
@@ -275,7 +272,7 @@ def _check_sampling(report: Report, sizes: Sizes) -> None:
 
 
 def _check_runner(report: Report, device: torch.device) -> None:
-    """The worker's runner, launching ahead over recorded steps in a batch, against step after step, one alone."""
+    """Compare the runner launching recorded steps ahead in a batch with one sequence alone, step by step."""
     requests = [Request(request.prompt, 12) for request in mixed_workload(6, TINY["vocab_size"], longest_prompt=60)]
     decoder = random_decoder(TINY, device, torch.float32)
     settings: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 32, "max_kv_tokens": 1024, "num_threads": 1}

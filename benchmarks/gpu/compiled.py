@@ -1,9 +1,10 @@
-"""Compiles the Triton kernels without a GPU: `python -m benchmarks.gpu.compiled [--capability C] [NAME ...]`.
+"""Compile the Triton kernels without a GPU: `python -m benchmarks.gpu.compiled [--capability C] [NAME ...]`.
 
 The launchers run on meta tensors at the shapes of an 8B model, and each kernel that they would start is compiled for
 compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object a line:
 registers and stack bytes of a thread, spills (local stores), shared memory of a program, and whether the matrix
-products are Hopper's own (HGMMA). It shows that kernels compile and what they ask for, not that they are right.
+products are Hopper's own (HGMMA). It shows that kernels compile and what resources they need, not that they are
+correct.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a compiled kernel asks for."""
+    """The resources that a compiled kernel needs."""
 
     case: str
     kernel: str
@@ -54,7 +55,7 @@ class Compiled:
 
 
 class NoDevice:
-    """Stands in for the CUDA driver as far as compiling goes."""
+    """Stands in for the CUDA driver for compilation."""
 
     def __init__(self, capability: int = 90) -> None:
         self.capability = capability

@@ -1,6 +1,5 @@
-"""How long each kernel takes at the shapes of an 8B model: where a step's time goes. Nothing is demanded of these.
-
-Two sets of attention and linear kernels stand beside each other, so that the chooser can be checked against them.
+"""Time each kernel at the shapes of an 8B model, to see where a step's time goes. There are no limits. Two sets of
+attention and linear kernels are listed side by side, to check the choice between them.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from kernels import triton as operations
 CUDA = torch.device("cuda")
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FEED_FORWARD, VOCAB = 32, 8, 128, 4096, 14336, 128256
 ROWS = 64
-# Weights of as many layers in turn, so that none is found in the cache.
+# Cycle through the weights of this many layers, so that none is in the cache.
 NUM_COPIES = 4
 
 
 def measure_attention(report: Report) -> None:
-    """Decode by share of the bandwidth, prefill by share of the matrix-product rate."""
+    """Measure decode as a share of the bandwidth, prefill as a share of the matrix-product rate."""
     for batch_size, context in ((1, 1024), (1, 32768), (64, 1024), (64, 4096)):
         _measure_decode_attention(report, batch_size, context)
     batch_size, length = 8, 2048
@@ -41,7 +40,7 @@ def measure_attention(report: Report) -> None:
 def _attention_case(
     batch_size: int, num_queries: int, context: int
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Queries, key and value cache, and tables of a step."""
+    """Return queries, key and value cache, and tables of a step."""
     inputs = step_inputs(batch_size, num_queries, context, 1)
     num_blocks = inputs.block_tables.numel()
     keys, values = (
@@ -75,7 +74,7 @@ def _measure_decode_attention(report: Report, batch_size: int, context: int) -> 
 
 
 def measure_linear(report: Report) -> None:
-    """Each matrix of a layer, by share of the bandwidth."""
+    """Measure each matrix of a layer as a share of the bandwidth."""
     for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD)):
         for num_rows in (1, ROWS):
             _measure_linear_shape(report, outer, inner, num_rows)
@@ -100,7 +99,7 @@ def _measure_linear_shape(report: Report, outer: int, inner: int, num_rows: int)
 
 
 def measure_others(report: Report) -> None:
-    """The small kernels at one decode step of 64 rows."""
+    """Measure the small kernels in a decode step of 64 rows."""
     x = torch.randn(ROWS, HIDDEN, device=CUDA, dtype=torch.bfloat16)
     gate_up = torch.randn(ROWS, 2 * FEED_FORWARD, device=CUDA, dtype=torch.bfloat16)
     weight = torch.ones(HIDDEN, device=CUDA, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The ceilings of the device, with which all else is compared."""
+"""Measure the device's limits, to which everything else is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of random weights, the inputs of its steps, and a worker around it that needs no model folder."""
+"""A model with random weights, inputs for its steps, and a worker that needs no model folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Linear:
 
 
 class RandomWeights:
-    """Weights as the loader gives them, made where they are used."""
+    """Weights as returned by the loader, created on the device."""
 
     def __init__(self, description: DecoderDescription, device: torch.device, dtype: torch.dtype) -> None:
         self._description, self._device, self._dtype = description, device, dtype
@@ -115,7 +115,7 @@ def random_decoder(config: dict[str, Any], device: torch.device, dtype: torch.dt
 
 
 def weight_bytes(d: DecoderDescription, bytes_each: int) -> int:
-    """Bytes that a step must read: all matrices but the embedding, of which it reads a few rows."""
+    """Bytes that a step must read: all matrices except the embedding, of which it reads a few rows."""
     heads = (2 * d.num_heads + 2 * d.num_kv_heads) * d.head_dim
     layer = heads * d.hidden_size + 3 * d.intermediate_size * d.hidden_size
     return bytes_each * (d.num_layers * layer + d.vocab_size * d.hidden_size)
@@ -162,7 +162,7 @@ def random_runner(
     adapter_bytes: int = 0,
     **settings: Any,
 ) -> ModelRunner:
-    """The worker's runner around a decoder that is there already, of `dtype`: by default bfloat16 on a GPU."""
+    """Return the worker's runner around an existing decoder of `dtype`; by default bfloat16 on a GPU."""
     from gpu_worker.model_runner import ModelRunner
     from gpu_worker.models.loader import LoadedModel
     from midstream.config import WorkerConfig

@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmark, in the order of their worth when time is short. Imports nothing heavy."""
+"""The parts of the GPU benchmark, most important first. Imports no heavy module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Part:
 
     Attributes:
         function: `module:name` in this package; takes a Report.
-        limit_s: Most seconds that it may take.
+        limit_s: Time limit in seconds.
         needs_gpu: Whether it is skipped without one.
     """
 

@@ -1,4 +1,4 @@
-"""The table of measurements beside their limits."""
+"""The table of measurements and their limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement; `limit` and `is_within` are empty where nothing is demanded."""
+    """One measurement; `limit` and `is_within` are empty if there is no limit."""
 
     name: str
     measured: str
@@ -20,11 +20,9 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """Collects rows, printing each as it comes, and knows how much time is left.
-
-    Attributes:
-        figures: Numbers that later parts need: bytes and operations per second that the device reaches.
-        file: Where rows are appended as JSON, with the figures known by then.
+    """Collects rows, prints each immediately, and knows how much time is left. Attributes: figures: Numbers that later
+    parts need: the device's bytes and operations per second.
+    file: File to which rows are appended as JSON, with the figures known so far.
     """
 
     budget_s: float
@@ -42,11 +40,11 @@ class Report:
         return sum(row.is_within is False for row in self.rows)
 
     def note(self, name: str, measured: str) -> None:
-        """A measurement, or a fact, of which nothing is demanded."""
+        """Add a measurement or fact without a limit."""
         self._add(Row(name, measured))
 
     def share(self, name: str, value: float, least: float | None, detail: str = "") -> None:
-        """A share that should reach a limit, if there is one; NaN: what it is a share of is not known."""
+        """Add a share that should reach a limit, if any; NaN: unknown."""
         measured = f"{value:.1%}{detail}" if value == value else f"?{detail}"
         if least is None or value != value:
             self._add(Row(name, measured))
@@ -54,26 +52,26 @@ class Report:
             self._add(Row(name, measured, f"≥ {least:.0%}", value >= least))
 
     def surplus(self, name: str, value: float, most: float | None, detail: str = "") -> None:
-        """A share that should stay under a limit, if there is one."""
+        """Add a share that should stay under a limit, if any."""
         if most is None:
             self._add(Row(name, f"{value:+.1%}{detail}"))
         else:
             self._add(Row(name, f"{value:+.1%}{detail}", f"≤ {most:.0%}", value <= most))
 
     def times(self, name: str, value: float, least: float, detail: str = "") -> None:
-        """A ratio that should reach a limit."""
+        """Add a ratio that should reach a limit."""
         self._add(Row(name, f"{value:.1f}×{detail}", f"≥ {least:g}×", value >= least))
 
     def error(self, name: str, value: float, most: float) -> None:
-        """A relative error; NaN is above any limit."""
+        """Add a relative error; NaN exceeds any limit."""
         self._add(Row(name, f"{value:.1e}", f"≤ {most:.0e}", value <= most))
 
     def failed(self, name: str, reason: str) -> None:
-        """A part that could not be measured although it should."""
+        """Add a part that could not be measured."""
         self._add(Row(name, reason, "runs", False))
 
     def table(self) -> str:
-        """All rows as a Markdown table."""
+        """Return all rows as a Markdown table."""
         lines = ["| what | measured | limit | |", "| --- | ---: | ---: | --- |"]
         verdicts = {None: "", True: "ok", False: "MISSED"}
         lines += [f"| {row.name} | {row.measured} | {row.limit} | {verdicts[row.is_within]} |" for row in self.rows]

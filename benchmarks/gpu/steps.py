@@ -1,6 +1,5 @@
-"""Steps of the worker's runner around an 8B-shaped model of random weights, each beside what the device allows.
-
-Without a GPU everything runs at tiny sizes, so that what is measured is known to run; the times mean nothing then.
+"""Steps of the worker's runner around an 8B-shaped model of random weights, each compared with the device's limits.
+Without a GPU everything runs at tiny sizes, only to test that it runs.
 """
 
 from __future__ import annotations
@@ -51,13 +50,8 @@ _PROMPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large steps are.
-
-    Attributes:
-        batches: Sequences of decode steps.
-        context: Tokens of each.
-        long_context, query: Tokens in the cache, and those that follow them in one step.
-        prefills: (sequences, tokens of each).
+    """Sizes of the steps. Attributes: batches: Sequences of decode steps. context: Tokens of each. long_context, query:
+    Tokens in the cache, and those that follow them in one step. prefills: (sequences, tokens of each).
     """
 
     config: dict[str, Any]
@@ -115,7 +109,7 @@ class Bench:
         )
 
     def start(self, num_rows: int, context: int, sampling: SamplingParams = GREEDY) -> None:
-        """Fill rows with sequences whose last token alone is computed: what the cache holds changes no time."""
+        """Fill rows with sequences, computing only their last token: the cache's contents do not affect times."""
         rows = np.arange(num_rows, dtype=np.int32)
         self.runner.clear()
         self.runner.run_step(
@@ -129,7 +123,7 @@ class Bench:
         self.runner.run_step(Step(generation_rows=rows))
 
     def step_seconds(self, steps: Iterator[Step]) -> float:
-        """Run steps as the worker does, each launched before the one before is finished; median of their times."""
+        """Run steps as the worker does, each launched before the previous one is finished; return their median time."""
         runner, walls = self.runner, []
         launched = runner.launch(next(steps))
         for step in steps:
@@ -142,7 +136,7 @@ class Bench:
         return statistics.median(walls)
 
     def decode_seconds(self) -> float:
-        """As `step_seconds`, of decode steps of the rows at hand."""
+        """As `step_seconds`, for decode steps of the current rows."""
         return self.step_seconds(Step(repeat_generation=True) for _ in range(self.size.num_steps))
 
 
@@ -153,7 +147,7 @@ def _limit_s(report: Report, size: Sizes, batch_size: int, context: int) -> floa
 
 
 def measure_decode(report: Report) -> None:
-    """Greedy decode of each batch size, of the time that reading weights and KV takes."""
+    """Measure greedy decode for each batch size against the time to read weights and KV."""
     size = sizes()
     bench = Bench(size, max(size.batches), size.context + 2 * size.num_steps)
     for batch_size in size.batches:
@@ -167,7 +161,7 @@ def measure_decode(report: Report) -> None:
 
 
 def measure_sampled(report: Report) -> None:
-    """What each way of sampling adds to a greedy step."""
+    """Measure what each kind of sampling adds to a greedy step."""
     size = sizes()
     batches = (min(size.batches), max(size.batches))
     bench = Bench(size, max(batches), size.context + 2 * size.num_steps)
@@ -182,7 +176,7 @@ def measure_sampled(report: Report) -> None:
 
 
 def measure_mixed(report: Report) -> None:
-    """Decode with a short prompt in every step: tokens per second against decode steps of as many rows alone."""
+    """Measure decode with a short prompt in every step against decode steps alone."""
     size = sizes()
     num_rows = sorted(size.batches)[-2]
     prompt = min(_PROMPT, size.context)
@@ -213,7 +207,7 @@ def measure_mixed(report: Report) -> None:
 
 
 def measure_prefill(report: Report) -> None:
-    """Whole prompts in one step, of the matrix-product rate."""
+    """Measure whole prompts in one step against the matrix-product rate."""
     size = sizes()
     decoder = random_decoder(size.config, size.device, size.dtype)
     for batch_size, length in size.prefills:
@@ -226,7 +220,7 @@ def measure_prefill(report: Report) -> None:
 
 
 def measure_long_context(report: Report) -> None:
-    """A short query over a long cached context, and drafts to verify over it, of the memory limit."""
+    """Measure a short query, and verified drafts, over a long cached context against the memory limit."""
     size = sizes()
     decoder = random_decoder(size.config, size.device, size.dtype)
     for num_queries in (1, 5, size.query):
@@ -239,13 +233,13 @@ def measure_long_context(report: Report) -> None:
 
 
 def measure_gap(report: Report) -> None:
-    """What passes between decode steps beyond the device's own time for one."""
+    """Measure the time between decode steps beyond the device's own time."""
     size = sizes()
     batch_size = sorted(size.batches)[-2]
     bench = Bench(size, batch_size, size.context + 2 * size.num_steps)
     bench.start(batch_size, size.context)
     wall_s = bench.decode_seconds()
-    # The same graph over the same tables, replayed back to back without the host between.
+    # The same graph and tables, replayed back to back without the host.
     inputs = step_inputs(batch_size, 1, size.context + size.num_steps, size.description.vocab_size)
     device_s = _run_seconds(size, lambda: bench.runner.model.decoder.forward(inputs).argmax(dim=1))
     detail = f" ({wall_s * 1e3:.2f} ms a step, {device_s * 1e3:.2f} ms on the device)"
@@ -255,7 +249,7 @@ def measure_gap(report: Report) -> None:
 
 
 def measure_lora(report: Report) -> None:
-    """A decode step of rows with 8 adapters of rank 16, over one without."""
+    """Measure a decode step with 8 adapters of rank 16 against one without."""
     size = sizes()
     batch_size = sorted(size.batches)[-2]
     decoder = random_decoder(size.config, size.device, size.dtype)
@@ -279,7 +273,7 @@ def _adapter(d: DecoderDescription) -> Adapter:
 
 
 def measure_drafts(report: Report) -> None:
-    """Steps that verify four looked-up drafts a row, over plain decode steps."""
+    """Measure steps that verify four drafts per row against plain decode steps."""
     size = sizes()
     batch_size = sorted(size.batches)[1]
     bench = Bench(size, batch_size, size.context + 8 * size.num_steps)

@@ -1,4 +1,4 @@
-"""Timing on a GPU, and the two ceilings that numbers are compared with."""
+"""Timing on a GPU, and the two limits to which numbers are compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WARM_UPS = 3
 
 
 def seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median device time of `run`, between events around each call."""
+    """Return the median device time of `run`, measured by events around each call."""
     for _ in range(_WARM_UPS):
         run()
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]  # type: ignore[no-untyped-call]
@@ -26,7 +26,7 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """As `seconds`, of a recorded graph: for kernels so short that their starting would be what is measured."""
+    """As `seconds`, for a recorded graph: for kernels shorter than their launch."""
     for _ in range(_WARM_UPS):
         run()
     graph = torch.cuda.CUDAGraph()

@@ -1,10 +1,10 @@
-"""Kills parts of a service with SIGKILL and counts what arrives: `python -m benchmarks.kills [streams rows gaps soak]`.
+"""Kill parts of a service with SIGKILL and check every output: `python -m benchmarks.kills [streams rows gaps soak]`.
 
 streams  64 streams; one process is killed every 2 s for a minute, kind by kind in turns.
 rows     8 clients with 100 requests each, for each kind of process; it is killed once in the middle.
-gaps     8 streams; the time without tokens after each kill, kind by kind, with everything whole again in between, and
-         at least three streams on each of two workers.
-soak     ten minutes at saturation with faults, clients that leave and deadlines that pass: memory, and KV blocks.
+gaps 8 streams; the time without tokens after each kill, kind by kind, with everything ready again in between, and at
+least three streams on each of two workers. soak     ten minutes at saturation with faults, clients that leave and
+deadlines that pass: memory, and KV blocks.
 
 Every output is compared with that of a run in which nothing was killed, byte for byte.
 """
@@ -42,7 +42,7 @@ _WHOLE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the public comparison. `theirs`: what NVIDIA Dynamo reports for it, of 800."""
+    """One row of the public comparison. `theirs`: NVIDIA Dynamo's result, of 800."""
 
     name: str
     kind: str
@@ -62,19 +62,21 @@ ROWS = (
 
 
 def main() -> int:
-    """Runs the experiments; fails when a request did, or one output differs."""
+    """Run the experiments; fail if a request failed or an output differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="*", choices=["streams", "rows", "gaps", "soak"], metavar="EXPERIMENT")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--seconds", type=float, default=60.0, help="streams: how long there are kills. [60]")
-    parser.add_argument("--streams", type=int, default=64, help="streams: how many. [64]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="streams: duration of the kills in seconds. [60]")
+    parser.add_argument("--streams", type=int, default=64, help="streams: number of streams. [64]")
     parser.add_argument("--tokens", type=int, default=128, help="streams: output of a request. [128]")
-    parser.add_argument("--rows", default="", help="rows: numbers from 0 on, comma-separated. [all]")
+    parser.add_argument("--rows", default="", help="rows: indexes from 0, comma-separated. [all]")
     parser.add_argument("--row-tokens", type=int, default=16, help="rows: output of a request. [16]")
-    parser.add_argument("--kills", type=int, default=5, help="gaps: of each kind. [5]")
-    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="gaps: what is killed. [all]")
-    parser.add_argument("--soak-seconds", type=float, default=600.0, help="soak: how long there is load. [600]")
-    parser.add_argument("--clients", type=int, default=64, help="soak: requests at once. [64]")
+    parser.add_argument("--kills", type=int, default=5, help="gaps: kills of each kind. [5]")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="gaps: kinds to kill. [all]")
+    parser.add_argument(
+        "--soak-seconds", type=float, default=600.0, help="soak: duration of the load in seconds. [600]"
+    )
+    parser.add_argument("--clients", type=int, default=64, help="soak: concurrent requests. [64]")
     parser.add_argument("--fault-interval", type=float, default=20.0, help="soak: seconds between faults. [20]")
     parser.add_argument("--run-dir", type=Path, default=None, help="State and logs. [temporary]")
     arguments = parser.parse_args()
@@ -95,7 +97,7 @@ def main() -> int:
 
 
 async def run_streams(arguments: argparse.Namespace, console: Console) -> bool:
-    """64 streams under a kill every two seconds."""
+    """Run 64 streams with a kill every two seconds."""
     questions = make_questions(arguments.streams, arguments.tokens)
     with running_service(arguments.model, 2, 2, 2, folder=arguments.run_dir) as service:
         async with AsyncClient(service.routers, unavailable_timeout_s=120) as client:
@@ -121,7 +123,7 @@ async def run_streams(arguments: argparse.Namespace, console: Console) -> bool:
 
 
 def run_rows(arguments: argparse.Namespace, console: Console) -> bool:
-    """8 clients with 100 requests each, one kill a row."""
+    """Run 8 clients with 100 requests each and one kill per row."""
     numbers = [int(number) for number in arguments.rows.split(",")] if arguments.rows else range(len(ROWS))
     table = Table("killed in the middle", "complete of 800", "identical", "seconds", "NVIDIA Dynamo, complete of 800")
     is_good = True
@@ -160,7 +162,7 @@ async def _run_row(row: Row, arguments: argparse.Namespace) -> tuple[Ledger, flo
 
 
 async def run_gaps(arguments: argparse.Namespace, console: Console) -> bool:
-    """The time without tokens after each kill."""
+    """Measure the time without tokens after each kill."""
     questions = make_questions(8, 200)
     table = Table("killed", "kills", "streams", "median s", "p99 s", "worst s")
     with running_service(arguments.model, 2, 2, 2, folder=arguments.run_dir) as service:
@@ -174,7 +176,7 @@ async def run_gaps(arguments: argparse.Namespace, console: Console) -> bool:
                 windows[kind] = [await _kill_once(service, client, kind) for _ in range(arguments.kills)]
             is_over.set()
             await asking
-    # Only now is it known when the first token after a kill came, where that was after its window.
+    # Only now the first token after a kill is known, if it arrived after the kill's window.
     for kind, times in windows.items():
         table.add_row(kind, str(len(times)), *_quantiles(_gaps(ledger, questions, times)))
     console.print(table)
@@ -184,7 +186,7 @@ async def run_gaps(arguments: argparse.Namespace, console: Console) -> bool:
 
 
 async def _is_ready(service: KilledService, client: AsyncClient) -> bool:
-    """Everything is whole, and both workers have streams: a worker that came back has none until others end."""
+    """Return whether every part is ready and both workers have streams; a restarted worker has none at first."""
     if not await asyncio.to_thread(service.is_whole):
         return False
     groups = (await client.server_info()).worker_groups
@@ -192,7 +194,7 @@ async def _is_ready(service: KilledService, client: AsyncClient) -> bool:
 
 
 async def _kill_once(service: KilledService, client: AsyncClient, kind: str) -> tuple[float, float]:
-    """Kills when everything is ready; the time from then until four seconds later."""
+    """Kill a part once everything is ready; return a window of four seconds from then."""
     give_up_at = time.monotonic() + _WHOLE_TIMEOUT_S
     while not await _is_ready(service, client) and time.monotonic() < give_up_at:  # noqa: ASYNC110
         await asyncio.sleep(0.1)

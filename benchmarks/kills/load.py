@@ -1,4 +1,4 @@
-"""Requests that know what they should come to, and what became of them."""
+"""Requests with known results, and a record of their outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 200.0
 
 @dataclass(frozen=True)
 class Question:
-    """A request; every other one is greedy, the rest are seeded."""
+    """A request; they are alternately greedy and seeded."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -25,14 +25,10 @@ class Question:
 
 @dataclass
 class Ledger:
-    """What came of all requests.
-
-    Attributes:
-        num_started, num_complete, num_identical: Requests that began, that came to their end, and those of
-            them whose output is as it should be.
-        failures: Why the others did not.
-        arrivals: Per stream, by time.monotonic: zero before each request, when it was sent, when chunks with tokens
-            came.
+    """Outcomes of all requests. Attributes: num_started, num_complete, num_identical: Requests started, completed, and
+    completed with the expected output.
+    failures: Errors of the others.
+    arrivals: Times per stream (time.monotonic): zero before each request, its start, and each chunk with tokens.
     """
 
     num_started: int = 0
@@ -44,7 +40,7 @@ class Ledger:
 
 
 def make_questions(count: int, num_tokens: int, *, prompt_tokens: tuple[int, int] = (32, 128)) -> list[Question]:
-    """The same ones at each call."""
+    """Return the same questions at each call."""
     rng = random.Random(64)
     questions = []
     for number in range(count):
@@ -56,7 +52,7 @@ def make_questions(count: int, num_tokens: int, *, prompt_tokens: tuple[int, int
 
 
 async def ask(client: AsyncClient, question: Question, stream_number: int, ledger: Ledger) -> Result | None:
-    """Runs a request to its end; None if it failed."""
+    """Run a request to its end; None if it failed."""
     ledger.num_started += 1
     stream = client.generate(token_ids=question.token_ids, sampling=question.sampling, timeout_s=DEADLINE_S)
     result = Result(stream.request_id)
@@ -76,11 +72,7 @@ async def ask(client: AsyncClient, question: Question, stream_number: int, ledge
 
 
 async def expectations(client: AsyncClient, questions: list[Question], at_once: int) -> list[Result]:
-    """What the requests come to when nothing is killed.
-
-    Raises:
-        RuntimeError: One failed.
-    """
+    """Return the requests' outputs without kills. Raises: RuntimeError: One failed."""
     ledger, gate = Ledger(), asyncio.Semaphore(at_once)
 
     async def one(question: Question) -> Result | None:
@@ -96,7 +88,7 @@ async def expectations(client: AsyncClient, questions: list[Question], at_once: 
 async def stream_until(
     client: AsyncClient, questions: list[Question], expected: list[Result], is_over: Callable[[], bool], ledger: Ledger
 ) -> None:
-    """Each question is a stream that asks again and again until it is over; the last request comes to its end."""
+    """Repeat each question in a stream until `over` is set; the last request still completes."""
 
     async def one(number: int) -> None:
         while True:
@@ -109,12 +101,12 @@ async def stream_until(
 
 
 def is_identical(result: Result, expected: Result) -> bool:
-    """Byte for byte the same text, and the same tokens."""
+    """Return whether text and tokens are identical."""
     return result.token_ids == expected.token_ids and result.text.encode() == expected.text.encode()
 
 
 def longest_gap(arrivals: list[float], start: float, end: float) -> float | None:
-    """The longest time without tokens that a stream of one request had between two moments; None: it did not run."""
+    """Return a stream's longest time without tokens between two times; None if it did not run."""
     longest = None
     for before, after in itertools.pairwise(arrivals):
         if before and after and after > start and before < end:

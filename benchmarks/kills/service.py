@@ -1,4 +1,4 @@
-"""A service that is there to be killed: `midstream up` in a folder of its own."""
+"""A service whose parts are killed: `midstream up` in its own folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KilledService:
         self.num_kills: dict[str, int] = {}
 
     def state(self) -> RunState:
-        """What runs now."""
+        """The running processes."""
         state = self._run_dir.read_state()
         assert state is not None
         return state
@@ -41,7 +41,7 @@ class KilledService:
         return all(process.phase is ProcessPhase.READY and is_alive(process) for process in self.state().processes)
 
     def kill(self, kind: str) -> ProcessState:
-        """SIGKILLs a process of a kind, in turns; one that lives, where there is one."""
+        """SIGKILL a process of a kind, in turn; a running one if possible."""
         count = self.num_kills.get(kind, 0)
         self.num_kills[kind] = count + 1
         processes = self.state().of_kind(kind)
@@ -52,7 +52,7 @@ class KilledService:
         return process
 
     def pids(self) -> dict[str, int]:
-        """Of the processes that live, by name."""
+        """Of the running processes, by name."""
         return {process.name: process.pid for process in self.state().processes if is_alive(process)}
 
 
@@ -60,7 +60,7 @@ class KilledService:
 def running_service(
     model: str, routers: int, detokenizers: int, workers: int, *, folder: Path | None = None, **environment: str
 ) -> Iterator[KilledService]:
-    """Starts a service with more variables in its environment, and stops it in the end.
+    """Start a service with additional environment variables, and stop it at the end.
 
     Raises:
         RuntimeError: It did not start.

@@ -1,8 +1,8 @@
-"""Minutes at saturation while clients leave, deadlines pass and parts die; what it does to memory and to KV blocks.
+"""Run at saturation for minutes while clients leave, deadlines pass and parts die; check memory and KV blocks.
 
-1. Clients ask without a pause, and there are more of them than the workers have rows for. A request runs to its end,
-   or its client leaves at a random moment, or its deadline passes; what has ended is compared with the undisturbed
-   output, and what was cut short with its beginning.
+1. Clients send requests without a pause, more than the workers have rows for. A request runs to its end,
+   or its client leaves at a random moment, or its deadline passes; complete outputs are compared with the undisturbed
+   ones, others with their beginning.
 2. Every `--fault-interval` seconds the second worker, detokenizer or router dies or stands still for a while; the
    scheduler dies once, early, so that its successor has most of the time to grow in.
 3. Memory of every process is sampled. A straight line through the samples of a life, without its beginning, gives its
@@ -34,7 +34,7 @@ from midstream.errors import DeadlineError, MidstreamError
 
 _ROWS = 16  # of each of the two workers
 _SAMPLE_S = 2.0
-# A process takes memory while it loads and meets its first requests of each kind.
+# A process allocates memory while it loads and on the first requests of each kind.
 _WARM_UP_SHARE, _LEAST_LIFE_S = 0.25, 120.0
 _STANDSTILL_S = 5.0
 _IDLE_TIMEOUT_S = 60.0
@@ -51,19 +51,19 @@ class Life:
 
     @property
     def settled(self) -> tuple[list[float], list[float]]:
-        """What is left without the beginning: minutes, MiB."""
+        """Samples after the warm-up: minutes, MiB."""
         start = self.times[0] + _WARM_UP_SHARE * (self.times[-1] - self.times[0])
         kept = [(when / 60, size / _MIB) for when, size in zip(self.times, self.sizes, strict=True) if when >= start]
         return [when for when, _ in kept], [size for _, size in kept]
 
     @property
     def slope(self) -> float:
-        """MiB a minute."""
+        """Slope in MiB per minute."""
         return statistics.linear_regression(*self.settled).slope
 
 
 async def run_soak(model: str, seconds: float, num_clients: int, fault_interval_s: float, console: Console) -> bool:
-    """Runs it; whether every output is right and every block came back."""
+    """Run the soak test; return whether every output is right and every block was released."""
     dice = random.Random(10)
     questions = make_questions(32, 64, prompt_tokens=(16, 96))
     with running_service(model, 2, 2, 2, MIDSTREAM_MAX_BATCH_SIZE=str(_ROWS)) as service:
@@ -122,7 +122,7 @@ async def _keep_asking(
 async def _leave(
     client: AsyncClient, question: Question, right: Result, stay_s: float | None, timeout_s: float | None
 ) -> str:
-    """A request that may be cut short, by its client or its deadline; what became of it."""
+    """Run a request that may be cut short by its client or deadline; return its outcome."""
     stream = client.generate(token_ids=question.token_ids, sampling=question.sampling, timeout_s=timeout_s)
     result, fate = Result(stream.request_id), "identical"
     try:
@@ -176,7 +176,7 @@ async def _sample(service: KilledService, lives: dict[tuple[str, int], Life]) ->
 
 
 async def _blocks_when_idle(client: AsyncClient) -> str:
-    """KV blocks in use once nothing runs, and what of conservation was violated."""
+    """Return the KV blocks in use when idle, and violations of conservation."""
     give_up_at = time.monotonic() + _IDLE_TIMEOUT_S
     while True:
         stats = await anext(client.iteration_stats())

@@ -21,7 +21,7 @@ FULL_MINUTES, QUICK_MINUTES = 60.0, 9.0
 
 
 def main() -> int:
-    """Runs the command; 1 when one of ours failed or a ratio is below what it should be."""
+    """Run the command; return 1 if one of ours failed or a ratio is too low."""
     arguments = _arguments()
     numbers = range(arguments.first_round, arguments.first_round + arguments.rounds)
     console = Console(highlight=False, soft_wrap=True)
@@ -70,11 +70,21 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.peers", description=__doc__)
     parser.add_argument("--peer", action="append", choices=PEERS, help="May repeat. [all]")
     parser.add_argument("--workload", action="append", choices=ALL_WORKLOADS, help="May repeat. [all]")
-    parser.add_argument("--quick", action="store_true", help="Shorter workloads, fewer peers, within ten minutes.")
+    parser.add_argument(
+        "--quick", action="store_true", help="Use shorter workloads and fewer peers; takes ten minutes."
+    )
     parser.add_argument("--rounds", type=int, default=7, help="At most. [7]")
-    parser.add_argument("--minutes", type=float, help="No round begins that would end later. [60, or 9 with --quick]")
-    parser.add_argument("--first-round", type=int, default=0, help="Each round has tokens of its own. [0]")
-    parser.add_argument("--add", action="store_true", help="Keep what results.json holds that is not measured again.")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="Time limit in minutes; no round begins that would exceed it. [60, or 9 with --quick]",
+    )
+    parser.add_argument(
+        "--first-round", type=int, default=0, help="Number of the first round; each round has different tokens. [0]"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="Keep the results in results.json that are not measured again."
+    )
     parser.add_argument("--model", default="smollm2", help="A GGUF file or its model folder. [the embedded model]")
     parser.add_argument(
         "--home", type=Path, default=ROOT / ".venv-peers", help="Where peers are installed. [.venv-peers]"

@@ -1,4 +1,4 @@
-"""A peer's own process: opens one peer, runs workloads as they come, and prints each one's figures as a line of JSON.
+"""A peer's process: opens one peer, runs workloads as they arrive, and prints each one's figures as a line of JSON.
 
 python -m peers.child NAME HOME MODEL_FOLDER, with a workload per line of standard input; it ends with its input.
 """
@@ -20,10 +20,10 @@ from .registry import PEERS
 def main() -> None:
     """Run the command."""
     name, home, model_folder = sys.argv[1:]
-    # What was opened is closed also when the time is up.
+    # Close the peer even on a timeout.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     mark_processes()
-    # Libraries write what they like to descriptor 1; the figures go where it pointed to.
+    # Libraries may print to descriptor 1, so the figures go to a copy of it.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
         os.dup2(2, 1)
         with PEERS[name].open(Paths(Path(home), Path(model_folder))) as run:

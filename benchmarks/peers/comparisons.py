@@ -1,7 +1,6 @@
-"""Which of our figures is held against which peer's, and what the ratio should be.
-
-What counts is the ratio of the best rounds, since whatever else a machine does makes a run slower and never faster. The
-ratios within each round, where both had the same tokens seconds apart, show how far it can be trusted.
+"""Which of our figures are compared with which peers', and the required ratios. The ratio of the best rounds is used,
+since other work on the machine only makes runs slower. The ratios within each round, with the same tokens seconds
+apart, show how reliable it is.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ class Comparison:
     """One line of the table of ratios.
 
     Attributes:
-        peers: The one with the best round is taken.
-        at_least: Below it, we are too slow.
+        peers: The one with the best round is used.
+        at_least: Required ratio.
         is_gap: Compares the 99th percentile of the time between tokens, peer's over ours, instead of throughput.
     """
 
@@ -34,7 +33,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """What came of a comparison; higher is better for us.
+    """The result of a comparison; higher is better for us.
 
     Attributes:
         peer: The best of the peers.
@@ -79,7 +78,7 @@ def median_figure(measurements: Sequence[Measurement], peer: str, workload: str)
 
 
 def ratio_of(comparison: Comparison, measurements: Sequence[Measurement]) -> Ratio | None:
-    """What came of `comparison`; None where one of the two was not measured."""
+    """Return the result of `comparison`; None if one of the two was not measured."""
     value = _gap_rate if comparison.is_gap else _tokens_per_s
     rivals = {peer: by_round(measurements, peer, comparison.workload, value) for peer in comparison.peers}
     best = max((peer for peer in rivals if rivals[peer]), key=lambda it: max(rivals[it].values()), default="")

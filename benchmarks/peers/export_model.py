@@ -1,8 +1,8 @@
-"""Writes the embedded model as a Hugging Face folder of bf16 safetensors, which the peers read. Runs by itself:
+"""Write the embedded model as a Hugging Face folder of bf16 safetensors for the peers. Runs by itself:
 
 python export_model.py MODEL_FOLDER OUTPUT
 
-The weights are those of the GGUF file, dequantized and rounded to bf16: everybody runs the same model.
+The weights are those of the GGUF file, dequantized and rounded to bf16, so that all run the same model.
 """
 
 from __future__ import annotations

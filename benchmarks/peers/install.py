@@ -1,4 +1,4 @@
-"""Installs peers, each step once: a step that is done leaves a mark, and one whose commands changed has none."""
+"""Install peers. Each step runs once and leaves a mark, which is invalid if its commands change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .peer import Paths, Peer, Step
 
 
 def install(peers: Sequence[Peer], paths: Paths) -> dict[str, str]:
-    """Installs what is not there yet, and shows progress.
+    """Install what is missing, and show progress.
 
     Returns:
         Peers that could not be installed, and why.
@@ -39,7 +39,7 @@ def install(peers: Sequence[Peer], paths: Paths) -> dict[str, str]:
 
 
 def pending(peers: Iterable[Peer], paths: Paths) -> list[Step]:
-    """Steps that were not done yet, each once, in order."""
+    """Return the steps that remain, each once, in order."""
     steps = dict.fromkeys(step for peer in peers for step in peer.steps(paths))
     return [step for step in steps if not (paths.home / "done" / _key(step)).exists()]
 

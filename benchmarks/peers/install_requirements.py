@@ -1,4 +1,5 @@
-"""Installs what an installed distribution asks for, less some of it. Runs by itself, in the environment it installs to:
+"""Install the requirements of an installed distribution, except some of them. Runs by itself, in the environment it
+installs to:
 
 python install_requirements.py DISTRIBUTION PACKAGE_LEFT_OUT ...
 """

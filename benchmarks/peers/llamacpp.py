@@ -1,7 +1,7 @@
 """llama.cpp on the GGUF file itself, by its own benchmark programs.
 
-They draw their own tokens and know no mixed lengths: `mixed` runs 64 prompts of the workload's mean length. How long a
-run takes does not hang on which tokens it is given.
+They draw their own tokens and know no mixed lengths: `mixed` runs 64 prompts of the workload's mean length. The
+duration of a run does not depend on its tokens.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class LlamaCpp:
 
         def run(workload: Workload) -> Figures:
             if workload.name not in self.workloads:
-                return Figures(workload.name, 0.0, 0.0)  # its programs warm up by themselves
+                return Figures(workload.name, 0.0, 0.0)  # its programs warm up themselves
             prompt = round(sum(len(it.token_ids) for it in workload.requests) / len(workload.requests))
             if workload.counts_input:
                 speed = _bench(programs, paths.gguf, "-p", str(prompt), "-n", "0")

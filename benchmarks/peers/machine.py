@@ -1,4 +1,4 @@
-"""Says what machine the figures are from."""
+"""Describe the machine of the figures."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
-# What kernels choose by; the rest of /proc/cpuinfo's flags says little.
+# Flags of /proc/cpuinfo by which kernels are chosen.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 
 
 def cpu_flags(cpu_info: Path = CPU_INFO) -> set[str]:
-    """What the processor can do, in the kernel's words."""
+    """Return the processor's vector features, named as in /proc/cpuinfo."""
     return set(_fields(cpu_info).get("flags", "").split())
 
 
 def describe_machine(cpu_info: Path = CPU_INFO) -> str:
-    """One line: date, cores, processor, what it can do, memory."""
+    """Return one line: date, cores, processor, features, memory."""
     fields, flags = _fields(cpu_info), cpu_flags(cpu_info)
     features = ", ".join(it.replace("_", "-") for it in _FEATURES if it in flags) or "no vector extension known here"
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
@@ -27,7 +27,7 @@ def describe_machine(cpu_info: Path = CPU_INFO) -> str:
 
 
 def _fields(cpu_info: Path) -> dict[str, str]:
-    """What is said of the first core."""
+    """Return /proc/cpuinfo's fields of the first core."""
     fields: dict[str, str] = {}
     for line in cpu_info.read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")

@@ -1,7 +1,6 @@
-"""Midstream's worker alone, in process: no router, scheduler, detokenizer or sockets. What the service is held against.
-
-One request's journey: it waits until a row and KV blocks are free, its prompt runs in chunks that fill up what the
-decodes leave of a step, then it takes part in every step until its last token, and gives row and blocks back.
+"""Midstream's worker alone, in process, without router, scheduler, detokenizer or sockets: the reference for the
+service. A request waits until a row and KV blocks are free; its prompt runs in chunks in the tokens that decodes leave
+of each step; then it takes part in every step until its last token, and releases row and blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MAX_KV_TOKENS = 1 << 15
 
 @dataclass(slots=True)
 class Running:
-    """A request on a row."""
+    """A request in a row."""
 
     row: int
     request: Request
@@ -38,11 +37,11 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class MidstreamEngine:
-    """The worker's model runner behind the plainest of schedulers."""
+    """The worker's model runner with a minimal scheduler."""
 
     name: str = "midstream-engine"
     label: str = "Midstream, its worker alone, in process"
-    # Sharing a prefix is the scheduler's work, and there is none here.
+    # Prefix sharing needs the scheduler, which is not used here.
     workloads: Sequence[str] = ("single", "mixed", "prefill", "chat")
 
     def python(self, paths: Paths) -> Path:

@@ -1,4 +1,4 @@
-"""Midstream through all of its services, as its gRPC clients see it."""
+"""Midstream through all of its services, measured by gRPC clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MidstreamService:
     """The service as `midstream up` starts it.
 
     Attributes:
-        weights: How the worker stores them; auto: 4 bits, as the file does.
+        weights: Storage type in the worker; auto: 4 bits, as in the file.
     """
 
     name: str
@@ -42,12 +42,12 @@ class MidstreamService:
     def open(self, paths: Paths) -> Iterator[Runner]:
         from midstream.cli.run_dir import RunDir
 
-        run_dir = paths.home / "runs" / self.name  # its logs stay for whoever wonders why it failed
+        run_dir = paths.home / "runs" / self.name  # keep the logs for diagnosis
         shutil.rmtree(run_dir, ignore_errors=True)
         command = [sys.executable, "-m", "midstream.cli"]
         flags = ("--port", "0", "--http-port", "0", "--model", str(paths.model_folder), "--run-dir", str(run_dir))
         up = ("up", "--detach", *flags)
-        # Where this runs, a folder of this peer's name lies, which is not our package.
+        # The working directory contains a folder with this peer's name that is not our package.
         environment = os.environ | {"MIDSTREAM_WEIGHTS": self.weights, "PYTHONSAFEPATH": "1"}
         subprocess.run([*command, *up], check=True, env=environment)
         try:

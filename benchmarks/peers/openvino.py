@@ -12,7 +12,7 @@ from .peer import ALL_WORKLOADS, Figures, Paths, Runner, Step, Workload, export_
 
 ENVIRONMENT = "openvino"
 CACHE_GB = 2
-# The usual groups of 128 weights that share a scale do not fit into rows of 576.
+# Rows of 576 are not a multiple of the usual group size of 128.
 _GROUPS = {"int4": ("--group-size", "64")}
 
 
@@ -39,7 +39,8 @@ class OpenVino:
         return paths.python(ENVIRONMENT)
 
     def steps(self, paths: Paths) -> Sequence[Step]:
-        # torchvision comes along, built for another PyTorch: importing it fails, and nothing here needs it.
+        # torchvision is installed as a dependency but built for another PyTorch; importing it fails, and it is not
+        # needed.
         packages = ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0")
         install = Step(
             "Install OpenVINO GenAI",

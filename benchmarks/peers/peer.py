@@ -1,9 +1,8 @@
-"""What a peer is: how it is installed and how it runs a workload.
+"""Definition of a peer: how it is installed and runs a workload. Needs only the standard library, because peers'
+processes import it.
 
-Needs the standard library alone, for peers' own processes read it too.
-
-`rounds` starts `peers.child NAME` with the interpreter of the peer's environment. That opens the peer once, and for
-each workload that comes as a line of JSON it prints a line of figures.
+`rounds` starts `peers.child NAME` with the interpreter of the peer's environment. It opens the peer once, and for each
+workload received as a line of JSON prints a line of figures.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ NUM_THREADS = len(os.sched_getaffinity(0))
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt as token ids, and how many tokens to generate: exactly as many, greedily."""
+    """A prompt as token ids, and the exact number of tokens to generate greedily."""
 
     token_ids: tuple[int, ...]
     max_tokens: int
@@ -31,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests, and how many of them run at once.
+    """Requests, and how many of them run concurrently.
 
     Attributes:
         counts_input: Throughput is of prompt tokens instead of output tokens.
@@ -50,13 +49,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one run of one workload gave.
+    """Results of one run of a workload.
 
     Attributes:
         tokens_per_s: Output tokens (prefill: prompt tokens) per second, from the first start to the last end.
-        ttft_ms: Time to first token at p50 and p99; None where nobody sees single tokens.
+        ttft_ms: Time to first token at p50 and p99; None if single tokens are not observed.
         inter_token_ms: Gap between tokens of one stream at p50 and p99.
-        processor_s: Seconds that processors worked for it, of all its processes together; 0: not known.
+        processor_s: Processor seconds of all its processes together; 0: unknown.
     """
 
     workload: str
@@ -69,10 +68,10 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where things lie.
+    """Paths of the comparison.
 
     Attributes:
-        home: Folder of all that is installed for the comparison.
+        home: Folder of everything installed for the comparison.
         model_folder: The embedded model's folder, with model.gguf.
     """
 
@@ -120,7 +119,7 @@ class Peer(Protocol):
 
     @property
     def workloads(self) -> Sequence[str]:
-        """Workloads that it can run."""
+        """Workloads that it supports."""
         ...
 
     def python(self, paths: Paths) -> Path:
@@ -128,11 +127,11 @@ class Peer(Protocol):
         ...
 
     def steps(self, paths: Paths) -> Sequence[Step]:
-        """How it is installed."""
+        """Steps to install it."""
         ...
 
     def open(self, paths: Paths) -> AbstractContextManager[Runner]:
-        """Loads the model, in the peer's own process, for as long as the context lasts."""
+        """Load the model in the peer's process for the duration of the context."""
         ...
 
 
@@ -158,14 +157,14 @@ def workload_line(workload: Workload) -> str:
 
 
 def parse_workload(line: str) -> Workload:
-    """Read what `workload_line` made."""
+    """Parse the output of `workload_line`."""
     item = json.loads(line)
     requests = tuple(Request(tuple(it["token_ids"]), it["max_tokens"]) for it in item["requests"])
     return Workload(item["name"], requests, item["concurrency"], item["counts_input"])
 
 
 def parse_figures(line: str) -> Figures:
-    """Reads one line that a peer's process printed.
+    """Parse a line printed by a peer's process.
 
     Raises:
         ValueError: It is something else.

@@ -1,7 +1,6 @@
-"""Processor time of a peer with all processes that it started, also those that have left it (a service's).
-
-Other work on the machine makes a run longer, but hardly changes how long the processor worked for it: where nobody can
-have the machine alone, this is what can be compared. Needs the standard library alone.
+"""Processor time of a peer and all processes that it started, including detached ones (a service's). Other work on the
+machine prolongs a run but hardly changes its processor time, which can therefore be compared on a shared machine. Needs
+only the standard library.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ MARK = "BENCHMARK_RUN"  # settings of ours begin with MIDSTREAM_, and an unknown
 
 
 def mark_processes() -> None:
-    """Lets every process that this one starts from now on, and theirs, carry a mark in its environment."""
+    """Mark the environment of all processes that this one and its children start from now on."""
     os.environ[MARK] = str(os.getpid())
 
 
 def processor_seconds() -> float:
-    """Seconds used so far by this process, its children that ended, all that carry its mark, and all of theirs.
-
-    A process that gives itself a title writes over its environment, so that children are found by their parents too.
+    """Return seconds used so far by this process, its ended children, all marked processes and their children. A
+    process that sets its title overwrites its environment, so children are also found by their parents.
     """
     mark = f"{MARK}={os.getpid()}".encode()
     stats: dict[int, list[str]] = {}
@@ -32,7 +30,7 @@ def processor_seconds() -> float:
                 stats[int(folder.name)] = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 if mark in (folder / "environ").read_bytes().split(b"\0"):
                     found.add(int(folder.name))
-            except OSError:  # it has ended, or is somebody else's
+            except OSError:  # it has ended, or belongs to another user
                 continue
     while others := {pid for pid, fields in stats.items() if int(fields[1]) in found} - found:
         found |= others

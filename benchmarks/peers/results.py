@@ -1,4 +1,4 @@
-"""Measurements on disk, so that a comparison can be made in pieces, while the machine is quiet."""
+"""Measurements on disk, so that a comparison can be made in several sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rounds import Measurement
 
 
 def read_results(path: Path) -> list[Measurement]:
-    """Reads what `write_results` wrote; nothing where there is no file."""
+    """Read measurements; none if there is no file."""
     if not path.exists():
         return []
     return [
@@ -27,6 +27,6 @@ def write_results(measurements: Sequence[Measurement], path: Path) -> None:
 
 
 def merged(earlier: Sequence[Measurement], later: Sequence[Measurement]) -> list[Measurement]:
-    """All of them; what was measured again counts as it was found last."""
+    """Merge measurements; newer ones replace older ones."""
     by_key = {(it.round, it.peer, it.figures.workload): it for it in (*earlier, *later)}
     return [by_key[key] for key in sorted(by_key)]

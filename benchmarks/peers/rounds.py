@@ -1,8 +1,7 @@
 """Run short workloads in turn on peers that stay loaded, for several rounds.
 
-A round gives all of them the same token ids, and the next round others: what somebody kept from the round before, in a
-prefix cache say, is of no use. A workload runs on all peers before the next begins, so that those that are compared ran
-within seconds of each other, and each round begins with another peer.
+All get the same token ids in a round, and other ones in the next, so that prefix caches do not help. A workload runs on
+all peers before the next one begins, so that compared runs are seconds apart, and each round begins with another peer.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from midstream.cli.bench import workloads
 
 from .peer import Figures, Paths, Peer, Request, Workload, parse_figures, workload_line
 
-# For loading, and for one workload.
+# Time limits for loading and for one workload.
 TIMEOUT_S = 900.0
 _CLOSE_TIMEOUT_S = 90.0
 _REASON_LENGTH = 300
 _BUSY_INTERVAL_S = 0.3
-# A quick run divides lengths of output, and numbers of requests that have none, by this.
+# A quick run divides output lengths (or numbers of requests without output) by this.
 _SHORTER = 4
 
 
@@ -40,7 +39,7 @@ class Measurement:
     """One peer's figures for one workload in one round.
 
     Attributes:
-        load: Cores that other programs kept busy just before it began.
+        load: Cores kept busy by other programs just before it began.
     """
 
     round: int
@@ -50,7 +49,7 @@ class Measurement:
 
 
 def round_workload(name: str, round_number: int, *, is_quick: bool = False) -> Workload:
-    """Return the workload of a round, which depends on the arguments alone."""
+    """Return the workload of a round, a function of the arguments."""
     workload = _converted(workloads.WORKLOADS[name](random.Random(round_number)))
     if not is_quick or name == "single":
         return workload
@@ -61,7 +60,7 @@ def round_workload(name: str, round_number: int, *, is_quick: bool = False) -> W
 
 
 def warm_up() -> Workload:
-    """Some of everything, with tokens that no round has: what first use compiles or allocates is not measured."""
+    """Return a warm-up workload with tokens that no round has, to exclude compilation and allocation on first use."""
     generator = random.Random("warm-up")
     mixed = [workloads.BenchRequest(it.token_ids, 8) for it in workloads.mixed(generator).requests[:16]]
     long = workloads.uniform(generator, 1, 1024, 8, 1).requests
@@ -74,14 +73,14 @@ def _converted(workload: workloads.Workload) -> Workload:
 
 
 class PeerFailedError(Exception):
-    """A peer's process ended, or took too long; says what it said last."""
+    """A peer's process ended or took too long; the message has its last output."""
 
 
 class PeerProcess:
-    """A peer that is loaded, in a process of its own."""
+    """A loaded peer in its own process."""
 
     def __init__(self, peer: Peer, paths: Paths) -> None:
-        """Begin to load it; `run` waits until it is ready."""
+        """Start loading; `run` waits until it is ready."""
         self.peer = peer
         folder = paths.home / "runs"
         folder.mkdir(exist_ok=True)
@@ -95,7 +94,7 @@ class PeerProcess:
                 stderr=errors,
                 text=True,
                 cwd=folder,
-                # Not the checkout itself: a library that looks for a package named `kernels` would find ours.
+                # Not the checkout itself, because a library that imports a package named `kernels` would find ours.
                 env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "TOKENIZERS_PARALLELISM": "false"},
                 start_new_session=True,
             )
@@ -104,7 +103,7 @@ class PeerProcess:
         """Run a workload.
 
         Raises:
-            PeerFailedError: It failed, and cannot be used any more.
+            PeerFailedError: It failed and is no longer usable.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -128,7 +127,7 @@ class PeerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it, which closes what it opened."""
+        """End the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if error is not None:
@@ -158,7 +157,7 @@ def run_rounds(
     is_quick: bool = False,
     limit_s: float = float("inf"),
 ) -> tuple[list[Measurement], dict[str, str]]:
-    """Measure `peers` in the rounds of these numbers; one that fails is not tried again.
+    """Measure `peers` in the given rounds; one that fails is not retried.
 
     Args:
         peers: All are loaded at the same time.
@@ -168,10 +167,8 @@ def run_rounds(
         on_done: Called with each measurement.
         on_load: Called before a peer is loaded.
         is_quick: Shorten the workloads.
-        limit_s: No round but the first begins that would end later, going by the longest so far.
-
-    Returns:
-        What was measured, and why a peer failed.
+        limit_s: No round after the first begins that would exceed it, judged by the longest so far. Returns:
+            Measurements, and reasons why peers failed.
     """
     begin = time.monotonic()
     measurements: list[Measurement] = []
@@ -209,7 +206,9 @@ def run_rounds(
 
 
 def _busy_cores() -> float:
-    """Cores that all programs together keep busy while this one waits; a load average would hold the peer before."""
+    """Return the cores that all programs keep busy while this one waits; a load average would include the previous
+    peer.
+    """
     return sum(psutil.cpu_percent(_BUSY_INTERVAL_S, percpu=True)) / 100
 
 

@@ -1,4 +1,4 @@
-"""Figures from when the tokens of each stream arrived, counted as `midstream bench` counts them."""
+"""Figures from the arrival times of tokens, computed as in `midstream bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Stream:
     """One request as its client saw it; times in seconds.
 
     Attributes:
-        arrivals: When each chunk came, and how many tokens it carried.
+        arrivals: Time and number of tokens of each chunk.
     """
 
     started: float
@@ -21,11 +21,7 @@ class Stream:
 
 
 def stream_figures(workload: Workload, streams: Sequence[Stream], duration_s: float) -> Figures:
-    """The figures of one run.
-
-    Raises:
-        ValueError: A stream carried more or fewer tokens than it was asked for.
-    """
+    """Return the figures of one run. Raises: ValueError: A stream had a wrong number of tokens."""
     for request, stream in zip(workload.requests, streams, strict=True):
         count = sum(count for _, count in stream.arrivals)
         if count != request.max_tokens:

@@ -36,7 +36,7 @@ class Vllm:
 
 def _steps(paths: Paths) -> Sequence[Step]:
     script = str(Path(__file__).with_name("install_requirements.py"))
-    # Its requirements for sound and pictures need other builds of PyTorch, and nothing here uses them.
+    # Its audio and image requirements need other builds of PyTorch and are not used here.
     left_out = ("torch", "torchvision", "torchaudio", "torchcodec")
     install = Step(
         "Install vLLM",

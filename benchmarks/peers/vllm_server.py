@@ -1,4 +1,4 @@
-"""vLLM behind its HTTP server, as its clients see it: streamed completions of token ids."""
+"""vLLM's HTTP server, measured by clients: streamed completions of token ids."""
 
 from __future__ import annotations
 

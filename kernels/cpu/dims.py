@@ -7,7 +7,7 @@ from kernels.activation import Activation
 
 @dataclass(frozen=True)
 class DecoderDims:
-    """Sizes and ways of a decoder.
+    """Sizes and variants of a decoder.
 
     scale multiplies the attention scores; softcap bends them, 0 for none. The leading rotary_dim numbers of each head
     are rotated (0 for all of them), in pairs side by side where is_interleaved. Norms are RMS norms, unless

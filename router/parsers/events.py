@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of the answer."""
+    """A part of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of the model's reasoning before its answer."""
+    """A part of the model's reasoning before its answer."""
 
     text: str
 
@@ -24,7 +24,7 @@ class CallBegin:
     """A tool call begins.
 
     Attributes:
-        index: Which call of the sequence, from 0.
+        index: Index of the call in the sequence, from 0.
         name: The tool, one of those offered.
         call_id: The model's own id of the call; None in formats without ids.
     """
@@ -36,7 +36,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments, which together are the text of a JSON object."""
+    """A part of a call's arguments, which together are the text of a JSON object."""
 
     index: int
     text: str

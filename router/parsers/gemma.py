@@ -1,4 +1,4 @@
-"""FunctionGemma and Gemma 4: `call:NAME{key:value,...}` between tags, strings between quotes of their own."""
+"""FunctionGemma and Gemma 4: `call:NAME{key:value,...}` between tags, strings in special quote tokens."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class Runner:
         """Run requests for one model.
 
         Args:
-            model: What is served.
+            model: The served model.
             prompts: Converts requests' inputs to token ids.
             cells: Schedulers.
             pool: Detokenizers.

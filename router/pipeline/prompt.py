@@ -1,4 +1,6 @@
-"""From a request's input to token ids, in a thread pool: neither templates nor tokenizing run on the event loop."""
+"""Convert a request's input to token ids in a thread pool, so that rendering and tokenizing do not block the event
+loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests have a client at this router."""
+"""Count the clients of requests at this router."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _ADDITIONAL_OUTPUT = re.compile(r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """low <= value <= high, or low < value where low is excluded. NaN is in no range."""
+    """low <= value <= high, or low < value if low is excluded. NaN is never in range."""
 
     low: float
     high: float
@@ -117,12 +117,9 @@ def check_request(
     """Check all fields but the input's length and what depends on the workers (`check_supported`).
 
     Args:
-        request: As it came from the client.
-        model: What is served.
-        max_beam_width: Widest beam search.
-
-    Raises:
-        InvalidArgumentError: Names the field.
+        request: The request as received.
+        model: The served model.
+        max_beam_width: Maximum beam width. Raises: InvalidArgumentError: A field is invalid; the error names it.
         NotFoundError: The named model is not the served one.
     """
     for field in ("request_id", "client_id", "cache_salt", "logits_post_processor_name"):
@@ -177,7 +174,7 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
 
     Args:
         request: Checked by `check_request`.
-        features: Of the workers of the cell that gets the request; None while no worker has registered.
+        features: Features of the cell's workers; None if no worker has registered.
 
     Raises:
         UnsupportedError: The workers lack a feature that the request uses.
@@ -192,11 +189,13 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
                 )
         name = request.logits_post_processor_name
         if name and f"logits_post_processor.{name}" not in features:
-            raise InvalidArgumentError("the workers have none of that name", field="logits_post_processor_name")
+            raise InvalidArgumentError(
+                "no post-processor of this name is registered in the workers", field="logits_post_processor_name"
+            )
     probes = [item for item in request.output.additional_outputs if not _ADDITIONAL_OUTPUT.fullmatch(item.name)]
     if probes and features is None:
         raise UnavailableError(
-            f"no worker has registered yet to say whether it has the output probe {probes[0].name!r}"
+            f"no worker has registered yet, so it is unknown whether there is an output probe {probes[0].name!r}"
         )
     widths = dict(_probe_widths(features or ()))
     for item in probes:

@@ -1,6 +1,6 @@
 """Checks prompt embeddings and prompt-tuning tables, and assigns them token ids from the vocabulary's size on.
 
-Downstream there is one form: token ids, and a table whose row i has the id vocab_size + i. A prompt given as embeddings
+Other parts see one form: token ids, and a table whose row i has the id vocab_size + i. A prompt given as embeddings
 becomes a table with all of its rows in order; a table for a prompt without such ids is prepended to it.
 """
 

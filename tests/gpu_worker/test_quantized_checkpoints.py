@@ -34,7 +34,7 @@ def set_config(folder: Path, **settings: Any) -> None:
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes'; supported are awq, comp"),
         ({"quant_algo": "NVFP4"}, "'modelopt NVFP4'"),
         ({"bits": 3}, "'unknown'"),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "float8 of kind 'e5m2'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "float8 type 'e5m2'"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}}}, "settings for single modules"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in the format 'marlin'"),

@@ -46,7 +46,7 @@ class Job:
     """One HTTP request.
 
     Attributes:
-        request_id: Of the whole; with several prompts, the native requests have it with a number.
+        request_id: Id of the job; with several prompts, native requests add a number to it.
         requests: One per prompt.
         model: The model's name as sent by the client.
         num_choices: Choices shown per prompt: the best of its sequences.

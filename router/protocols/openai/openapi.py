@@ -29,7 +29,7 @@ _ANY_TEXTS: Part = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
 def document(model: ModelFolder) -> Part:
     """Return the document for a router that serves `model`."""
     token = _integer(0, model.vocab_size - 1)
-    names = {"anyOf": [{"const": model.name}, {"type": "string", "description": "An adapter that is loaded on it."}]}
+    names = {"anyOf": [{"const": model.name}, {"type": "string", "description": "A loaded adapter."}]}
     common = _common_fields(model, token, names)
     tokens = {"type": "array", "items": token, "minItems": 1}
     text = {"type": "string", "minLength": 1}
@@ -125,7 +125,7 @@ def document(model: ModelFolder) -> Part:
         "/v1/batches/{batch_id}/cancel": {"post": _get("Cancel a batch.") | _with(batch_id)},
         "/tokenize": {"post": _post("Token ids of a text or a conversation.", tokenize, [])},
         "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
-        "/v1/models": {"get": _get("The model and the adapters that are loaded on it.")},
+        "/v1/models": {"get": _get("The model and its loaded adapters.")},
         "/v1/models/{name}": {"get": _get("A model or adapter by name.") | _with(named)},
         "/health": {"get": _get("Health of this router; 503 when it cannot serve.")},
         "/metrics": {"get": _get("Prometheus' metrics.", "text/plain")},
@@ -201,7 +201,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
 
 
 def _responses_fields(names: Part) -> Part:
-    """Of /v1/responses."""
+    """Schemas of /v1/responses."""
     return {
         "model": names,
         "input": _INPUT,
@@ -226,7 +226,7 @@ def _responses_fields(names: Part) -> Part:
 
 
 def _messages_fields(names: Part) -> Part:
-    """Of /v1/messages."""
+    """Schemas of /v1/messages."""
     text = {"type": "object", "properties": {"type": {"const": "text"}, "text": _TEXT}, "required": ["type", "text"]}
     turn = {
         "type": "object",

@@ -1,7 +1,7 @@
 """A reader's position in a stream, encoded in event ids.
 
-An id is `REQUEST/PART/PART...`, a part for each prompt: for each of its sequences the next token offset, `:` and the
-number of characters where text is read for tool calls, and an `f` after what has ended.
+An id is `REQUEST/PART/PART...` with a part for each prompt: for each sequence the next token offset, then `:` and a
+number of characters if the text is parsed for tool calls, then `f` if it has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Position:
 
     Attributes:
         offsets: Next token offset of each sequence.
-        characters: Of each sequence's text, where text is read from its beginning; else empty.
+        characters: Characters of each sequence's text, if text is parsed; else empty.
         ended: Sequences that have ended.
     """
 
@@ -57,7 +57,9 @@ class Position:
             self.ended.add(index)
 
     def known_part(self, chunk: Chunk) -> tuple[str, Chunk]:
-        """Of a sequence that is read from its beginning again: the text that is known, and the chunk without it."""
+        """Split a chunk of a sequence that is read again from its beginning: return the known text, and the chunk
+        without it.
+        """
         index = chunk.sequence_index
         characters, offset = self._skipped.get(index, (self.characters.get(index, 0), self.offsets.get(index, 0)))
         text = chunk.text[:characters]

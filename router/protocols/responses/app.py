@@ -1,8 +1,8 @@
 """The routes of the Responses API.
 
 A response is a request that its scheduler keeps (`keep_s`), with the client's body beside it (`attachment`). Its events
-are a function of the two and of the request's tokens (writer.py), so nothing else is stored: any router can write a
-response again from its request, which is in a scheduler's journal, and resume the stream after any event.
+are a function of these and of the request's tokens (writer.py), so nothing else is stored: any router can recreate a
+response from its request, which is in a scheduler's journal, and resume the stream after any event.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class ResponsesApi:
         return stored.writer().response(status)
 
     async def replay(self, stored: StoredResponse) -> ResponseWriter:
-        """Write a response that has ended again."""
+        """Recreate a response that has ended."""
         writer = stored.writer()
         await self.whole(stored, writer, self.resume(stored))
         return writer
@@ -360,8 +360,8 @@ class _Reply(Response):
         if not has_begun:
             await error_response(error)(scope, receive, send)
         elif not isinstance(error, OverloadedError):
-            # Of this stream, not of the response: it has no number of its own, so that nothing is skipped behind it.
-            # A client that reads too slowly would not read it either: close the connection.
+            # The error belongs to this stream, not to the response, so it gets no number and no event is skipped after
+            # a resume. A client that reads too slowly would not read it: close the connection.
             found = error_body(error)["error"]
             assert isinstance(found, dict)
             fields = {name: found[name] for name in ("code", "message", "param")}

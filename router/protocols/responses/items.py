@@ -1,4 +1,4 @@
-"""From the items of a response's input, and of those before it, to the turns of a conversation."""
+"""Convert the input items of a response, and of those it continues, to the turns of a conversation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Turns:
         self._close()
 
     def instruct(self, text: str) -> None:
-        """Begin with instructions."""
+        """Add the instructions as the first turn."""
         if text:
             self.turns.append(pb.ChatMessage(role=self._role("developer"), content=text))
 

@@ -1,15 +1,13 @@
-"""Cuts a text into the deltas that a stream shows it in.
-
-How a text arrives depends on batching, drafts and what died meanwhile, and a stream that is read again has to have the
-same events. So the cuts depend on the text alone: a piece is a word or a single other character, with the space before
-it, as most tokens are. A word is certain once the character after it is there.
+"""Split a text into a stream's deltas. How text arrives depends on batching, drafts and failures, but a stream that is
+read again must have the same events. So the splits depend only on the text: like most tokens, a piece is a word or
+another single character, with the space before it. A word is complete once the next character is known.
 """
 
 from __future__ import annotations
 
 import re
 
-# Letters and digits of scripts that put spaces between words; of others each character is a piece.
+# Letters and digits of scripts with spaces between words; in others each character is a piece.
 _WORD = r"[^\W\u2e80-\U0010ffff]"
 _MAX_SPACE, _MAX_WORD = 16, 16
 _OTHER = r"[\W\u2e80-\U0010ffff]"
@@ -18,7 +16,7 @@ _PIECE = re.compile(rf"\s{{{_MAX_SPACE}}}|\s{{0,{_MAX_SPACE - 1}}}(?:{_WORDS}|{_
 
 
 class Pieces:
-    """The pieces of one text as it arrives."""
+    """Splits one text as it arrives."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -35,6 +33,6 @@ class Pieces:
         return pieces
 
     def finish(self) -> list[str]:
-        """Return what is left once the text has ended."""
+        """Return the rest, once the text has ended."""
         rest, self._held = self._held, ""
         return [rest] if rest else []

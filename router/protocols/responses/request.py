@@ -50,8 +50,8 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     """Return the job of a body.
 
     Args:
-        body: Of the request.
-        model: What is known of the served model.
+        body: Body of the request.
+        model: The served model's format.
         context: Input and output items of the responses that it continues.
 
     Raises:
@@ -137,7 +137,7 @@ def _text_format(body: Body, request: pb.GenerateRequest) -> None:
 
 
 def _refuse_values(body: Body) -> None:
-    """Refuse values of fields that work with others."""
+    """Reject fields that conflict with others."""
     if "message.output_text.logprobs" in body.texts("include"):
         raise UnsupportedError("log probabilities are not supported here", field="include")
     metadata = body.get("metadata")
@@ -146,7 +146,7 @@ def _refuse_values(body: Body) -> None:
         raise InvalidArgumentError("must be an object", field="metadata")
     is_short = all(isinstance(value, str) and len(value) <= _MAX_VALUE and len(key) <= _MAX_KEY for key, value in pairs)
     if len(pairs) > _MAX_METADATA or not is_short:
-        reason = f"takes {_MAX_METADATA} pairs of texts, of {_MAX_KEY} and {_MAX_VALUE} characters"
+        reason = f"allows {_MAX_METADATA} pairs of strings, of at most {_MAX_KEY} and {_MAX_VALUE} characters"
         raise InvalidArgumentError(reason, field="metadata")
 
 

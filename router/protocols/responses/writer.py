@@ -1,7 +1,7 @@
 """The events of a response, and the response that they build.
 
 Both depend only on the request and the model's text: every router writes the same events with the same numbers. So a
-stream is resumed by writing it again without the events that its reader has.
+stream is resumed by recreating it without the events that its reader has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from router.protocols.responses.pieces import Pieces
 
 Fields = dict[str, object]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
-# Of an item and its text: the kind of delta events, and the name of the text in them.
+# By item type: the type of delta events, and the name of the text in them.
 _DELTAS = {
     "message": ("response.output_text", "text"),
     "reasoning": ("response.reasoning_text", "text"),
@@ -47,9 +47,9 @@ class ResponseWriter:
         """Begin a response.
 
         Args:
-            response_id: Its id, from which those of its items are made.
-            head: Its fields that do not change.
-            is_background: It was queued first.
+            response_id: Its id, from which its items' ids are derived.
+            head: Its constant fields.
+            is_background: Whether it was queued first.
             custom_tools: Names of tools whose input is free text.
             shows_hidden: Reasoning items have `encrypted_content`.
         """
@@ -107,7 +107,7 @@ class ResponseWriter:
         return [*events, self._event(f"response.{kind}", response=response)]
 
     def response(self, status: Status, **fields: object) -> Fields:
-        """Return the response as it is now."""
+        """Return the response's current state."""
         return {
             "id": self._id,
             "object": "response",
@@ -150,7 +150,7 @@ class ResponseWriter:
     def _more(self, text: str) -> list[Fields]:
         self._text += text
         if self.items[-1]["type"] == "custom_tool_call":
-            return []  # the input is a string in the arguments, which are known when they are whole
+            return []  # the input is a string inside the arguments, which must be complete to be parsed
         return [self._delta(piece) for piece in self._pieces.add(text)]
 
     def _delta(self, text: str) -> Fields:
@@ -209,7 +209,7 @@ def _ending(chunk: Chunk, status: Status) -> Fields:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text in the arguments of a custom tool's call; the arguments themselves where there is none."""
+    """Return the text in the arguments of a custom tool's call; the arguments themselves if there is none."""
     try:
         value = json.loads(arguments)
     except ValueError:
