@@ -97,11 +97,10 @@ class BlockTables:
         for index in range(len(shared)):
             self._raise_retention(sequence, index, shared[index])
         num_own = self.blocks_of(known) - len(shared)
-        sequence.table = shared + self.blocks.allocate(num_own, self._clock.now_ns)
-        sequence.num_hit_blocks = len(shared)
+        table = shared + self.blocks.allocate(num_own, self._clock.now_ns)
         # With a window, a released block may stay held by other sequences that share it, so reserve all it may hold.
         most = self.max_blocks(spec.max_num_tokens, known)
-        sequence.num_reserved = most if self.has_window else most - len(sequence.table)
+        sequence.hold(table, len(shared), most if self.has_window else most - len(table))
         self.num_reserved_blocks += sequence.num_reserved
         self._promise(sequence, len(shared), known // block_size)
         if adoptions is not None and self.reuses(sequence.request):
@@ -117,9 +116,9 @@ class BlockTables:
 
     def reserve(self, lane: Sequence, num_known: int) -> None:
         """Reserve blocks for a spare lane."""
-        lane.num_reserved = self.num_to_reserve(lane.request.spec, num_known)
+        lane.reserve(self.num_to_reserve(lane.request.spec, num_known))
         self.num_reserved_blocks += lane.num_reserved
-        lane.next_publish = NO_RESULTS
+        lane.publish_at(NO_RESULTS)
 
     def num_missing_for_forks(self, forks: Iterable[tuple[Sequence, Sequence]]) -> int:
         """Return the blocks that forks allocate beyond those that they release."""
@@ -140,11 +139,8 @@ class BlockTables:
         dropped: list[int] = []
         for source, target in forks:
             dropped += target.held_blocks
-            num_full = source.num_computed // self.tokens_per_block
-            target.table = source.table[:num_full]
-            target.num_freed, target.num_sink_blocks = source.num_freed, source.num_sink_blocks
+            target.fork_from(source, source.num_computed // self.tokens_per_block)
             self.blocks.share(target.held_blocks, self._clock.now_ns)
-            target.num_computed = source.num_computed
         self.blocks.release(reversed(dropped), self._clock.now_ns)
         copies: list[tuple[int, int]] = []
         for source, target in forks:
@@ -158,7 +154,7 @@ class BlockTables:
     def empty(self, lane: Sequence) -> None:
         """Release the blocks of a lane that no longer has a beam; it may get one again."""
         self.blocks.release(reversed(lane.held_blocks), self._clock.now_ns)
-        lane.table, lane.num_freed = [], 0
+        lane.drop_blocks()
         self._set_reserved(lane, lane.num_computed // self.tokens_per_block)
 
     def _set_reserved(self, lane: Sequence, num_held: int) -> None:
@@ -166,7 +162,7 @@ class BlockTables:
         if not self.has_window:
             num_reserved = self.blocks_of(lane.request.spec.max_num_tokens) - num_held
             self.num_reserved_blocks += num_reserved - lane.num_reserved
-            lane.num_reserved = num_reserved
+            lane.reserve(num_reserved)
 
     def _promise(self, sequence: Sequence, first: int, end: int) -> None:
         """Publish the blocks [first, end) that the sequence will compute, and mark them as pending."""
@@ -178,10 +174,10 @@ class BlockTables:
                 self._publish(sequence, index)
                 cache.claim([block], sequence)
             # A block of generated tokens is full, and its last token computed, once the token after it is known.
-            sequence.next_publish = (end + 1) * self.tokens_per_block - len(sequence.request.spec.prompt) + 1
+            sequence.publish_at((end + 1) * self.tokens_per_block - len(sequence.request.spec.prompt) + 1)
         else:
             cache.claim(sequence.table[first:end], sequence)
-            sequence.next_publish = NO_RESULTS
+            sequence.publish_at(NO_RESULTS)
 
     def _adopt(self, sequence: Sequence, adoptions: Adoptions, is_stored: Callable[[int], bool] | None) -> None:
         """Hand the blocks that the sequence was to compute to adoptions; its last known token is still computed."""
@@ -191,7 +187,7 @@ class BlockTables:
             if is_stored is not None and not is_stored(sequence.block_hashes[index]):
                 return
             self._prefix_cache.claim([block], adoptions.add(AdoptedBlock(sequence, index, block)))
-            sequence.num_hit_blocks = index + 1
+            sequence.limit_hits(index + 1)
 
     def still_wants(self, adoption: Adoption, entry: AdoptedBlock) -> bool:
         """Return whether a block queued for adoption still belongs to its sequence; otherwise others compute it."""
@@ -211,7 +207,7 @@ class BlockTables:
                 cache.abandon([entry.block], adoption)
             elif entry.block in missing:
                 cache.claim([entry.block], entry.sequence)
-                entry.sequence.num_hit_blocks = min(entry.sequence.num_hit_blocks, entry.index)
+                entry.sequence.limit_hits(min(entry.sequence.num_hit_blocks, entry.index))
             elif cache.settle(entry.block):
                 cache.note_stored(entry.sequence, entry.index, 1, self.tokens_per_block)
 
@@ -223,7 +219,7 @@ class BlockTables:
         if self.has_window:
             self._free_behind_window(sequence)
         else:
-            sequence.num_reserved -= 1
+            sequence.reserve(sequence.num_reserved - 1)
             self.num_reserved_blocks -= 1
         (block,) = self.blocks.allocate(1, self._clock.now_ns)
         sequence.table.append(block)
@@ -235,11 +231,11 @@ class BlockTables:
         first = max(sequence.num_freed, self._num_sink_blocks)
         if num_behind > first:
             self.blocks.release(reversed(sequence.table[first:num_behind]), self._clock.now_ns)
-            sequence.num_freed, sequence.num_sink_blocks = num_behind, self._num_sink_blocks
+            sequence.free_before(num_behind, self._num_sink_blocks)
 
     def publish_generated(self, sequence: Sequence) -> None:
         """Publish the block of generated tokens that has just become full."""
-        sequence.next_publish += self.tokens_per_block
+        sequence.publish_at(sequence.next_publish + self.tokens_per_block)
         index = (sequence.num_tokens - 1) // self.tokens_per_block - 1
         if index < sequence.num_freed:
             return

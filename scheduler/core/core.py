@@ -266,7 +266,7 @@ class SchedulerCore:
     def _pause(self, group: WorkerGroup, requests: list[Request]) -> None:
         for request in requests:
             group.release(request)
-            request.num_preemptions += 1
+            request.count_preemption()
             self.totals.num_preemptions += 1
             self.membership.requeue(request)
 

@@ -85,7 +85,7 @@ class Handovers:
             if transfer.target is not group or not transfer.missing:
                 continue
             if not transfer.missing.isdisjoint(event.missing_hashes):
-                request.may_hand_over = False
+                request.keep_here()
                 self._totals.num_failed_handovers += 1
                 del self._transfers[request]
             transfer.missing.difference_update(event.fetched_hashes)
@@ -163,11 +163,11 @@ class Handovers:
 
     def _hand_over(self, request: Request, transfer: Transfer, num_steps: int) -> None:
         transfer.source.release(request)
-        request.num_handovers += 1
+        request.count_handover()
         self._totals.num_handovers += 1
         self._membership.requeue(request)
         if not self._placement.start_on(request, transfer.target, num_steps):
-            request.may_hand_over = False  # the policy wants it elsewhere; it is placed like any other
+            request.keep_here()  # the policy wants it elsewhere; it is placed like any other
 
 
 def _fetch_blocks(source: WorkerGroup, target: WorkerGroup, hashes: Iterable[int]) -> FetchBlocks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from functools import partial
 
 from scheduler.core.admission import impossible
@@ -103,16 +102,14 @@ class Lifecycle:
     def recover(self, event: Recovered) -> Request:
         """Restore a request of the journal with its output so far."""
         request = self._restore_finished(event, event.finish) if event.finish else self._take_in(event.spec)
-        for sequence, tokens in zip(request.sequences, event.outputs, strict=True):
-            sequence.output = array("I", tokens)
-        for sequence, extras in zip(request.sequences, event.extras, strict=False):
-            sequence.outputs = list(extras)
+        for index, (sequence, tokens) in enumerate(zip(request.sequences, event.outputs, strict=True)):
+            sequence.restore(tokens, event.extras[index] if index < len(event.extras) else ())
         for index, end in event.ends:
-            request.sequences[index].end = end
+            request.sequences[index].finish(end)
         if event.finish is not None:
             self.requests.keep(request, self._clock.now_ns)  # only another clock knows how long ago it ended
             return request
-        request.num_recoveries = 1
+        request.count_recovery()
         if request.beams is not None and request.live_sequences:
             request.beams.restore(event.beam_steps)
         if request.live_sequences:
@@ -124,14 +121,7 @@ class Lifecycle:
     def _restore_finished(self, event: Recovered, finish: Finish) -> Request:
         """Keep an already ended request for clients that resume it; it is not counted again."""
         self._num_seen += 1
-        request = Request(event.spec, self._num_seen, times=finish.times, state=RequestState.FINISHED)
-        request.failure = finish.failure
-        request.num_cached_tokens = finish.num_cached_tokens
-        request.num_preemptions = finish.num_preemptions
-        request.num_recoveries = finish.num_recoveries
-        request.num_steps = finish.num_steps
-        request.num_draft_tokens = finish.num_draft_tokens
-        request.num_accepted_tokens = finish.num_accepted_tokens
+        request = Request.restored(event.spec, self._num_seen, finish)
         self.requests.add(request)
         return request
 
@@ -146,8 +136,7 @@ class Lifecycle:
         self._num_seen += 1
         request = Request(spec, self._num_seen)
         self._num_tensor_bytes += spec.tensor_bytes
-        request.times.arrival_ns = spec.arrival_ns or now
-        request.times.queued_ns = request.orphaned_ns = request.waiting_since_ns = now
+        request.accept(now)
         self.requests.add(request)
         if spec.deadline_ns is not None:
             self._timers.at(spec.deadline_ns, partial(self._on_deadline, spec.request_id, request.ordinal))
@@ -167,16 +156,14 @@ class Lifecycle:
         """Add a reader of the request's feed."""
         request = self.requests.get(event.request_id)
         if request is not None:
-            request.num_attached += 1
+            request.attach()
 
     def detach(self, event: Detached) -> None:
         """Remove a reader; without readers, the orphan grace period starts."""
         request = self.requests.get(event.request_id)
         if request is None or request.num_attached == 0:
             return
-        request.num_attached -= 1
-        if request.num_attached == 0 and request.state is not RequestState.FINISHED and not request.spec.is_detached:
-            request.orphaned_ns = self._clock.now_ns
+        if request.detach(self._clock.now_ns):
             due = self._clock.now_ns + self._config.orphan_grace_ns
             self._timers.at(due, partial(self._on_orphaned, event.request_id))
 
@@ -192,19 +179,19 @@ class Lifecycle:
         if sequence.end is None:
             self.end_sequence(sequence, end)
         elif _is_overtaken(sequence.end, end):
-            sequence.end = end
+            sequence.finish(end)
             self._effects.append(SequenceEnded(sequence))
 
     def end(self, request: Request, reason: FinishReason, failure: Failure | None = None) -> None:
         """End all sequences of a request in any state. Precondition: it has not ended."""
-        request.failure = failure
+        request.fail(failure)
         for sequence in request.live_sequences:
             self.end_sequence(sequence, SequenceEnd(reason, len(sequence.output)))
 
     def end_sequence(self, sequence: Sequence, end: SequenceEnd) -> None:
         """End one sequence, and its request with the last one; its rows and blocks are free at once."""
         request = sequence.request
-        sequence.end = end
+        sequence.finish(end)
         if request.group is not None and sequence.row is not None:
             request.group.release_sequence(sequence)
         self._effects.append(SequenceEnded(sequence))
@@ -220,16 +207,14 @@ class Lifecycle:
             self._queue.remove(request)
         elif request.group is not None and len(waiting) == len(request.live_sequences):
             request.group.release(request)  # it holds nothing there any more
-            request.state = RequestState.QUEUED
+            request.wait()
 
     def _finish(self, request: Request) -> None:
         if request.group is not None:
             request.group.release(request)
         if request in self._queue:
             self._queue.remove(request)
-        request.state = RequestState.FINISHED
-        request.times.finished_ns = self._clock.now_ns
-        request.times.last_token_ns = max(sequence.last_token_ns for sequence in request.sequences)
+        request.complete(self._clock.now_ns)
         self._queue.settle(request)
         self._count_finished(request)
         self._effects.append(RequestEnded(request))

@@ -21,7 +21,7 @@ from scheduler.core.fairness import Clients
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.prefix_cache import CacheCleared, KvChange
 from scheduler.core.queue import RequestQueue
-from scheduler.core.request import FinishReason, Request, RequestState
+from scheduler.core.request import FinishReason, Request
 from scheduler.core.role import Role
 from scheduler.core.standing import Standings
 from scheduler.core.stats import Totals
@@ -209,8 +209,8 @@ class Membership:
         # Looking up lost blocks may have caused the death, so it is tried only once.
         adopting = group.adopting_requests
         for request in group.active:
-            request.lost_store = group.registration.kv_store if request not in adopting else ""
-            request.may_fetch &= request not in adopting
+            is_cause = request in adopting
+            request.lose_worker("" if is_cause else group.registration.kv_store, may_fetch=not is_cause)
         self.end_epoch(group, reason, tell=tell, culprit=culprit)
 
     def end_epoch(self, group: WorkerGroup, reason: str, *, tell: bool = True, culprit: Request | None = None) -> None:
@@ -228,7 +228,7 @@ class Membership:
         for request in list(group.active):
             group.release(request)
             if request is not culprit:
-                request.num_recoveries += 1
+                request.count_recovery()
                 self._totals.num_recoveries += 1
                 self.requeue(request)
         if culprit is not None:
@@ -239,8 +239,7 @@ class Membership:
 
     def requeue(self, request: Request) -> None:
         """Queue a request again after its release from a group."""
-        request.state = RequestState.QUEUED
-        request.waiting_since_ns = self._clock.now_ns
+        request.wait_again(self._clock.now_ns)
         self._queue.put_back(request)
 
     def is_suspect(self, request: Request) -> bool:

@@ -85,7 +85,7 @@ class Placement:
         self._queue.take(request, num_sequences)
         num_cached_tokens = group.start(request, num_steps, num_sequences)
         if is_first and request.times.first_scheduled_ns == 0:
-            request.num_cached_tokens = num_cached_tokens
+            request.set_cached(num_cached_tokens)
             self._totals.prefix_cache_queries += len(request.spec.prompt)
             self._totals.prefix_cache_hits += request.num_cached_tokens
             self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -127,6 +128,84 @@ class Sequence:
         self.is_on_worker = False
         self.first_ordinal = NO_RESULTS
 
+    def restore(self, tokens: Iterable[int], extras: Iterable[ExtraOutput] = ()) -> None:
+        """Set the output of an earlier scheduler. Precondition: it has no placement."""
+        self.output = array("I", tokens)
+        self.outputs = list(extras)
+
+    def append(self, token: int, now_ns: int) -> int:
+        """Append a token; return the output's length."""
+        self.last_token_ns = now_ns
+        self.output.append(token)
+        return len(self.output)
+
+    def take_output(self, tokens: array[int]) -> None:
+        """Replace the output by that of a beam, which is not copied."""
+        self.output = tokens
+
+    def forget_extras(self) -> None:
+        """Drop extra outputs; the worker reports them again."""
+        self.outputs = []
+
+    def finish(self, end: SequenceEnd) -> None:
+        """Set its end; an earlier end replaces a later one."""
+        self.end = end
+
+    def place(self, row: int, ordinal: int) -> None:
+        """Give it a row. Results of steps before `ordinal` are ignored."""
+        self.row = row
+        self.first_ordinal = ordinal
+
+    def mark_sent(self) -> None:
+        """Note that its row was sent to the worker."""
+        self.is_on_worker = True
+
+    def hold(self, table: list[int], num_hit_blocks: int, num_reserved: int) -> None:
+        """Set its blocks, of which others compute or computed the first `num_hit_blocks`."""
+        self.table = table
+        self.num_hit_blocks = num_hit_blocks
+        self.num_reserved = num_reserved
+
+    def fork_from(self, source: Sequence, num_full: int) -> None:
+        """Take over the source's progress and its first `num_full` blocks."""
+        self.table = source.table[:num_full]
+        self.num_freed, self.num_sink_blocks = source.num_freed, source.num_sink_blocks
+        self.num_computed = source.num_computed
+
+    def drop_blocks(self) -> None:
+        """Forget its blocks; its row stays."""
+        self.table, self.num_freed = [], 0
+
+    def free_before(self, index: int, num_sink_blocks: int) -> None:
+        """Note that its blocks before `index` were released, except the first `num_sink_blocks`."""
+        self.num_freed, self.num_sink_blocks = index, num_sink_blocks
+
+    def reserve(self, num_blocks: int) -> None:
+        """Set the number of blocks reserved for it."""
+        self.num_reserved = num_blocks
+
+    def limit_hits(self, num_blocks: int) -> None:
+        """Set the number of leading blocks that others compute or computed."""
+        self.num_hit_blocks = num_blocks
+
+    def publish_at(self, num_output: int) -> None:
+        """Set the output length at which its next full block is published."""
+        self.next_publish = num_output
+
+    def compute_to(self, num_tokens: int) -> None:
+        """Note that its first `num_tokens` tokens are computed once the planned steps have run."""
+        self.num_computed = num_tokens
+
+    def pause_at(self, checkpoint: int) -> None:
+        """Set the value of `num_computed` at which generation needs another block or ends."""
+        self.checkpoint = checkpoint
+
+    @staticmethod
+    def compute_next(sequences: Iterable[Sequence]) -> None:
+        """Plan one more token of each sequence: `compute_to` for all of a step's generation, in one call."""
+        for sequence in sequences:
+            sequence.num_computed += 1
+
     @property
     def held_blocks(self) -> list[int]:
         """The blocks of its table that were not released."""
@@ -230,6 +309,11 @@ class BeamLanes:
         self._take_tokens()
         self._forget_prompt()
 
+    def mark_forked(self) -> None:
+        """Note that forks and last tokens are in a step for the worker."""
+        self.forks.clear()
+        self.has_news = False
+
     def forget_placement(self) -> None:
         """Reset the lanes after they lost their worker: candidates received so far are recomputed."""
         self._forget_prompt()
@@ -240,7 +324,7 @@ class BeamLanes:
 
     def _forget_prompt(self) -> None:
         if not self.search.steps:
-            self._request.sequences[0].outputs = []  # outputs of the prompt are reported again
+            self._request.sequences[0].forget_extras()  # outputs of the prompt are reported again
 
     def report(self, lane: Sequence, data: bytes) -> None:
         """Store the extra outputs of a lane's candidates: a serialized RowOutputs."""
@@ -266,7 +350,7 @@ class BeamLanes:
             lane = source if stays[source] == rank else next(free)
             if lane is not source:
                 self.forks.append((source, lane))
-                lane.block_hashes = source.block_hashes[:]
+                lane.block_hashes[:] = source.block_hashes
             chosen.append(lane)
         self.lanes = [*chosen, *free]
         self.has_news = True
@@ -274,7 +358,7 @@ class BeamLanes:
 
     def _take_tokens(self) -> None:
         for lane, beam in zip(self.running, self.search.running, strict=True):
-            lane.output = beam.tokens
+            lane.take_output(beam.tokens)
 
     def ends(self, num_sequences: int) -> list[tuple[array[int], SequenceEnd]]:
         """Return the outputs and ends of a finished search, best first; empty ones if fewer beams have ended."""
@@ -360,6 +444,117 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(self.spec.num_sequences)]
         if self.spec.beam_width > 1:
             self.beams = BeamLanes(self)
+
+    @classmethod
+    def restored(cls, spec: RequestSpec, ordinal: int, finish: Finish) -> Request:
+        """Return an ended request with the record kept of it."""
+        return cls(
+            spec,
+            ordinal,
+            times=finish.times,
+            state=RequestState.FINISHED,
+            failure=finish.failure,
+            num_cached_tokens=finish.num_cached_tokens,
+            num_preemptions=finish.num_preemptions,
+            num_recoveries=finish.num_recoveries,
+            num_steps=finish.num_steps,
+            num_draft_tokens=finish.num_draft_tokens,
+            num_accepted_tokens=finish.num_accepted_tokens,
+        )
+
+    def accept(self, now_ns: int) -> None:
+        """Start its clocks."""
+        self.times.arrival_ns = self.spec.arrival_ns or now_ns
+        self.times.queued_ns = self.orphaned_ns = self.waiting_since_ns = now_ns
+
+    def activate(self, group: Host) -> None:
+        """Place it on a group."""
+        self.group = group
+        self.state = RequestState.ACTIVE
+
+    def leave_group(self) -> None:
+        """Note that it holds nothing on its group any more."""
+        self.group = None
+
+    def wait(self) -> None:
+        """Return to the queue."""
+        self.state = RequestState.QUEUED
+
+    def wait_again(self, now_ns: int) -> None:
+        """Return to the queue, and start to count the time that it waits for a worker."""
+        self.wait()
+        self.waiting_since_ns = now_ns
+
+    def complete(self, now_ns: int) -> None:
+        """Note its end. Precondition: all its sequences have ended."""
+        self.state = RequestState.FINISHED
+        self.times.finished_ns = now_ns
+        self.times.last_token_ns = max(sequence.last_token_ns for sequence in self.sequences)
+
+    def fail(self, failure: Failure | None) -> None:
+        """Set why it ends in error; None: it does not."""
+        self.failure = failure
+
+    def attach(self) -> None:
+        """Count a reader of its feed."""
+        self.num_attached += 1
+
+    def detach(self, now_ns: int) -> bool:
+        """Count a reader less; return whether it is an orphan now."""
+        self.num_attached -= 1
+        if self.num_attached or self.state is RequestState.FINISHED or self.spec.is_detached:
+            return False
+        self.orphaned_ns = now_ns
+        return True
+
+    def count_recovery(self) -> None:
+        """Count the loss of its worker or scheduler."""
+        self.num_recoveries += 1
+
+    def count_preemption(self) -> None:
+        """Count a pause."""
+        self.num_preemptions += 1
+
+    def count_handover(self) -> None:
+        """Count a move from a prefill group to a decode group."""
+        self.num_handovers += 1
+
+    def keep_here(self) -> None:
+        """Note that a handover failed; no other is tried."""
+        self.may_hand_over = False
+
+    def count_step(self, ordinal: int | None = None) -> None:
+        """Count a step that it took part in; with an `ordinal` at most once for each."""
+        if ordinal is None or self.last_ordinal != ordinal:
+            self.num_steps += 1
+        if ordinal is not None:
+            self.last_ordinal = ordinal
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count drafts that a step verified."""
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+
+    def set_cached(self, num_tokens: int) -> None:
+        """Set the prompt tokens that the prefix cache had when it first started."""
+        self.num_cached_tokens = num_tokens
+
+    def lose_worker(self, store: str, *, may_fetch: bool) -> None:
+        """Note the store of a dead worker, empty for none, and whether blocks may still be fetched from tiers."""
+        self.lost_store = store
+        self.may_fetch = self.may_fetch and may_fetch
+
+    def forget_store(self) -> None:
+        """Note that the dead worker's blocks are not looked for any more."""
+        self.lost_store = ""
+
+    def note_scheduled(self, now_ns: int) -> None:
+        """Note that its first step was planned."""
+        self.times.first_scheduled_ns = now_ns
+
+    def note_first_token(self, now_ns: int) -> None:
+        """Note its first token."""
+        self.times.first_token_ns = now_ns
 
     @property
     def request_id(self) -> str:

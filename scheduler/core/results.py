@@ -149,8 +149,7 @@ class Results:
             _note_step(sequence, step.ordinal)
             self._note_first_token(sequence)
             if request.beams is None:
-                request.num_draft_tokens += num_drafts
-                request.num_accepted_tokens += count - 1
+                request.count_drafts(num_drafts, count - 1)
                 self._take_run(group, sequence, tokens, ends, taken)
             elif request.beams.take(sequence, list(zip(tokens, log_probs, strict=True))):
                 taken.num_tokens += len(request.beams.running)
@@ -168,7 +167,7 @@ class Results:
                 self._append(group, sequence, token, ends)
                 taken.num_tokens += 1
         if sequence.waits_for_result and len(ends) == num_ends:
-            sequence.num_computed += len(tokens) - 1
+            sequence.compute_to(sequence.num_computed + len(tokens) - 1)
             group.resume_generation(sequence)
 
     def _advance_beams(self, group: WorkerGroup, request: Request, ends: list[End], taken: Taken) -> None:
@@ -182,7 +181,7 @@ class Results:
                 group.resume_generation(lane)
             return
         for sequence, (tokens, end) in zip(request.sequences, beams.ends(len(request.sequences)), strict=True):
-            sequence.output = tokens
+            sequence.take_output(tokens)
             if tokens:
                 taken.emitted.append(sequence)
             ends.append((sequence, end))
@@ -214,10 +213,8 @@ class Results:
                 self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
                 before_ns, num_alike = sequence.last_token_ns, 0
             num_alike += 1
-            sequence.last_token_ns = now_ns
-            output, spec = sequence.output, sequence.request.spec
-            output.append(token)
-            num_output = len(output)
+            spec = sequence.request.spec
+            num_output = sequence.append(token, now_ns)
             if num_output == sequence.next_publish or num_output == spec.max_tokens or token in spec.stop_token_ids:
                 self._look_at_last(group, sequence, ends)
         self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
@@ -225,8 +222,7 @@ class Results:
 
     def _append(self, group: WorkerGroup, sequence: Sequence, token: int, ends: list[End]) -> None:
         """Append a token to a sequence, and record its end if it is complete."""
-        sequence.output.append(token)
-        sequence.last_token_ns = self._clock.now_ns
+        sequence.append(token, self._clock.now_ns)
         self._look_at_last(group, sequence, ends)
 
     def _look_at_last(self, group: WorkerGroup, sequence: Sequence, ends: list[End]) -> None:
@@ -251,7 +247,7 @@ class Results:
         if request.died_on:
             request.died_on.clear()
         if request.times.first_token_ns == 0:
-            request.times.first_token_ns = now_ns
+            request.note_first_token(now_ns)
             self._totals.time_to_first_token.observe(now_ns - request.times.queued_ns)
             self._totals.request_queue_time.observe(request.times.first_scheduled_ns - request.times.queued_ns)
 
@@ -411,7 +407,5 @@ def _runs_problem(step: InFlightStep, event: StepDone) -> str:
 
 def _note_step(sequence: Sequence, ordinal: int) -> None:
     """Count a step of a sequence that is not planned ahead; others' steps are counted by their tokens."""
-    request = sequence.request
-    if sequence.waits_for_result and request.last_ordinal != ordinal:
-        request.last_ordinal = ordinal
-        request.num_steps += 1
+    if sequence.waits_for_result:
+        sequence.request.count_step(ordinal)

@@ -85,11 +85,11 @@ class StepBuilder:
         while (index := sequence.num_computed // block_size) < sequence.num_hit_blocks:
             writer = cache.wait_for(sequence.table[index], sequence)
             if writer is sequence:
-                sequence.num_hit_blocks = index
+                sequence.limit_hits(index)
                 return True
             if writer is not None:
                 return False
-            sequence.num_computed = (index + 1) * block_size
+            sequence.compute_to((index + 1) * block_size)
         return sequence.index == 0 or self.group.has_state or self._copy_from_leader(sequence)
 
     def _copy_from_leader(self, sequence: Sequence) -> bool:
@@ -108,19 +108,17 @@ class StepBuilder:
         if leader.num_freed <= index:
             self._plan.copy_source_blocks.append(leader.table[index])
             self._plan.copy_target_blocks.append(sequence.table[index])
-            sequence.num_computed = num_prompt - 1
+            sequence.compute_to(num_prompt - 1)
         return True
 
     def _add_chunk(self, sequence: Sequence, length: int, *, is_last: bool) -> None:
         group, row = self.group, sequence.row
         assert row is not None
-        if not sequence.is_on_worker:
-            sequence.is_on_worker = True
-            group.num_on_worker += 1
+        if group.mark_sent(sequence):
             self._plan.added.append(AddedSequence(row, sequence, len(sequence.output), tuple(sequence.table)))
             self._note_first_scheduled(sequence.request)
         start = sequence.num_computed
-        sequence.num_computed = start + length
+        sequence.compute_to(start + length)
         self._settle_blocks(sequence, start // group.tokens_per_block, sequence.num_computed // group.tokens_per_block)
         self._plan.context_rows.append(row)
         self._plan.context_starts.append(start)
@@ -131,7 +129,7 @@ class StepBuilder:
 
     def _note_first_scheduled(self, request: Request) -> None:
         if request.times.first_scheduled_ns == 0:
-            request.times.first_scheduled_ns = self._time_ns
+            request.note_scheduled(self._time_ns)
             self._queue_latency_ns += self._time_ns - request.times.queued_ns
 
     def _settle_blocks(self, sequence: Sequence, first: int, end: int) -> None:
@@ -173,8 +171,7 @@ class StepBuilder:
         self.num_tokens_left -= len(chosen)
         if group.num_waiting:
             self._plan_drafts(chosen)
-        for sequence in chosen:
-            sequence.num_computed += 1
+        Sequence.compute_next(chosen)
         return len(chosen)
 
     def _without_stalled_beams(self, chosen: list[Sequence]) -> list[Sequence]:
@@ -204,9 +201,7 @@ class StepBuilder:
             assert source.row is not None
             assert target.row is not None
             plan.forks.append(Fork(source.row, target.row, tuple(target.table)))
-            if not target.is_on_worker:
-                target.is_on_worker = True
-                group.num_on_worker += 1
+            group.mark_sent(target)
             group.set_checkpoint(target)
         for lane in beams.spare:
             if lane.table:
@@ -215,8 +210,7 @@ class StepBuilder:
             assert lane.row is not None
             plan.beam_rows.append(lane.row)
             plan.beam_token_ids.append(lane.output[-1])
-        beams.forks.clear()
-        beams.has_news = False
+        beams.mark_forked()
         return True
 
     def _plan_drafts(self, chosen: list[Sequence]) -> None:
@@ -309,7 +303,7 @@ class StepBuilder:
             if is_last:
                 group.begin_generation(sequence)
             else:
-                sequence.request.num_steps += 1  # sampling rows are counted by their tokens
+                sequence.request.count_step()  # sampling rows are counted by their tokens
         return plan
 
     def _write_generation(self) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
@@ -329,5 +323,5 @@ class StepBuilder:
         else:
             plan.generation_rows = list(rows)
         version = group.generation_version if self._is_whole_generation else -1
-        group.last_generation = type(last)(version, tuple(chosen), rows)
-        return group.last_generation.sequences, rows
+        last = group.note_generation(version, tuple(chosen), rows)
+        return last.sequences, rows

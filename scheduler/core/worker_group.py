@@ -23,7 +23,7 @@ from scheduler.core.events import StepDone, WorkerBeat, WorkerRegistered
 from scheduler.core.fairness import Clients, Holdings, Pace
 from scheduler.core.in_flight import InFlightStep, LastGeneration
 from scheduler.core.prefix_cache import PrefixCache
-from scheduler.core.request import Request, RequestState, Sequence
+from scheduler.core.request import Request, Sequence
 from scheduler.core.request_spec import RequestSpec
 from scheduler.core.role import Role
 from scheduler.core.standing import Standing
@@ -345,8 +345,7 @@ class WorkerGroup:
         if request.group is None:
             self.active[request] = None
             self.adapters.take(request.spec)
-            request.group = self
-            request.state = RequestState.ACTIVE
+            request.activate(self)
             self.num_placed += 1
         leader = self._leader(request)
         was_lost_here = request.lost_store != "" and request.lost_store == self.registration.kv_store
@@ -357,7 +356,7 @@ class WorkerGroup:
         waiting = request.waiting_sequences
         starting = waiting[:num_sequences]
         if len(starting) == len(waiting):
-            request.lost_store = ""
+            request.forget_store()
         for sequence in starting:
             num_blocks = self.tables.fill(sequence, leader, adoptions, is_stored)
             num_found = num_blocks if sequence is starting[0] else num_found
@@ -380,9 +379,8 @@ class WorkerGroup:
         return next((s for s in request.placed_sequences if s.row is not None and not s.num_freed), None)
 
     def _take_row(self, sequence: Sequence, ordinal: int) -> None:
-        sequence.row = heapq.heappop(self._free_rows)
         self.holdings.add(sequence.request.spec.client_id, self._blocks_of_row(sequence.request))
-        sequence.first_ordinal = ordinal
+        sequence.place(heapq.heappop(self._free_rows), ordinal)
         self.batch_size += 1
         self.num_waiting += sequence.waits_for_result
 
@@ -413,8 +411,21 @@ class WorkerGroup:
     def set_checkpoint(self, sequence: Sequence) -> bool:
         """Set the sequence's next checkpoint; return False if all its tokens are planned."""
         limit = sequence.request.spec.max_num_tokens
-        sequence.checkpoint = min(len(sequence.table) * self.tokens_per_block, limit)
+        sequence.pause_at(min(len(sequence.table) * self.tokens_per_block, limit))
         return sequence.num_computed < limit
+
+    def mark_sent(self, sequence: Sequence) -> bool:
+        """Note that a sequence's row is sent to the worker; return False if it was before."""
+        if sequence.is_on_worker:
+            return False
+        sequence.mark_sent()
+        self.num_on_worker += 1
+        return True
+
+    def note_generation(self, version: int, sequences: tuple[Sequence, ...], rows: tuple[int, ...]) -> LastGeneration:
+        """Store what a step generates, which the next step is told relative to."""
+        self.last_generation = LastGeneration(version, sequences, rows)
+        return self.last_generation
 
     def end_generation(self, sequence: Sequence) -> None:
         """Remove a sequence from the generation phase; it keeps its row and blocks."""
@@ -441,7 +452,7 @@ class WorkerGroup:
             request.beams.forget_placement()
         del self.active[request]
         self.adapters.give_back(request.spec)
-        request.group = None
+        request.leave_group()
         if not self.active:
             self.batch_size = 0
 

@@ -25,7 +25,7 @@ def report_beams(request: Request) -> None:
     steps = [_parsed(step) for step in search.steps]
     if steps:
         # The prompt's end was computed with the first step, in which there was one beam.
-        request.sequences[0].outputs += [ExtraOutput(0, row.SerializeToString()) for row in _of_prompt(steps[0])]
+        request.sequences[0].outputs.extend(ExtraOutput(0, row.SerializeToString()) for row in _of_prompt(steps[0]))
     for sequence, item in zip(request.sequences, search.ended, strict=False):
         log_probs = worker_pb2.RowOutputs()
         for offset, rows in enumerate(_way(item.beam, search.steps, steps)):
