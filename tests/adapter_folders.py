@@ -1,4 +1,4 @@
-"""Adapters of the embedded model as PEFT lays them down, written without PEFT or a model, which take seconds."""
+"""Write adapters for the embedded model in PEFT's format without loading PEFT or a model, which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_LAYERS, HIDDEN, KV_SIZE = 30, 576, 192
 
 
 def write_lora(folder: Path, rank: int, seed: int, scale: float = 0.15) -> Path:
-    """An adapter of the query and value projections."""
+    """Write a LoRA adapter for the query and value projections."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(NUM_LAYERS):
@@ -25,7 +25,7 @@ def write_lora(folder: Path, rank: int, seed: int, scale: float = 0.15) -> Path:
 
 
 def write_prompt(folder: Path, num_virtual_tokens: int, seed: int) -> Path:
-    """An adapter of virtual tokens."""
+    """Write a prompt-tuning adapter."""
     table = torch.randn(num_virtual_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)) * 0.1
     config = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": num_virtual_tokens, "token_dim": HIDDEN}
     return _write(folder, {"prompt_embeddings": table}, config)

@@ -12,8 +12,8 @@ from xdist.workermanage import WorkerController
 os.environ["TRITON_INTERPRET"] = "1"
 
 _INTEGRATION = "tests/integration/"
-# Where real processes and sockets race with whatever else the machine does. A test that fails there is tried once more,
-# and its first failure is named at the end: each is a defect to be found, of the test or of the product.
+# Tests with real processes and sockets are subject to races. A failed test is retried once, and its first failure is
+# listed at the end: each is a bug in the test or the product.
 _RACING = (
     _INTEGRATION,
     "tests/detokenizer/",
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Names what failed once more at the very end, where no report, however long, pushes it out of sight."""
+    """List failures again at the very end, after all long reports."""
     yield
     for outcome in ("rerun", "failed", "error"):
         for report in terminalreporter.getreports(outcome):
@@ -90,7 +90,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Hands out groups of tests."""
+    """Distribute groups of tests."""
     return GroupScheduling(config, log)
 
 

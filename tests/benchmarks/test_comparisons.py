@@ -1,4 +1,4 @@
-"""Ratios are taken of the best rounds and within each round, against the best of the peers."""
+"""Ratios compare the best rounds, and figures within each round, with the best peer."""
 
 from __future__ import annotations
 

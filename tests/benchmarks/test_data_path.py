@@ -1,4 +1,4 @@
-"""Figures of a run follow from what the load generator saw and what the parts' threads spent."""
+"""Figures of a run follow from the load generator's output and the threads' processor time."""
 
 from __future__ import annotations
 

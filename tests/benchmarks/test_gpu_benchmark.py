@@ -1,4 +1,4 @@
-"""What of the GPU benchmark can be shown without a GPU: its model, its scheduler, its sums, and what it needs."""
+"""The parts of the GPU benchmark that can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_limits_and_what_misses_them(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder in which `sitecustomize` gives every process parts that do what their names say."""
+    """A folder whose `sitecustomize` replaces the benchmark's parts by ones that pass, crash, hang or raise."""
     (tmp_path / "sitecustomize.py").write_text(PARTS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     return tmp_path

@@ -1,4 +1,4 @@
-"""Steps are done once; one that fails stops only the peers that need it."""
+"""Installation steps run once; a failed step affects only the peers that need it."""
 
 from __future__ import annotations
 

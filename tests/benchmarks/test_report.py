@@ -1,4 +1,4 @@
-"""What is written about a comparison."""
+"""The report of a comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison made in pieces, and what of it the processor worked."""
+"""Results of several sessions are merged; processor time includes all child processes."""
 
 from __future__ import annotations
 

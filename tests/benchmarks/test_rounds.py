@@ -1,4 +1,4 @@
-"""All peers get the same tokens, and what they print comes back as figures."""
+"""All peers get the same tokens, and their output is parsed as figures."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from tests.integration.service import Service
 
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 TOKEN = "a-token-that-somebody-knows"
-# Requests that run at once, and what all their prompts begin with, so that they share blocks.
+# Concurrent requests, and a common prefix of their prompts, so that they share blocks.
 _NUM_CLIENTS = 10
 _BEGINNING = "You know the rivers of Europe, their towns, their bridges and their ships. Answer in full sentences. "
 
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two of each, with a KV cache so small that one can see it fill."""
+    """Two of each part, with a KV cache small enough to see it fill."""
     flags = ("--routers", "2", "--detokenizers", "2", "--workers", "2")
     settings = {"MIDSTREAM_MAX_KV_TOKENS": "4096", "MIDSTREAM_MAX_BATCH_SIZE": "4"}
     service = Service.start(tmp_path_factory.mktemp("service"), *flags, **settings)
@@ -34,7 +34,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def load(service: Service) -> Iterator[None]:
-    """Clients that never stop asking."""
+    """Clients that send requests without a pause."""
     running = threading.Thread(target=asyncio.run, args=(_ask(service.routers(), stop := threading.Event()),))
     running.start()
     yield
@@ -66,7 +66,7 @@ def browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def running(module: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A part of the service more, and its HTTP port."""
+    """Start another part of the service; return its HTTP port."""
     free = (port for port in range(31_000, 32_000) if is_free_port(port))
     port, http_port = next(free), next(free)
     command = [sys.executable, "-m", module, "--port", str(port), "--http-port", str(http_port), *flags]

@@ -1,4 +1,4 @@
-"""Manifests hold together: whatever one object names, another is; and every pod keeps to the rules."""
+"""Manifests are consistent: every referenced object exists, and every pod follows the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may reach whom, worked out from the NetworkPolicies as a network plug-in does."""
+"""Allowed connections, computed from the NetworkPolicies as a network plug-in does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What manifests say of a part is what its code serves: ports, probes, settings, addresses."""
+"""Manifests match the code: ports, probes, settings, addresses."""
 
 from __future__ import annotations
 

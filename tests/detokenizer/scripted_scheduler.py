@@ -1,4 +1,4 @@
-"""A scheduler that feeds what a test tells it to, over a real socket."""
+"""A scheduler that feeds scripted tokens over a real socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One feed carries many streams: what one of them cannot take is its own failure."""
+"""One feed carries many streams: an error in one of them affects only that stream."""
 
 from __future__ import annotations
 

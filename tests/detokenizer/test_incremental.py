@@ -1,4 +1,4 @@
-"""Text of tokens: any cutting gives what the tokenizer decodes from all of them."""
+"""Incremental decoding gives the same text as the tokenizer, however the tokens are divided."""
 
 from __future__ import annotations
 

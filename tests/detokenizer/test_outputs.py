@@ -1,4 +1,4 @@
-"""What comes beside tokens is shown exactly once, also when the feed gives it again; and large tensors are cut."""
+"""Log probabilities and tensors are delivered exactly once, even if the feed repeats them; large tensors are split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request's output for one router: what comes twice is shown once."""
+"""One request's output for one router: repeated tokens are delivered once."""
 
 from __future__ import annotations
 

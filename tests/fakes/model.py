@@ -2,7 +2,7 @@
 
 The next token is the last one plus one, modulo the vocabulary. Its "KV cache" keeps, for each slot, a number that
 stands for all tokens up to there; before a row is computed, everything behind it must be in its blocks. So wrong
-sharing, blocks given away too early, and a lost or doubled token are found at the step that does it.
+sharing, blocks released too early, and lost or repeated tokens are detected in the step that causes them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FakeWorkerConfig:
-    """What the fake is and how it fails.
+    """Behaviour of the fake worker, and how it fails.
 
     Attributes:
         step_ms: Time of a step.
@@ -108,26 +108,26 @@ class FakeWorker:
         return self
 
     def stop(self) -> None:
-        """Leaves, as on SIGTERM."""
+        """Leave, like SIGTERM."""
         self._stop.set()
         self._freeze.clear()
         self._thread.join(5)
 
     def leave(self) -> None:
-        """Says goodbye once its step is done, and ends."""
+        """Finish the current step, send Goodbye and exit."""
         self._stop.set()
 
     def kill(self) -> None:
-        """Dies without a word, as by SIGKILL."""
+        """Stop without a message, like SIGKILL."""
         self._says_goodbye = False
         self.stop()
 
     def freeze(self) -> None:
-        """Stands still, as by SIGSTOP."""
+        """Pause, like SIGSTOP."""
         self._freeze.set()
 
     def thaw(self) -> None:
-        """Goes on, as by SIGCONT."""
+        """Continue, like SIGCONT."""
         self._freeze.clear()
 
     def is_alive(self) -> bool:

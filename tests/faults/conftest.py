@@ -25,7 +25,7 @@ async def client(shared: Processes) -> AsyncIterator[AsyncClient]:
 
 @pytest.fixture
 async def processes(shared: Processes, client: AsyncClient) -> Processes:
-    """The service, whole and idle. What a test kills is started again before the next one."""
+    """The service, with all parts running and idle. Parts that a test kills are restarted before the next one."""
     shared.worker_flags = ()
     await shared.make_whole(client)
     return shared
@@ -33,6 +33,6 @@ async def processes(shared: Processes, client: AsyncClient) -> Processes:
 
 @pytest.fixture(scope="package")
 def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pressed]:
-    """Every part as a process, with limits that are soon reached."""
+    """All parts as processes, with low limits."""
     with running_pressed(tmp_path_factory.mktemp("pressed")) as pressed:
         yield pressed

@@ -1,5 +1,6 @@
-"""The service as processes that trust nobody: TLS with client certificates, CURVE keys, callers known by token or
-certificate, and a small real model."""
+"""The service with all security on: TLS with client certificates, CURVE keys, callers authenticated by token or
+certificate; with a small real model.
+"""
 
 from __future__ import annotations
 

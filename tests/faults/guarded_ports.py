@@ -1,4 +1,4 @@
-"""A gRPC and an HTTP server in this process that say who their caller is, and how they are asked."""
+"""A gRPC and an HTTP server in this process that return their caller's name, and clients for them."""
 
 from __future__ import annotations
 

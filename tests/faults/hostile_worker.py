@@ -1,4 +1,4 @@
-"""A worker that says anything, beside a healthy one, at a real scheduler.
+"""A worker that sends arbitrary messages, and a healthy one, on a real scheduler.
 
 python -m tests.faults.hostile_worker --messages 20000
 """
@@ -26,7 +26,7 @@ _NUM_STREAMS = 8
 _MAX_TOKENS = 24
 _END_WITHIN_S = 60.0
 _KINDS = [field.name for field in worker_pb2.WorkerMessage.DESCRIPTOR.fields]
-# Held off as usual a worker says little that matters.
+# With the usual hold-off the worker would send few messages that matter.
 _SHORT_PAUSE_NS = 1_000_000
 
 
@@ -34,7 +34,8 @@ class HostileWorker:
     """Obeys like a worker, and changes most of what it says.
 
     Attributes:
-        num_mutated: Messages that it changed. paths: The fields.
+        num_mutated: Messages that it changed.
+        paths: The fields.
         seen: Requests that it was given, whose output it may have spoiled.
     """
 

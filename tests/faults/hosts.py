@@ -40,10 +40,10 @@ class Hosts(Protocol):
         """HOST:PORT at which `source` reaches a port of `target`; an empty source is whoever asks."""
 
     def cut(self, first: str, second: str) -> None:
-        """Nothing comes through between two hosts, and neither is told."""
+        """Drop all traffic between two hosts without notifying them."""
 
     def heal(self, first: str, second: str) -> None:
-        """Everything comes through again."""
+        """Restore the traffic."""
 
 
 class Namespaces:

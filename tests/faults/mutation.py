@@ -1,4 +1,4 @@
-"""Changes protobuf messages as their descriptors allow: any field of any message, whatever is added to them later."""
+"""Mutate protobuf messages by their descriptors: any field of any message, including later additions."""
 
 from __future__ import annotations
 

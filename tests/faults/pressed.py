@@ -1,4 +1,4 @@
-"""Running parts with narrow limits, and what tests read of them."""
+"""Running parts with low limits, and their metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pressed:
         self.parts = Parts(folder, *flags, "--http-port", str(http_port), step_ms=STEP_MS)
 
     def metric(self, name: str) -> float:
-        """A number that the scheduler shows."""
+        """Return a metric of the scheduler."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/metrics", timeout=20) as response:
             text = response.read().decode()
         found = re.search(rf"^midstream:{name} (\S+)$", text, re.MULTILINE)
@@ -46,7 +46,7 @@ class Pressed:
         return float(found[1])
 
     def resident_bytes(self, name: str) -> int:
-        """Memory of a part."""
+        """Return the memory of a part."""
         status = Path(f"/proc/{self.parts.processes[name].pid}/status").read_text(encoding="ascii")
         found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
         assert found

@@ -1,4 +1,4 @@
-"""Two of each part as processes of this machine, workers without a model; each can be killed, stopped and started."""
+"""Two of each part as processes on this machine, with fake workers; each can be killed, stopped and started."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Processes(NamedProcesses):
         return await asyncio.to_thread(self.processes[name].wait, WAIT_S)
 
     async def make_whole(self, client: AsyncClient) -> None:
-        """Starts what does not run; returns when everything stands and nothing is left to do."""
+        """Start missing processes; return once all are ready and idle."""
         self.start(*(name for name in ALL if not self.is_running(name)))
         await until(lambda: self._is_whole(client))
 

@@ -1,4 +1,4 @@
-"""Every part of the service in this process, with its real sockets and a small real model, each to be killed by itself.
+"""All parts of the service in this process, with real sockets and a small real model; each can be killed.
 
 Two workers, two detokenizers, two routers, and a scheduler with its journal. A gate holds the workers at a token, so
 that a part dies at exactly that one.
@@ -38,7 +38,7 @@ KINDS = ("worker", "scheduler", "detokenizer", "router")
 
 
 class Gate:
-    """Lets workers sample tokens of the one request there is, up to a number of them.
+    """Limits how many tokens workers may sample for the only request.
 
     Attributes:
         serving: Name of the worker that ran last.
@@ -88,12 +88,12 @@ class Gate:
 
 
 class MortalLink(SchedulerLink):
-    """A link that ends without a farewell."""
+    """A link that closes without a Goodbye."""
 
     is_dead = False
 
     def kill(self) -> None:
-        """As SIGKILL does."""
+        """Close like SIGKILL."""
         self.is_dead = True
         self._wake()
 
@@ -105,7 +105,7 @@ class MortalLink(SchedulerLink):
 
 
 class RigWorker:
-    """A worker in a thread; its lives share one loaded model."""
+    """A worker in a thread; restarts share one loaded model."""
 
     def __init__(self, name: str, folder: ModelFolder, address: str, gate: Gate) -> None:
         self._config = WorkerConfig(scheduler=address, group_id=name, device="cpu")
@@ -116,7 +116,7 @@ class RigWorker:
         self.start()
 
     def start(self) -> None:
-        """Begins another life."""
+        """Restart the worker."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_module, "ModelRunner", lambda *_, **__: self.runner)
             patch.setattr(worker_module, "SchedulerLink", MortalLink)
@@ -134,7 +134,7 @@ class RigWorker:
         self._thread.start()
 
     def kill(self) -> None:
-        """Ends this life."""
+        """Stop the worker."""
         self._link.kill()
         self._thread.join(WAIT_S)
         self._link.join()

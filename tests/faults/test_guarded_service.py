@@ -1,4 +1,4 @@
-"""Every lock at once, on real processes: who gets through each door, and that faults are survived behind them."""
+"""All security on, with real processes: who may call which port, and recovery from faults."""
 
 from __future__ import annotations
 

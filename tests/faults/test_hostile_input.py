@@ -1,5 +1,4 @@
-"""Requests out of all bounds, and everything but the protocol on the worker port: refused or dropped, and nobody else
-notices."""
+"""Invalid requests, and invalid data on the worker port, are rejected or dropped without effect on others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model files made to do harm: templates that escape or explode, dimensions out of all bounds, code to be run."""
+"""Malicious model files: templates that escape or use excessive resources, absurd dimensions, executable code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a worker says, the healthy one's requests end rightly, and the scheduler lives."""
+"""Whatever a worker sends, the healthy worker's requests complete correctly and the scheduler survives."""
 
 from __future__ import annotations
 

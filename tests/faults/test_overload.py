@@ -1,4 +1,4 @@
-"""More than there is room for: too many requests, clients that do not read, clients with too many streams."""
+"""Overload: too many requests, clients that do not read, clients with too many streams."""
 
 from __future__ import annotations
 

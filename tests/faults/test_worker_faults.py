@@ -1,4 +1,4 @@
-"""Workers that die, stand still, or are brought down."""
+"""Workers that die, hang or are shut down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CURVE on the worker port: who gets through, and what refuses to start."""
+"""CURVE on the worker port: which peers may connect, and which configurations are rejected."""
 
 from __future__ import annotations
 

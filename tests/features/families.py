@@ -1,4 +1,4 @@
-"""Runs each feature on a tiny random model of each family, and says what came of it."""
+"""Run each feature on a tiny random model of each family, and return the outcome."""
 
 from __future__ import annotations
 

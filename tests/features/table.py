@@ -1,4 +1,4 @@
-"""The table of features: what works with which family of models and through which door."""
+"""The table of features: which work with which model family and which API."""
 
 from __future__ import annotations
 

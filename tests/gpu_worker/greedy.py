@@ -1,4 +1,4 @@
-"""What transformers says of greedy output."""
+"""Check greedy output against transformers."""
 
 from __future__ import annotations
 

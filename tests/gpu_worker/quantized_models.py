@@ -1,4 +1,4 @@
-"""Quantized checkpoints of tiny models, as the tools that people use write them.
+"""Quantized checkpoints of tiny models, in the formats of common tools.
 
 Each scheme turns a float32 matrix into the tensors of a module, and into the values that they stand for, which come
 from the library that defines the scheme, or where that needs a GPU from its arithmetic in float64.

@@ -1,4 +1,4 @@
-"""The scheduler's side of the wire, moved by hand, and a real worker process to talk to."""
+"""The scheduler's side of the worker protocol, driven by tests, and a real worker process."""
 
 from __future__ import annotations
 

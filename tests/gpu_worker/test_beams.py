@@ -1,4 +1,4 @@
-"""Beam search on the embedded model: sequences and scores as transformers', the same whatever the batch."""
+"""Beam search on the embedded model: the same sequences and scores as transformers, in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: drafts change the number of steps and nothing else."""
+"""Speculative decoding: drafts change only the number of steps."""
 
 from __future__ import annotations
 

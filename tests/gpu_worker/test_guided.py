@@ -1,4 +1,4 @@
-"""Grammars: what is sampled from random logits follows them, also after pauses and when their process dies."""
+"""Grammars: tokens sampled from random logits follow them, even after pauses and the death of their process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools that outlast their processes: found by hash once their worker is dead, and by nobody before."""
+"""KV pools that outlive their processes: blocks are found by hash only once the worker is dead."""
 
 from __future__ import annotations
 

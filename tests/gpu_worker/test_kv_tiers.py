@@ -1,4 +1,4 @@
-"""Blocks below the pool: stored while they hold what their hash says, found again, and never wrong."""
+"""KV tiers: blocks are stored, found by hash, and never wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank holds what: every part once, and each query beside the keys that it reads."""
+"""Division of weights among ranks: each part exactly once, and queries with the keys they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused in an adapter's folder, by name."""
+"""Adapter folders that are rejected, with the name of the fault."""
 
 from __future__ import annotations
 

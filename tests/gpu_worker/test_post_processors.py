@@ -1,4 +1,4 @@
-"""Logits post-processors from an installed package, and what happens to those that misbehave."""
+"""Logits post-processors from an installed package, and the handling of failing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to logits before a token is chosen: against transformers' processors, and by hand."""
+"""Logits processing before sampling, against transformers' processors and hand-worked values."""
 
 from __future__ import annotations
 

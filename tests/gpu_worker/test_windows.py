@@ -1,4 +1,4 @@
-"""Layers that attend to a window, under KV pressure: the tokens are those that transformers chooses."""
+"""Layers with attention windows under KV pressure: tokens are those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's core and a model runner, joined by the wire's messages, in one process and without time."""
+"""The scheduler's core and a model runner in one process, connected by wire messages, without real time."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Whole:
         )
 
     def handle(self, event: Event) -> list[Effect]:
-        """Hands an event in and keeps the plans that follow."""
+        """Pass an event to the core and keep the resulting plans."""
         effects = self.core.handle(event)
         for effect in effects:
             if isinstance(effect, BeamsAdvanced):
@@ -159,14 +159,14 @@ class Whole:
         return True
 
     def lose_worker(self) -> None:
-        """The worker goes, and comes back empty."""
+        """Lose the worker and register it again, empty."""
         group = self.core.groups[0]
         self._plans.clear()
         self.handle(WorkerLeft(1, self._connection, group.epoch))
         self._join()
 
     def lose_scheduler(self) -> None:
-        """The scheduler goes, and another one starts on its journal."""
+        """Replace the scheduler by a new one that starts from its journal."""
         assert self._store is not None
         self._store.close()
         self._start()
@@ -184,7 +184,7 @@ class Whole:
         self.handle(Recovered(1, request.spec, outputs, ends, beam_steps=steps))
 
     def run(self, requests: ListOf[pb.GenerateRequest]) -> list[Request]:
-        """Runs requests together to their ends."""
+        """Run requests together to completion."""
         made = [self.submit(request) for request in requests]
         while self.step():
             pass
@@ -211,7 +211,7 @@ class LogProb(NamedTuple):
 
 @dataclass(slots=True)
 class Contents:
-    """All that a client gets of one sequence.
+    """Everything that a client receives for one sequence.
 
     Attributes:
         log_probs: Of each token: its own, and (token, log probability) of the likeliest.

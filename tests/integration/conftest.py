@@ -27,7 +27,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Service]:
-    """Two routers, three detokenizers, two workers: what every test here shares."""
+    """Two routers, three detokenizers and two workers, shared by all tests here."""
     flags = ("--routers", "2", "--detokenizers", "3", "--workers", "2")
     site = install(EXAMPLE_POST_PROCESSOR, tmp_path_factory.mktemp("package"))
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""One request, asked for through each front door as its own clients ask."""
+"""Send one request through each API with that API's own client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FLOATS = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "fr
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked for; numbers are float32 exactly."""
+    """A request; numbers are exact in float32."""
 
     prompt: str
     max_tokens: int
@@ -64,7 +64,7 @@ class Case:
 
 @dataclass
 class Sequence:
-    """What came of one sequence; a door that has no token ids leaves them empty."""
+    """The output of one sequence; token_ids are empty if the API has none."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Sequence:
 
 
 class Doors:
-    """Clients of every door of one router."""
+    """Clients of all APIs of one router."""
 
     def __init__(self, grpc_address: str, http_address: str) -> None:
         self.channel = open_channel(grpc_address)

@@ -1,4 +1,4 @@
-"""Asks for each feature through each door as its clients do, and natively."""
+"""Request each feature through each API with that API's client, and natively."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Answer:
 
 
 class RefusedError(Exception):
-    """The door said no; with the status's name."""
+    """The API rejected the request, with this status."""
 
 
 def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Asking:
         self._expected = expected
 
     def ask(self, door: str, feature: str) -> Awaitable[Answer]:
-        """Ask for the feature through the door."""
+        """Request the feature through the API."""
         ways: dict[str, Callable[[str], Awaitable[Answer]]] = {
             "native": self.native,
             "executor": self._ask_executor,

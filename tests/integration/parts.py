@@ -1,4 +1,4 @@
-"""The services as processes of this machine around a worker without a model, each to be killed and started again."""
+"""The services as processes on this machine with a fake worker; each can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Parts(NamedProcesses):
         self.end(name)
 
     def wait_for_log(self, name: str, text: str) -> None:
-        """Returns when a part has logged `text`."""
+        """Wait until a part has logged `text`."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while text not in self.log(name):
             assert time.monotonic() < deadline, self.log(name)

@@ -1,4 +1,4 @@
-"""Every front door of the real service: official clients, the native call's tokens, and clients that leave."""
+"""All APIs of the real service: official clients get the native call's tokens; clients that leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is sent to a front door, the service behind it stays whole. On a small model, so that no request is long."""
+"""Whatever is sent to an API, the service survives. On a small model, so that no request is long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may ask for, through the whole service on the embedded model."""
+"""Request features through the whole service on the embedded model."""
 
 from __future__ import annotations
 

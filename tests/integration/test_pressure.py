@@ -1,4 +1,4 @@
-"""The scheduler under pressure, on the real model: a KV pool that is too small, and a prefix that many share."""
+"""A KV pool that is too small, and a prefix shared by many requests, on the real model."""
 
 from __future__ import annotations
 

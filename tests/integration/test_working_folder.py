@@ -1,4 +1,4 @@
-"""Files in the folder where a command runs are not imported, whatever they are called."""
+"""Files in the working folder are never imported, whatever their names."""
 
 from __future__ import annotations
 

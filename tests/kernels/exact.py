@@ -1,4 +1,4 @@
-"""The operations in float64, written as plainly as they can be."""
+"""Straightforward float64 versions of the operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which build of the CPU kernels is trusted."""
+"""Choice and self-check of the CPU kernels' builds."""
 
 import subprocess
 import warnings

@@ -1,4 +1,4 @@
-"""`midstream bench --quick` compares what a service does with what its machine can."""
+"""`midstream bench --quick` compares a service with its machine's limits."""
 
 from __future__ import annotations
 

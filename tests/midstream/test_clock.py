@@ -1,4 +1,4 @@
-"""Time inside a process goes on evenly, whatever the wall clock does."""
+"""Time inside a process advances steadily when the wall clock jumps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `midstream doctor` finds, and what it advises."""
+"""Findings and advice of `midstream doctor`."""
 
 from __future__ import annotations
 

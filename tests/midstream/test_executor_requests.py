@@ -1,4 +1,4 @@
-"""What the executor makes of requests: each name becomes its native field, and what a field cannot hold is refused."""
+"""The executor's requests: each name maps to its native field, and invalid values are rejected."""
 
 from __future__ import annotations
 

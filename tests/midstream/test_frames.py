@@ -1,4 +1,4 @@
-"""Frames over real sockets: what arrives, who is let in, and what a slow or silent peer costs."""
+"""Frames over real sockets: delivery, authentication, and slow or silent peers."""
 
 from __future__ import annotations
 

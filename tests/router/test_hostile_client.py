@@ -1,4 +1,4 @@
-"""A client that sends anything to every method, beside one that is to be served.
+"""A client that sends random messages to every method, next to one that must be served.
 
 MIDSTREAM_FUZZ_MESSAGES=20000 pytest tests/router/test_hostile_client.py runs more than the default of 1,000.
 """

@@ -1,4 +1,4 @@
-"""What one client may hold of a router's HTTP port: connections, time, bytes; and by which names it may call it."""
+"""Limits of one client on a router's HTTP port: connections, time, bytes; and accepted host names."""
 
 from __future__ import annotations
 

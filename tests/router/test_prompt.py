@@ -1,4 +1,4 @@
-"""Prompts: what becomes of text, tokens and conversations."""
+"""Conversion of text, tokens and conversations to prompts."""
 
 from __future__ import annotations
 

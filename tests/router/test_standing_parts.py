@@ -1,4 +1,4 @@
-"""Parts that stand still behind open connections: nothing is closed, and nothing comes."""
+"""Parts that hang behind open connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How streams end, and are taken up again after their ends, over real sockets."""
+"""Streams end and can be resumed after their end, over real sockets."""
 
 from __future__ import annotations
 

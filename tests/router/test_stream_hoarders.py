@@ -1,4 +1,4 @@
-"""A client that opens all the streams it can, beside one that wants to be served."""
+"""A client that opens as many streams as it can must not keep another from being served."""
 
 from __future__ import annotations
 

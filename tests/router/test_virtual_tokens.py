@@ -1,4 +1,4 @@
-"""Embeddings in place of token ids: what is refused, by name, and what the scheduler gets."""
+"""Embeddings in place of token ids: rejected requests, and the form that the scheduler receives."""
 
 from __future__ import annotations
 

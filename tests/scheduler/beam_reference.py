@@ -1,4 +1,4 @@
-"""Beam search over the fake model, written as plainly as can be: what the scheduler's must come to."""
+"""A straightforward beam search over the fake model: the reference for the scheduler's."""
 
 from __future__ import annotations
 

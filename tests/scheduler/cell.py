@@ -1,4 +1,4 @@
-"""A scheduler with its real sockets in this process, and fake workers behind it."""
+"""A scheduler with real sockets in this process, and fake workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drives the core by hand: the clock stands still, workers run a step when told to, all that is emitted is checked."""
+"""Drive the core by hand: the clock advances and workers run steps only on demand, and all output is checked."""
 
 from __future__ import annotations
 
@@ -276,19 +276,19 @@ class Harness:
         self.turn()
 
     def kill(self, name: str) -> None:
-        """A worker dies: it is silent for longer than its timeout."""
+        """Let a worker die: it is silent beyond its timeout."""
         del self.groups[name]
         self.advance(self.config.worker_timeout_ns // MS + 1)
 
     def cut(self, name: str) -> None:
-        """A worker dies, and its link closes."""
+        """Let a worker die with its connection."""
         group = self.groups.pop(name)
         group.leave_blocks()
         self.handle(WorkerLost(self.now_ns, group.registration.connection))
         self.turn()
 
     def leave(self, name: str) -> None:
-        """A worker says goodbye."""
+        """Let a worker leave."""
         group = self.groups.pop(name)
         self.handle(WorkerLeft(self.now_ns, group.registration.connection, group.epoch))
 

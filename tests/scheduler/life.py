@@ -1,4 +1,4 @@
-"""A life of the core: requests come and go, groups join and die, and the rules hold at every step.
+"""Random events on the core: requests and groups come and go, and the invariants hold at every step.
 
 The fake model checks each step against the contents of its KV cache, and the harness each token against the arithmetic.
 """
@@ -149,7 +149,7 @@ class Life:
         self.harness.advance(20)
 
     def end(self) -> None:
-        """Everything comes to its end, and each end is the right one."""
+        """Run everything to completion, and check every end."""
         self.harness.run(max_steps=3000)
         self.harness.check_is_empty()
         assert set(self.harness.ended) == set(self.harness.accepted)

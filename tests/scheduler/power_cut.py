@@ -1,4 +1,4 @@
-"""A disk that loses at a power cut what was not synced, or any part of it."""
+"""A simulated disk that loses unsynced data, or any part of it, at a power cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dead worker of the same host had computed is taken over; only what it left undone is computed."""
+"""Blocks of a dead worker on the same host are reused; only the rest is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random lives of the core: blocks are conserved, each request ends once, no token is lost or doubled, nothing starves.
+"""Random runs of the core: blocks are conserved, each request ends once, no token is lost or repeated, nothing starves.
 
 Hypothesis finds small failures; the seeded lives go through many more. A failing seed is printed and can be run alone:
 pytest tests/scheduler/test_core_machine.py --first-seed 1234 --seeds 1
@@ -92,7 +92,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 def live(seed: int) -> None:
-    """A life whose every choice comes from the seed."""
+    """A run whose choices all come from the seed."""
     draw = random.Random(seed)
     life = Life(*(draw.choice(choices) for choices in BEGINNINGS))  # type: ignore[arg-type]
     for _ in range(30):

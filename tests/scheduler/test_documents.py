@@ -1,4 +1,4 @@
-"""What documents promise, in SQLite and in PostgreSQL alike."""
+"""Document stores behave alike in SQLite and PostgreSQL."""
 
 from __future__ import annotations
 

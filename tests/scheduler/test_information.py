@@ -1,4 +1,4 @@
-"""What a scheduler says of itself: loads, model, statistics, KV events, over real sockets."""
+"""A scheduler's loads, model information, statistics and KV events, over real sockets."""
 
 from __future__ import annotations
 

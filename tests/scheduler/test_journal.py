@@ -1,4 +1,4 @@
-"""What a journal holds when its scheduler dies, and what the next one makes of it."""
+"""Contents of a journal after its scheduler died, and recovery from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's blocks outlast the epoch, and the scheduler: what they hold is not computed again."""
+"""A worker's blocks outlive the epoch and the scheduler, and are not computed again."""
 
 from __future__ import annotations
 

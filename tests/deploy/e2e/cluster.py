@@ -39,7 +39,7 @@ _MIN_REPLICAS = {
 
 
 class Cluster:
-    """Starts everything on entry, and leaves nothing behind. `pods` names the running pods of each part."""
+    """Starts everything on entry and removes it on exit. `pods` has the names of each part's running pods."""
 
     def __init__(self) -> None:
         self._rendered = render("cpu")

@@ -1,4 +1,4 @@
-"""Streams from a client's container go on, byte for byte, while parts die, come and go: `make e2e-containers`."""
+"""Streams from a client's container continue unchanged while parts die, join and leave: `make e2e-containers`."""
 
 from __future__ import annotations
 

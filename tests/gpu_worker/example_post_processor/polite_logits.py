@@ -1,4 +1,4 @@
-"""Logits post-processors of one's own: single and batched ones, and some that misbehave."""
+"""Example logits post-processors: single and batched ones, and some that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every line of the tables in docs/adapters.md does what it says."""
+"""Every row of the tables in docs/adapters.md is true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a body becomes, and what its output looks like, without a service."""
+"""Conversion of bodies to jobs, and of output to responses, without a service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls and reasoning in a model's text: found in each format, however the text is cut."""
+"""Parsers find calls and reasoning in each format, however the text is split."""
 
 from __future__ import annotations
 
