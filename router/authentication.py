@@ -114,7 +114,7 @@ class Caller:
         return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
 
 
-# The caller outside of any call.
+# Outside of a call, where nothing was authenticated.
 _NOBODY = Caller()
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=_NOBODY)
 

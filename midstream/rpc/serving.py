@@ -1,4 +1,4 @@
-"""The life cycle of a gRPC server: start, report health, drain, stop; and channels to it.
+"""The life of a gRPC service: start, say whether it makes progress, drain, stop; and channels to it.
 
 server = Server("scheduler", config.host, config.port, progress)
 add_SchedulerServicer_to_server(servicer, server.grpc)
@@ -38,7 +38,7 @@ _KEEPALIVE_MS = 10_000
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Timeout of a ping; unset it is a minute, whatever the keepalive timeout.
+    # What a ping is waited for; unless it is set, that is a minute, whatever the keepalive's timeout.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -56,7 +56,7 @@ class Server:
     Attributes:
         grpc: The server that servicers are added to, before `start`.
         port: The bound port.
-        draining: Set once the process should finish its work and accept nothing new.
+        draining: Set once the process should finish what it has and take nothing new.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Server:
         Args:
             name: Full protobuf name of the service (`midstream.v1.Scheduler`), for health and reflection.
             host: Address to listen on.
-            port: 0 chooses a free one.
-            progress: Progress of the process, for health.
+            port: 0 takes a free one.
+            progress: What health is computed from.
             max_message_bytes: Largest message, each way.
             max_request_bytes: Largest message that comes in; 0: as max_message_bytes.
             max_concurrent_streams: Calls at once on one connection.
@@ -99,15 +99,15 @@ class Server:
                 ("grpc.max_receive_message_length", max_request_bytes or max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-                # A share of the open-file limit, so that connections leave some descriptors to the rest of the process.
+                # A share of the files that may be open, so that connections leave some to the rest of the process.
                 ("grpc.max_allowed_incoming_connections", raise_open_files_limit() // 4),
                 ("grpc.max_concurrent_streams", max_concurrent_streams),
-                # Calls received but not started. By default gRPC cancels some at random beyond 1,000.
+                # Calls that have arrived and not begun. By itself gRPC cancels some at random beyond 1,000.
                 ("grpc.server.max_pending_requests", max_concurrent_streams),
                 ("grpc.server.max_pending_requests_hard_limit", 2 * max_concurrent_streams),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-                # Otherwise a second process could bind the same port unnoticed.
+                # Else a second process would share the port in silence.
                 ("grpc.so_reuseport", 0),
             ],
         )
@@ -123,7 +123,7 @@ class Server:
         self.port = bind(self.grpc, host, port, tls.server_credentials() if tls is not None else None)
 
     async def start(self) -> None:
-        """Start answering calls."""
+        """Begin to answer calls."""
         await self.grpc.start()
         self._beat = asyncio.create_task(self._keep_beating(), name="event-loop-beat")
 
@@ -133,7 +133,7 @@ class Server:
         """Serve until SIGTERM or SIGINT, then drain; a second signal ends the draining.
 
         Raises:
-            MidstreamError: The error passed to `fail`.
+            MidstreamError: What `fail` was told.
         """
         loop = asyncio.get_running_loop()
         signals: asyncio.Queue[None] = asyncio.Queue()
@@ -166,7 +166,7 @@ class Server:
             self._failed.set()
 
     def depend_on(self, task: asyncio.Task[None]) -> None:
-        """Stop the process if `task` ends, which should run as long as the process."""
+        """Fail when `task`, which should run as long as the process, ends by itself."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
@@ -180,8 +180,8 @@ class Server:
         """Set NOT_SERVING, reject new calls, and give those in progress up to `drain_timeout_s`.
 
         Args:
-            drain: Returns when the service has no work left; streams still open then are closed. Without it, the server
-                waits for calls in progress.
+            drain: Returns when the service has nothing left to do; streams still open then are cut. Without it, calls
+                in progress are waited for.
             drain_timeout_s: Limit of both.
         """
         self._progress.set_reason("draining", stands=True)
@@ -193,8 +193,8 @@ class Server:
             stopping.add(asyncio.create_task(self.grpc.stop(0)))
         _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
         while stopping:
-            # The server waits until the last call object is freed; one in a reference cycle with an exception's
-            # traceback is freed only by garbage collection.
+            # The server waits until the last call object is gone, and one that an exception's traceback holds in a
+            # reference cycle goes only when it is collected.
             _collect_now_and_then()
             _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
         if self._beat is not None:
@@ -207,7 +207,7 @@ class Server:
 
 
 def _collect_now_and_then() -> None:
-    """Collect garbage while servers stop, at most half of the time, because a large heap takes long."""
+    """Collect garbage for all servers that stop, half of the time at most: a large heap takes long."""
     global _next_collection
     began = time.monotonic()
     if began >= _next_collection:
@@ -224,14 +224,14 @@ def open_channel(
     server_name: str = "",
     token: str = "",
 ) -> grpc.aio.Channel:
-    """Return a channel with the keepalive settings that `Server` expects; it reconnects within a second.
+    """Return a channel with the keepalive that `Server` expects, which reconnects within a second.
 
     Args:
         target: `host:port`, or `dns:///host:port` for all addresses of a name in turn.
         max_message_bytes: Largest message, each way.
         tls: Certificates; None: plain text.
-        server_name: Name that the server's certificate must carry, if not the target's.
-        token: Bearer token sent with each call.
+        server_name: Name that the server's certificate must carry, where that is not the target's.
+        token: Bearer token that goes with each call.
     """
     options = channel_options(max_message_bytes)
     if tls is None:
@@ -251,13 +251,13 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # A killed part is back within a second or two; a longer back-off would delay clients.
+        # A part that was killed is back within a second or two; waiting longer than it takes would show to clients.
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 250),
-        # Despite its name, the timeout of one attempt: long enough for TLS on a slow network or busy machine, short
-        # enough for hosts that silently disappeared.
+        # Despite its name, how long one attempt may take: long enough for TLS on a slow network or a busy machine, and
+        # short enough for hosts that are gone without a word.
         ("grpc.min_reconnect_backoff_ms", 3_000),
-        # Each channel has its own back-off, even if several have the same address.
+        # A channel's back-off is its own, also where several point at one address.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.lb_policy_name", "round_robin"),
     ]

@@ -10,13 +10,13 @@ from router.protocols.openai.body import Body
 
 # Path without indexes, and why it is ignored.
 IGNORED_FIELDS = {
-    "metadata": "metadata for OpenAI's dashboard",
-    "prompt_cache_key": "prefixes are matched by tokens; `cache_salt` separates them",
-    "tool_choice": "irrelevant without tools",
+    "metadata": "notes for OpenAI's dashboard",
+    "prompt_cache_key": "prefixes are found by their tokens; `cache_salt` separates them",
+    "tool_choice": "without tools there is nothing to choose",
     "tools": "`tool_choice` is none",
-    "response_format.json_schema": "the format has no schema",
+    "response_format.json_schema": "the format is text or any JSON",
     "response_format.json_schema.name": "schemas need no name",
-    "response_format.json_schema.description": "only the schema matters",
+    "response_format.json_schema.description": "the schema alone counts",
     "response_format.json_schema.strict": "schemas always hold",
     "stream_options": "the request does not stream",
     "stream_options.include_obfuscation": "events are not padded",
@@ -24,13 +24,13 @@ IGNORED_FIELDS = {
     "messages.refusal": "an earlier turn's",
     "messages.annotations": "an earlier turn's",
     "messages.audio": "an earlier turn's",
-    "messages.function_call": "of earlier turns only `tool_calls` is used",
+    "messages.function_call": "an earlier turn's, `tool_calls` counts",
     "messages.reasoning": "an earlier turn's",
     "messages.tool_calls.index": "calls are in order",
     "messages.tool_calls.type": "calls are functions",
     "messages.content.annotations": "an earlier turn's",
     "length_penalty": "without `use_beam_search`",
-    "spaces_between_special_tokens": "text always follows the tokenizer",
+    "spaces_between_special_tokens": "text is the tokenizer's",
     "add_special_tokens": "text prompts have the tokenizer's own special tokens",
 }
 _INDEX = re.compile(r"\[\d+\]")
