@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import IntArray
+from gpu_worker.sampling.distribution import MIN_TEMPERATURE
 
 # Reported for a token that is not allowed, since JSON cannot represent its log probability.
 _LEAST_REPORTED = -9999.0
@@ -40,7 +41,7 @@ def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candida
         rows: The beam rows.
     """
     sampling = [state.sampling[row] for row in rows.tolist()]
-    temperatures = [item.temperature or 1.0 for item in sampling]
+    temperatures = [max(item.temperature, MIN_TEMPERATURE) if item.temperature else 1.0 for item in sampling]
     if any(temperature != 1.0 for temperature in temperatures):
         logits = logits / torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
     log_probs = torch.log_softmax(logits, dim=1)

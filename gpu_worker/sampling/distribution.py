@@ -8,10 +8,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+# Below this temperature the likeliest token is practically certain, and dividing logits by it might overflow.
+MIN_TEMPERATURE = 1e-6
+# Changed logits end here: divided by the lowest temperature they are still finite.
+_LARGEST_LOGIT = 1e30
 # Number of likeliest tokens to try first; if their probability does not reach top_p, all are used.
 _NUM_CANDIDATES = 256
 # Probabilities are summed in blocks of this many, then the selected block is searched.
 _BLOCK = 256
+
+
+def bounded(logits: Tensor, *, is_banned: Tensor) -> Tensor:
+    """Return changed logits within what sampling can compute with, and -inf where a token is banned."""
+    return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).masked_fill_(is_banned, -torch.inf)
 
 
 def top_threshold(probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32]) -> Tensor:

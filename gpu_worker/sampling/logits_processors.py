@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import IntArray
 from gpu_worker.features import Feature
+from gpu_worker.sampling.distribution import bounded
 
 STEERING = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.NGRAMS
 
@@ -109,7 +110,9 @@ def bad_word_ends(tokens: IntArray, words: tuple[tuple[int, ...], ...]) -> list[
 def _add_bias(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
     for i in places:
         ids, values = zip(*state.sampling[rows[i]].embedding_bias, strict=True)
-        logits[i, list(ids)] += torch.tensor(values, dtype=torch.float32, device=logits.device)
+        given = logits[i, list(ids)]
+        biases = torch.tensor(values, dtype=torch.float32, device=logits.device)
+        logits[i, list(ids)] = bounded(given + biases, is_banned=given.isneginf())
 
 
 def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
@@ -134,7 +137,8 @@ def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) ->
     places_seen = torch.from_numpy(seen).to(device)
     repetition = spread([item.repetition_penalty for item in sampling], seen)
     values = flat[places_seen]
-    flat[places_seen] = torch.where(values > 0, values / repetition, values * repetition)
+    penalized = torch.where(values > 0, values / repetition, values * repetition)
+    flat[places_seen] = bounded(penalized, is_banned=values.isneginf())
     emitted, counts = np.unique(keys(output), return_counts=True)
     places_emitted = torch.from_numpy(emitted).to(device)
     penalty = spread([item.presence_penalty for item in sampling], emitted)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import IntArray, Step
+from gpu_worker.sampling.distribution import bounded
 from midstream.errors import ConfigError, ExecutionError, InvalidArgumentError, MidstreamError
 
 logger = logging.getLogger(__name__)
@@ -175,4 +176,4 @@ def _checked(changed: object, given: Tensor) -> Tensor:
         )
     if changed.isnan().any():
         raise ValueError("it returned NaN")
-    return changed
+    return bounded(changed, is_banned=changed.isneginf())

@@ -22,15 +22,13 @@ from gpu_worker.batch.staging import PinnedBuffers
 from gpu_worker.batch.step import IntArray, RowLogProbs
 from gpu_worker.features import Feature
 from gpu_worker.sampling.beams import Candidates, find_candidates
-from gpu_worker.sampling.distribution import invert, top_threshold
+from gpu_worker.sampling.distribution import MIN_TEMPERATURE, invert, top_threshold
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints
 from gpu_worker.sampling.logits_processors import STEERING, allow, decayed_top_p, steer
 from gpu_worker.sampling.post_processors import PostProcessor, post_process
 from gpu_worker.sampling.uniforms import uniforms
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
-# Below this temperature the likeliest token is practically certain, and dividing logits by it might overflow.
-_MIN_TEMPERATURE = 1e-6
 # 4-byte words of a row's sampling parameters.
 _WORDS = 8
 NOT_FINITE = ExecutionError("the model gave logits that are not finite")
@@ -167,7 +165,7 @@ class Sampler:
         if kernels.can_sample(logits):
             return self._draw_on_gpu(logits, rows).cpu().numpy()
         state, device = self._rows, logits.device
-        temperature = np.maximum(state.temperature[rows], _MIN_TEMPERATURE)
+        temperature = np.maximum(state.temperature[rows], MIN_TEMPERATURE)
         if (temperature != 1.0).any():
             logits = logits / torch.from_numpy(temperature).to(device)[:, None]
         probabilities = torch.softmax(logits, dim=1)
@@ -196,7 +194,7 @@ class Sampler:
         state, wanted = self._rows, self._rows.temperature[rows]
         vectors = (
             state.seeds[rows].view(np.int64),
-            np.where(wanted > 0, np.maximum(wanted, _MIN_TEMPERATURE), 0).astype(np.float32),
+            np.where(wanted > 0, np.maximum(wanted, MIN_TEMPERATURE), 0).astype(np.float32),
             state.top_k[rows].astype(np.int32),
             self._top_p(rows).astype(np.float32),
             state.min_p[rows].astype(np.float32),

@@ -144,6 +144,30 @@ def test_the_bias_comes_before_the_penalties() -> None:
     assert sample(logits, SamplingParams(temperature=0.0, repetition_penalty=2.0, embedding_bias=((1, 2.5),))) == [8]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 0.5, 100.0])
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        ({"embedding_bias": ((11, 3.4e38),)}, {11}),
+        ({"embedding_bias": tuple((token, 3.4e38) for token in range(VOCAB_SIZE))}, set(range(VOCAB_SIZE))),
+        ({"embedding_bias": tuple((token, -3.4e38) for token in range(VOCAB_SIZE))}, set(range(VOCAB_SIZE))),
+        ({"repetition_penalty": 1e-38}, {2}),
+        ({"embedding_bias": ((3, 3.4e38),), "repetition_penalty": 1e-3}, {3}),
+    ],
+)
+def test_the_largest_values_that_are_allowed_give_a_token(
+    params: dict[str, Any], wanted: set[int], temperature: float
+) -> None:
+    """They used to overflow, which failed the step of all requests."""
+    logits = random_logits(1)
+    logits[0, :4] = torch.tensor([0.0, -1.0, 1.0, -2.0])
+    assert sample(logits, SamplingParams(temperature=temperature, seed=1, **params))[0] in wanted
+    beam = SamplingParams(temperature=temperature, beam_width=2, **params)
+    (found,) = Sampler(make_rows(beam)).sample(logits, ints([0])).candidates.values()
+    assert found.token_ids[0] in wanted
+    assert not np.isnan(found.log_probs).any()
+
+
 def test_end_tokens_are_held_back_until_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 7], logits[0, 8], logits[0, 9] = 3.0, 2.0, 1.0
