@@ -192,6 +192,7 @@ class FeedPool:
         self.count_tokens = count_tokens
         self.feeds: dict[str, SchedulerFeed] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running = asyncio.TaskGroup()
         self._detokenizer_id = detokenizer_id
         self._end_ids = end_ids
         self._discovery = Discovery(targets, field="schedulers", on_change=self._set_targets)
@@ -200,12 +201,9 @@ class FeedPool:
 
     async def run(self) -> None:
         """Keep feeds open until cancelled."""
-        try:
+        async with self._running:  # one that ends with an error ends all
             await self._discovery.run()
             await asyncio.Event().wait()
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
 
     def server_name(self, target: str) -> str:
         """Name that a scheduler's certificate must carry; empty: its address."""
@@ -246,7 +244,7 @@ class FeedPool:
         for target in targets:
             if target not in self.feeds:
                 feed = self.feeds[target] = SchedulerFeed(self, target, self._detokenizer_id, self._end_ids)
-                self._tasks[target] = asyncio.create_task(feed.run(), name=f"feed-{target}")
+                self._tasks[target] = self._running.create_task(feed.run(), name=f"feed-{target}")
                 for stream in self._waiting.values():
                     feed.attach(stream)
 

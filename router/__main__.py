@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import socket
 import sys
 
 from midstream.config import RouterConfig, load_config
-from midstream.errors import MidstreamError
+from midstream.errors import ExecutionError, MidstreamError
 from midstream.model.folder import open_model_folder
 from midstream.rpc.health import Progress
 from midstream.rpc.open_files import raise_open_files_limit
@@ -53,6 +52,7 @@ async def serve(config: RouterConfig) -> None:
 
     Raises:
         ConfigError: The model folder or a setting is wrong.
+        ExecutionError: A loop that the router needs has ended.
         OSError: A port is taken.
     """
     tls, authenticator = Tls.from_config(config), Authenticator.from_config(config)
@@ -146,22 +146,22 @@ async def serve(config: RouterConfig) -> None:
         tls,
         max_open_files=raise_open_files_limit(),
     )
-    parts = {"cells": cells.run(), "detokenizers": pool.run(), "status": status.run()}
+    parts = {"schedulers": cells.run(), "detokenizers": pool.run(), "status": status.run()}
     parts["batches"] = batches.runner.run()
-    parts["reach"] = watch_reach(cells, pool, progress)
+    parts["health"] = watch_reach(cells, pool, progress)
     if config.throughput_log_s > 0:
         parts["throughput"] = log_throughput(seen, lambda: limits.num_open, config.throughput_log_s)
-    tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
+    tasks = [asyncio.create_task(part, name=f"the loop of {name}") for name, part in parts.items()]
     await server.start()
-    http.start()
+    for task in (*tasks, *http.start()):
+        server.depend_on(task)
     try:
         await server.run_until_signal(drain_timeout_s=config.drain_timeout_s)
         await http.stop(config.drain_timeout_s)
     finally:
         for task in tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.wait(tasks)
         prompts.close()
         runner.close()
         if tracer is not None:
@@ -174,6 +174,9 @@ def main() -> int:
         config = load_config(RouterConfig, "router")
         configure_logging(config.name or f"router:{config.port}", level=config.log_level, style=config.log_format)
         asyncio.run(serve(config))
+    except ExecutionError as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 1
     except (MidstreamError, OSError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2

@@ -13,7 +13,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,6 +31,7 @@ from midstream.errors import (
     UnauthenticatedError,
 )
 from midstream.security.host_header import is_loopback
+from midstream.security.peer_names import PeerCertificate
 from router.permissions import (
     ALL_ROLES,
     DEFAULT_ROLES,
@@ -114,6 +115,7 @@ class Caller:
         return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
 
 
+NO_CERTIFICATE = PeerCertificate()
 # Outside of a call, where nothing was authenticated.
 _NOBODY = Caller()
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=_NOBODY)
@@ -324,20 +326,17 @@ class Authenticator:
             for key, value in context.invocation_metadata() or ():
                 if key == "authorization":
                     authorization = str(value)
-        names: list[str] = []
-        if self._by_certificate:
-            properties: Mapping[str, Iterable[bytes]] = context.auth_context()
-            names = [name.decode() for name in properties.get("x509_common_name", ())]
-        current_caller.set(self.identify(authorization, names, address, roles_for_method(method)))
+        certificate = PeerCertificate.of_call(context) if self._by_certificate else NO_CERTIFICATE
+        current_caller.set(self.identify(authorization, certificate, address, roles_for_method(method)))
 
     def identify(
-        self, authorization: str, certificate_names: Iterable[str], address: str, roles: frozenset[Role]
+        self, authorization: str, certificate: PeerCertificate, address: str, roles: frozenset[Role]
     ) -> Caller:
         """Return the caller.
 
         Args:
             authorization: The header or metadata of that name; empty where there is none.
-            certificate_names: Common names of the verified client certificate.
+            certificate: The verified client certificate.
             address: The client's address.
             roles: Roles of which the caller needs one.
 
@@ -345,7 +344,7 @@ class Authenticator:
             UnauthenticatedError: No credentials, or wrong ones.
             PermissionDeniedError: It has none of the roles.
         """
-        caller = self._known(authorization, certificate_names, address, roles)
+        caller = self._known(authorization, certificate, address, roles)
         caller.require(roles)
         return caller
 
@@ -358,9 +357,7 @@ class Authenticator:
         roles, quota = self._roles.grant_of(name) if self._roles is not None else (DEFAULT_ROLES, Quota())
         return Caller(name, True, roles, quota)
 
-    def _known(
-        self, authorization: str, certificate_names: Iterable[str], address: str, roles: frozenset[Role]
-    ) -> Caller:
+    def _known(self, authorization: str, certificate: PeerCertificate, address: str, roles: frozenset[Role]) -> Caller:
         is_anonymous_enough = not self._anonymous_roles.isdisjoint(roles)
         if self._tokens is not None and (authorization or not is_anonymous_enough):
             scheme, _, token = authorization.partition(" ")
@@ -372,8 +369,10 @@ class Authenticator:
             if caller is None:
                 raise UnauthenticatedError("unknown token")
             return caller
-        name = next(iter(certificate_names), "") if self._by_certificate else ""
+        name = next(iter(certificate.common_names), "") if self._by_certificate else ""
         if self._by_certificate and (name or not is_anonymous_enough):
+            if certificate.is_of_a_part:
+                raise UnauthenticatedError("the certificate is that of a part; a client needs one of its own")
             if not 0 < len(name) <= _MAX_CLIENT_ID:
                 raise UnauthenticatedError("a client certificate with a common name is required")
             roles, quota = self._roles.grant_of(name) if self._roles is not None else (DEFAULT_ROLES, Quota())
@@ -417,7 +416,7 @@ class AuthenticatedApp:
             try:
                 caller = self._authenticator.identify(
                     authorization,
-                    scope.get("certificate_names", ()),
+                    scope.get("certificate", NO_CERTIFICATE),
                     client[0] if client else "",
                     roles_for_path(scope["path"]),
                 )

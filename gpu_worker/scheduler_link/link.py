@@ -39,6 +39,7 @@ from protos import worker_pb2
 logger = logging.getLogger(__name__)
 
 _REGISTER_INTERVAL_S, _CONNECT_INTERVAL_S = 0.5, 0.05
+_FAILED_EXIT_CODE = 1
 _REJECTED_EXIT_CODE = 3
 
 
@@ -159,6 +160,14 @@ class SchedulerLink:
         return self._last_received - self._last_finished if self.epoch else 0
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            # Without its link the worker would stand still for ever, so it ends and is started again.
+            logger.exception("the link to the scheduler failed")
+            self.inbox.put(Stopped(_FAILED_EXIT_CODE, f"the link to the scheduler failed: {error!r}"))
+
+    def _serve(self) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             self._dialler.dial(dealer)
             poller = zmq.Poller()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import time
@@ -29,6 +30,7 @@ _PROBE_INTERVAL_S = 0.2
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 10.0
 _MAX_HANG_S = 30.0
+_REWRITE_INTERVAL_S = 1.0
 # Longer than the services' drain timeout; and the limit for parts with nothing to drain, which are safe to kill.
 _STOP_TIMEOUT_S, _QUICK_STOP_S = 40.0, 2.0
 # Time for open streams after Ctrl-C. Unfinished requests are in the journal and continue at the next start.
@@ -38,6 +40,8 @@ _STOP_ORDER = (
     (("detokenizer", "gpu_worker"), _STOP_TIMEOUT_S),
     (("scheduler",), _QUICK_STOP_S),
 )
+
+logger = logging.getLogger(__name__)
 
 Observer = Callable[[RunState], None]
 
@@ -67,6 +71,7 @@ class Supervisor:
         self._processes = [_Process(spec, run_dir.logs / f"{spec.name}.log", self._changed) for spec in specs]
         self._was_ready = False
         self._max_stop_s = _STOP_TIMEOUT_S
+        self._rewrite: asyncio.TimerHandle | None = None
         self.state = RunState(model, ProcessPhase.STARTING, os.getpid(), time.time(), ())
 
     async def run(self, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
@@ -78,8 +83,10 @@ class Supervisor:
 
         Raises:
             ExecutionError: A process died while the service was starting.
+            OSError: The run directory cannot be written.
         """
         stop_orphans(self._run_dir.read_state())
+        self._run_dir.write_state(self.state)  # where nothing can be written, nothing starts
         self._changed()
         lives = [asyncio.create_task(process.live(), name=process.name) for process in self._processes]
         try:
@@ -98,6 +105,8 @@ class Supervisor:
             await self._stop_all()
             await asyncio.gather(*lives)
             self._set_phase(ProcessPhase.FAILED if self.state.error else ProcessPhase.STOPPED)
+            if self._rewrite is not None:
+                self._rewrite.cancel()
             self._run_dir.release()
 
     def hurry(self) -> None:
@@ -149,8 +158,19 @@ class Supervisor:
 
     def _changed(self) -> None:
         self.state = dataclasses.replace(self.state, processes=tuple(process.state for process in self._processes))
-        self._run_dir.write_state(self.state)
+        self._write_state()
         self._observer(self.state)
+
+    def _write_state(self) -> None:
+        """Write the state; where that fails (a full disk), go on, and try again until it is written."""
+        if self._rewrite is not None:
+            self._rewrite.cancel()
+            self._rewrite = None
+        try:
+            self._run_dir.write_state(self.state)
+        except OSError as error:
+            logger.warning("cannot write the state to %s: %s", self._run_dir.path, error)
+            self._rewrite = asyncio.get_running_loop().call_later(_REWRITE_INTERVAL_S, self._write_state)
 
 
 class _Process:

@@ -166,10 +166,10 @@ class Server:
             self._failed.set()
 
     def depend_on(self, task: asyncio.Task[None]) -> None:
-        """Fail when `task`, which should run as long as the process, ends by itself."""
+        """Fail when `task`, which should run until the process drains, ends by itself."""
 
         def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled():
+            if not task.cancelled() and not self.draining.is_set():
                 error = task.exception()
                 logger.error("%s ended", task.get_name(), exc_info=error)
                 self.fail(ExecutionError(f"{task.get_name()} ended: {error!r}"))

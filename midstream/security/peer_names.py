@@ -7,6 +7,7 @@ its kind as the URI `spiffe://DOMAIN/.../KIND` or as the DNS name `KIND`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,6 +39,38 @@ class PeerNames:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PeerCertificate:
+    """The names of a verified certificate; all empty where there is none."""
+
+    common_names: tuple[str, ...] = ()
+    dns_names: tuple[str, ...] = ()
+    uris: tuple[str, ...] = ()
+
+    @classmethod
+    def of_call(cls, context: grpc.aio.ServicerContext[Any, Any]) -> PeerCertificate:
+        """Return that of a gRPC call's peer."""
+        properties: Mapping[str, Iterable[bytes]] = context.auth_context()
+        keys = ("x509_common_name", "peer_dns", "peer_uri")
+        return cls(*(tuple(value.decode(errors="replace") for value in properties.get(key, ())) for key in keys))
+
+    @classmethod
+    def of_connection(cls, peercert: Mapping[str, Any]) -> PeerCertificate:
+        """Return that of a TLS connection, as the `ssl` module gives it."""
+        subject = tuple(value for part in peercert.get("subject", ()) for key, value in part if key == "commonName")
+        others: tuple[tuple[str, str], ...] = peercert.get("subjectAltName", ())
+        dns_names, uris = (tuple(value for key, value in others if key == kind) for kind in ("DNS", "URI"))
+        return cls(subject, dns_names, uris)
+
+    @property
+    def is_of_a_part(self) -> bool:
+        """Whether it names a kind of part, and so is no client's."""
+        return _PARTS.include(self.dns_names, self.uris)
+
+
+_PARTS = PeerNames("router, scheduler, detokenizer, worker", "")
+
+
 def admit_peers(config: GrpcServiceConfig, peers_of: Callable[[str], PeerNames]) -> Admit | None:
     """Return a check of callers' certificates; None if callers present none.
 
@@ -49,13 +82,9 @@ def admit_peers(config: GrpcServiceConfig, peers_of: Callable[[str], PeerNames])
         return None
 
     def admit(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        properties: Mapping[str, Iterable[bytes]] = context.auth_context()
-        dns_names, uris = (
-            [value.decode(errors="replace") for value in properties.get(key, ())] for key in ("peer_dns", "peer_uri")
-        )
-        allowed = peers_of(method)
-        if not allowed.include(dns_names, uris):
-            shown = ", ".join([*uris, *dns_names]) or "no name"
+        certificate, allowed = PeerCertificate.of_call(context), peers_of(method)
+        if not allowed.include(certificate.dns_names, certificate.uris):
+            shown = ", ".join([*certificate.uris, *certificate.dns_names]) or "no name"
             raise PermissionDeniedError(
                 f"{method} is for {' or '.join(sorted(allowed.names))}; the certificate has {shown[:200]}"
             )

@@ -164,6 +164,8 @@ class Cells:
                     for cell in self.cells.values():
                         cell.follow()
                 await asyncio.sleep(_POLL_S if self.cells else 0.01)
+                if discovering.done():
+                    discovering.result()  # raises what ended it
         finally:
             discovering.cancel()
             await asyncio.gather(*(cell.close() for cell in self.cells.values()))

@@ -132,6 +132,7 @@ class DetokenizerPool:
         self._transport = transport
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running = asyncio.TaskGroup()
         self._max_message_bytes = max_message_bytes
         self._tls = tls
         self._live = asyncio.Event()
@@ -145,13 +146,9 @@ class DetokenizerPool:
 
     async def run(self) -> None:
         """Keep the links connected until cancelled."""
-        try:
+        async with self._running:  # one that ends with an error ends all
             await self._discovery.run()
             await asyncio.Event().wait()
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def attach(self, stream: ClientStream, *, avoid: DetokenizerLink | None = None) -> Attachment:
         """Attach to the live detokenizer with the fewest streams; wait until there is one.
@@ -183,4 +180,4 @@ class DetokenizerPool:
                 name = self._discovery.name_of(target)
                 link = DetokenizerLink(target, self._max_message_bytes, self._live, self._tls, name, self._transport)
                 self.links[target] = link
-                self._tasks[target] = asyncio.create_task(link.run(), name=f"detokenizer-{target}")
+                self._tasks[target] = self._running.create_task(link.run(), name=f"detokenizer-{target}")

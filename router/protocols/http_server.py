@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from midstream.rpc.serving import MAX_METADATA_BYTES
 from midstream.security.host_header import AllowedHosts
+from midstream.security.peer_names import PeerCertificate
 from midstream.security.tls import Tls
 
 _LOOK_INTERVAL_S = 1.0
@@ -123,10 +124,8 @@ class _Protocol(HttpToolsProtocol):
             self._is_too_large = True
             raise ValueError("the head is too large")
         self._num_held_bytes = 0
-        certificate = self.transport.get_extra_info("peercert") or {}
-        subject = certificate.get("subject", ())
-        names = [value for part in subject for key, value in part if key == "commonName"]
-        cast("dict[str, object]", self.scope)["certificate_names"] = names
+        certificate = PeerCertificate.of_connection(self.transport.get_extra_info("peercert") or {})
+        cast("dict[str, object]", self.scope)["certificate"] = certificate
         self._expect(self.timeouts_s[1])
         super().on_headers_complete()
 
@@ -218,11 +217,12 @@ class HttpPort:
         self._server = _Server(config)
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        """Start serving."""
+    def start(self) -> tuple[asyncio.Task[None], ...]:
+        """Start serving; return the tasks that do so, which end with `stop`."""
         self._tasks.append(asyncio.create_task(self._server.serve([self._socket]), name="http"))
         if self._tls is not None:
             self._tasks.append(asyncio.create_task(_keep_fresh(self._tls), name="certificates"))
+        return tuple(self._tasks)
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Stop accepting requests, and wait up to `drain_timeout_s` for running ones."""

@@ -70,6 +70,25 @@ async def test_mutual_tls_takes_only_clients_of_the_authority(authority: Authori
             assert (await refusal(channel)).code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.parametrize("part", ["router", "scheduler", "detokenizer", "worker"])
+async def test_the_certificate_of_a_part_is_no_clients(authority: Authority, part: str) -> None:
+    """Neither with its kind as a URI nor as a DNS name, over gRPC or HTTPS."""
+    authenticator, server = Authenticator(by_certificate=True), authority.issue("server")
+    tls = tls_of(server, authority, require_client_cert=True)
+    by_uri = authority.issue(f"{part} by uri", part=part)
+    by_name = authority.issue(f"{part} by name", hosts=f"DNS:{part}")
+    async with serving(tls, authenticator) as address, http_port(authenticator, tls) as port:
+        for identity in (by_uri, by_name):
+            async with open_channel(address, tls=tls_of(identity, authority)) as channel:
+                error = await refusal(channel)
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert "part" in str(error.details())
+            context = ssl.create_default_context(cafile=authority.ca)
+            context.load_cert_chain(identity.cert, identity.key)
+            status, _ = await asyncio.to_thread(fetch, f"https://127.0.0.1:{port}/v1/models", context)
+            assert status == 401
+
+
 async def test_replaced_certificates_are_in_use_without_a_restart(tmp_path: Path, authority: Authority) -> None:
     """Both sides go over to another authority; a stream that runs stays."""
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")

@@ -220,6 +220,25 @@ async def test_the_state_read_is_the_state_written(tmp_path: Path, free_port: Ca
     await run.end()
 
 
+async def test_a_run_outlives_a_full_disk_and_writes_its_state_once_there_is_room(
+    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_REWRITE_INTERVAL_S", 0.05)
+    run = Run(tmp_path, KINDS, free_port)
+    await run.ready.wait()
+    (tmp_path / "run" / "state.new").symlink_to("/dev/full")
+    os.kill(next(process.pid for process in run.states[-1].processes if process.name == "worker-0"), signal.SIGKILL)
+    state = await run.until(lambda state: _named(state, "worker-0") == (ProcessPhase.READY, 1))
+    stored = run.run_dir.read_state()
+    assert stored is not None
+    assert _named(stored, "worker-0") == (ProcessPhase.READY, 0)
+    (tmp_path / "run" / "state.new").unlink()
+    async with asyncio.timeout(20):
+        while run.run_dir.read_state() != state:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await run.end()
+
+
 async def test_orphans_of_a_killed_supervisor_are_found_and_ended(tmp_path: Path, free_port: Callable[[], int]) -> None:
     run = Run(tmp_path, KINDS, free_port)
     state = await run.until(lambda state: state.phase is ProcessPhase.READY)

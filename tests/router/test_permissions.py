@@ -18,6 +18,7 @@ from starlette.routing import Route
 from midstream.client import AsyncClient
 from midstream.errors import PermissionDeniedError
 from midstream.rpc.serving import open_channel
+from midstream.security.peer_names import PeerCertificate
 from protos import generation_pb2 as pb
 from protos import kserve_pb2, openengine_pb2, service_pb2
 from router.authentication import Authenticator, Caller, RoleFile, TokenFile, current_caller
@@ -156,6 +157,6 @@ def test_roles_of_certificates_come_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "roles").write_text("# who\nops admin\nmonitor observe\n")
     known = Authenticator(by_certificate=True, roles=RoleFile(str(tmp_path / "roles")))
     for name, roles in (("ops", ALL_ROLES), ("monitor", {Role.OBSERVE}), ("alice", DEFAULT_ROLES)):
-        assert known.identify("", [name], "address", ALL_ROLES).roles == roles
+        assert known.identify("", PeerCertificate((name,)), "address", ALL_ROLES).roles == roles
     with pytest.raises(PermissionDeniedError):
-        known.identify("", ["monitor"], "address", frozenset({Role.GENERATE}))
+        known.identify("", PeerCertificate(("monitor",)), "address", frozenset({Role.GENERATE}))

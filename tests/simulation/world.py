@@ -59,8 +59,8 @@ class _NoServer:
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def start(self) -> None:
-        pass
+    def start(self) -> tuple[()]:
+        return ()
 
     def stop(self, *_: object) -> Any:
         return _nothing()

@@ -1,0 +1,61 @@
+"""A loop that ends by a defect ends its process, which is started again; it does not go on without the loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from midstream.errors import ExecutionError
+from midstream.rpc.discovery import Discovery
+from midstream.rpc.health import Progress
+from midstream.rpc.serving import Server
+from router.pipeline import cells
+from router.pipeline.cells import Cell, Cells
+from router.pipeline.detokenizer_pool import DetokenizerLink, DetokenizerPool
+
+
+class DefectError(Exception):
+    """What nobody expects."""
+
+
+async def fail(*_: object) -> None:
+    await asyncio.sleep(0)
+    raise DefectError
+
+
+async def test_a_server_ends_with_a_loop_that_it_depends_on() -> None:
+    server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
+    await server.start()
+    server.depend_on(asyncio.create_task(fail(), name="the loop of something"))
+    with pytest.raises(ExecutionError, match="the loop of something ended"):
+        await asyncio.wait_for(server.run_until_signal(), 20)
+
+
+async def test_a_loop_that_ends_as_the_process_drains_is_no_failure() -> None:
+    server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
+    await server.start()
+    serving = asyncio.create_task(asyncio.Event().wait())
+    server.depend_on(asyncio.create_task(asyncio.wait_for(serving, 20), name="a port"))  # type: ignore[arg-type]
+    await server.stop()
+    serving.cancel()
+    await asyncio.sleep(0)
+    assert server._failure is None
+
+
+@pytest.mark.parametrize("method", ["poll", "_discover"])
+async def test_the_loop_of_schedulers_ends_with_what_it_runs(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(cells, "_POLL_S", 0.01)
+    if method == "poll":
+        monkeypatch.setattr(Cell, "poll", fail)
+    else:
+        monkeypatch.setattr(Discovery, "run", fail)
+    with pytest.raises(DefectError):
+        await asyncio.wait_for(Cells("127.0.0.1:1", 1 << 20).run(), 20)
+
+
+async def test_the_loop_of_detokenizers_ends_with_one_of_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DetokenizerLink, "run", fail)
+    with pytest.raises(ExceptionGroup) as raised:
+        await asyncio.wait_for(DetokenizerPool("127.0.0.1:1,127.0.0.1:2", 1 << 20).run(), 20)
+    assert raised.group_contains(DefectError)
