@@ -24,7 +24,6 @@ from router.protocols.batches.lease import Leases
 from router.protocols.body_reader import BodyReader
 from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, mapped, page_limit
-from router.protocols.openai.ignored import ignored_fields
 
 PATH = "/v1/batches"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -103,7 +102,9 @@ class BatchesApi:
             asked = checked_ttl(lifetime.get("seconds"), "output_expires_after.seconds")
             output_ttl_s = min(asked, output_ttl_s)
         metadata = _metadata(body)
-        ignored_fields(body)
+        unknown = next(body.unread(), None)
+        if unknown is not None:
+            raise InvalidArgumentError("is not a field of this endpoint; leave it out", field=unknown[:128])
         created_at = int(time.time())
         digest = hashlib.blake2b(json.dumps(body.fields, sort_keys=True).encode(), digest_size=16).hexdigest()
         return Batch(

@@ -162,8 +162,9 @@ async def test_a_batch_ends_with_its_completion_window(
     batch = await ended(client, await create(client, [line("a")], window="1s"))
     assert batch.status == "expired"
     assert [row["error"]["code"] for row in await rows(client, batch.error_file_id)] == ["batch_expired"]
-    with pytest.raises(openai.BadRequestError):
-        await create(client, [line("a")], window="48h")
+    for wrong in ({"window": "48h"}, {"extra_body": {"tools": [1]}}):
+        with pytest.raises(openai.BadRequestError):
+            await create(client, [line("a")], **wrong)
 
 
 async def test_a_repeated_call_returns_what_the_first_one_created(client: openai.AsyncOpenAI) -> None:
