@@ -1,12 +1,12 @@
-"""How each field of the chat APIs is handled: the table in docs/adapters.md, and the fields of /v1/messages.
+"""How each field of the HTTP APIs is handled: what they accept, and the table in docs/adapters.md.
 
-`python -m router.protocols.fields` prints the table. /v1/messages rejects fields that are not in it.
+`python -m router.protocols.fields` prints the table. Fields that are not in it are rejected.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
@@ -16,11 +16,8 @@ Status = Literal["works", "refused", "ignored"]
 # Path, without indexes -> how it is handled, and why.
 Table = Mapping[str, tuple[Status, str]]
 
-CHAT: Table = {
-    "model": ("works", "the served model, or an adapter that is loaded on it"),
-    "messages": ("works", "text; `reasoning_content` of earlier turns goes to the template"),
-    "max_completion_tokens": ("works", "before `max_tokens`"),
-    "max_tokens": ("works", ""),
+# What completions and chat completions share: OpenAI's fields, then vLLM's, then ours.
+_COMMON: Table = {
     "n": ("works", ""),
     "temperature": ("works", ""),
     "top_p": ("works", ""),
@@ -29,21 +26,74 @@ CHAT: Table = {
     "logit_bias": ("works", ""),
     "seed": ("works", ""),
     "stop": ("works", ""),
+    "stream": ("works", ""),
+    "stream_options": ("works", "`include_usage`"),
+    "stream_options.include_obfuscation": ("ignored", "events are not padded"),
+    "stream_options.continuous_usage_stats": ("ignored", "the usage comes at the end"),
+    "response_format": ("works", "after the reasoning, where the model reasons"),
+    "response_format.json_schema": ("ignored", "where the format is text or any JSON"),
+    "response_format.json_schema.name": ("ignored", "schemas need no name"),
+    "response_format.json_schema.description": ("ignored", "the schema alone counts"),
+    "response_format.json_schema.strict": ("ignored", "schemas always hold"),
+    "service_tier": ("works", "`flex` and `priority` are priorities -50 and 50"),
+    "user": ("works", "`client_id`, for fairness"),
+    "safety_identifier": ("works", "as `user`, where that is not set"),
+    "metadata": ("ignored", "nothing is stored that it could describe"),
+    "prompt_cache_key": ("ignored", "requests go to the cache that has their prefix; `cache_salt` separates them"),
+    "top_k": ("works", ""),
+    "min_p": ("works", ""),
+    "repetition_penalty": ("works", ""),
+    "min_tokens": ("works", ""),
+    "use_beam_search": ("works", ""),
+    "length_penalty": ("works", "with `use_beam_search`, else ignored"),
+    "stop_token_ids": ("works", ""),
+    "bad_words": ("works", ""),
+    "ignore_eos": ("works", ""),
+    "include_stop_str_in_output": ("works", ""),
+    "skip_special_tokens": ("works", ""),
+    "guided_json": ("works", ""),
+    "guided_json_object": ("works", ""),
+    "guided_regex": ("works", ""),
+    "guided_grammar": ("works", ""),
+    "guided_choice": ("works", ""),
+    "structured_outputs": ("works", "but for `structural_tag`, which is refused"),
+    "return_token_ids": ("works", ""),
+    "spaces_between_special_tokens": ("ignored", "text is the tokenizer's"),
+    "add_special_tokens": ("ignored", "text prompts have the tokenizer's own special tokens"),
+    "allowed_token_ids": ("refused", ""),
+    "logits_processors": ("refused", ""),
+    "prompt_logprobs": ("refused", ""),
+    "return_tokens_as_token_ids": ("refused", ""),
+    "truncate_prompt_tokens": ("refused", ""),
+    "request_id": ("works", "of the native request"),
+    "priority": ("works", "lower runs first, as in vLLM; before `service_tier`"),
+    "cache_salt": ("works", ""),
+    "detached": ("works", "the request goes on when its client leaves"),
+    "timeout_ms": ("works", ""),
+}
+COMPLETIONS: Table = {
+    "model": ("works", "the served model, or an adapter that is loaded on it"),
+    "prompt": ("works", "text, token ids, or an array of either"),
+    "max_tokens": ("works", "16, unless it is set"),
+    "best_of": ("works", "not above `n` with `stream`"),
+    "logprobs": ("works", ""),
+    "echo": ("works", ""),
+    "suffix": ("refused", ""),
+    "prompt_embeds": ("refused", ""),
+    **_COMMON,
+}
+CHAT: Table = {
+    "model": ("works", "the served model, or an adapter that is loaded on it"),
+    "messages": ("works", "text; `reasoning_content` of earlier turns goes to the template"),
+    "max_completion_tokens": ("works", "before `max_tokens`"),
+    "max_tokens": ("works", ""),
     "logprobs": ("works", ""),
     "top_logprobs": ("works", "with `logprobs`"),
-    "stream": ("works", ""),
-    "stream_options": ("works", "`include_usage`; events are not padded (`include_obfuscation`)"),
-    "response_format": ("works", "after the reasoning, where the model reasons"),
     "tools": ("works", "functions; `strict` holds arguments to the schema in the formats that have a grammar"),
     "tool_choice": ("works", ""),
     "parallel_tool_calls": ("works", "false: what follows the first call is dropped"),
     "reasoning_effort": ("works", "as the model's template knows it; refused where it does not"),
-    "service_tier": ("works", "`flex` and `priority` are priorities -50 and 50"),
     "prompt_cache_retention": ("works", "`24h` keeps the prompt's KV blocks"),
-    "user": ("works", "`client_id`, for fairness"),
-    "safety_identifier": ("works", "as `user`, where that is not set"),
-    "metadata": ("ignored", "nothing is stored that it could describe"),
-    "prompt_cache_key": ("ignored", "requests go to the cache that has their prefix"),
     "store": ("refused", "true: chat completions are not stored"),
     "prediction": ("works", "drafts are looked up in it; the usage says how many were right"),
     "audio": ("refused", ""),
@@ -52,7 +102,24 @@ CHAT: Table = {
     "web_search_options": ("refused", ""),
     "functions": ("refused", "`tools` replaced it"),
     "function_call": ("refused", "`tool_choice` replaced it"),
+    "moderation": ("refused", ""),
+    "echo": ("refused", ""),
+    "documents": ("refused", ""),
+    "chat_template": ("refused", "the model's own is used"),
+    "continue_final_message": ("refused", ""),
+    "chat_template_kwargs": ("works", ""),
+    "add_generation_prompt": ("works", ""),
+    "messages.refusal": ("ignored", "an earlier turn's"),
+    "messages.annotations": ("ignored", "an earlier turn's"),
+    "messages.audio": ("ignored", "an earlier turn's"),
+    "messages.function_call": ("ignored", "an earlier turn's, `tool_calls` counts"),
+    "messages.tool_calls.index": ("ignored", "calls are in order"),
+    "messages.tool_calls.type": ("ignored", "calls are functions"),
+    "messages.content.annotations": ("ignored", "an earlier turn's"),
+    **_COMMON,
 }
+# Of a conversation whose tokens are wanted.
+TOKENIZE: Table = {name: CHAT[name] for name in CHAT if CHAT[name][0] == "ignored" or name in ("tools", "tool_choice")}
 MESSAGES: Table = {
     "model": ("works", "the served model, or an adapter that is loaded on it"),
     "max_tokens": ("works", "required"),
@@ -221,7 +288,12 @@ _DEFAULTS: dict[str, object] = {
     "truncation": "disabled",
     "tools.format": {"type": "text"},
 }
-TABLES: dict[str, Table] = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
+TABLES: dict[str, Table] = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
 _INDEX = re.compile(r"\[\d+\]")
 
 
@@ -239,6 +311,28 @@ def check_fields(body: Body, table: Table, opaque: tuple[str, ...] = _OPAQUE) ->
             raise InvalidArgumentError("is not a field of this endpoint", field=path[:128])
         if known[0] == "refused" and value and value != _DEFAULTS.get(name):
             raise UnsupportedError(known[1] or "is not supported", field=path)
+
+
+def ignored_fields(body: Body, table: Table) -> list[str]:
+    """Return the fields of a body that had no effect; to be called once it has been read.
+
+    Fields that work may have no effect beside others, such as `tool_choice` without tools.
+
+    Raises:
+        InvalidArgumentError: A field is unknown.
+    """
+    ignored: dict[str, None] = {}
+    for path in body.unread():
+        name = _INDEX.sub("", path)
+        if name not in table:
+            raise InvalidArgumentError("is not a field of this endpoint; leave it out", field=path[:128])
+        ignored[name] = None
+    return list(ignored)
+
+
+def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
+    """Return the response header that names ignored fields."""
+    return {"x-midstream-ignored": ", ".join(ignored)} if ignored else {}
 
 
 def _paths(fields: Mapping[str, object], prefix: str, opaque: tuple[str, ...]) -> Iterator[tuple[str, object]]:

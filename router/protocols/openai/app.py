@@ -24,10 +24,10 @@ from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
+from router.protocols.fields import CHAT, COMPLETIONS, TOKENIZE, ignored_fields, ignored_header
 from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, mapped
 from router.protocols.openai.errors import error_body, headers, http_status
-from router.protocols.openai.ignored import ignored_fields, ignored_header
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
 from router.protocols.openai.models import Models
 from router.protocols.openai.openapi import document
@@ -90,7 +90,7 @@ class OpenAiApi:
             if key:
                 check_no_id(body.text("request_id") or "")
                 job.make_repeatable(key, request.url.path)
-            job.ignored = ignored_fields(body)
+            job.ignored = ignored_fields(body, CHAT if make is chat_job else COMPLETIONS)
             return job
 
         job = await self._bodies.read(request, make_job)
@@ -128,7 +128,7 @@ class OpenAiApi:
             body.flag("add_special_tokens") is not False,
             body.flag("return_token_strs"),
         )
-        ignored = ignored_fields(body)
+        ignored = ignored_fields(body, TOKENIZE)
         ids = await self._prompts.token_ids(native, add_special_tokens=adds_special_tokens)
         answer = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_sequence_length}
         if returns_texts:
@@ -144,7 +144,7 @@ class OpenAiApi:
         if max(ids, default=0) >= self._model.vocab_size:
             raise InvalidArgumentError(f"must be in 0..{self._model.vocab_size - 1}", field="tokens")
         text = self._prompts.tokenizer.decode(ids, skip_special_tokens=False)
-        return JSONResponse({"prompt": text}, headers=ignored_header(ignored_fields(body)))
+        return JSONResponse({"prompt": text}, headers=ignored_header(ignored_fields(body, TOKENIZE)))
 
     async def _health(self, request: Request) -> Response:
         return _health_answer(self._problems())

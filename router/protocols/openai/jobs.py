@@ -169,9 +169,12 @@ def _prediction(body: Body) -> str:
         return ""
     if prediction.text("type") != "content":
         raise InvalidArgumentError("must be content", field="prediction.type")
-    if not isinstance(prediction.get("content"), list):
+    if not isinstance(prediction.fields.get("content"), list):
         return prediction.text("content") or ""
-    return "".join(part.text("text") or "" for part in prediction.objects("content"))
+    parts = prediction.objects("content")
+    for part in parts:
+        part.choice("type", ("text",))
+    return "".join(part.text("text") or "" for part in parts)
 
 
 def _thinking_variables(body: Body, model: ChatModel) -> dict[str, object]:

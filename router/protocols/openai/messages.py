@@ -34,7 +34,7 @@ def _message(message: Body) -> pb.ChatMessage:
 
 
 def _content(message: Body) -> str:
-    if not isinstance(message.get("content"), list):
+    if not isinstance(message.fields.get("content"), list):
         return message.text("content") or ""
     texts = []
     for part in message.objects("content"):

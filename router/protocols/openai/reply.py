@@ -20,8 +20,8 @@ from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
 from router.pipeline.idempotency import naming_key
 from router.pipeline.output import FrontDoor, Output
+from router.protocols.fields import ignored_header
 from router.protocols.openai.errors import error_body, headers, http_status
-from router.protocols.openai.ignored import ignored_header
 from router.protocols.openai.jobs import Job, request_ids
 from router.protocols.openai.positions import Position, event_id, read_event_id
 from router.protocols.openai.shapes import usage_fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from midstream.errors import MidstreamError, UnsupportedError
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
 from router.protocols.anthropic.request import read_messages
 from router.protocols.conversation import ChatModel, Conversation
-from router.protocols.fields import CHAT, MESSAGES, RESPONSES, TABLES, markdown
+from router.protocols.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TABLES, Table, ignored_fields, markdown
 from router.protocols.openai.body import Body
-from router.protocols.openai.jobs import Vocabulary, chat_job
+from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
 from router.protocols.responses.request import read_response
 
 DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
@@ -26,12 +27,20 @@ TOOL = {"name": "f", "input_schema": SCHEMA}
 JSON = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 KEPT = {"type": "ephemeral"}
 
-# Of each field of chat completions a value that makes a difference, and what must be there beside it.
-CHAT_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
-    "model": ("m", {}),
-    "messages": ([{"role": "user", "content": "Other"}], {}),
-    "max_completion_tokens": (5, {}),
-    "max_tokens": (5, {}),
+CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+
+
+def json_format(**fields: object) -> dict[str, object]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, **fields}}}
+
+
+def turn(**fields: object) -> dict[str, object]:
+    said = {"role": "assistant", "content": "x", **fields}
+    return {"messages": [{"role": "user", "content": "Hi"}, said, {"role": "user", "content": "Go"}]}
+
+
+# Of each field of completions and chat completions a value that makes a difference, and what must be there beside it.
+COMMON_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     "n": (2, {}),
     "temperature": (0.5, {}),
     "top_p": (0.5, {}),
@@ -40,21 +49,77 @@ CHAT_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     "logit_bias": ({"5": 1}, {}),
     "seed": (7, {}),
     "stop": ("x", {}),
-    "logprobs": (True, {}),
-    "top_logprobs": (3, {"logprobs": True}),
     "stream": (True, {}),
     "stream_options": ({"include_usage": True}, {"stream": True}),
     "response_format": (JSON, {}),
-    "tools": ([FUNCTION], {}),
-    "tool_choice": ("required", {"tools": [FUNCTION]}),
-    "parallel_tool_calls": (False, {"tools": [FUNCTION]}),
-    "reasoning_effort": ("none", {}),
     "service_tier": ("flex", {}),
-    "prompt_cache_retention": ("24h", {}),
     "user": ("u", {}),
     "safety_identifier": ("u", {}),
     "metadata": ({"a": "b"}, {}),
     "prompt_cache_key": ("k", {}),
+    "top_k": (5, {}),
+    "min_p": (0.1, {}),
+    "repetition_penalty": (1.1, {}),
+    "min_tokens": (2, {}),
+    "use_beam_search": (True, {"n": 2}),
+    "length_penalty": (0.5, {"use_beam_search": True}),
+    "stop_token_ids": ([5], {}),
+    "bad_words": (["x"], {}),
+    "ignore_eos": (True, {}),
+    "include_stop_str_in_output": (True, {"stop": "x"}),
+    "skip_special_tokens": (False, {}),
+    "guided_json": (SCHEMA, {}),
+    "guided_json_object": (True, {}),
+    "guided_regex": ("a+", {}),
+    "guided_grammar": ('start: "a"', {}),
+    "guided_choice": (["a", "b"], {}),
+    "structured_outputs": ({"regex": "a+"}, {}),
+    "return_token_ids": (True, {}),
+    "spaces_between_special_tokens": (True, {}),
+    "add_special_tokens": (True, {}),
+    "allowed_token_ids": ([5], {}),
+    "logits_processors": (["x"], {}),
+    "prompt_logprobs": (1, {}),
+    "return_tokens_as_token_ids": (True, {}),
+    "truncate_prompt_tokens": (5, {}),
+    "request_id": ("other", {}),
+    "priority": (5, {}),
+    "cache_salt": ("x", {}),
+    "detached": (True, {}),
+    "timeout_ms": (5, {}),
+    "stream_options.include_obfuscation": ({"stream_options": {"include_obfuscation": True}}, {}),
+    "stream_options.continuous_usage_stats": ({"stream_options": {"continuous_usage_stats": True}}, {}),
+    "response_format.json_schema": (
+        {"response_format": {"type": "text", "json_schema": {"name": "x"}}},
+        {"response_format": {"type": "text"}},
+    ),
+    "response_format.json_schema.name": (json_format(name="x"), json_format()),
+    "response_format.json_schema.description": (json_format(description="x"), json_format()),
+    "response_format.json_schema.strict": (json_format(strict=True), json_format()),
+}
+COMPLETIONS_EXAMPLES = COMMON_EXAMPLES | {
+    "model": ("m", {}),
+    "prompt": ("b", {}),
+    "max_tokens": (5, {}),
+    "best_of": (3, {}),
+    "logprobs": (0, {}),
+    "echo": (True, {}),
+    "suffix": ("x", {}),
+    "prompt_embeds": ("x", {}),
+}
+# A name of a field in another one stands for a body with it, and one without it.
+CHAT_EXAMPLES = COMMON_EXAMPLES | {
+    "model": ("m", {}),
+    "messages": ([{"role": "user", "content": "Other"}], {}),
+    "max_completion_tokens": (5, {}),
+    "max_tokens": (5, {}),
+    "logprobs": (True, {}),
+    "top_logprobs": (3, {"logprobs": True}),
+    "tools": ([FUNCTION], {}),
+    "tool_choice": ("required", {"tools": [FUNCTION]}),
+    "parallel_tool_calls": (False, {"tools": [FUNCTION]}),
+    "reasoning_effort": ("none", {}),
+    "prompt_cache_retention": ("24h", {}),
     "store": (True, {}),
     "prediction": ({"type": "content", "content": "x"}, {}),
     "audio": ({"voice": "x"}, {}),
@@ -63,6 +128,23 @@ CHAT_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     "web_search_options": ({"a": 1}, {}),
     "functions": ([{"name": "f"}], {}),
     "function_call": ("auto", {}),
+    "moderation": ({"model": "m"}, {}),
+    "echo": (True, {}),
+    "documents": ([{}], {}),
+    "chat_template": ("x", {}),
+    "continue_final_message": (True, {}),
+    "chat_template_kwargs": ({"a": 1}, {}),
+    "add_generation_prompt": (False, {}),
+    "messages.refusal": (turn(refusal="x"), turn()),
+    "messages.annotations": (turn(annotations=[1]), turn()),
+    "messages.audio": (turn(audio={"id": "x"}), turn()),
+    "messages.function_call": (turn(function_call={"name": "f"}), turn()),
+    "messages.tool_calls.index": (turn(tool_calls=[{**CALL, "index": 1}]), turn(tool_calls=[CALL])),
+    "messages.tool_calls.type": (turn(tool_calls=[{**CALL, "type": "function"}]), turn(tool_calls=[CALL])),
+    "messages.content.annotations": (
+        turn(content=[{"type": "text", "text": "x", "annotations": [1]}]),
+        turn(content=[{"type": "text", "text": "x"}]),
+    ),
 }
 
 
@@ -318,17 +400,24 @@ def run_response(fields: dict[str, Any]) -> str:
     )
 
 
-def run_chat(fields: dict[str, object]) -> str:
-    """All that a body of chat completions decides."""
-    body = {"messages": [{"role": "user", "content": "Hi"}], "request_id": "r", **fields}
-    job = chat_job(Body(body), Vocabulary(str, MODEL))
+def run_chat(fields: dict[str, object]) -> tuple[str, list[str]]:
+    """All that a body of chat completions decides, and its ignored fields."""
+    body = Body({"messages": [{"role": "user", "content": "Hi"}], "request_id": "r", **fields})
+    job = chat_job(body, Vocabulary(str, MODEL))
     assert job.conversation is not None
-    return "\n".join(
-        (
-            _conversation(job.conversation),
-            str((job.is_stream, job.includes_usage, job.num_choices, job.conversation.prediction)),
-        )
-    )
+    decided = f"{_conversation(job.conversation)}\n{job.conversation.prediction}\n{_job(job)}"
+    return decided, ignored_fields(body, CHAT)
+
+
+def run_completion(fields: dict[str, object]) -> tuple[str, list[str]]:
+    """All that a body of completions decides, and its ignored fields."""
+    body = Body({"prompt": "a", "request_id": "r", **fields})
+    return _job(completion_job(body, Vocabulary(str, MODEL))), ignored_fields(body, COMPLETIONS)
+
+
+def _job(job: Job) -> str:
+    shape = {name: getattr(job.shape, name) for name in ("_returns_ids", "_with_log_probs") if hasattr(job.shape, name)}
+    return f"{job.requests} {job.is_stream} {job.includes_usage} {job.num_choices} {shape}"
 
 
 def run_messages(fields: dict[str, Any]) -> str:
@@ -343,16 +432,32 @@ def _conversation(conversation: Conversation) -> str:
     return f"{conversation.request}\n{conversation.tools}"
 
 
-@pytest.mark.parametrize("name", CHAT)
-def test_chat_completions(name: str) -> None:
-    value, beside = CHAT_EXAMPLES[name]
-    status, _ = CHAT[name]
+Examples = dict[str, tuple[object, dict[str, object]]]
+Run = Callable[[dict[str, object]], tuple[str, list[str]]]
+
+
+def check_line(name: str, table: Table, examples: Examples, run: Run) -> None:
+    value, without = examples[name]
+    fields: Any = value if "." in name else {**without, name: value}
+    status, _ = table[name]
     if status == "refused":
         with pytest.raises(MidstreamError) as raised:
-            run_chat({**beside, name: value})
+            run(fields)
         assert raised.value.field == name
-    else:
-        assert (run_chat({**beside, name: value}) != run_chat(beside)) == (status == "works")
+        return
+    (decided, ignored), (before, _) = run(fields), run(without)
+    assert (decided != before) == (status == "works")
+    assert (name in ignored) == (status == "ignored")
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_completions(name: str) -> None:
+    check_line(name, COMPLETIONS, COMPLETIONS_EXAMPLES, run_completion)
+
+
+@pytest.mark.parametrize("name", CHAT)
+def test_chat_completions(name: str) -> None:
+    check_line(name, CHAT, CHAT_EXAMPLES, run_chat)
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -380,10 +485,11 @@ def test_responses(name: str) -> None:
 
 
 def test_every_line_is_tested_and_in_the_docs() -> None:
+    assert COMPLETIONS_EXAMPLES.keys() == COMPLETIONS.keys()
     assert CHAT_EXAMPLES.keys() == CHAT.keys()
     assert MESSAGES_EXAMPLES.keys() == MESSAGES.keys()
     assert RESPONSES_EXAMPLES.keys() == RESPONSES.keys()
-    assert set(TABLES) == {"/v1/chat/completions", "/v1/responses", "/v1/messages"}
+    assert set(TABLES) == {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
     begin, end = "<!-- python -m router.protocols.fields -->\n", "\n<!-- end of fields -->"
     text = DOCS.read_text(encoding="utf-8")
     assert text.partition(begin)[2].partition(end)[0] == markdown()

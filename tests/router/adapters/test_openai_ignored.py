@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 from midstream.errors import InvalidArgumentError
+from router.protocols.fields import CHAT, COMPLETIONS, ignored_fields
 from router.protocols.openai.body import Body
-from router.protocols.openai.ignored import IGNORED_FIELDS, ignored_fields
 from router.protocols.openai.jobs import Vocabulary, chat_job, completion_job
 
 VOCABULARY = Vocabulary(lambda token: chr(97 + token))
@@ -34,7 +31,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "s
 def test_what_clients_always_send_is_listed(fields: dict[str, object], ignored: list[str]) -> None:
     body = Body({"model": "m", "messages": [USER], **fields})
     chat_job(body, VOCABULARY)
-    assert ignored_fields(body) == ignored
+    assert ignored_fields(body, CHAT) == ignored
 
 
 @pytest.mark.parametrize(
@@ -51,7 +48,7 @@ def test_what_nobody_knows_is_refused(fields: dict[str, object], path: str) -> N
     body = Body({"messages": [USER], **fields})
     chat_job(body, VOCABULARY)
     with pytest.raises(InvalidArgumentError) as raised:
-        ignored_fields(body)
+        ignored_fields(body, CHAT)
     assert raised.value.field == path
 
 
@@ -59,10 +56,4 @@ def test_a_body_of_a_completion_is_read_too() -> None:
     body = Body({"prompt": "a", "messages": [USER]})
     completion_job(body, VOCABULARY)
     with pytest.raises(InvalidArgumentError, match="messages"):
-        ignored_fields(body)
-
-
-def test_the_documentation_lists_what_is_ignored() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "adapters.md").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|$", text.partition("Ignored:")[2].partition("## ")[0], re.M))
-    assert listed == IGNORED_FIELDS
+        ignored_fields(body, COMPLETIONS)
