@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -46,6 +47,7 @@ class Server:
     def start(self) -> None:
         """Start it where it does not run."""
         if self.process is None or self.process.poll() is not None:
+            self.end()
             with self.log.open("ab") as log:
                 self.process = psutil.Popen(
                     self.command, stdout=log, stderr=log, env=os.environ | self.variables, start_new_session=True
@@ -80,11 +82,10 @@ class Server:
         self.tree()[0].terminate()
 
     def end(self) -> None:
-        """Kill all of it."""
+        """Kill all of it, also children whose parent is gone."""
         if self.process is not None:
-            for process in reversed(self.tree()):
-                if process.is_running():
-                    process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
 

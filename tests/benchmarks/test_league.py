@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
 
 from benchmarks.league.__main__ import row_of
 from benchmarks.league.load import Request, make_requests, run_round
+from benchmarks.league.systems import Server
 
 
 class System:
@@ -40,3 +44,18 @@ async def test_the_fault_comes_while_streams_are_open() -> None:
     outcomes = await run_round(system.stream, requests, lambda: seen.append(1))
     assert seen == [1]
     assert [outcome.texts[0].endswith("end") for outcome in outcomes] == [True] * 4
+
+
+def test_the_end_of_a_server_is_that_of_children_without_a_parent(tmp_path: Path) -> None:
+    server = Server("a server", ["bash", "-c", "sleep 600 & echo $!; wait"], 1, tmp_path / "log")
+    server.start()
+    while not (text := server.log.read_text()).endswith("\n"):
+        pass
+    child = psutil.Process(int(text))
+    server.kill_front()
+    assert server.process is not None
+    server.process.wait()
+    assert child.is_running()
+    server.end()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
