@@ -183,7 +183,7 @@ MESSAGES: Table = {
     "service_tier": ("ignored", "there is one tier"),
     "inference_geo": ("refused", ""),
     "container": ("refused", ""),
-    "context_management": ("refused", ""),
+    "context_management": ("refused", "other than keeping all thinking"),
     "mcp_servers": ("refused", ""),
     "fallbacks": ("refused", ""),
     "speed": ("refused", "other than standard"),
@@ -238,12 +238,14 @@ RESPONSES: Table = {
     "text.format": ("works", "text, json_object or json_schema"),
     "text.verbosity": ("refused", "other than medium"),
     "tools": ("works", "of the client"),
-    "tools.type": ("works", "function, and custom with text; others are refused"),
+    "tools.type": ("works", "function, and custom with text; web_search and namespace are left out, others refused"),
     "tools.name": ("works", ""),
     "tools.description": ("works", ""),
     "tools.parameters": ("works", ""),
     "tools.strict": ("works", "in the formats that have a grammar"),
     "tools.format": ("refused", "other than text"),
+    "tools.tools": ("ignored", "namespaces are not offered to the model"),
+    "tools.external_web_access": ("ignored", "a search is not offered to the model"),
     "tool_choice": ("works", "none, auto, required, a tool, or allowed_tools"),
     "tool_choice.type": ("works", ""),
     "tool_choice.name": ("works", ""),
@@ -258,6 +260,7 @@ RESPONSES: Table = {
         "`reasoning.encrypted_content`; log probabilities are refused, what is of other tools ignored",
     ),
     "metadata": ("works", "comes back with the response"),
+    "client_metadata": ("ignored", "notes of Codex"),
     "prompt_cache_key": ("ignored", "requests go to the cache that has their prefix"),
     "prompt_cache_retention": ("works", "`24h` keeps the prompt's KV blocks"),
     "service_tier": ("works", "`flex` and `priority` are priorities -50 and 50"),
@@ -270,7 +273,15 @@ RESPONSES: Table = {
     "context_management": ("refused", ""),
     "moderation": ("refused", ""),
 }
-RESPONSES_OPAQUE = ("tools.parameters", "tools.format", "text.format", "metadata", "stream_options")
+RESPONSES_OPAQUE = (
+    "tools.parameters",
+    "tools.tools",
+    "client_metadata",
+    "tools.format",
+    "text.format",
+    "metadata",
+    "stream_options",
+)
 # Values defined by the client, which are not checked.
 _OPAQUE = (
     "tools.input_schema",
@@ -278,11 +289,13 @@ _OPAQUE = (
     "output_config.format",
     "cache_control",
     "caller",
+    "context_management",
     "diagnostics",
 )
 # Values of refused fields that match the behaviour anyway, and are accepted.
 _DEFAULTS: dict[str, object] = {
     "speed": "standard",
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "tools.allowed_callers": ["direct"],
     "text.verbosity": "medium",
     "truncation": "disabled",

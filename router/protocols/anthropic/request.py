@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from google.protobuf.message import Message
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
+from router.pipeline.request_checks import MAX_NAME
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools
 from router.protocols.fields import MESSAGES, check_fields
 from router.protocols.openai.body import Body
@@ -144,7 +146,9 @@ def _sampling(body: Body, request: pb.GenerateRequest) -> None:
 
 def _user(body: Body) -> str:
     metadata = body.child("metadata")
-    return (metadata.text("user_id") or "") if metadata is not None else ""
+    user = (metadata.text("user_id") or "") if metadata is not None else ""
+    # Claude Code's are longer than a client id may be.
+    return user if len(user) <= MAX_NAME else hashlib.sha256(user.encode()).hexdigest()
 
 
 def _thinking(body: Body, max_tokens: int | None) -> tuple[bool, bool]:

@@ -18,6 +18,10 @@ from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, input_i
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 
 
+# Tools that clients send unasked, and that the model is not offered: searches of the server, and groups of functions.
+_LEFT_OUT = ("web_search", "namespace")
+
+
 @dataclass(slots=True)
 class ResponseJob:
     """One requested response.
@@ -157,6 +161,8 @@ def _tools(body: Body) -> tuple[Tools, frozenset[str]]:
     strict, custom = set(), set()
     for tool in body.objects("tools"):
         kind, name = tool.text("type"), tool.text("name")
+        if kind in _LEFT_OUT:
+            continue
         if kind not in ("function", "custom"):
             raise UnsupportedError("only function and custom are supported", field=tool.path("type"))
         if not name:
