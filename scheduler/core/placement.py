@@ -1,4 +1,7 @@
-"""Placement: start a queued request on the worker group with most of its prefix and the least work."""
+"""Placement: start a queued request on the worker group with most of its prefix and the least work.
+
+A prefix counts that is in the group's pool, or can be fetched from its tiers.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,7 @@ class Placement:
         def work(group: WorkerGroup) -> int:
             cost = group.start_cost(request)
             others = group.num_context_tokens + _TOKENS_PER_ACTIVE_SEQUENCE * len(group.active)
-            return cost.num_tokens - cost.num_cached_tokens + others
+            return cost.num_tokens - cost.num_cached_tokens - group.num_fetchable_tokens(request) + others
 
         return min(best, key=work), most
 

@@ -22,7 +22,7 @@ from scheduler.core.config import CoreConfig
 from scheduler.core.events import StepDone, WorkerBeat, WorkerRegistered
 from scheduler.core.fairness import Clients, Holdings, Pace
 from scheduler.core.in_flight import InFlightStep, LastGeneration
-from scheduler.core.prefix_cache import PrefixCache
+from scheduler.core.prefix_cache import PrefixCache, extend_hashes
 from scheduler.core.request import Request, Sequence
 from scheduler.core.request_spec import RequestSpec
 from scheduler.core.role import Role
@@ -242,6 +242,18 @@ class WorkerGroup:
     def has_below_pool(self, value: int) -> bool:
         """Return whether the worker is believed to hold the block with this hash outside of its pool."""
         return value in self.fetched or value in self.stored
+
+    def num_fetchable_tokens(self, request: Request) -> int:
+        """Return how many known tokens of a queued request are stored below the pool, after those in the pool."""
+        if not (self.stored or self.fetched) or not request.may_fetch or not self.tables.reuses(request):
+            return 0
+        sequence = request.waiting_sequences[0]
+        first = len(self.tables.find(sequence))
+        hashes = extend_hashes(sequence, (sequence.num_tokens - 1) // self.tokens_per_block, self.tokens_per_block)
+        end = first
+        while end < (sequence.num_tokens - 1) // self.tokens_per_block and self.has_below_pool(hashes[end]):
+            end += 1
+        return (end - first) * self.tokens_per_block
 
     def can_fetch_from(self, source: WorkerGroup) -> bool:
         """Return whether the worker can fetch blocks of another group's pool."""

@@ -128,3 +128,19 @@ def test_a_worker_that_dies_while_it_fetches_is_not_followed_by_another() -> Non
     harness.run()
     assert (heir.num_adopted, heir.model.num_context_tokens) == (0, 22)
     harness.check_is_empty()
+
+
+def test_a_group_whose_tiers_hold_the_prefix_is_preferred() -> None:
+    harness, group = stored()
+    others = [harness.add_group(name) for name in ("a", "b")]
+    harness.cut("h")
+    group = harness.add_group("i", tier_store="host", stored_hashes=group.registration.stored_hashes)
+    harness.submit("a", PROMPT, 4)
+    harness.run()
+    assert (group.num_adopted, [other.model.num_context_tokens for other in others]) == (5, [0, 0])
+    harness.submit("b", [*PROMPT[:8], *range(300, 314)], 4)
+    harness.submit("c", 40, 4)
+    harness.turn()
+    assert [len(other.plans) for other in others] in ([1, 0], [0, 1])
+    harness.run()
+    harness.check_is_empty()
