@@ -1,6 +1,7 @@
 """Prompts on one worker and generation on another: the same tokens as with both on each, whoever dies when.
 
-Fifty kills of a prefill worker in the middle of transfers: TEST_ALL_KILLS=1 pytest -o faulthandler_timeout=0, half an hour.
+Fifty kills of a prefill worker in the middle of transfers, in half an hour:
+TEST_ALL_KILLS=1 pytest -o faulthandler_timeout=0 tests/integration/test_roles.py
 """
 
 from __future__ import annotations
