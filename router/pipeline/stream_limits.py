@@ -21,7 +21,7 @@ _MAX_CONTROL_CALLS, _MAX_CONTROL_CALLS_PER_CLIENT = 1024, 128
 _MAX_HEALTH_WATCHES, _MAX_HEALTH_WATCHES_PER_CLIENT = 2048, 256
 _NATIVE, _OPENENGINE = "/midstream.v1.Midstream/", "/openengine.v1."
 _KSERVE = "/inference.GRPCInferenceService/"
-# Counted by their requests.
+# Calls that are counted as requests.
 _COUNTED_AS_REQUESTS = frozenset(
     {_NATIVE + "Generate", _NATIVE + "Resume", _OPENENGINE + "Inference/Generate", _KSERVE + "ModelInfer"}
 )

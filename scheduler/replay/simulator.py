@@ -137,7 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-queue-size", type=int, default=4096, metavar="N", help="Requests that may wait. [4096]")
     for name in ("num_blocks", "max_batch_size", "max_num_tokens", "tokens_per_block"):
         default = getattr(fleet, name)
-        add("--" + name.replace("_", "-"), type=int, default=default, metavar="N", help=f"Of each group. [{default}]")
+        add(
+            "--" + name.replace("_", "-"), type=int, default=default, metavar="N", help=f"Per worker group. [{default}]"
+        )
     for name, text in (
         ("step_us", "Fixed cost of a step"),
         ("context_token_us", "Cost of a context token"),

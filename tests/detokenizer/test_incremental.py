@@ -76,7 +76,7 @@ def test_text_survives_any_cutting(text: str, cuts: list[int], skip: bool) -> No
 def test_any_tokens_survive_any_cutting(ids: list[int], cuts: list[int], skip: bool) -> None:
     whole = TOKENIZER.decode(ids, skip_special_tokens=skip)
     assert "".join(in_chunks(FACTORY, ids, cuts, skip=skip)) == whole
-    # What is certain after k tokens does not depend on the cutting before them.
+    # The text that is final after k tokens does not depend on how the tokens were divided.
     one_by_one = in_chunks(FACTORY, ids, list(range(len(ids))), skip=skip)
     k = min([*cuts, len(ids)])
     decoder = FACTORY.open(skip_special_tokens=skip)

@@ -232,7 +232,7 @@ class Rig:
         return result
 
     async def disturb(self, work: Coroutine[Any, Any, None], kills: dict[int, str]) -> None:
-        """Runs `work`, which runs one request, to its end; `kills` is as for `run`."""
+        """Run `work`, which sends one request; `kills` as in `run`."""
         self.gate.reset()
         reading = asyncio.create_task(work)
         for num_tokens, kind in sorted(kills.items()):

@@ -1,4 +1,4 @@
-"""A real service on this machine, through `midstream up`, and what tests ask it."""
+"""A real service on this machine, started by `midstream up`, and helpers to call it."""
 
 from __future__ import annotations
 

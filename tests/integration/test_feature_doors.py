@@ -1,4 +1,4 @@
-"""Every cell of the table of features that is of a door: it gives the native call's answer, or says no."""
+"""Every cell of the feature table for an API: it gives the native call's answer or rejects the request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUM_SEQUENCES = {"sequences": 2, "beams": 2}
 
 @pytest.fixture(scope="module")
 def executor(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerationExecutor]:
-    """An executor of the service, which has an adapter meanwhile."""
+    """An executor connected to the service, with an adapter loaded."""
     folder = write_lora(tmp_path_factory.mktemp("doors") / "lora", 4, 9)
     with Client(service.routers()) as client, GenerationExecutor.create(address=service.routers()[0]) as executor:
         client.load_lora(LORA, str(folder))

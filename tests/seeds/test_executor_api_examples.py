@@ -48,7 +48,7 @@ stop_token_ids = [tokenizer.eos_token_id]
 
 @pytest.fixture(scope="module")
 def guided(folders: Path) -> dict[str, Any]:
-    """The listing that says what grammars need to know of a tokenizer, run with transformers' own tokenizer."""
+    """The documentation's guided decoding example, run with transformers' tokenizer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders / "llama-3-8b")
     return run(TOKENIZER, tokenizer=tokenizer)
 

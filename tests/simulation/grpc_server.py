@@ -119,7 +119,7 @@ class Server:
         return int(address.rpartition(":")[2])
 
     async def start(self) -> None:
-        """Begins to answer."""
+        """Start answering."""
         for address in self._addresses:
             self._network.bind(address, self)
 

@@ -197,7 +197,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        """Calls back at a time."""
+        """A callback scheduled for a time."""
         handle = Callback(when, callback, args, context)
         heapq.heappush(self._timers, (when, next(self._count), handle))
         return handle
