@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import zmq
 
 import midstream
 from gpu_worker.batch.input_batch import InputBatch, PreparedStep
@@ -33,7 +32,6 @@ from gpu_worker.kv.block_format import kind_digest
 from gpu_worker.kv.cache import KvCache, block_bytes
 from gpu_worker.kv.shared_store import KvStore
 from gpu_worker.kv.tiers import KvTiers, TierFolder
-from gpu_worker.kv.transfer import BlockFetcher, BlockServer
 from gpu_worker.limits import Limits, graph_decoder, local_num_blocks
 from gpu_worker.lora.adapter import zero_adapter
 from gpu_worker.lora.cache import adapter_cache
@@ -475,6 +473,11 @@ def _open_transfers(
         return
     if model.device.type != "cpu" or not is_whole:
         raise ConfigError("needs a CPU worker of one rank without a draft model; use both", field="role")
+    # Only here, because these need ZeroMQ and protobuf, which a machine for measurements lacks.
+    import zmq
+
+    from gpu_worker.kv.transfer import BlockFetcher, BlockServer
+
     kind = kind_digest(_block_kind(config, folder, model))
     if config.role == "decode":
         size = block_bytes(model.description, config.tokens_per_block, model.kv_dtype)

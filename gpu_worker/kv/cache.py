@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 from gpu_worker.batch.step import IntArray
 from gpu_worker.kv.shared_store import KvStore, PoolMemory
 from gpu_worker.kv.tiers import KvTiers
-from gpu_worker.kv.transfer import BlockFetcher, BlockServer
 from gpu_worker.models.description import DecoderDescription
 from kernels.cpu import stored_head_dim
 from midstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpu_worker.kv.transfer import BlockFetcher, BlockServer
 
 logger = logging.getLogger(__name__)
 
