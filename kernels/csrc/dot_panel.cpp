@@ -6,6 +6,8 @@ namespace midstream {
 namespace {
 
 constexpr int kDotVectors = 2;  // times kRowTile sums
+constexpr int kRegisters = kLanes == 16 ? 32 : 16;
+constexpr int kResidentBytes = 16 * 1024;
 
 // A pointer that GCC knows nothing of: else it keeps one for each word of a block, and spends more instructions on them than
 // on the products.
@@ -42,118 +44,145 @@ struct SplitHalfProducts : HalfProducts {
   static constexpr int kScales = 2;
 };
 
-// Block b of some that share fields: words(group, vector), and scales and minimum of a vector. Where bytes must be unsigned, a number is added.
+// Block b of some that share fields: its words in memory, from each of which kParts words for products are taken, and the scales and
+// minimum of a vector of channels. Part p of word i meets group(i, p) of the input. Where bytes must be unsigned, a number is added.
 
 struct PanelBlock {
   const uint8_t* panel;
   int b;
 };
 
-template <class B> struct NibbleBytes : PanelBlock {
+// A word holds weights of all parts, in nibbles.
+template <class B> struct NibbleWords : PanelBlock {
   using Block = B;
-  using Products = NibbleProducts;
-  I words(int group, int v) const {
-    I word = load_int(Block::words(panel, b) + ((group % 4) * kPanel + v * kLanes) * 4);
-    return bit_and(group < 4 ? word : shift_right<4>(word), set1_int(0x0f0f0f0fu));
-  }
+  static constexpr int group(int word, int part) { return part * (kBlock / 8) + word; }
+  [[gnu::always_inline]] I word(int i, int v) const { return load_int(Block::words(panel, b) + (i * kPanel + v * kLanes) * 4); }
   F scale(int v, int) const { return Block::scale(panel, b, v); }
   F minimum(int v) const { return Block::minimum(panel, b, v); }
 };
 
-// A word shifted by nibbles holds weights k and k + 16 in its halves.
-template <class Block> [[gnu::always_inline]] inline I shifted_word(const uint8_t* panel, int b, int group, int v) {
-  I word = load_int(Block::words(panel, b) + ((group % 4) * kPanel + v * kLanes) * 4);
-  switch (group / 4) {
-    case 1: return shift_right<4>(word);
-    case 2: return shift_right<8>(word);
-    case 3: return shift_right<12>(word);
-  }
-  return word;
-}
-
-template <class B> struct NibbleHalves : NibbleBytes<B> {
-  using Products = HalfProducts;
-  [[gnu::always_inline]] I words(int group, int v) const {
-    return bit_and(shifted_word<B>(this->panel, this->b, group, v), set1_int(0x000f000fu));
+template <class B> struct NibbleBytes : NibbleWords<B> {
+  using Products = NibbleProducts;
+  static constexpr int kParts = 2;
+  template <int part> [[gnu::always_inline]] static I take(I word) {
+    return bit_and(part ? shift_right<4>(word) : word, set1_int(0x0f0f0f0fu));
   }
 };
 
-struct Mx4Bytes : PanelBlock {
-  using Block = Mx4Block;
+template <class B> struct NibbleHalves : NibbleWords<B> {
+  using Products = HalfProducts;
+  static constexpr int kParts = 4;
+  // Nibbles k and k + 16 of a block.
+  template <int part> [[gnu::always_inline]] static I take(I word) {
+    if (part == 3) return shift_halves_right<12>(word);
+    return bit_and(part ? shift_halves_right<4 * part>(word) : word, set1_int(0x000f000fu));
+  }
+};
+
+struct Mx4Bytes : NibbleWords<Mx4Block> {
   using Products = ByteProducts;
-  I words(int group, int v) const { return mx4_bytes(NibbleBytes<Mx4Block>{{panel, b}}.words(group, v)); }
-  F scale(int v, int) const { return Mx4Block::scale(panel, b, v); }
+  static constexpr int kParts = 2;
+  template <int part> [[gnu::always_inline]] static I take(I word) { return mx4_bytes(NibbleBytes<Mx4Block>::take<part>(word)); }
   F minimum(int v) const { return mul(scale(v, 0), set1(-12.0f)); }
 };
 
-struct Mx4Halves : Mx4Bytes {
+struct Mx4Halves : NibbleWords<Mx4Block> {
   using Products = HalfProducts;
-  [[gnu::always_inline]] I words(int group, int v) const { return mx4_halves(shifted_word<Mx4Block>(panel, b, group, v)); }
+  static constexpr int kParts = 4;
+  template <int part> [[gnu::always_inline]] static I take(I word) { return mx4_halves(shift_halves_right<4 * part>(word)); }
   F minimum(int) const { return zero(); }
 };
 
-// Word of bytes: k to k + 3.
-template <class Block> [[gnu::always_inline]] inline I byte_word(const uint8_t* panel, int b, int group, int v) {
-  return load_int(Block::words(panel, b) + (group * kPanel + v * kLanes) * 4);
-}
-
-// Bytes k and k + 2 of a word, or k + 1 and k + 3.
-template <class Block> [[gnu::always_inline]] inline I byte_halves(const uint8_t* panel, int b, int group, int v) {
-  I word = byte_word<Block>(panel, b, group / 2, v);
-  return group % 2 ? odd_bytes(word) : even_bytes(word);
-}
-
-struct Q8Bytes : PanelBlock {
-  using Block = Q8Block;
+// A word holds the bytes of k to k + 3.
+template <class B> struct ByteWords : PanelBlock {
+  using Block = B;
   using Products = ByteProducts;
-  I words(int group, int v) const { return bit_xor(byte_word<Q8Block>(panel, b, group, v), set1_int(0x80808080u)); }
+  static constexpr int kParts = 1;
+  static constexpr int group(int word, int) { return word; }
+  [[gnu::always_inline]] I word(int i, int v) const { return load_int(Block::words(panel, b) + (i * kPanel + v * kLanes) * 4); }
+};
+
+template <class B> struct SignedBytes : ByteWords<B> {
+  template <int> [[gnu::always_inline]] static I take(I word) { return bit_xor(word, set1_int(0x80808080u)); }
+};
+
+// Bytes k and k + 2 of a word, then k + 1 and k + 3.
+template <class B> struct ByteHalves : ByteWords<B> {
+  using Products = HalfProducts;
+  static constexpr int kParts = 2;
+  static constexpr int group(int word, int part) { return 2 * word + part; }
+  template <int part> [[gnu::always_inline]] static I take(I word) { return part ? odd_bytes(word) : even_bytes(word); }
+  F minimum(int) const { return zero(); }
+};
+
+struct Q8Bytes : SignedBytes<Q8Block> {
   F scale(int v, int) const { return Q8Block::scale(panel, b, v); }
   F minimum(int v) const { return mul(scale(v, 0), set1(-128.0f)); }
 };
 
-struct Q8Halves : Q8Bytes {
-  using Products = HalfProducts;
-  [[gnu::always_inline]] I words(int group, int v) const { return byte_halves<Q8Block>(panel, b, group, v); }
-  F minimum(int) const { return zero(); }
+struct Q8Halves : ByteHalves<Q8Block> {
+  F scale(int v, int) const { return Q8Block::scale(panel, b, v); }
 };
 
-struct Int8Bytes : PanelBlock {
-  using Block = Int8Block;
-  using Products = ByteProducts;
-  I words(int group, int v) const { return bit_xor(byte_word<Int8Block>(panel, b, group, v), set1_int(0x80808080u)); }
+struct Int8Bytes : SignedBytes<Int8Block> {
   F scale(int, int) const { return set1(1.0f); }
   F minimum(int) const { return set1(-128.0f); }
 };
 
-struct Int8Halves : Int8Bytes {
-  using Products = HalfProducts;
-  [[gnu::always_inline]] I words(int group, int v) const { return byte_halves<Int8Block>(panel, b, group, v); }
-  F minimum(int) const { return zero(); }
+struct Int8Halves : ByteHalves<Int8Block> {
+  F scale(int, int) const { return set1(1.0f); }
 };
 
-struct Affine8Bytes : PanelBlock {
-  using Block = Affine8Block;
-  using Products = ByteProducts;
-  I words(int group, int v) const { return byte_word<Affine8Block>(panel, b, group, v); }
+struct Affine8Bytes : ByteWords<Affine8Block> {
+  template <int> [[gnu::always_inline]] static I take(I word) { return word; }
   F scale(int v, int) const { return Affine8Block::scale(panel, b, v); }
   F minimum(int v) const { return Affine8Block::minimum(panel, b, v); }
 };
 
-struct Affine8Halves : Affine8Bytes {
-  using Products = HalfProducts;
-  [[gnu::always_inline]] I words(int group, int v) const {
-    I word = byte_word<Affine8Block>(panel, b, group / 2, v);
-    return bit_and(group % 2 ? shift_right<8>(word) : word, set1_int(0x00ff00ffu));
+struct Affine8Halves : ByteHalves<Affine8Block> {
+  template <int part> [[gnu::always_inline]] static I take(I word) {
+    return part ? shift_halves_right<8>(word) : bit_and(word, set1_int(0x00ff00ffu));
   }
+  F scale(int v, int) const { return Affine8Block::scale(panel, b, v); }
+  F minimum(int v) const { return Affine8Block::minimum(panel, b, v); }
 };
 
-struct Q6KHalves : PanelBlock {
-  using Block = Q6KBlock;
+struct Q6KHalves : ByteHalves<Q6KBlock> {
   using Products = SplitHalfProducts;
-  [[gnu::always_inline]] I words(int group, int v) const { return byte_halves<Q6KBlock>(panel, b, group, v); }
   F scale(int v, int part) const { return Q6KBlock::scale(panel, b, v, part); }
-  F minimum(int) const { return zero(); }
 };
+
+// Calls body(group, words of V vectors) for the groups of a block from first to end, all parts of a word one after the other. Words are
+// read once for all parts if they may stay in registers.
+template <int V, bool may_keep, class Dots, class Body>
+[[gnu::always_inline]] inline void for_each_group(const Dots& weights, int first_vector, int first, int end, Body&& body) {
+#pragma GCC unroll 8
+  for (int i = first; i < end; ++i) {
+    I words[V];
+    auto read = [&]() __attribute__((always_inline)) {
+      // GCC would keep words for other vectors and parts, and has no registers for them.
+      asm volatile("" ::: "memory");
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        words[v] = weights.word(i, first_vector + v);
+        if (may_keep) keep(words[v]);
+      }
+    };
+    auto take = [&]<int part>() __attribute__((always_inline)) {
+      if constexpr (part < Dots::kParts) {
+        if (part == 0 || !may_keep) read();
+        I taken[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) taken[v] = Dots::template take<part>(words[v]);
+        body(Dots::group(i, part), taken);
+      }
+    };
+    take.template operator()<0>();
+    take.template operator()<1>();
+    take.template operator()<2>();
+    take.template operator()<3>();
+  }
+}
 
 // The same weights, vectors counted from a later one.
 template <class Dots> struct From {
@@ -169,10 +198,14 @@ template <class Dots> struct From {
   F minimum(int v) const { return dots.minimum(first_vector + v); }
 };
 
+// Weights that were unpacked into a tile.
 template <class P> struct TileDots {
   using Products = P;
-  const float* channels;  // of the tile, at the first of these vectors
-  I words(int group, int v) const { return load_int(channels + group * kPanel + v * kLanes); }
+  static constexpr int kParts = 1;
+  const float* channels;  // of the tile
+  static constexpr int group(int word, int) { return word; }
+  template <int> [[gnu::always_inline]] static I take(I word) { return word; }
+  I word(int i, int v) const { return load_int(channels + i * kPanel + v * kLanes); }
   F scale(int v, int part) const { return load(channels + (P::kGroups + part) * kPanel + v * kLanes); }
   F minimum(int v) const { return load(channels + (P::kGroups + P::kScales) * kPanel + v * kLanes); }
 };
@@ -190,41 +223,49 @@ template <class P> [[gnu::always_inline]] inline RowBlock row_block(const Quanti
   return {opaque(rows.words + index * P::kGroups), opaque(rows.scales + index), opaque(rows.sums + index)};
 }
 
-// sum [R, V] += one block of the first R rows of a tile times V vectors of channels.
+// dots [R, V] = products of the first R rows of a tile with V vectors of channels, over that part of a block which has one scale.
 template <int R, int V, class Dots>
-[[gnu::always_inline]] inline void add_block(const Dots& weights, const RowBlock& rows, F (&sum)[R][V]) {
+[[gnu::always_inline]] inline void multiply_block(const Dots& weights, int first_vector, int part, const RowBlock& rows, I (&dots)[R][V]) {
   using Products = typename Dots::Products;
-  constexpr int kPartGroups = Products::kGroups / Products::kScales;
+  constexpr int kWords = Products::kGroups / Dots::kParts / Products::kScales;
+  constexpr bool kMayKeep = R * V + 2 * V + 2 <= kRegisters;
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) dots[r][v] = set1_int(0);
+  for_each_group<V, kMayKeep>(weights, first_vector, part * kWords, (part + 1) * kWords, [&](int group, const I (&w)[V]) __attribute__((always_inline)) {
+    const uint32_t* x = rows.words + group * kRowTile;
+    constexpr int kPaired = Products::kHasPairs && V == 2 ? R / 2 * 2 : 0;
+    if constexpr (kPaired > 0)
+#pragma GCC unroll 6
+      for (int r = 0; r < kPaired; r += 2) dot_half_pairs(dots[r], dots[r + 1], w, set1_int(x[r]), set1_int(x[r + 1]));
+#pragma GCC unroll 6
+    for (int r = kPaired; r < R; ++r) {
+      I input = set1_int(x[r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) dots[r][v] = Products::dot(dots[r][v], w[v], input);
+    }
+  });
+}
+
+// sum(r, v) = f(sum(r, v)) where f adds the products of one block of the first R rows of a tile with V vectors of channels.
+template <int R, int V, class Dots, class Sum>
+[[gnu::always_inline]] inline void add_block(const Dots& weights, int first_vector, const RowBlock& rows, Sum&& sum) {
+  using Products = typename Dots::Products;
 #pragma GCC unroll 2
   for (int part = 0; part < Products::kScales; ++part) {
     I dots[R][V];
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) dots[r][v] = set1_int(0);
-#pragma GCC unroll 16
-    for (int group = part * kPartGroups; group < (part + 1) * kPartGroups; ++group) {
-      I w[V];
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) w[v] = weights.words(group, v);
-      const uint32_t* x = rows.words + group * kRowTile;
-      constexpr int kPaired = Products::kHasPairs && V == 2 ? R / 2 * 2 : 0;
-      if constexpr (kPaired > 0)
-#pragma GCC unroll 6
-        for (int r = 0; r < kPaired; r += 2) dot_half_pairs(dots[r], dots[r + 1], w, set1_int(x[r]), set1_int(x[r + 1]));
-#pragma GCC unroll 6
-      for (int r = kPaired; r < R; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) dots[r][v] = Products::dot(dots[r][v], w[v], set1_int(x[r]));
-    }
+    multiply_block(weights, first_vector, part, rows, dots);
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      F scale = weights.scale(v, part), minimum = weights.minimum(v);
+      F scale = weights.scale(first_vector + v, part), minimum = weights.minimum(first_vector + v);
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
         F product = to_float(Products::finish(dots[r][v]));
-        sum[r][v] = fma(mul(scale, set1(rows.scales[r])), product, sum[r][v]);
-        if (part == 0) sum[r][v] = fma(minimum, set1(rows.sums[r]), sum[r][v]);
+        sum(r, v, [&](F total) __attribute__((always_inline)) {
+          total = fma(mul(scale, set1(rows.scales[r])), product, total);
+          return part == 0 ? fma(minimum, set1(rows.sums[r]), total) : total;
+        });
       }
     }
   }
@@ -245,6 +286,18 @@ template <int R, int V> [[gnu::always_inline]] inline void write(const F (&sum)[
     for (int v = 0; v < V; ++v) store(sums + r * kPanel + v * kLanes, sum[r][v]);
 }
 
+// Sums in registers.
+template <int R, int V> [[gnu::always_inline]] inline auto in(F (&sum)[R][V]) {
+  return [&sum](int r, int v, auto&& add) __attribute__((always_inline)) { sum[r][v] = add(sum[r][v]); };
+}
+
+template <class Dots> [[gnu::always_inline]] inline Dots block_of(const uint8_t* panel, int b) {
+  Dots dots;
+  dots.panel = opaque(Dots::Block::shared(panel, b));
+  dots.b = b % Dots::Block::kSharing;
+  return dots;
+}
+
 // Few rows: weights go from memory to registers and are gone.
 template <class Dots, int R, int V> void sum_direct(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
   F sum[kPanelVectors / V][R][V];
@@ -252,8 +305,7 @@ template <class Dots, int R, int V> void sum_direct(const uint8_t* panel, const 
   for (int b = 0; b < rows.num_blocks; ++b) {
     RowBlock x = row_block<typename Dots::Products>(rows, 0, b);
 #pragma GCC unroll 4
-    for (int i = 0; i < kPanelVectors / V; ++i)
-      add_block<R, V>(From<Dots>{{opaque(Dots::Block::shared(panel, b)), b % Dots::Block::kSharing}, i * V}, x, sum[i]);
+    for (int i = 0; i < kPanelVectors / V; ++i) add_block<R, V>(block_of<Dots>(panel, b), i * V, x, in(sum[i]));
   }
   for (int i = 0; i < kPanelVectors / V; ++i) write(sum[i], sums + i * V * kLanes);
 }
@@ -288,7 +340,8 @@ template <class P, int R>
       read(sum, out);
     }
     for (int b = range.first; b < range.end; ++b)
-      add_block<R, kDotVectors>(TileDots<P>{opaque(reinterpret_cast<const float*>(&tile[b - range.first]) + v * kLanes)}, row_block<P>(rows, row / kRowTile, b), sum);
+      add_block<R, kDotVectors>(TileDots<P>{opaque(reinterpret_cast<const float*>(&tile[b - range.first]) + v * kLanes)}, 0,
+                                row_block<P>(rows, row / kRowTile, b), in(sum));
     write(sum, out);
   }
 }
@@ -309,11 +362,13 @@ void sum_tile(int num_rows, const TileOf<P>* tile, BlockRange range, const Quant
 template <class Dots>
 void unpack(const uint8_t* panel, BlockRange range, TileOf<typename Dots::Products>* tile) {
   for (int b = 0; b < range.end - range.first; ++b) {
-    Dots weights{panel, range.first + b};
+    Dots weights;
+    weights.panel = panel;
+    weights.b = range.first + b;
     for (int v = 0; v < kPanelVectors; ++v) {
-#pragma GCC unroll 16
-      for (int group = 0; group < Dots::Products::kGroups; ++group)
-        store_int(&tile[b].words[group][v * kLanes], weights.words(group, v));
+      for_each_group<1, true>(weights, v, 0, Dots::Products::kGroups / Dots::kParts, [&](int group, const I (&words)[1]) __attribute__((always_inline)) {
+        store_int(&tile[b].words[group][v * kLanes], words[0]);
+      });
       for (int part = 0; part < Dots::Products::kScales; ++part)
         store(tile[b].scale[part] + v * kLanes, weights.scale(v, part));
       store(tile[b].minimum + v * kLanes, weights.minimum(v));
@@ -321,8 +376,44 @@ void unpack(const uint8_t* panel, BlockRange range, TileOf<typename Dots::Produc
   }
 }
 
+// Blocks of a panel that stay in the first-level cache while all rows pass over them.
+template <class Dots> constexpr int kResidentBlocks = std::max(1, kResidentBytes / Dots::Block::kBytes);
+
+// Adds blocks to the sums of the first R rows of a tile: integer sums fill the registers over a block, sums of floats stay in memory.
+template <class Dots, int R>
+[[gnu::noinline]] void sum_registers(const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, float* sums) {
+  if (range.first == 0) std::fill_n(sums, R * kPanel, 0.0f);
+  auto in_memory = [sums](int r, int v, auto&& add) __attribute__((always_inline)) {
+    float* sum = sums + r * kPanel + v * kLanes;
+    store(sum, add(load(sum)));
+  };
+  for (int b = range.first; b < range.end; ++b)
+    add_block<R, kPanelVectors>(block_of<Dots>(panel, b), 0, row_block<typename Dots::Products>(rows, tile, b), in_memory);
+}
+
+template <class Dots>
+void sum_registers(int num_rows, const uint8_t* panel, BlockRange range, const QuantizedRows& rows, int tile, float* sums) {
+  switch (num_rows) {
+    case 1: return sum_registers<Dots, 1>(panel, range, rows, tile, sums);
+    case 2: return sum_registers<Dots, 2>(panel, range, rows, tile, sums);
+    case 3: return sum_registers<Dots, 3>(panel, range, rows, tile, sums);
+    case 4: return sum_registers<Dots, 4>(panel, range, rows, tile, sums);
+    case 5: return sum_registers<Dots, std::min(5, kRowTile)>(panel, range, rows, tile, sums);
+    default: return sum_registers<Dots, kRowTile>(panel, range, rows, tile, sums);
+  }
+}
+
 template <class Dots>
 void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile_bytes) {
+  if (m <= 2) return sum_direct<Dots>(m, panel, rows, sums);
+  if constexpr (kRegisters == 32) {
+    for (int first = 0; first < rows.num_blocks; first += kResidentBlocks<Dots>) {
+      BlockRange range{first, std::min(first + kResidentBlocks<Dots>, rows.num_blocks)};
+      for (int row = 0; row < m; row += kRowTile)
+        sum_registers<Dots>(std::min(kRowTile, m - row), panel, range, rows, row / kRowTile, sums + row * kPanel);
+    }
+    return;
+  }
   if (m <= kRowTile) return sum_direct<Dots>(m, panel, rows, sums);
   using Products = typename Dots::Products;
   auto* tile = static_cast<TileOf<Products>*>(tile_bytes);

@@ -52,6 +52,9 @@ inline I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 inline I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
 template <int n> I shift_left(I a) { return _mm512_slli_epi32(a, n); }
 template <int n> I shift_right(I a) { return _mm512_srli_epi32(a, n); }
+// Has the compiler hold a vector in a register rather than read it again.
+inline void keep(I& a) { asm("" : "+v"(a)); }
+template <int n> I shift_halves_right(I a) { return _mm512_srli_epi16(a, n); }
 template <int n> I shift_right_signed(I a) { return _mm512_srai_epi32(a, n); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 inline I to_int(F a) { return _mm512_cvtps_epi32(a); }

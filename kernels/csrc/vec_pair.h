@@ -43,6 +43,8 @@ inline I bit_xor(I x, I y) { return {avx2::bit_xor(x.a, y.a), avx2::bit_xor(x.b,
 inline I add_int(I x, I y) { return {avx2::add_int(x.a, y.a), avx2::add_int(x.b, y.b)}; }
 template <int n> I shift_left(I x) { return {avx2::shift_left<n>(x.a), avx2::shift_left<n>(x.b)}; }
 template <int n> I shift_right(I x) { return {avx2::shift_right<n>(x.a), avx2::shift_right<n>(x.b)}; }
+inline void keep(I&) {}
+template <int n> I shift_halves_right(I x) { return {avx2::shift_halves_right<n>(x.a), avx2::shift_halves_right<n>(x.b)}; }
 template <int n> I shift_right_signed(I x) {
   return {avx2::shift_right_signed<n>(x.a), avx2::shift_right_signed<n>(x.b)};
 }
