@@ -61,6 +61,9 @@ def _activate(
         gate = gate * tl.sigmoid(tl.maximum(doubled, -80.0))
     elif KIND == "relu":
         gate = tl.maximum(gate, 0.0)
+    elif KIND == "relu2":
+        gate = tl.maximum(gate, 0.0)
+        gate = gate * gate
     else:
         gate = tl.minimum(gate, LIMIT)
         gate = gate * tl.sigmoid(gate * SLOPE)

@@ -67,6 +67,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
         return gate / (1 + torch.exp(-1.702 * gate)) * up
     if activation == "relu":
         return gate.clamp(min=0) * up
+    if activation == "relu2":
+        return gate.clamp(min=0) ** 2 * up
     if activation == "silu":
         return gate / (1 + torch.exp(-gate)) * up
     if activation == "gelu":
