@@ -19,7 +19,7 @@ from protos import worker_pb2
 
 
 class KeptBlocks:
-    """Records block hashes. Used by the link's thread only."""
+    """Records block hashes. Used under the link's lock only."""
 
     def __init__(
         self, hashes: NDArray[np.uint64], on_full: Callable[[list[tuple[int, int]]], None] | None = None

@@ -45,8 +45,12 @@ class Dialler:
     def was_cut(self, monitor: zmq.Socket[bytes]) -> bool:
         """Return whether the connection was lost since the last call; `monitor` reports LINK_EVENTS."""
         was_cut = False
-        while monitor.poll(0):
-            event = parse_monitor_message(monitor.recv_multipart())["event"]
+        while True:
+            try:
+                message = monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            event = parse_monitor_message(message)["event"]
             was_cut = was_cut or event == zmq.EVENT_DISCONNECTED
             if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
                 self._redial_at = time.monotonic() + _REDIAL_S

@@ -5,6 +5,9 @@ the inbox, from which the compute loop takes them; its results go through the ou
 progress in between. If the scheduler ends the epoch, falls silent, or a step is missing, the epoch ends: all its steps
 and results are dropped, and Register is sent again. A restarted scheduler, a lost connection and a lost message are
 thus handled alike.
+
+The compute loop's thread sends results that are tokens alone by itself: waking the link's thread for each of them would
+cost more than sending it. A lock guards the socket and the state of the epoch; nothing waits while it is held.
 """
 
 from __future__ import annotations
@@ -112,6 +115,9 @@ class SchedulerLink:
         self._wake_writer.setblocking(False)
         if fetcher is not None:
             fetcher.on_report = self._wake
+        self._lock = threading.Lock()
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._is_drained = True  # the socket had no message left at the end of the last turn
         self._thread = threading.Thread(target=self._run, name="scheduler-link", daemon=True)
         self._leaving = self._has_failed = False
         self._last_epoch = 0
@@ -127,9 +133,22 @@ class SchedulerLink:
         self._thread.start()
 
     def send_result(self, step: Step, output: StepOutput, waiting_s: float) -> None:
-        """Queue the result of `step` for sending; it is dropped if its epoch has ended."""
+        """Send the result of `step`, or queue it for the link's thread; it is dropped if its epoch has ended."""
         self._outbox.append((step, output, waiting_s))
-        self._wake()
+        has_extras = output.tensors or output.log_probs or output.prompt_log_probs
+        if has_extras or not self._lock.acquire(blocking=False):
+            self._wake()
+            return
+        try:
+            dealer = self._dealer
+            if dealer is not None:
+                self._send_results(dealer)
+            # What is left to do, and what a send has noticed: the descriptor does not report it.
+            is_done = dealer is not None and self.epoch and not self._leaving and not _is_readable(dealer)
+        finally:
+            self._lock.release()
+        if not is_done:
+            self._wake()
 
     def abandon_epoch(self) -> None:
         """End the epoch from this side, after a step that could not be executed.
@@ -170,20 +189,31 @@ class SchedulerLink:
     def _serve(self) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             self._dialler.dial(dealer)
+            # Descriptors: polling the socket itself would need the lock.
             poller = zmq.Poller()
-            poller.register(dealer, zmq.POLLIN)
-            poller.register(self._wake_reader, zmq.POLLIN)
+            poller.register(dealer.fileno(), zmq.POLLIN)
+            poller.register(self._wake_reader.fileno(), zmq.POLLIN)
             with dealer.get_monitor_socket(LINK_EVENTS) as monitor:
-                poller.register(monitor, zmq.POLLIN)
-                while self._turn(dealer, monitor, poller):
-                    pass
+                poller.register(monitor.fileno(), zmq.POLLIN)
+                self._dealer = dealer
+                try:
+                    while self._turn(dealer, monitor, poller):
+                        pass
+                finally:
+                    with self._lock:
+                        self._dealer = None
                 dealer.disable_monitor()
 
     def _turn(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
         """Wait for events and handle them; return False when the worker has left."""
-        poller.poll(max(0, int((self._next_send - time.monotonic()) * 1000) + 1))
+        wait_s = max(0.0, self._next_send - time.monotonic()) if self._is_drained else 0.0
+        poller.poll(int(wait_s * 1000) + self._is_drained)
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(4096)
+        with self._lock:
+            return self._handle(dealer, monitor)
+
+    def _handle(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
         if self._dialler.was_cut(monitor) and self.epoch:
             # Steps and results in transit are lost, so register again.
             self._end_epoch("the connection was lost")
@@ -204,6 +234,7 @@ class SchedulerLink:
             return False
         self._dialler.redial_when_due(dealer)
         self._send_when_due(dealer)
+        self._is_drained = not _is_readable(dealer)
         return True
 
     def _send_results(self, dealer: zmq.Socket[bytes]) -> None:
@@ -343,3 +374,7 @@ class SchedulerLink:
 
     def _drop(self, reason: str) -> None:
         self._dropped.labels(reason).inc()
+
+
+def _is_readable(dealer: zmq.Socket[bytes]) -> bool:
+    return bool(int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -105,6 +105,7 @@ class SimulatedLink(SchedulerLink):
 
     async def _run_task(self) -> None:
         dealer = Dealer(self._network, self._address, self._changed.set)
+        self._dealer = dealer  # type: ignore[assignment]
         while self._turn(dealer, dealer.monitor, Poller()):  # type: ignore[arg-type]
             self.has_work.set()
             await self._changed.wait(max(self._next_send - time.monotonic(), 0.001))

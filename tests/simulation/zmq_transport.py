@@ -214,12 +214,10 @@ class LinkMonitor:
     def __init__(self) -> None:
         self.events: deque[list[bytes]] = deque()
 
-    def poll(self, _: int) -> int:
-        """Events that wait."""
-        return len(self.events)
-
-    def recv_multipart(self) -> list[bytes]:
+    def recv_multipart(self, _: int = 0) -> list[bytes]:
         """The next one."""
+        if not self.events:
+            raise _AGAIN.with_traceback(None)
         return self.events.popleft()
 
 
@@ -268,6 +266,10 @@ class Dealer:
         if self.link is None:
             raise zmq.Again
         self.link.send(self.link.up, data)
+
+    def getsockopt(self, _: int) -> int:
+        """Whether it is readable."""
+        return zmq.POLLIN * bool(self._inbox)
 
     def recv_multipart(self, _: int = 0) -> list[bytes]:
         """The next message."""
