@@ -12,6 +12,7 @@ from tests.simulation.journal import SimulatedJournal
 from tests.simulation.loop import PROCESS, Process, VirtualLoop
 from tests.simulation.run import run_seed
 from tests.simulation.scenarios import Scenario
+from tests.simulation.worker import SimulatedLink
 from tests.simulation.workload import Job, long_request
 
 NUM_REQUESTS, NUM_TOKENS = 24, 120
@@ -21,9 +22,10 @@ MARGIN = 40
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Tasks and callbacks that each kind of part makes, and commits."""
+    """Tasks and callbacks that each kind of part makes, commits, and results that wake a worker's link."""
     counts = Counter[str]()
     call_soon, adopt, commit = VirtualLoop.call_soon, Process.adopt, SimulatedJournal.commit
+    wake = SimulatedLink._wake
 
     def count_callback(loop: VirtualLoop, callback: object, *args: object, context: object = None) -> object:
         process = PROCESS.get()
@@ -39,7 +41,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["commits"] += 1
         commit(journal, entries, then)  # type: ignore[arg-type]
 
+    def count_wake(link: SimulatedLink) -> None:
+        counts["wakes of a link's thread"] += 1
+        wake(link)
+
     monkeypatch.setattr(SimulatedJournal, "commit", count_commit)
+    monkeypatch.setattr(SimulatedLink, "_wake", count_wake)
     monkeypatch.setattr(VirtualLoop, "call_soon", count_callback)
     monkeypatch.setattr(Process, "adopt", count_task)
     return counts
@@ -73,3 +80,5 @@ def test_a_step_costs_a_message_for_each_pair_of_parts_however_many_streams(made
     # The turn after a result, and the feed's batch after its commit.
     assert made["callbacks of scheduler"] <= 2 * num_steps + 2 * MARGIN
     assert made["commits"] <= num_steps + MARGIN
+    # The compute loop sends its results by itself.
+    assert made["wakes of a link's thread"] <= MARGIN
