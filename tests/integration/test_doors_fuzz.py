@@ -145,7 +145,7 @@ async def test_random_json_in_every_field(doors: Doors) -> None:
     bodies = {
         path: operations["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
         for path, operations in document["paths"].items()
-        if "requestBody" in operations.get("post", {})
+        if "application/json" in operations.get("post", {}).get("requestBody", {}).get("content", {})
     }
     good = {"prompt": "so", "messages": [{"role": "user", "content": "so"}], "tokens": [1], "max_tokens": 4}
 

@@ -49,6 +49,8 @@ _RETRIED = frozenset({408, 429, 499, 503})
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 # How long running lines may take to finish when a batch is cancelled.
 _CANCEL_GRACE_S = 10.0
+# A line may time out this much before its batch's end: the two are not read from the clock at once.
+_CLOCK_S = 0.5
 _PIECES = {"cancelled": "the batch was cancelled", "expired": "the batch's completion window has ended"}
 
 
@@ -209,7 +211,7 @@ class BatchRunner:
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
         self._lines.labels(str(answer.status)).inc()
-        if answer.status == 504 and time.time() >= batch.expires_at:
+        if answer.status == 504 and time.time() >= batch.expires_at - _CLOCK_S:
             return None
         found = json.loads(answer.body)
         name = answer.headers.get("x-request-id", found.get("id", ""))
@@ -348,8 +350,8 @@ class _Run:
         await asyncio.gather(*pending, return_exceptions=True)
 
     def _not_run(self, line: Line) -> Outcome:
-        ended = self._ended or "expired"
-        return unanswered(self._batch, line, f"batch_{ended}", _PIECES[ended])
+        self._ended = self._ended or "expired"
+        return unanswered(self._batch, line, f"batch_{self._ended}", _PIECES[self._ended])
 
     async def _watch(self) -> None:
         """Notice that the batch is cancelled, or has expired."""

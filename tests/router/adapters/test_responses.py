@@ -268,7 +268,7 @@ async def test_structured_output_and_refusals(client: openai.AsyncOpenAI, cluste
     assert response.store is False
     refused: list[tuple[dict[str, Any], str]] = [
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "computer_use_preview"}]}, "tools"),
         ({"extra_body": {"nothing": 1}}, "nothing"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
