@@ -39,8 +39,8 @@ class Processes(NamedProcesses):
         self._model = open_model_folder("smollm2")
         self._step_ms = step_ms
         self._scheduler_flags = scheduler_flags
-        self.scheduler_port, self.worker_port, self._first_router, self._second_router, *others = free_ports(8)
-        self._detokenizers, self._http_ports = others[:2], others[2:]
+        self.scheduler_port, self.worker_port, self._first_router, self._second_router, *others = free_ports(10)
+        self._detokenizers, self._http_ports = others[:4], others[4:]
         self.urls = [f"http://127.0.0.1:{port}" for port in self._http_ports]
         self.routers = [f"127.0.0.1:{port}" for port in (self._first_router, self._second_router)]
 

@@ -153,8 +153,8 @@ def test_a_bfloat16_cache_is_close_to_float32(tiny_folder: Path, monkeypatch: py
 
 def test_an_unknown_architecture_is_named(tiny_folder: Path) -> None:
     config = open_model_folder(str(tiny_folder)).config
-    with pytest.raises(UnsupportedError, match="'mamba2'"):
-        describe(config | {"model_type": "mamba2"})
+    with pytest.raises(UnsupportedError, match="'falcon'"):
+        describe(config | {"model_type": "falcon"})
     with pytest.raises(UnsupportedError, match="'quick_gelu'"):
         describe(config | {"hidden_act": "quick_gelu"})
     with pytest.raises(ConfigError, match="intermediate_size"):

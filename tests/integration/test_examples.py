@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 SHOWN: dict[str, list[str]] = {
     "streaming": [r"\w+ .*\w+", r"24 tokens, then: length|\d+ tokens, then: stop"],
     "chat": [r"^user: What", r"^assistant: .*Paris", r"^user: And", r"^assistant: \w+"],
-    "resume": [r"^the first has '.+' and leaves", r"^the second has '.+'", r"the whole: True"],
+    "resume": [r"^the first has '.+' and leaves", r"^the second has '.+'", r"together: True"],
     "executor": [r"^The sky is \w+", r"^Two and", r"^Water boils", r"^The sea is \w+", r"\w+", r"\w+"],
     "several_outputs": [r"^0: ['\"].+['\"]", r"^1: '.+'", r"^2: '.+'", r"again: True"],
     "beam_search": [r"-\d+\.\d{3} .*a token  '.+'\n\n", *[r"-\d+\.\d{3} .*a token  '.+'"] * 4],

@@ -6,9 +6,11 @@ import ast
 from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "scheduler" / "core"
+# Routers compute the same hashes.
+SHARED = CORE.parents[1] / "midstream" / "kv_hashes.py"
 PURE = {
     "__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
-    "hashlib", "heapq", "math", "operator", "typing",
+    "hashlib", "heapq", "math", "midstream.kv_hashes", "operator", "typing",
 }  # fmt: skip
 
 
@@ -24,8 +26,7 @@ def imports(file: Path) -> set[str]:
 
 
 def test_the_core_imports_only_itself_and_pure_modules() -> None:
-    files = sorted(CORE.rglob("*.py"))
-    assert files
+    files = [*sorted(CORE.rglob("*.py")), SHARED]
     others = {
         f"{file.name} imports {module}"
         for file in files
