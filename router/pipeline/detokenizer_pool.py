@@ -147,8 +147,12 @@ class DetokenizerPool:
     async def run(self) -> None:
         """Keep the links connected until cancelled."""
         async with self._running:  # one that ends with an error ends all
-            await self._discovery.run()
-            await asyncio.Event().wait()
+            try:
+                await self._discovery.run()
+                await asyncio.Event().wait()
+            finally:
+                for task in self._tasks.values():  # in order, so that a simulation can be replayed
+                    task.cancel()
 
     async def attach(self, stream: ClientStream, *, avoid: DetokenizerLink | None = None) -> Attachment:
         """Attach to the live detokenizer with the fewest streams; wait until there is one.

@@ -10,7 +10,7 @@ CORE = Path(__file__).parents[2] / "scheduler" / "core"
 SHARED = CORE.parents[1] / "midstream" / "kv_hashes.py"
 PURE = {
     "__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
-    "hashlib", "heapq", "math", "midstream.kv_hashes", "operator", "typing",
+    "hashlib", "heapq", "math", "midstream", "operator", "typing",
 }  # fmt: skip
 
 
