@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -176,11 +177,15 @@ async def test_a_wrong_setting_ends_the_process_with_its_name(
     assert message in log.decode()
 
 
-async def test_the_port_of_a_router_cannot_be_shared(start: Start) -> None:
-    router = await start("router")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "router", "--port", str(router.port), "--http-port", "0", stderr=asyncio.subprocess.PIPE
-    )
-    _, log = await asyncio.wait_for(process.communicate(), 60)
+async def test_the_port_of_a_router_cannot_be_shared() -> None:
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = str(held.getsockname()[1])
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "router", "--port", port, "--http-port", "0", stderr=asyncio.subprocess.PIPE
+        )
+        _, log = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert "cannot listen" in log.decode()
