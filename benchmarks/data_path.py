@@ -175,11 +175,16 @@ class Checkout:
         requests = [{"token_ids": prompt, "max_tokens": load.num_tokens} for prompt in prompts]
         names = ["warm-up", *("single" if load.concurrency == 1 else "mixed" for _ in range(3))]
         workloads = [{"name": name, "requests": requests, **size} for name in names]
-        path = folder / "workloads.json"
-        path.write_text(json.dumps(workloads))
         model = str(open_model_folder("smollm2").path)
-        command = [self.python, "-m", "benchmarks.peers.child", "midstream-engine", str(folder), model, str(path)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=self.root)
+        command = [self.python, "-m", "benchmarks.peers.child", "midstream-engine", str(folder), model]
+        done = subprocess.run(
+            command,
+            input="".join(f"{json.dumps(workload)}\n" for workload in workloads).encode(),
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=self.root,
+        )
         return statistics.median(float(json.loads(line)["tokens_per_s"]) for line in done.stdout.splitlines())
 
 
