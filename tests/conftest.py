@@ -12,20 +12,6 @@ from xdist.workermanage import WorkerController
 os.environ["TRITON_INTERPRET"] = "1"
 
 _INTEGRATION = "tests/integration/"
-# Tests with real processes and sockets are subject to races. A failed test is retried once, and its first failure is
-# listed at the end: each is a bug in the test or the product.
-_RACING = (
-    _INTEGRATION,
-    "tests/detokenizer/",
-    "tests/faults/",
-    "tests/gpu_worker/test_parallel_process.py",
-    "tests/gpu_worker/test_parallel_ranks.py",
-    "tests/gpu_worker/test_worker_process.py",
-    "tests/midstream/",
-    "tests/router/",
-    "tests/scheduler/test_service.py",
-    "tests/scheduler/test_status.py",
-)
 # Files whose tests share the service of tests/integration/conftest.py.
 _SERVICE = "the service"
 _SHARING = (
@@ -65,9 +51,6 @@ _SHARING_FILES = frozenset(f"{_INTEGRATION}test_{name}.py" for name in _SHARING)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first: whole services start only when their parts work. Over several processes, long files first."""
-    for item in items:
-        if item.nodeid.startswith(_RACING):
-            item.add_marker(pytest.mark.flaky(reruns=1))
     if "PYTEST_XDIST_WORKER" not in os.environ:
         items.sort(key=lambda item: item.nodeid.startswith(_INTEGRATION))
         return
@@ -80,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """List failures again at the very end, after all long reports."""
     yield
-    for outcome in ("rerun", "failed", "error"):
+    for outcome in ("failed", "error"):
         for report in terminalreporter.getreports(outcome):
             seconds = f"{report.when}, {getattr(report, 'duration', 0.0):.1f} s"
             crash = getattr(report.longrepr, "reprcrash", None)
@@ -97,34 +80,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """A file stays in one process, for its tests share services and models, and so do all that share the service.
 
-    A test that ends its process, as one that hangs does, is handed out once more; xdist alone would never cease.
+    A test that ends its process, as one that hangs does, has failed: xdist alone would run it again and again.
     """
 
-    def __init__(self, config: pytest.Config, log: Producer) -> None:
-        super().__init__(config, log)
-        self._crashed: set[str] = set()
-
     def schedule(self) -> None:
-        """Hands out more than one test to a process that replaces another: none begins its last before it knows so."""
+        """Give a process that replaces another two files at least: it starts its last test only when told to end."""
         super().schedule()
         for node in self.nodes:
             self._reschedule(node)
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Takes back what a process had; returns the test that ended it."""
+        """Reassign a process's other tests; return the test that ended it."""
         units: list[dict[str, bool]] = list(self.assigned_work[node].values())
         crashed = next(((unit, test) for unit in units for test, is_done in unit.items() if not is_done), None)
-        if crashed is None:
-            super().remove_node(node)
-            return None
-        unit, test = crashed
-        unit[test] = test in self._crashed
-        self._crashed.add(test)
+        if crashed is not None:
+            unit, test = crashed
+            unit[test] = True
         super().remove_node(node)
-        return test
-
-    def mark_test_pending(self, item: str) -> None:
-        """Wants a crashed test's second attempt, which `remove_node` has seen to."""
+        return crashed and crashed[1]
 
     def _split_scope(self, nodeid: str) -> str:
         return _group_of(nodeid)
