@@ -1,8 +1,10 @@
 """Run steps on a model: rows and tensors in, tokens out. Independent of sockets and protobuf.
 
 A step is launched, then finished. On a GPU the next one may be launched in between: sampled tokens stay on the device
-as inputs of the next step, rows hold placeholders, and the host reads the tokens when the step is finished. Steps with
-rows that need more than a sampled token are complete when launch returns.
+as inputs of the next step, rows hold placeholders, and the host reads the tokens when the step is finished. Rows with
+penalties or a grammar need the tokens of the step before on the host: it waits for them once the model runs, and starts
+sampling behind it. Steps of which the host must see the logits, or the scheduler the outcome, are complete when launch
+returns.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 
 import midstream
-from gpu_worker.batch.input_batch import InputBatch, PreparedStep
+from gpu_worker.batch.input_batch import ContextChunk, InputBatch, PreparedStep
 from gpu_worker.batch.rows import PendingTokens, Rows
 from gpu_worker.batch.staging import Copy, Readback
 from gpu_worker.batch.step import EMPTY, GREEDY, IntArray, RowLogProbs, Step, StepOutput
@@ -39,11 +41,11 @@ from gpu_worker.lora.rows import RowAdapters
 from gpu_worker.models.decoder import ForwardInputs, GreedyDecoder
 from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.sampling.beams import Candidates
-from gpu_worker.sampling.guided import UNCONSTRAINED, Guides
+from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints, Guides
 from gpu_worker.sampling.output_probes import load_output_probes, refuse_unknown_probes
 from gpu_worker.sampling.outputs import Reporter, Reports
 from gpu_worker.sampling.post_processors import load_post_processors, refuse_unknown
-from gpu_worker.sampling.sampler import NOT_FINITE, Sampled, Sampler
+from gpu_worker.sampling.sampler import Chosen, Sampled, Sampler
 from gpu_worker.speculation.draft_model import DraftModel, load_draft_model
 from gpu_worker.speculation.drafts import Drafter
 from gpu_worker.speculation.verification import Answer, settle
@@ -64,14 +66,14 @@ class Launched:
     """A launched step.
 
     Attributes:
-        rows: Rows that sample in it.
         missing_blocks: Blocks to adopt whose contents were not found.
+        chosen: What was sampled, on the device.
         output: The step's output, once it is available.
     """
 
     started: float
     missing_blocks: IntArray = field(default_factory=lambda: EMPTY)
-    rows: IntArray = field(default_factory=lambda: EMPTY)
+    chosen: Chosen | None = None
     pending: PendingTokens | None = None
     copy: Copy | None = None
     output: StepOutput | None = None
@@ -178,7 +180,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Launch a step, waiting at most for the step before the previous one.
+        """Launch a step, waiting at most for the step before the previous one, and with features for the previous one.
 
         Raises:
             ExecutionError: The step contradicts earlier ones; call `clear` before the next.
@@ -193,11 +195,12 @@ class ModelRunner:
             launched.missing_blocks = self.kv.adopt(step.adopted_hashes, step.adopted_blocks)
         if len(step.copy_sources):
             self._copy_blocks(step.copy_sources, step.copy_targets)
-        if self._front is not None and prepared.inputs is not None and self._is_plain(prepared):
-            rows = launched.rows = prepared.sampled_rows
-            chosen = self._sampler.choose(self._front.forward(prepared.inputs), rows)
-            self._front.feed(chosen)
-            launched.copy, launched.pending = self._readback.start(chosen), self._rows.append_pending(rows)
+        if self._front is not None and prepared.inputs is not None and self._can_run_ahead(prepared):
+            rows = prepared.sampled_rows
+            logits = self._front.forward(prepared.inputs)
+            chosen = launched.chosen = self._sampler.choose(logits, rows, self._constraints_behind(prepared))
+            self._front.feed(chosen.token_ids)
+            launched.copy, launched.pending = self._readback.start(chosen.values), self._rows.append_pending(rows)
             self._in_flight.append(launched)
         else:
             launched.output = self._complete(prepared, launched.started)
@@ -212,8 +215,8 @@ class ModelRunner:
             return replace(launched.output, missing_blocks=tuple(launched.missing_blocks.tolist()))
         return launched.output
 
-    def _is_plain(self, prepared: PreparedStep) -> bool:
-        """Return whether the step needs only one token from each sampled row."""
+    def _can_run_ahead(self, prepared: PreparedStep) -> bool:
+        """Return whether the next step may be launched before the host knows what this one gives."""
         rows = prepared.sampled_rows
         return (
             self.runs_ahead
@@ -221,23 +224,35 @@ class ModelRunner:
             and not prepared.drafts.tokens
             and bool(prepared.is_run.all())
             and not prepared.failed_contexts
-            and self._sampler.is_plain(rows)
-            and not any(self._rows.features[chunk.row] for chunk in prepared.contexts)
+            and self._sampler.can_choose(rows)
+            and self._sampler.can_choose(_rows_of(prepared.contexts))
         )
+
+    def _constraints_behind(self, prepared: PreparedStep) -> Constraints:
+        """Return the masks of a step whose forward pass was launched, after waiting for the tokens they depend on.
+
+        The device computes the pass meanwhile.
+        """
+        rows, others = prepared.sampled_rows, _rows_of(prepared.contexts)
+        if self._sampler.is_plain(rows) and self._sampler.is_plain(others):
+            return UNCONSTRAINED
+        self._settle_all_but(0)
+        return self._guides.answer() if self._guides.ask(rows, others.tolist()) else UNCONSTRAINED
 
     def _settle_all_but(self, count: int) -> None:
         """Wait for all but the last `count` steps in flight, and store their tokens in the rows."""
         while len(self._in_flight) > count:
             launched = self._in_flight.popleft()
+            assert launched.chosen is not None
             assert launched.copy is not None
             assert launched.pending is not None
-            chosen = launched.copy.wait()
-            token_ids = np.maximum(chosen, 0)
-            self._rows.fill(launched.pending, token_ids)
-            errors = tuple((int(row), NOT_FINITE) for row in launched.rows[chosen < 0])
+            sampled = launched.chosen.read(launched.copy.wait())
+            self._rows.fill(launched.pending, sampled.token_ids)
+            errors = tuple((int(launched.chosen.rows[place]), error) for place, error in sampled.errors)
             # Time spent waiting for the previous step does not count.
             now = time.perf_counter()
-            launched.output = StepOutput(token_ids, (), errors, now - max(launched.started, self._last_end))
+            took = now - max(launched.started, self._last_end)
+            launched.output = StepOutput(sampled.token_ids, sampled.log_probs, errors, took)
             self._last_end = now
 
     def _complete(self, prepared: PreparedStep, started: float) -> StepOutput:
@@ -416,6 +431,10 @@ class ModelRunner:
         self._sampler = Sampler(self._rows, self.post_processors)
         self._reporter = Reporter(self._rows, model.decoder, self.output_probes)
         self._guides = Guides(self._rows, lambda: GrammarProcess(self._folder))
+
+
+def _rows_of(contexts: list[ContextChunk]) -> IntArray:
+    return np.array([chunk.row for chunk in contexts], dtype=np.int32)
 
 
 def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> KvStore | None:

@@ -87,21 +87,25 @@ class Readback:
     """Pinned host buffers for copies from the device, used round-robin."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        """Allocate `size` int32 numbers for each step in flight."""
-        is_cuda = device.type == "cuda"
-        self._tensors = [torch.empty(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_BUFFERS + 1)]
+        """Allocate `size` int32 numbers for each step in flight; more when they are needed."""
         self._device = device
+        self._tensors = [self._empty(size) for _ in range(_NUM_BUFFERS + 1)]
         self._next = 0
 
     def start(self, values: Tensor) -> Copy:
         """Start copying int32 `values`; read the result before the third call after this one."""
         self._next = (self._next + 1) % len(self._tensors)
+        if len(values) > len(self._tensors[self._next]):
+            self._tensors[self._next] = self._empty(2 * len(values))
         target = self._tensors[self._next][: len(values)]
         target.copy_(values, non_blocking=True)
         copied = _event(self._device)
         if copied is not None:
             copied.record()
         return Copy(target, copied)
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:

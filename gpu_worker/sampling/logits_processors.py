@@ -44,7 +44,7 @@ def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np
     chosen = logits[at].masked_fill_(is_banned, -torch.inf)
     is_empty = torch.isneginf(chosen.amax(dim=1, keepdim=True))
     # On a GPU always, because asking whether any is empty would wait for it.
-    if logits.device.type == "cuda" or bool(is_empty.any()):
+    if logits.device.type != "cpu" or bool(is_empty.any()):
         chosen = torch.where(is_empty, raw[at].masked_fill_(is_banned, -torch.inf), chosen)
     logits[at] = chosen
 
@@ -52,7 +52,9 @@ def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np
 def send(values: NDArray[Any], device: torch.device) -> Tensor:
     """Return an array on a device, without waiting for it."""
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _banned(masks: NDArray[np.uint8], vocab_size: int, device: torch.device) -> Tensor:
@@ -110,9 +112,10 @@ def bad_word_ends(tokens: IntArray, words: tuple[tuple[int, ...], ...]) -> list[
 def _add_bias(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
     for i in places:
         ids, values = zip(*state.sampling[rows[i]].embedding_bias, strict=True)
-        given = logits[i, list(ids)]
-        biases = torch.tensor(values, dtype=torch.float32, device=logits.device)
-        logits[i, list(ids)] = bounded(given + biases, is_banned=given.isneginf())
+        at = send(np.array(ids, dtype=np.int64), logits.device)
+        given = logits[i, at]
+        biases = send(np.array(values, dtype=np.float32), logits.device)
+        logits[i, at] = bounded(given + biases, is_banned=given.isneginf())
 
 
 def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
@@ -130,19 +133,19 @@ def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) ->
         """Return the value of each key's row."""
         by_row = np.zeros(len(rows), dtype=np.float32)
         by_row[places] = values
-        return torch.from_numpy(by_row[keys // width]).to(device)
+        return send(by_row[keys // width], device)
 
     # A token that occurs more than once is read before any write, and written with one value.
     seen = keys(known)
-    places_seen = torch.from_numpy(seen).to(device)
+    places_seen = send(seen, device)
     repetition = spread([item.repetition_penalty for item in sampling], seen)
     values = flat[places_seen]
     penalized = torch.where(values > 0, values / repetition, values * repetition)
     flat[places_seen] = bounded(penalized, is_banned=values.isneginf())
     emitted, counts = np.unique(keys(output), return_counts=True)
-    places_emitted = torch.from_numpy(emitted).to(device)
+    places_emitted = send(emitted, device)
     penalty = spread([item.presence_penalty for item in sampling], emitted)
-    penalty += spread([item.frequency_penalty for item in sampling], emitted) * torch.from_numpy(counts).to(device)
+    penalty += spread([item.frequency_penalty for item in sampling], emitted) * send(counts, device)
     flat[places_emitted] -= penalty
 
 
@@ -150,7 +153,7 @@ def _hold_back_end(logits: Tensor, state: Rows, rows: IntArray, places: list[int
     for i in places:
         sampling = state.sampling[rows[i]]
         if state.lengths[rows[i]] - state.prompt_lengths[rows[i]] < sampling.min_tokens:
-            logits[i, list(sampling.end_ids)] = -torch.inf
+            _ban(logits, i, list(sampling.end_ids))
 
 
 def _ban_bad_words(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) -> None:
@@ -168,7 +171,7 @@ def _ban_ngrams(logits: Tensor, state: Rows, rows: IntArray, places: list[int]) 
 
 def _ban(logits: Tensor, place: int, token_ids: list[int]) -> None:
     if token_ids:
-        logits[place, token_ids] = -torch.inf
+        logits[place].index_fill_(0, send(np.array(token_ids, dtype=np.int64), logits.device), -torch.inf)
 
 
 _CHANGES = (

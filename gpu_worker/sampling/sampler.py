@@ -24,13 +24,17 @@ from gpu_worker.features import Feature
 from gpu_worker.sampling.beams import Candidates, find_candidates
 from gpu_worker.sampling.distribution import MIN_TEMPERATURE, invert, top_threshold
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints
-from gpu_worker.sampling.logits_processors import STEERING, allow, decayed_top_p, steer
+from gpu_worker.sampling.logits_processors import STEERING, allow, decayed_top_p, send, steer
 from gpu_worker.sampling.post_processors import PostProcessor, post_process
 from gpu_worker.sampling.uniforms import uniforms
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
 # 4-byte words of a row's sampling parameters.
 _WORDS = 8
+# What `choose` gives in place of a token.
+_IS_BROKEN, _IS_EMPTY = -1, -2
+# Features that `choose` supports. The rest read the logits on the host, or need an answer before the next step.
+_ON_DEVICE = STEERING | Feature.LOG_PROBS | Feature.TOP_P_DECAY | Feature.GUIDED
 NOT_FINITE = ExecutionError("the model gave logits that are not finite")
 _NOTHING_LEFT = InvalidArgumentError("no token is left that the request allows", field="sampling")
 
@@ -50,6 +54,70 @@ class Sampled:
     errors: tuple[tuple[int, MidstreamError], ...]
     log_probs: tuple[RowLogProbs, ...]
     candidates: dict[int, Candidates] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Sampling results on a device.
+
+    Attributes:
+        token_ids: int32 [num_rows]; negative: there is none.
+        rows: The rows.
+        values: int32; all that `read` needs, to be copied to the host.
+        failed: Errors of rows known beforehand, by place.
+        places: Rows that ask for log probabilities.
+        counts: Top tokens that each of these asks for.
+    """
+
+    token_ids: Tensor
+    rows: IntArray
+    values: Tensor
+    failed: dict[int, MidstreamError] = field(default_factory=dict)
+    places: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    def read(self, values: IntArray) -> Sampled:
+        """Return the results, given `values` on the host."""
+        token_ids = values[: len(self.rows)]
+        is_broken = token_ids == _IS_BROKEN
+        errors: dict[int, MidstreamError] = dict.fromkeys(np.flatnonzero(is_broken).tolist(), NOT_FINITE)
+        errors |= self.failed
+        for place in np.flatnonzero(token_ids == _IS_EMPTY).tolist():
+            errors.setdefault(place, _NOTHING_LEFT)
+        token_ids = np.maximum(token_ids, 0)
+        token_ids[list(self.failed)] = 0
+        return Sampled(token_ids, tuple(errors.items()), self._log_probs(values[len(self.rows) :], is_broken))
+
+    def _log_probs(self, values: IntArray, is_broken: NDArray[np.bool_]) -> tuple[RowLogProbs, ...]:
+        if not self.places:
+            return ()
+        found = values.reshape(len(self.places), -1)
+        num_top = (found.shape[1] - 2) // 2
+        numbers = found.view(np.float32)
+        return tuple(
+            RowLogProbs(
+                int(self.rows[place]),
+                float(numbers[i, 0]),
+                int(found[i, 1]),
+                tuple(found[i, 2 : 2 + count].tolist()),
+                tuple(numbers[i, 2 + num_top : 2 + num_top + count].tolist()),
+            )
+            for i, (place, count) in enumerate(zip(self.places, self.counts, strict=True))
+            if not is_broken[place] and place not in self.failed
+        )
+
+
+def _log_probs_on_device(raw: Tensor, chosen: Tensor, places: list[int], count: int) -> Tensor:
+    """Return log probabilities of the model's own distribution for some rows, as int32 bits [len(places), 2 + 2 K].
+
+    A row holds those of its chosen token, the token's rank, its K likeliest tokens, and theirs.
+    """
+    at = send(np.array(places, dtype=np.int64), raw.device)
+    log_probs = torch.log_softmax(raw[at], dim=1)
+    own = log_probs.gather(1, chosen[at].clamp(min=0).long()[:, None])
+    ranks = (log_probs > own).sum(dim=1, keepdim=True) + 1
+    top = torch.topk(log_probs, min(count, raw.shape[1]), dim=1)
+    return torch.cat((own.view(torch.int32), ranks.int(), top.indices.int(), top.values.view(torch.int32)), dim=1)
 
 
 class Sampler:
@@ -108,20 +176,45 @@ class Sampler:
         return Sampled(np.where(is_broken, 0, token_ids).astype(np.int32), tuple(errors.items()), ())
 
     def is_plain(self, rows: IntArray) -> bool:
-        """Return whether `choose` supports these rows."""
+        """Return whether `choose` needs only the rows' logits, and not their tokens."""
         return not self._rows.features[rows].any()
 
-    def choose(self, logits: Tensor, rows: IntArray) -> Tensor:
-        """Sample plain rows without waiting for the device: int32 [len(rows)] on it; -1 for non-finite logits."""
-        best = _argmax(logits)
+    def can_choose(self, rows: IntArray) -> bool:
+        """Return whether `choose` supports these rows."""
+        return not (self._rows.features[rows] & ~_ON_DEVICE).any()
+
+    def choose(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Chosen:
+        """Sample from float32 `logits` [len(rows), vocab_size] as `sample` does, without waiting for the device."""
+        raw, best = logits, _argmax(logits)
         highest = logits.gather(1, best[:, None]).squeeze(1)
+        features = int(np.bitwise_or.reduce(self._rows.features[rows]))
+        is_empty: Tensor | None = None
+        if features & (STEERING | Feature.GUIDED):
+            logits = raw.clone()
+            steer(logits, self._rows, rows)
+            masked = [place for place in self._with(rows, Feature.GUIDED) if int(rows[place]) in constraints.masks]
+            if masked:
+                allow(logits, raw, masked, [constraints.masks[int(rows[place])] for place in masked])
+            best = _argmax(logits)
+            is_empty = logits.gather(1, best[:, None]).squeeze(1) == -torch.inf
+            # What is drawn from needs a token.
+            logits[:, 0].masked_fill_(is_empty, 0.0)
         chosen, drawn = best.int(), np.flatnonzero(self._rows.temperature[rows] > 0)
         if len(drawn) and kernels.can_sample(logits):
             chosen = self._draw_on_gpu(logits, rows)
         elif len(drawn):
             places = torch.from_numpy(drawn)
             chosen[places] = torch.from_numpy(self._draw(logits[places], rows[drawn]))
-        return torch.where(torch.isfinite(highest), chosen, -1)
+        if is_empty is not None:
+            chosen = chosen.masked_fill(is_empty, _IS_EMPTY)
+        chosen = chosen.masked_fill(~torch.isfinite(highest), _IS_BROKEN)
+        failed = {int(np.flatnonzero(rows == row)[0]): error for row, error in constraints.errors.items()}
+        places_of = self._with(rows, Feature.LOG_PROBS)
+        if not places_of:
+            return Chosen(chosen, rows, chosen, failed)
+        wanted = tuple(self._rows.sampling[rows[place]].log_probs or 0 for place in places_of)
+        found = _log_probs_on_device(raw, chosen, places_of, max(wanted))
+        return Chosen(chosen, rows, torch.cat((chosen, found.flatten())), failed, tuple(places_of), wanted)
 
     def _choose(
         self,

@@ -1,4 +1,4 @@
-"""A stand-in for a CUDA stream on which nothing happens until somebody waits for it.
+"""Stand-ins for a CUDA stream on which nothing happens until somebody waits for it.
 
 A real device may be this slow. Code that changes memory which an asynchronous copy has yet to read is then wrong each
 time, not once in a while.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor
 
 from gpu_worker.batch import staging
@@ -63,3 +64,73 @@ class LazyEvent:
     def synchronize(self) -> None:
         self._stream.num_waits += not self.query()
         self._stream.run(self._place)
+
+
+class LateReader:
+    """A stand-in for a device that does a copy as late as it may: when its event is waited for.
+
+    Everything else is done at once, so a whole runner works on it. A buffer that was changed between a copy's start and
+    the wait for it raises, and what is copied to the host holds nonsense until then. One that `catches_up` has done
+    all that was started whenever the host waits for any of it.
+    """
+
+    NONSENSE = -987654321
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, catches_up: bool) -> None:
+        self.num_to_device = self.num_to_host = 0
+        self.catches_up = catches_up
+        self._pending: list[Callable[[], object]] = []
+        self._num_done = 0
+        start, send = staging.Readback.start, staging.PinnedBuffers.send
+
+        def send_late(buffers: staging.PinnedBuffers, source: Tensor, target: Tensor) -> None:
+            seen = source.clone()
+            self.num_to_device += 1
+
+            def check() -> None:
+                assert torch.equal(source, seen), "a pinned buffer was filled again before its copy was done"
+
+            self._pending.append(check)
+            send(buffers, source, target)
+
+        def start_late(readback: staging.Readback, values: Tensor) -> staging.Copy:
+            self._pending.append(lambda: None)  # the copy's place, before that of its event
+            place = len(self._pending) - 1
+            copy = start(readback, values)
+            numbers = copy._values.numpy()
+            given = numbers.copy()
+            numbers[:] = self.NONSENSE
+            self.num_to_host += 1
+            self._pending[place] = lambda: numbers.__setitem__(slice(None), given)
+            return copy
+
+        monkeypatch.setattr(staging.PinnedBuffers, "send", send_late)
+        monkeypatch.setattr(staging.Readback, "start", start_late)
+        monkeypatch.setattr(staging, "_event", lambda device: LateEvent(self))
+
+    @property
+    def num_started(self) -> int:
+        return len(self._pending)
+
+    def run(self, count: int) -> None:
+        """Do all copies up to the first `count`."""
+        while self._num_done < count:
+            self._num_done += 1
+            self._pending[self._num_done - 1]()
+
+    def is_done(self, count: int) -> bool:
+        return self._num_done >= count
+
+
+class LateEvent:
+    def __init__(self, reader: LateReader) -> None:
+        self._reader, self._place = reader, 0
+
+    def record(self) -> None:
+        self._place = self._reader.num_started
+
+    def query(self) -> bool:
+        return self._reader.is_done(self._place)
+
+    def synchronize(self) -> None:
+        self._reader.run(self._reader.num_started if self._reader.catches_up else self._place)

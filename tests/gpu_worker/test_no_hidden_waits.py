@@ -19,10 +19,12 @@ from torch import Tensor
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import NewSequence, SamplingParams
 from gpu_worker.cuda_graphs import GraphDecoder
+from gpu_worker.features import Feature
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import TorchDecoder
 from gpu_worker.models.families import describe
 from gpu_worker.models.weights.decoder_weights import DecoderWeights
+from gpu_worker.sampling.guided import Constraints
 from gpu_worker.sampling.sampler import Sampler
 from kernels import dispatch
 from midstream.model.folder import open_model_folder
@@ -110,5 +112,27 @@ def test_plain_sampling_reads_nothing_from_the_device() -> None:
     for row, sampling in enumerate(params):
         rows.add(NewSequence(row=row, token_ids=ints([1, 2]), num_prompt_tokens=2, sampling=sampling))
     chosen = Sampler(rows).choose(torch.empty(3, 50, device=META), np.arange(3, dtype=np.int32))
-    assert chosen.device == META
-    assert chosen.shape == (3,)
+    assert chosen.values.device == META
+    assert chosen.values.shape == (3,)
+
+
+def test_sampling_with_features_reads_nothing_from_the_device() -> None:
+    features = SamplingParams(
+        repetition_penalty=1.1,
+        frequency_penalty=0.1,
+        embedding_bias=((0, 1.0),),
+        bad_words=((1,), (2, 4)),
+        no_repeat_ngram_size=1,
+        min_tokens=5,
+        end_ids=(2,),
+        log_probs=3,
+    )
+    rows = Rows(2, 64, 16, 64, 50)
+    for row in range(2):
+        rows.add(NewSequence(row=row, token_ids=ints([1, 2]), num_prompt_tokens=1, sampling=features))
+    rows.features[1] |= np.uint16(Feature.GUIDED)
+    constraints = Constraints({1: np.full(7, 255, dtype=np.uint8)})
+    chosen = Sampler(rows).choose(torch.empty(2, 50, device=META), ints([0, 1]), constraints)
+    assert chosen.values.device == META
+    # A token of each, and for each log probability and rank of the token, and three tokens with theirs.
+    assert chosen.values.shape == (2 + 2 * (2 + 2 * 3),)

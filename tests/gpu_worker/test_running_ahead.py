@@ -23,6 +23,7 @@ from gpu_worker.model_runner import Launched, ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, Probe
 from midstream.config import WorkerConfig
 from midstream.model.folder import open_model_folder
+from tests.gpu_worker.lazy_stream import LateReader
 from tests.gpu_worker.tiny_models import ints
 
 NUM_ROWS, BLOCKS_EACH = 5, 4
@@ -31,7 +32,7 @@ SAMPLINGS = [
     SamplingParams(temperature=0.0),
     SamplingParams(seed=5, top_k=20),
     SamplingParams(temperature=0.0, log_probs=2),
-    SamplingParams(seed=6, presence_penalty=0.5),
+    SamplingParams(seed=6, presence_penalty=0.5, no_repeat_ngram_size=2, log_probs=0),
 ]
 
 
@@ -137,6 +138,26 @@ def test_tokens_are_those_of_steps_in_turn(
         assert one.errors == other.errors
 
 
+@pytest.mark.parametrize(("catches_up", "kinds"), [(False, 4), (True, 2)])
+def test_a_device_that_copies_late_changes_nothing(
+    runners: tuple[ModelRunner, ModelRunner],
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    catches_up: bool,
+    kinds: int,
+) -> None:
+    steps = plan(np.random.default_rng(0).integers(0, 6, 40).tolist(), kinds)
+    in_turn = run_in_turn(runners[0], steps)
+    device = LateReader(monkeypatch, catches_up=catches_up)
+    slow = make(tiny_folder, runs_ahead=True)
+    for one, other in zip(in_turn, run_ahead(slow, steps), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.log_probs == other.log_probs
+    slow.close()
+    assert device.num_to_device >= 40
+    assert device.num_to_host >= 40
+
+
 class Journal:
     """Notes when token ids reach the model, and when the host reads what was sampled."""
 
@@ -185,6 +206,30 @@ def test_a_step_starts_before_the_last_ones_tokens_are_read(
         ("read", 2),
         ("read", 3),
     ]
+
+
+def test_a_row_with_features_leaves_its_neighbours_step_in_flight(
+    runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runners[1]
+    journal = Journal(runner, monkeypatch)
+    first = Step(
+        new_sequences=(sequence(0, [5, 6, 7]), sequence(1, [8, 9], SAMPLINGS[3])),
+        context_rows=ints([0, 1]),
+        context_starts=ints([0, 0]),
+        context_lengths=ints([3, 2]),
+    )
+    runner.clear()
+    launched = [runner.launch(step) for step in (first, Step(generation_rows=ints([0, 1])))]
+    # The second step's pass began before the first one's tokens were read, and its own are not yet.
+    assert [kind for kind, _ in journal.events] == ["forward", "forward", "read"]
+    assert launched[1].output is None
+    launched.append(runner.launch(Step(repeat_generation=True)))
+    outputs = [runner.finish(each) for each in launched]
+    in_turn = run_in_turn(runners[0], [first, Step(generation_rows=ints([0, 1])), Step(repeat_generation=True)])
+    for one, other in zip(outputs, in_turn, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.log_probs == other.log_probs
 
 
 def random_adapter(runner: ModelRunner, seed: int) -> Adapter:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import GREEDY, NewSequence, SamplingParams
+from gpu_worker.features import Feature
+from gpu_worker.sampling.guided import Constraints
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.uniforms import uniforms
 from kernels import dispatch
@@ -231,10 +233,52 @@ def test_what_is_chosen_on_the_device_is_what_is_sampled(has_triton: bool, monke
     logits[3, 1] = torch.inf
     sampler = Sampler(rows)
     assert sampler.is_plain(places)
-    chosen = sampler.choose(logits, places).tolist()
+    chosen = sampler.choose(logits, places).token_ids.tolist()
     assert chosen[:3] == sampler.sample(logits, places).token_ids.tolist()[:3]
     assert chosen[3] == -1
     assert not Sampler(make_rows(SamplingParams(log_probs=1))).is_plain(ints([0]))
+    assert not Sampler(make_rows(SamplingParams(beam_width=2))).can_choose(ints([0]))
+
+
+@pytest.mark.parametrize("has_triton", [False, True])
+def test_rows_with_features_are_chosen_on_the_device_as_they_are_sampled(
+    has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_triton:
+        monkeypatch.setattr(dispatch, "triton", operations, raising=False)
+        monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
+    everything = tuple((token,) for token in range(VOCAB_SIZE))
+    rows = make_rows(
+        SamplingParams(temperature=0.0, log_probs=3),
+        SamplingParams(seed=3, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4, log_probs=1),
+        SamplingParams(seed=4, temperature=0.7, bad_words=((7, 9),), no_repeat_ngram_size=2, log_probs=0),
+        SamplingParams(seed=5, embedding_bias=((11, 40.0),), min_tokens=9, end_ids=(11,)),
+        SamplingParams(seed=6, top_p=0.9, top_p_decay=0.5),
+        SamplingParams(temperature=0.0, bad_words=everything),
+        SamplingParams(temperature=0.0, log_probs=2),
+        SamplingParams(temperature=0.0, presence_penalty=30.0),
+        SamplingParams(seed=9),
+        SamplingParams(seed=8, log_probs=1),
+        SamplingParams(seed=8),
+        output=[7, 9, 7],
+    )
+    rows.features[[7, 8, 9]] |= np.uint16(Feature.GUIDED)
+    logits, places = random_logits(11), ints(range(11))
+    logits[6, 1] = torch.nan
+    # The eighth row's mask allows two tokens of its prompt, the ninth's all tokens; the tenth's grammar failed.
+    allowed = np.zeros((2, VOCAB_SIZE), dtype=np.bool_)
+    allowed[0, [1, 3]], allowed[1] = True, True
+    masks = np.packbits(allowed, axis=1, bitorder="little")
+    constraints = Constraints({7: masks[0], 8: masks[1]}, {9: InvalidArgumentError("no")})
+    sampler = Sampler(rows)
+    assert sampler.can_choose(places)
+    chosen = sampler.choose(logits, places, constraints)
+    found, wanted = chosen.read(chosen.values.numpy()), sampler.sample(logits, places, constraints)
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert dict(found.errors) == dict(wanted.errors)
+    assert sorted(place for place, _ in found.errors) == [5, 6, 9]
+    assert found.log_probs == wanted.log_probs
+    assert [item.row for item in found.log_probs] == [0, 1, 2]
 
 
 def test_draws_depend_on_seed_sequence_and_position() -> None:

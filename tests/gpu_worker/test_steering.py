@@ -10,7 +10,14 @@ from torch import Tensor
 
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.step import NewSequence, SamplingParams
-from gpu_worker.sampling.logits_processors import bad_word_ends, decayed_top_p, repeated_ngram_ends, steer, unpacked
+from gpu_worker.sampling.logits_processors import (
+    allow,
+    bad_word_ends,
+    decayed_top_p,
+    repeated_ngram_ends,
+    steer,
+    unpacked,
+)
 from gpu_worker.sampling.sampler import Sampler
 from midstream.errors import InvalidArgumentError
 from tests.gpu_worker.tiny_models import ints
@@ -98,6 +105,17 @@ def test_a_row_that_bans_every_token_fails_alone(temperature: float) -> None:
     ((place, error),) = sampled.errors
     assert (place, type(error)) == (0, InvalidArgumentError)
     assert sampled.token_ids[1] == 6
+
+
+def test_changes_that_ban_all_that_a_mask_allows_are_dropped_in_that_row_alone() -> None:
+    """Tokens 1 and 2 are allowed; the first row's changes ban both, the second's only the first."""
+    raw = torch.tensor([[9.0, 1.0, 2.0, 0.0], [9.0, 5.0, 2.0, 0.0], [9.0, 5.0, 2.0, 0.0]])
+    logits = raw.clone()
+    logits[0, 1:3] = logits[1, 1] = -torch.inf
+    mask = np.array([0b0110], dtype=np.uint8)
+    allow(logits, raw, [0, 1], [mask, mask])
+    gone = -torch.inf
+    assert logits.tolist() == [[gone, 1.0, 2.0, gone], [gone, gone, 2.0, gone], raw[2].tolist()]
 
 
 def test_masks_are_unpacked_on_a_device_as_on_the_host() -> None:
