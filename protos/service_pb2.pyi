@@ -8,6 +8,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import protos.generation_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -36,3 +37,121 @@ class ResumeRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["from_token", b"from_token", "from_token_by_sequence", b"from_token_by_sequence", "request_id", b"request_id"]) -> None: ...
 
 global___ResumeRequest = ResumeRequest
+
+@typing.final
+class EmbedRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    INPUTS_FIELD_NUMBER: builtins.int
+    DIMENSIONS_FIELD_NUMBER: builtins.int
+    NORMALIZE_FIELD_NUMBER: builtins.int
+    LORA_FIELD_NUMBER: builtins.int
+    CLIENT_ID_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """As in GenerateRequest. With several inputs, -0, -1, … is added for each one."""
+    model: builtins.str
+    dimensions: builtins.int
+    """Keep this many values of each vector, the first ones. Default: hidden_size."""
+    normalize: builtins.bool
+    """Scale vectors to length 1. Default true."""
+    client_id: builtins.str
+    priority: builtins.int
+    cache_salt: builtins.str
+    @property
+    def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EmbedInput]:
+        """1 to 2,048."""
+
+    @property
+    def lora(self) -> protos.generation_pb2.LoraConfig:
+        """As in GenerateRequest."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        model: builtins.str = ...,
+        inputs: collections.abc.Iterable[global___EmbedInput] | None = ...,
+        dimensions: builtins.int | None = ...,
+        normalize: builtins.bool | None = ...,
+        lora: protos.generation_pb2.LoraConfig | None = ...,
+        client_id: builtins.str = ...,
+        priority: builtins.int = ...,
+        cache_salt: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "lora", b"lora", "normalize", b"normalize"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "cache_salt", b"cache_salt", "client_id", b"client_id", "dimensions", b"dimensions", "inputs", b"inputs", "lora", b"lora", "model", b"model", "normalize", b"normalize", "priority", b"priority", "request_id", b"request_id"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_dimensions", b"_dimensions"]) -> typing.Literal["dimensions"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_normalize", b"_normalize"]) -> typing.Literal["normalize"] | None: ...
+
+global___EmbedRequest = EmbedRequest
+
+@typing.final
+class EmbedInput(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    prompt: builtins.str
+    @property
+    def token_ids(self) -> protos.generation_pb2.TokenIds: ...
+    def __init__(
+        self,
+        *,
+        prompt: builtins.str = ...,
+        token_ids: protos.generation_pb2.TokenIds | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["input", b"input", "prompt", b"prompt", "token_ids", b"token_ids"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["input", b"input", "prompt", b"prompt", "token_ids", b"token_ids"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["prompt", "token_ids"] | None: ...
+
+global___EmbedInput = EmbedInput
+
+@typing.final
+class EmbedResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    EMBEDDINGS_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    @property
+    def embeddings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Embedding]:
+        """In the order of the inputs."""
+
+    @property
+    def usage(self) -> protos.generation_pb2.Usage:
+        """Over all inputs; completion_tokens is 0."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        embeddings: collections.abc.Iterable[global___Embedding] | None = ...,
+        usage: protos.generation_pb2.Usage | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["embeddings", b"embeddings", "request_id", b"request_id", "usage", b"usage"]) -> None: ...
+
+global___EmbedResponse = EmbedResponse
+
+@typing.final
+class Embedding(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
+
+global___Embedding = Embedding

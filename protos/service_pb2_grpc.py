@@ -53,6 +53,11 @@ class MidstreamStub(object):
                 request_serializer=protos_dot_loads__pb2.AbortRequest.SerializeToString,
                 response_deserializer=protos_dot_loads__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/midstream.v1.Midstream/Embed',
+                request_serializer=protos_dot_service__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=protos_dot_service__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/midstream.v1.Midstream/GetModelInfo',
                 request_serializer=protos_dot_loads__pb2.GetModelInfoRequest.SerializeToString,
@@ -125,6 +130,13 @@ class MidstreamServicer(object):
 
     def Abort(self, request, context):
         """Ends a request with finish reason `abort`. Aborting a finished request changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Returns a vector for each input: the model's last hidden state, normed, at the input's last token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -210,6 +222,11 @@ def add_MidstreamServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=protos_dot_loads__pb2.AbortRequest.FromString,
                     response_serializer=protos_dot_loads__pb2.AbortResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=protos_dot_service__pb2.EmbedRequest.FromString,
+                    response_serializer=protos_dot_service__pb2.EmbedResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -343,6 +360,33 @@ class Midstream(object):
             '/midstream.v1.Midstream/Abort',
             protos_dot_loads__pb2.AbortRequest.SerializeToString,
             protos_dot_loads__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Midstream/Embed',
+            protos_dot_service__pb2.EmbedRequest.SerializeToString,
+            protos_dot_service__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,12 @@ class MidstreamStub:
     ]
     """Ends a request with finish reason `abort`. Aborting a finished request changes nothing."""
 
+    Embed: grpc.UnaryUnaryMultiCallable[
+        protos.service_pb2.EmbedRequest,
+        protos.service_pb2.EmbedResponse,
+    ]
+    """Returns a vector for each input: the model's last hidden state, normed, at the input's last token."""
+
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
         protos.loads_pb2.ModelInfo,
@@ -116,6 +122,12 @@ class MidstreamAsyncStub:
         protos.loads_pb2.AbortResponse,
     ]
     """Ends a request with finish reason `abort`. Aborting a finished request changes nothing."""
+
+    Embed: grpc.aio.UnaryUnaryMultiCallable[
+        protos.service_pb2.EmbedRequest,
+        protos.service_pb2.EmbedResponse,
+    ]
+    """Returns a vector for each input: the model's last hidden state, normed, at the input's last token."""
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -196,6 +208,14 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[protos.loads_pb2.AbortResponse, collections.abc.Awaitable[protos.loads_pb2.AbortResponse]]:
         """Ends a request with finish reason `abort`. Aborting a finished request changes nothing."""
+
+    @abc.abstractmethod
+    def Embed(
+        self,
+        request: protos.service_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.service_pb2.EmbedResponse, collections.abc.Awaitable[protos.service_pb2.EmbedResponse]]:
+        """Returns a vector for each input: the model's last hidden state, normed, at the input's last token."""
 
     @abc.abstractmethod
     def GetModelInfo(

@@ -24,6 +24,7 @@ from router.dashboard import dashboard_routes
 from router.pages import page_routes
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
+from router.pipeline.embedder import Embedder
 from router.pipeline.generation import Runner
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.output import FrontDoor, RouterMetrics
@@ -40,6 +41,7 @@ from router.protocols.batches.service import batch_service
 from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request_bytes
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
+from router.protocols.embeddings.app import EmbeddingsApi
 from router.protocols.http_server import HostCheckedApp, HttpPort
 from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
@@ -119,6 +121,7 @@ async def serve(config: RouterConfig) -> None:
     api = OpenAiApi(front, prompts, metrics, progress.problems, bodies, chat, kept, progress.stalled)
     pages = api.app()
     pages.router.routes.extend(MessagesApi(front, prompts, bodies, chat).routes())
+    pages.router.routes.extend(EmbeddingsApi(Embedder(front), bodies).routes())
     responses = ResponsesApi(front, prompts, bodies, chat, kept, config.response_ttl_s)
     pages.router.routes.extend(responses.routes())
     batches = batch_service(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +18,8 @@ from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_p
 from router.authentication import current_caller
 from router.permissions import Role
 from router.pipeline.cells import Cells
-from router.pipeline.idempotency import key_of, make_repeatable, naming_key, request_id_of
+from router.pipeline.embedder import Embedder, EmbedInput, VectorShape
+from router.pipeline.idempotency import check_no_id, key_of, make_repeatable, naming_key, request_id_of
 from router.pipeline.output import FrontDoor, Output
 from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
@@ -32,6 +34,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
     def __init__(self, front: FrontDoor, cells: Cells, status: StatusFeed, router_id: str) -> None:
         self._front = front
+        self._embedder = Embedder(front)
         self._model = front.runner.model
         self._cells = cells
         self._status = status
@@ -63,6 +66,40 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:  # noqa: N802
         """Abort a request."""
         return loads_pb2.AbortResponse(was_running=await self._front.abort(request.request_id))
+
+    async def Embed(  # noqa: N802
+        self,
+        request: service_pb2.EmbedRequest,
+        context: grpc.aio.ServicerContext[service_pb2.EmbedRequest, service_pb2.EmbedResponse],
+    ) -> service_pb2.EmbedResponse:
+        """Return the embeddings of all inputs."""
+        key = key_of(context.invocation_metadata() or ())
+        if key:
+            check_no_id(request.request_id)
+        request_id = request_id_of(key, "Embed") if key else request.request_id or uuid.uuid4().hex
+        base = pb.GenerateRequest(
+            request_id=request_id,
+            model=request.model,
+            client_id=request.client_id,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            lora=request.lora if request.HasField("lora") else None,
+        )
+        if not request.inputs:
+            raise InvalidArgumentError("must not be empty", field="inputs")
+        inputs = [_embed_input(index, item) for index, item in enumerate(request.inputs)]
+        shape = VectorShape(
+            request.dimensions if request.HasField("dimensions") else None,
+            not request.HasField("normalize") or request.normalize,
+        )
+        vectors, usage = await self._embedder.embed(base, inputs, shape, timeout_s=context.time_remaining(), key=key)
+        response = service_pb2.EmbedResponse(
+            request_id=request_id,
+            usage=pb.Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens),
+        )
+        for vector in vectors:
+            response.embeddings.add(values=vector)
+        return response
 
     async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:  # noqa: N802
         """Return model information from the model folder, and `features` from the workers."""
@@ -185,6 +222,14 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             for lora in response.loras:
                 lora.ClearField("path")
         return response
+
+
+def _embed_input(index: int, item: service_pb2.EmbedInput) -> EmbedInput:
+    field = f"inputs[{index}]"
+    kind = item.WhichOneof("input")
+    if kind is None:
+        raise InvalidArgumentError("must be prompt or token_ids", field=field)
+    return EmbedInput(f"{field}.{kind}", item.prompt if kind == "prompt" else item.token_ids.values)
 
 
 async def _relay(output: Output, context: grpc.aio.ServicerContext[Any, Any]) -> None:

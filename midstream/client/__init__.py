@@ -7,7 +7,7 @@ from midstream.client.async_client import AsyncClient
 from midstream.client.features import Drafts, Guide, KvRetention, TokenRange
 from midstream.client.info import CellLoad, DetokenizerInfo, ModelInfo, ServerInfo, WorkerGroupInfo
 from midstream.client.request import SamplingParams
-from midstream.client.result import Result, SequenceResult
+from midstream.client.result import Embeddings, Result, SequenceResult
 from midstream.client.stream import AsyncStream
 from midstream.client.sync_client import Client, Stream
 from midstream.extras import LogProbs, Tensor
@@ -21,6 +21,7 @@ __all__ = [
     "Client",
     "DetokenizerInfo",
     "Drafts",
+    "Embeddings",
     "FinishReason",
     "Guide",
     "KvRetention",

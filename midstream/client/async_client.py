@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import uuid
@@ -13,17 +14,19 @@ import grpc
 import grpc.aio
 from google.protobuf.json_format import MessageToDict
 
+from midstream.chunk import usage_from_proto
 from midstream.client.features import Drafts, Guide, KvRetention
 from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
 from midstream.client.request import Array, Message, SamplingParams, naming, set_fields, set_input, tensor_of
-from midstream.client.stream import AsyncStream
+from midstream.client.result import Embeddings
+from midstream.client.stream import BROKEN, FIRST_RETRY_S, LAST_RETRY_S, AsyncStream
 from midstream.errors import InvalidArgumentError
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import DEFAULT_MAX_MESSAGE_BYTES, open_channel
 from midstream.rpc.target import check_target
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
-from protos import loads_pb2, service_pb2_grpc, stats_pb2, status_pb2
+from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
@@ -203,6 +206,64 @@ class AsyncClient:
             from_token=from_token,
             has_other_routers=self._num_routers > 1,
         )
+
+    async def embed(
+        self,
+        inputs: str | Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        model: str = "",
+        lora: str = "",
+        priority: int = 0,
+        client_id: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> Embeddings:
+        """Return the embeddings of texts or token ids; if the router is lost, another one continues.
+
+        Args:
+            inputs: A text, or several texts and lists of token ids.
+            dimensions: Number of values to keep of each vector, the first ones; None: all.
+            normalize: Scale vectors to length 1.
+            model: Name of the served model; empty: whichever is served.
+            lora: Name of a LoRA adapter that was loaded.
+            priority: -100..100; higher runs first.
+            client_id: Client that the requests belong to, for fairness.
+            cache_salt: Prefixes are shared only with requests of the same salt.
+            timeout_s: Deadline of the call.
+        """
+        request = service_pb2.EmbedRequest()
+        set_fields(request, model=model, normalize=normalize, priority=priority, client_id=client_id)
+        set_fields(request, cache_salt=cache_salt)
+        if dimensions is not None:
+            set_fields(request, dimensions=dimensions)
+        if lora:
+            request.lora.name = lora
+        for item in [inputs] if isinstance(inputs, str) else inputs:
+            with naming("inputs"):
+                if isinstance(item, str):
+                    request.inputs.add(prompt=item)
+                else:
+                    request.inputs.add(token_ids=pb.TokenIds(values=item))
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        give_up_at = deadline
+        metadata, delay = (("idempotency-key", uuid.uuid4().hex),), 0.0
+        while True:
+            left_s = None if deadline is None else max(deadline - loop.time(), 0.001)
+            try:
+                answer = await self._next_stub().Embed(request, metadata=metadata, timeout=left_s)
+            except grpc.aio.AioRpcError as error:
+                if give_up_at is None:
+                    give_up_at = loop.time() + self._unavailable_timeout_s
+                if error.code() not in BROKEN or loop.time() + delay > give_up_at:
+                    raise error_from_rpc(error) from None
+                await asyncio.sleep(delay)
+                delay = min(max(2 * delay, FIRST_RETRY_S), LAST_RETRY_S)
+            else:
+                vectors = tuple(tuple(item.values) for item in answer.embeddings)
+                return Embeddings(vectors, usage_from_proto(answer.usage))
 
     async def abort(self, request_id: str) -> bool:
         """Abort a request; return whether it was running."""

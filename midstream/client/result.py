@@ -69,3 +69,11 @@ class Result:
             sequence.cumulative_log_prob = chunk.cumulative_log_prob
         if chunk.is_final:
             self.usage, self.perf_metrics = chunk.usage, chunk.perf_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The vectors of some inputs, in their order, and what they used together."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    usage: Usage

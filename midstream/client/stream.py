@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 # Statuses of calls whose router dies or drains. CANCELLED is the server's: the status of our own cancel is never read.
-_BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5
+BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
+FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5
 # After this long without output the router is probed, and replaced if it does not answer.
 _SILENCE_S, _ANSWER_S = 2.0, 3.0
 
@@ -194,14 +194,14 @@ class AsyncStream:
         if self._final is not None:
             # The router was lost between the final chunk and the status; the chunk has the same information.
             _raise_for(self._final)
-            if error.code() in _BROKEN:
+            if error.code() in BROKEN:
                 raise StopAsyncIteration
         await self._leave(error.code(), error_from_rpc(error))
 
     async def _leave(self, code: grpc.StatusCode, error: MidstreamError) -> None:
         """Return when the stream should be opened again at the next router; else raise `error`."""
         self._stop_watching()
-        if code not in _BROKEN:
+        if code not in BROKEN:
             raise error from None
         now = asyncio.get_running_loop().time()
         if self._broken_since is None:
@@ -213,7 +213,7 @@ class AsyncStream:
         self._call = None
         self.num_resumes += 1
         await asyncio.sleep(self._delay)
-        self._delay = min(max(2 * self._delay, _FIRST_RETRY_S), _LAST_RETRY_S)
+        self._delay = min(max(2 * self._delay, FIRST_RETRY_S), LAST_RETRY_S)
 
 
 def _raise_for(chunk: Chunk) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from midstream.chunk import Chunk
 from midstream.client.async_client import AsyncClient
 from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
-from midstream.client.result import Result
+from midstream.client.result import Embeddings, Result
 from midstream.client.stream import AsyncStream
 from protos import stats_pb2
 
@@ -75,6 +75,23 @@ class Client:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def embed(
+        self,
+        inputs: str | Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        model: str = "",
+        lora: str = "",
+        timeout_s: float | None = None,
+    ) -> Embeddings:
+        """Return the embeddings of texts or token ids; arguments as of `AsyncClient.embed`."""
+        return self._run(
+            self._client.embed(
+                inputs, dimensions=dimensions, normalize=normalize, model=model, lora=lora, timeout_s=timeout_s
+            )
+        )
 
     def abort(self, request_id: str) -> bool:
         """Abort a request; return whether it was running."""

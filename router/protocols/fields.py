@@ -273,6 +273,46 @@ RESPONSES: Table = {
     "context_management": ("refused", ""),
     "moderation": ("refused", ""),
 }
+# What embeddings, scores and reranking share.
+_EMBEDDING_COMMON: Table = {
+    "model": ("works", "the served model, or an adapter that is loaded on it"),
+    "user": ("works", "`client_id`, for fairness"),
+    "request_id": ("works", "of the native requests, with a number for each text"),
+    "priority": ("works", "lower runs first, as in vLLM; before `service_tier`"),
+    "service_tier": ("works", "`flex` and `priority` are priorities -50 and 50"),
+    "cache_salt": ("works", ""),
+    "timeout_ms": ("works", ""),
+    "truncate_prompt_tokens": ("refused", ""),
+}
+EMBEDDINGS: Table = {
+    "input": ("works", "text, token ids, or an array of either; at most 2,048"),
+    "encoding_format": ("works", "float or base64"),
+    "dimensions": ("works", "the first values, scaled to length 1 again"),
+    "normalize": ("works", "false: the hidden state as the model has it"),
+    "messages": ("refused", ""),
+    "add_special_tokens": ("ignored", "text has the tokenizer's own special tokens"),
+    **_EMBEDDING_COMMON,
+}
+SCORE: Table = {
+    "text_1": ("works", "a text, or as many as in `text_2`"),
+    "text_2": ("works", "a text or several"),
+    "queries": ("works", "as `text_1`"),
+    "documents": ("works", "as `text_2`"),
+    "use_activation": ("refused", "a score is a cosine"),
+    **_EMBEDDING_COMMON,
+}
+RERANK: Table = {
+    "query": ("works", ""),
+    "documents": ("works", "texts, or objects with `text`"),
+    "documents.text": ("works", ""),
+    "top_n": ("works", "0 or unset: all"),
+    "return_documents": ("works", "true, unless it is set"),
+    "rank_fields": ("refused", ""),
+    "max_chunks_per_doc": ("refused", ""),
+    "max_tokens_per_doc": ("refused", ""),
+    "use_activation": ("refused", "a score is a cosine"),
+    **_EMBEDDING_COMMON,
+}
 RESPONSES_OPAQUE = (
     "tools.parameters",
     "tools.tools",
@@ -306,6 +346,9 @@ TABLES: dict[str, Table] = {
     "/v1/chat/completions": CHAT,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
+    "/v1/embeddings": EMBEDDINGS,
+    "/score": SCORE,
+    "/rerank": RERANK,
 }
 _INDEX = re.compile(r"\[\d+\]")
 

@@ -246,6 +246,12 @@ class Rig:
         async with asyncio.timeout(WAIT_S):
             await reading
 
+    @property
+    def addresses(self) -> list[str]:
+        """Where routers answer gRPC; the part to be killed as the router is the first."""
+        self._current = 0
+        return [f"127.0.0.1:{port}" for port in self._ports[2:]]
+
     def next_url(self) -> str:
         """Where the next router answers HTTP; the part to be killed as the router is that one from now on."""
         self._current = 1 - self._current

@@ -26,6 +26,7 @@ from router.dashboard import dashboard_routes
 from router.pages import page_routes
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
+from router.pipeline.embedder import Embedder
 from router.pipeline.generation import Runner
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.output import FrontDoor, RouterMetrics
@@ -38,6 +39,7 @@ from router.protocols.batches.service import batch_service
 from router.protocols.body_budget import BodyBudget
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
+from router.protocols.embeddings.app import EmbeddingsApi
 from router.protocols.http_server import HttpPort
 from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
@@ -167,6 +169,7 @@ class Cluster:
         kept = KeptRequests(cells, unavailable_timeout_s)
         pages = OpenAiApi(front, self.prompts, metrics, list, bodies, chat, kept).app()
         pages.router.routes.extend(MessagesApi(front, self.prompts, bodies, chat).routes())
+        pages.router.routes.extend(EmbeddingsApi(Embedder(front), bodies).routes())
         pages.router.routes.append(ledger_route(cells))
         pages.router.routes.extend(ResponsesApi(front, self.prompts, bodies, chat, kept, 3600).routes())
         batches = batch_service(

@@ -26,7 +26,7 @@ from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, mapped, page_limit
 
 PATH = "/v1/batches"
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([smh])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 # As long as the requests of its lines are kept, so that none of them ever runs twice.

@@ -34,6 +34,7 @@ def document(model: ModelFolder) -> Part:
     tokens = {"type": "array", "items": token, "minItems": 1}
     text = {"type": "string", "minLength": 1}
     prompts = {"anyOf": [{"type": "array", "items": item, "minItems": 1, "maxItems": 256} for item in (text, tokens)]}
+    embedded = {"anyOf": [{"type": "array", "items": item, "minItems": 1, "maxItems": 2048} for item in (text, tokens)]}
     completion = {
         **common,
         "prompt": {"anyOf": [text, tokens, *prompts["anyOf"]]},
@@ -111,6 +112,7 @@ def document(model: ModelFolder) -> Part:
             "post": _get("Cancel a background response.") | _with(stored[0]),
         },
         "/v1/responses/{response_id}/input_items": {"get": _get("The items of its input.") | _with(stored[0])},
+        **_embedding_paths(names, {"anyOf": [text, tokens, *embedded["anyOf"]]}),
         "/v1/files": {"get": _get("The caller's files, newest first."), "post": _upload()},
         "/v1/files/{file_id}": {
             "get": _get("A file's description.") | _with(file_id),
@@ -197,6 +199,40 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         "user": _NAME,
         "detached": _FLAG,
         "timeout_ms": _integer(0, 1 << 53),
+    }
+
+
+def _embedding_paths(names: Part, inputs: Part) -> Part:
+    """Return the paths of embeddings, scores and reranking."""
+    text = {"type": "string", "minLength": 1}
+    texts = {"type": "array", "items": text, "minItems": 1, "maxItems": 1024}
+    common = {
+        "model": names,
+        "user": _NAME,
+        "request_id": _NAME,
+        "cache_salt": _NAME,
+        "priority": _integer(-100, 100),
+        "timeout_ms": _integer(0, 1 << 53),
+    }
+    vectors = {
+        **common,
+        "input": inputs,
+        "encoding_format": {"enum": ["float", "base64"]},
+        "dimensions": _integer(1, 1 << 20),
+        "normalize": _FLAG,
+    }
+    scored = {**common, "text_1": {"anyOf": [text, texts]}, "text_2": {"anyOf": [text, texts]}}
+    ranked = {**common, "query": text, "documents": texts, "top_n": _integer(0, 1 << 20), "return_documents": _FLAG}
+    return {
+        "/v1/embeddings": {"post": _post("Embeddings of texts.", vectors, ["input"])},
+        "/score": {"post": _post("Similarities of texts (also /v1/score).", scored, ["text_1", "text_2"])},
+        "/rerank": {
+            "post": _post(
+                "Sort documents by their similarity to a query (also /v1/rerank, /v2/rerank).",
+                ranked,
+                ["query", "documents"],
+            )
+        },
     }
 
 
@@ -358,7 +394,7 @@ def _upload() -> Part:
 
 
 def _batch_fields() -> Part:
-    endpoints = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoints = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     lifetime = {"anchor": {"const": "created_at"}, "seconds": _integer(3600, 2592000)}
     return {
         "input_file_id": _TEXT,

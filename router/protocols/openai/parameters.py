@@ -41,7 +41,7 @@ def native_request(body: Body) -> pb.GenerateRequest:
         model=body.text("model") or "",
         streaming=bool(body.flag("stream")),
         client_id=user or safety_identifier or "",
-        priority=_priority(body),
+        priority=read_priority(body),
         cache_salt=body.text("cache_salt") or "",
         detached=bool(body.flag("detached")),
         timeout_ms=body.integer("timeout_ms", 0, (1 << 53)),
@@ -57,7 +57,7 @@ def native_request(body: Body) -> pb.GenerateRequest:
     return request
 
 
-def _priority(body: Body) -> int:
+def read_priority(body: Body) -> int:
     """Return the priority from vLLM's `priority`, where lower is first, or from OpenAI's service tier."""
     tier = TIERS[body.choice("service_tier", tuple(TIERS)) or "auto"]
     priority = body.integer("priority", -100, 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,20 @@ from midstream.errors import MidstreamError, UnsupportedError
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
 from router.protocols.anthropic.request import read_messages
 from router.protocols.conversation import ChatModel, Conversation
-from router.protocols.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TABLES, Table, ignored_fields, markdown
+from router.protocols.embeddings.request import read_embeddings, read_rerank, read_score
+from router.protocols.fields import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    TABLES,
+    Table,
+    ignored_fields,
+    markdown,
+)
 from router.protocols.openai.body import Body
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
 from router.protocols.responses.request import read_response
@@ -391,6 +405,63 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+EMBEDDING_COMMON_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
+    "model": ("m", {}),
+    "user": ("u", {}),
+    "request_id": ("other", {}),
+    "priority": (5, {}),
+    "service_tier": ("flex", {}),
+    "cache_salt": ("x", {}),
+    "timeout_ms": (5, {}),
+    "truncate_prompt_tokens": (5, {}),
+}
+EMBEDDINGS_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
+    "input": (["b", [1, 2]], {}),
+    "encoding_format": ("base64", {}),
+    "dimensions": (5, {}),
+    "normalize": (False, {}),
+    "messages": ([{"role": "user", "content": "x"}], {}),
+    "add_special_tokens": (True, {}),
+}
+SCORE_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
+    "text_1": ("c", {}),
+    "text_2": (["b", "c"], {}),
+    "queries": ({"queries": "q", "documents": "d"}, {}),
+    "documents": ({"queries": "q", "documents": ["d"]}, {"queries": "q", "documents": "e"}),
+    "use_activation": (True, {}),
+}
+RERANK_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
+    "query": ("r", {}),
+    "documents": (["d"], {}),
+    "documents.text": ({"documents": [{"text": "d"}]}, {"documents": [{"text": "e"}]}),
+    "top_n": (1, {}),
+    "return_documents": (False, {}),
+    "rank_fields": (["text"], {}),
+    "max_chunks_per_doc": (2, {}),
+    "max_tokens_per_doc": (2, {}),
+    "use_activation": (True, {}),
+}
+
+
+def run_embeddings(fields: dict[str, object]) -> tuple[str, list[str]]:
+    """All that a body of embeddings decides, and its ignored fields."""
+    job = read_embeddings(Body({"input": "a", **fields}))
+    return str(replace(job, ignored=[])), job.ignored
+
+
+def run_score(fields: dict[str, object]) -> tuple[str, list[str]]:
+    """The same of scores."""
+    texts = {} if "queries" in fields else {"text_1": "a", "text_2": "b"}
+    job = read_score(Body({**texts, **fields}))
+    return str(replace(job, ignored=[])), job.ignored
+
+
+def run_rerank(fields: dict[str, object]) -> tuple[str, list[str]]:
+    """The same of reranking."""
+    job = read_rerank(Body({"query": "a", "documents": ["b", "c"], **fields}))
+    return str(replace(job, ignored=[])), job.ignored
+
+
 def run_response(fields: dict[str, Any]) -> str:
     """All that a body of responses decides; what comes back as it was sent is no effect, but for metadata."""
     job = read_response(Body({"input": "Hi"} | fields), MODEL)
@@ -441,7 +512,7 @@ Run = Callable[[dict[str, object]], tuple[str, list[str]]]
 
 def check_line(name: str, table: Table, examples: Examples, run: Run) -> None:
     value, without = examples[name]
-    fields: Any = value if "." in name else {**without, name: value}
+    fields: Any = value if "." in name or (isinstance(value, dict) and name in value) else {**without, name: value}
     status, _ = table[name]
     if status == "refused":
         with pytest.raises(MidstreamError) as raised:
@@ -461,6 +532,21 @@ def test_completions(name: str) -> None:
 @pytest.mark.parametrize("name", CHAT)
 def test_chat_completions(name: str) -> None:
     check_line(name, CHAT, CHAT_EXAMPLES, run_chat)
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_embeddings(name: str) -> None:
+    check_line(name, EMBEDDINGS, EMBEDDINGS_EXAMPLES, run_embeddings)
+
+
+@pytest.mark.parametrize("name", SCORE)
+def test_score(name: str) -> None:
+    check_line(name, SCORE, SCORE_EXAMPLES, run_score)
+
+
+@pytest.mark.parametrize("name", RERANK)
+def test_rerank(name: str) -> None:
+    check_line(name, RERANK, RERANK_EXAMPLES, run_rerank)
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -492,7 +578,11 @@ def test_every_line_is_tested_and_in_the_docs() -> None:
     assert CHAT_EXAMPLES.keys() == CHAT.keys()
     assert MESSAGES_EXAMPLES.keys() == MESSAGES.keys()
     assert RESPONSES_EXAMPLES.keys() == RESPONSES.keys()
-    assert set(TABLES) == {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+    assert EMBEDDINGS_EXAMPLES.keys() == EMBEDDINGS.keys()
+    assert SCORE_EXAMPLES.keys() == SCORE.keys()
+    assert RERANK_EXAMPLES.keys() == RERANK.keys()
+    served = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+    assert set(TABLES) == served | {"/v1/embeddings", "/score", "/rerank"}
     begin, end = "<!-- python -m router.protocols.fields -->\n", "\n<!-- end of fields -->"
     text = DOCS.read_text(encoding="utf-8")
     assert text.partition(begin)[2].partition(end)[0] == markdown()

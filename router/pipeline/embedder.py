@@ -1,0 +1,178 @@
+"""Embeddings: each input is a native request for one token, of which only the hidden state is used.
+
+So inputs are batched with all other requests, their prefixes are cached, and the loss of any part is recovered from.
+The vector is the model's last hidden state, normed, at the input's last token (last-token pooling).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import operator
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from midstream.chunk import Chunk, Usage
+from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
+from midstream.extras import join_tensors
+from protos import generation_pb2 as pb
+from router.pipeline.idempotency import keep, naming_key
+from router.pipeline.output import FrontDoor
+
+MAX_INPUTS = 2048
+# Inputs of one call that run at once.
+_NUM_CONCURRENT = 64
+_INPUT_FIELDS = ("input", "prompt", "token_ids")
+
+Vector = Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedInput:
+    """One input.
+
+    Attributes:
+        field: Its name in the client's request, for errors.
+        prompt: Text or token ids.
+    """
+
+    field: str
+    prompt: str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class VectorShape:
+    """What is returned of a hidden state.
+
+    Attributes:
+        dimensions: Number of values, the first ones; None: all.
+        normalizes: Whether they are scaled to length 1.
+    """
+
+    dimensions: int | None = None
+    normalizes: bool = True
+
+    def of(self, state: Vector) -> Vector:
+        """Return the vector of a hidden state."""
+        values = state[: self.dimensions]
+        if not self.normalizes:
+            return values
+        length = math.sqrt(dot(values, values))
+        return [value / length for value in values] if length > 0 else values
+
+
+def dot(left: Vector, right: Vector) -> float:
+    """Return the inner product."""
+    return math.fsum(map(operator.mul, left, right))
+
+
+class Embedder:
+    """Computes embeddings for all APIs."""
+
+    def __init__(self, front: FrontDoor) -> None:
+        self.front = front
+        self._model = front.runner.model
+        self._output = f"hidden_states.{self._model.num_layers}"
+
+    async def embed(
+        self,
+        base: pb.GenerateRequest,
+        inputs: Sequence[EmbedInput],
+        shape: VectorShape,
+        *,
+        timeout_s: float | None = None,
+        key: str = "",
+    ) -> tuple[list[Vector], Usage]:
+        """Return the vectors of the inputs, and what they used together.
+
+        Args:
+            base: The native request of each input, without its prompt and output options. With several inputs, a number
+                is added to its request id.
+            inputs: At least one.
+            shape: What is returned of each hidden state.
+            timeout_s: Time left until the call's deadline.
+            key: The idempotency key that the request id was derived from; empty for none.
+
+        Raises:
+            MidstreamError: An input failed; the others are aborted.
+        """
+        if len(inputs) > MAX_INPUTS:
+            raise InvalidArgumentError(f"has {len(inputs)}; at most {MAX_INPUTS}", field=inputs[0].field.split("[")[0])
+        if shape.dimensions is not None and not 1 <= shape.dimensions <= self._model.hidden_size:
+            raise InvalidArgumentError(f"must be in 1..{self._model.hidden_size}", field="dimensions")
+        requests = list(self._requests(base, inputs, is_kept=bool(key)))
+        vectors: list[Vector] = [()] * len(inputs)
+        usages: list[Usage] = []
+        waiting = iter(range(len(inputs)))
+
+        async def work() -> None:
+            for index in waiting:
+                state, usage = await self._run(requests[index], inputs[index].field, timeout_s, key)
+                vectors[index] = shape.of(state)
+                usages.append(usage)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(len(inputs), _NUM_CONCURRENT)):
+                    group.create_task(work())
+        except BaseExceptionGroup as errors:
+            failed = errors.subgroup(MidstreamError)
+            if failed is None:
+                raise
+            raise _first(failed) from None
+        prompt, cached = sum(usage.prompt_tokens for usage in usages), sum(usage.cached_tokens for usage in usages)
+        return vectors, Usage(prompt, 0, cached)
+
+    def _requests(
+        self, base: pb.GenerateRequest, inputs: Sequence[EmbedInput], *, is_kept: bool
+    ) -> Iterator[pb.GenerateRequest]:
+        for index, item in enumerate(inputs):
+            request = pb.GenerateRequest()
+            request.CopyFrom(base)
+            if isinstance(item.prompt, str):
+                request.prompt = item.prompt
+            else:
+                request.token_ids.values.extend(item.prompt)
+            request.max_tokens, request.streaming = 1, False
+            request.sampling.temperature = 0
+            request.output.detokenize = False
+            request.output.additional_outputs.add(name=self._output)
+            if request.request_id and len(inputs) > 1:
+                request.request_id += f"-{index}"
+            if is_kept:
+                keep(request)
+            yield request
+
+    async def _run(
+        self, request: pb.GenerateRequest, field: str, timeout_s: float | None, key: str
+    ) -> tuple[Vector, Usage]:
+        chunks: list[Chunk] = []
+        try:
+            with naming_key(key):
+                output = await self.front.start(request, timeout_s)
+            async with output:
+                while not output.is_final:
+                    chunks += await output.take()
+            output.raise_failure()
+        except InvalidArgumentError as error:
+            if error.field not in _INPUT_FIELDS:
+                raise
+            raise InvalidArgumentError(error.message, field=field) from None
+        pieces = [piece for chunk in chunks if chunk.extras is not None for piece in chunk.extras.tensors]
+        tensor = join_tensors(pieces).get(self._output)
+        usage = chunks[-1].usage
+        if tensor is None or usage is None or len(tensor.data) != 4 * self._model.hidden_size:
+            raise ExecutionError("the request ended without its hidden state")
+        state = struct.unpack(f"<{self._model.hidden_size}f", tensor.data)
+        if not all(map(math.isfinite, state)):
+            raise ExecutionError("the model's hidden state is not finite")
+        return state, usage
+
+
+def _first(errors: BaseExceptionGroup[MidstreamError]) -> MidstreamError:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, MidstreamError)
+    return error

@@ -1,0 +1,154 @@
+"""The endpoints of embeddings, scores and reranking.
+
+A score is the cosine of the two texts' embeddings; reranking sorts documents by their score with the query.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import struct
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from midstream.chunk import Usage
+from midstream.errors import ExecutionError, MidstreamError, UnavailableError
+from router.pipeline.embedder import Embedder, Vector, VectorShape, dot
+from router.pipeline.idempotency import HEADER, check_key, check_no_id, request_id_of
+from router.protocols.body_reader import BodyReader
+from router.protocols.embeddings.request import (
+    EmbeddingJob,
+    RerankJob,
+    ScoreJob,
+    VectorsJob,
+    read_embeddings,
+    read_rerank,
+    read_score,
+)
+from router.protocols.fields import ignored_header
+from router.protocols.openai.body import Body
+from router.protocols.openai.endpoints import Endpoint, error_response, mapped
+from router.protocols.openai.models import Models
+from router.protocols.openai.shapes import usage_fields
+from router.protocols.streaming import while_connected
+
+logger = logging.getLogger(__name__)
+
+_Answer = Mapping[str, object]
+_JobT = TypeVar("_JobT", bound=EmbeddingJob)
+_UNIT = VectorShape()
+
+
+class EmbeddingsApi:
+    """Serves the endpoints."""
+
+    def __init__(self, embedder: Embedder, bodies: BodyReader) -> None:
+        self._embedder = embedder
+        self._front = embedder.front
+        self._bodies = bodies
+        self._models = Models(self._front.runner.model, self._front.runner.cells)
+
+    def routes(self) -> list[Route]:
+        """Return the HTTP routes."""
+        endpoints: dict[str, Endpoint] = {"/v1/embeddings": self._embeddings}
+        endpoints |= dict.fromkeys(("/score", "/v1/score"), self._score)
+        endpoints |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self._rerank)
+        return [Route(path, mapped(endpoint), methods=["POST"]) for path, endpoint in endpoints.items()]
+
+    async def _embeddings(self, request: Request) -> Response:
+        def answer(job: VectorsJob, vectors: list[Vector], usage: Usage) -> _Answer:
+            shown = [_base64(vector) if job.is_base64 else vector for vector in vectors]
+            data = [{"object": "embedding", "index": index, "embedding": item} for index, item in enumerate(shown)]
+            return {"object": "list", "data": data, "model": self._name(job), "usage": _usage(usage)}
+
+        return await self._run(request, read_embeddings, lambda job: job.shape, answer)
+
+    async def _score(self, request: Request) -> Response:
+        def answer(job: ScoreJob, vectors: list[Vector], usage: Usage) -> _Answer:
+            scores = (dot(vectors[left], vectors[right]) for left, right in job.pairs)
+            data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+            head = {"id": f"score-{job.base.request_id}", "object": "list", "created": int(time.time())}
+            return {**head, "model": self._name(job), "data": data, "usage": _usage(usage)}
+
+        return await self._run(request, read_score, lambda _: _UNIT, answer)
+
+    async def _rerank(self, request: Request) -> Response:
+        def answer(job: RerankJob, vectors: list[Vector], usage: Usage) -> _Answer:
+            scores = [dot(vectors[0], vector) for vector in vectors[1:]]
+            order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: job.top_n]
+            results: list[dict[str, object]] = [{"index": index, "relevance_score": scores[index]} for index in order]
+            if job.returns_documents:
+                for result, index in zip(results, order, strict=True):
+                    result["document"] = {"text": job.documents[index]}
+            head = {"id": f"rerank-{job.base.request_id}", "model": self._name(job)}
+            return {**head, "results": results, "usage": _usage(usage)}
+
+        return await self._run(request, read_rerank, lambda _: _UNIT, answer)
+
+    async def _run(
+        self,
+        request: Request,
+        read: Callable[[Body], _JobT],
+        shape: Callable[[_JobT], VectorShape],
+        answer: Callable[[_JobT, list[Vector], Usage], _Answer],
+    ) -> Response:
+        if self._front.draining.is_set():
+            raise UnavailableError("this router is draining")
+        key = check_key(request.headers.get(HEADER))
+        job = await self._bodies.read(request, read)
+        if key:
+            check_no_id(job.base.request_id)
+            job.base.request_id = request_id_of(key, request.url.path)
+        job.base.request_id = job.base.request_id or uuid.uuid4().hex
+        await self._models.resolve([job.base])
+
+        async def compute() -> Response:
+            vectors, usage = await self._embedder.embed(job.base, job.inputs, shape(job), key=key)
+            headers = {"x-request-id": quote(job.base.request_id, safe=""), **ignored_header(job.ignored)}
+            return JSONResponse(answer(job, vectors, usage), headers=headers)
+
+        return _Computed(compute)
+
+    def _name(self, job: EmbeddingJob) -> str:
+        return job.model or self._front.runner.model.name
+
+
+class _Computed(Response):
+    """A response that is computed while its client is connected."""
+
+    def __init__(self, compute: Callable[[], Awaitable[Response]]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write the response; a dropped connection aborts the requests."""
+
+        async def call() -> None:
+            try:
+                response = await self._compute()
+            except MidstreamError as error:
+                response = error_response(error)
+            except Exception:
+                logger.exception("unexpected error in a call")
+                response = error_response(ExecutionError("internal error; the log has its details"))
+            await response(scope, receive, send)
+
+        await while_connected(receive, call())
+
+
+def _base64(vector: Vector) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def _usage(usage: Usage) -> dict[str, object]:
+    shown = usage_fields(usage)
+    del shown["completion_tokens"]
+    return shown

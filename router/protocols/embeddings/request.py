@@ -1,0 +1,156 @@
+"""Reads the bodies of /v1/embeddings, /score and /rerank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from midstream.errors import InvalidArgumentError
+from protos import generation_pb2 as pb
+from router.pipeline.embedder import EmbedInput, VectorShape
+from router.protocols.fields import EMBEDDINGS, RERANK, SCORE, Table, check_fields, ignored_fields
+from router.protocols.openai.body import Body, token_ids
+from router.protocols.openai.parameters import read_priority
+
+
+@dataclass(slots=True)
+class EmbeddingJob:
+    """A call of any of the endpoints.
+
+    Attributes:
+        base: The native request of each input, without its prompt.
+        model: The model's name as sent by the client.
+        inputs: What is embedded.
+        ignored: Fields of the body that have no effect.
+    """
+
+    base: pb.GenerateRequest
+    model: str
+    inputs: list[EmbedInput]
+    ignored: list[str]
+
+
+@dataclass(slots=True)
+class VectorsJob(EmbeddingJob):
+    """A call of /v1/embeddings."""
+
+    shape: VectorShape
+    is_base64: bool
+
+
+@dataclass(slots=True)
+class ScoreJob(EmbeddingJob):
+    """A call of /score.
+
+    Attributes:
+        pairs: Places in `inputs` of the two texts of each score.
+    """
+
+    pairs: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class RerankJob(EmbeddingJob):
+    """A call of /rerank: the query is the first input, and the documents follow.
+
+    Attributes:
+        top_n: Number of documents to return.
+        returns_documents: Whether results contain their text.
+    """
+
+    top_n: int
+    returns_documents: bool
+
+    @property
+    def documents(self) -> list[str]:
+        """Return the documents' texts."""
+        return [str(item.prompt) for item in self.inputs[1:]]
+
+
+def read_embeddings(body: Body) -> VectorsJob:
+    """Read a body of /v1/embeddings.
+
+    Raises:
+        MidstreamError: A field is wrong or not supported.
+    """
+    check_fields(body, EMBEDDINGS)
+    value = body.get("input")
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise InvalidArgumentError("must not be empty", field="input")
+    if isinstance(items[0], int):
+        inputs = [EmbedInput("input", token_ids(items, "input"))]
+    elif isinstance(value, list):
+        inputs = [_item(item, f"input[{index}]") for index, item in enumerate(items)]
+    else:
+        inputs = [_item(value, "input")]
+    encoding = body.choice("encoding_format", ("float", "base64"))
+    shape = VectorShape(body.integer("dimensions"), body.flag("normalize") is not False)
+    return VectorsJob(*_common(body, inputs, EMBEDDINGS), shape, encoding == "base64")
+
+
+def read_score(body: Body) -> ScoreJob:
+    """Read a body of /score; errors as in `read_embeddings`."""
+    check_fields(body, SCORE)
+    names = ("queries", "documents") if body.has("queries") else ("text_1", "text_2")
+    left, right = (body.texts(name) for name in names)
+    for name, texts in zip(names, (left, right), strict=True):
+        if not texts:
+            raise InvalidArgumentError("must be a text or an array of texts", field=name)
+    if len(left) not in (1, len(right)):
+        raise InvalidArgumentError(f"has {len(left)} texts; must be one, or as many as {names[1]}", field=names[0])
+    inputs = [_named(names[0], index, text) for index, text in enumerate(left)]
+    inputs += [_named(names[1], index, text) for index, text in enumerate(right)]
+    pairs = [(index if len(left) > 1 else 0, len(left) + index) for index in range(len(right))]
+    return ScoreJob(*_common(body, inputs, SCORE), pairs)
+
+
+def read_rerank(body: Body) -> RerankJob:
+    """Read a body of /rerank; errors as in `read_embeddings`."""
+    check_fields(body, RERANK)
+    query = body.text("query")
+    if query is None:
+        raise InvalidArgumentError("must be set", field="query")
+    documents = [_document(item, index) for index, item in enumerate(body.array("documents"))]
+    if not documents:
+        raise InvalidArgumentError("must be an array of texts", field="documents")
+    top_n = body.integer("top_n")
+    inputs = [EmbedInput("query", query), *(_named("documents", i, text) for i, text in enumerate(documents))]
+    returns_documents = body.flag("return_documents") is not False
+    # As in vLLM, 0 is all.
+    return RerankJob(*_common(body, inputs, RERANK), min(top_n or len(documents), len(documents)), returns_documents)
+
+
+def _common(
+    body: Body, inputs: list[EmbedInput], table: Table
+) -> tuple[pb.GenerateRequest, str, list[EmbedInput], list[str]]:
+    model = body.text("model") or ""
+    base = pb.GenerateRequest(
+        request_id=body.text("request_id") or "",
+        model=model,
+        client_id=body.text("user") or "",
+        priority=read_priority(body),
+        cache_salt=body.text("cache_salt") or "",
+    )
+    timeout_ms = body.integer("timeout_ms", 0, 1 << 53)
+    if timeout_ms is not None:
+        base.timeout_ms = timeout_ms
+    return base, model, inputs, ignored_fields(body, table)
+
+
+def _item(value: object, field: str) -> EmbedInput:
+    if isinstance(value, str):
+        return EmbedInput(field, value)
+    if isinstance(value, list):
+        return EmbedInput(field, token_ids(value, field))
+    raise InvalidArgumentError("must be text, token ids, or an array of either", field=field)
+
+
+def _named(name: str, index: int, text: str) -> EmbedInput:
+    return EmbedInput(f"{name}[{index}]", text)
+
+
+def _document(item: object, index: int) -> str:
+    text = item.get("text") if isinstance(item, dict) else item
+    if not isinstance(text, str):
+        raise InvalidArgumentError("must be a text, or an object with a text", field=f"documents[{index}]")
+    return text

@@ -1,0 +1,157 @@
+"""Embeddings through all parts, against transformers, while parts die."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+import openai
+import pytest
+import torch
+import transformers
+
+from midstream.client import AsyncClient
+from midstream.errors import InvalidArgumentError
+from midstream.model.folder import ModelFolder
+from midstream.model.tokenizer import Tokenizer
+from tests.faults.rig import KINDS, Rig
+from tests.faults.small_model import make_small_model
+
+TEXTS = ["so the stream goes on", "never lost", "日本語 😀", "so the stream goes on and on, " * 12]
+# CPU workers compute linear layers with activations of 16 bits.
+ATOL = 1e-4
+IDS = [list(range(400, 437)), [5], list(range(300, 480))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    return make_small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: ModelFolder) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder.path).eval()
+
+
+@pytest.fixture
+async def rig(folder: ModelFolder, tmp_path: Path) -> AsyncIterator[Rig]:
+    gc.freeze()
+    rig = Rig(folder, tmp_path / "journal")
+    await rig.start()
+    rig.gate.open_to(1 << 30)
+    yield rig
+    await rig.close()
+    gc.unfreeze()
+
+
+def states(model: Any, folder: ModelFolder, inputs: list[Any]) -> np.ndarray[Any, Any]:
+    """The last hidden state, normed, at the last token of each input, by transformers."""
+    tokenizer = Tokenizer(folder.path)
+    found = []
+    for item in inputs:
+        ids = tokenizer.encode(item) if isinstance(item, str) else item
+        with torch.no_grad():
+            found.append(model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1].numpy())
+    return np.stack(found)
+
+
+def unit(vectors: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    scaled: np.ndarray[Any, Any] = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return scaled
+
+
+async def test_every_door_gives_what_transformers_computes(rig: Rig, model: Any, folder: ModelFolder) -> None:
+    await check_openais_client(rig, model, folder)
+    await check_scores_and_ranks(rig, model, folder)
+    await check_key(rig)
+
+
+async def check_openais_client(rig: Rig, model: Any, folder: ModelFolder) -> None:
+    expected = states(model, folder, TEXTS)
+    async with openai.AsyncOpenAI(base_url=rig.next_url() + "/v1", api_key="-", max_retries=0) as client:
+        encodings: tuple[Any, ...] = ("float", "base64")
+        for encoding in encodings:
+            # Given explicitly, the client hands on what the service sends.
+            answer = await client.embeddings.create(input=TEXTS, model="", encoding_format=encoding)
+            shown: list[Any] = [item.embedding for item in answer.data]
+            if encoding == "base64":
+                shown = [np.frombuffer(base64.b64decode(item), dtype="<f4") for item in shown]
+            np.testing.assert_allclose(np.array(shown), unit(expected), atol=ATOL)
+        assert [item.index for item in answer.data] == list(range(len(TEXTS)))
+        tokens = sum(len(Tokenizer(folder.path).encode(text)) for text in TEXTS)
+        assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (tokens, tokens)
+        by_default = await client.embeddings.create(input=TEXTS[0], model=folder.name)
+        np.testing.assert_allclose(by_default.data[0].embedding, unit(expected)[0], atol=ATOL)
+        ids = await client.embeddings.create(input=IDS, model="", dimensions=16)
+        shown = [item.embedding for item in ids.data]
+        np.testing.assert_allclose(np.array(shown), unit(states(model, folder, IDS)[:, :16]), atol=ATOL)
+        one = await client.embeddings.create(input=IDS[0], model="", extra_body={"normalize": False})
+        np.testing.assert_allclose(one.data[0].embedding, states(model, folder, IDS[:1])[0], rtol=1e-3, atol=10 * ATOL)
+        for wrong, param in (({"input": []}, "input"), ({"input": ["x", ""]}, "input[1]"), ({"dimensions": 65}, None)):
+            with pytest.raises(openai.BadRequestError) as raised:
+                await client.embeddings.create(**{"input": "x", "model": ""} | wrong)
+            assert raised.value.param == (param or "dimensions")
+
+
+async def check_scores_and_ranks(rig: Rig, model: Any, folder: ModelFolder) -> None:
+    vectors = unit(states(model, folder, TEXTS))
+    cosines = vectors[1:] @ vectors[0]
+    async with httpx.AsyncClient(base_url=rig.next_url(), timeout=30) as http:
+        for path in ("/score", "/v1/score"):
+            texts = {"text_1": TEXTS[0], "text_2": TEXTS[1:]}
+            answer = (await http.post(path, json=texts)).raise_for_status().json()
+            np.testing.assert_allclose([item["score"] for item in answer["data"]], cosines, atol=ATOL)
+        pairs = {"queries": TEXTS[:2], "documents": TEXTS[2:]}
+        answer = (await http.post("/score", json=pairs)).raise_for_status().json()
+        wanted = [vectors[0] @ vectors[2], vectors[1] @ vectors[3]]
+        np.testing.assert_allclose([item["score"] for item in answer["data"]], wanted, atol=ATOL)
+        order = sorted(range(3), key=lambda index: -cosines[index])
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            documents = [TEXTS[1], {"text": TEXTS[2]}, TEXTS[3]]
+            body: dict[str, Any] = {"model": folder.name, "query": TEXTS[0], "documents": documents, "top_n": 2}
+            answer = (await http.post(path, json=body)).raise_for_status().json()
+            assert [item["index"] for item in answer["results"]] == order[:2]
+            assert [item["document"]["text"] for item in answer["results"]] == [TEXTS[1 + i] for i in order[:2]]
+            shown = [item["relevance_score"] for item in answer["results"]]
+            np.testing.assert_allclose(shown, cosines[order[:2]], atol=ATOL)
+        refused = await http.post("/score", json={"text_1": ["a", "b"], "text_2": ["c", "d", "e"]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text_1")
+
+
+async def check_key(rig: Rig) -> None:
+    """A call with a key attaches to the first one with it."""
+    async with httpx.AsyncClient(timeout=30, headers={"idempotency-key": "k"}) as http:
+        first = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS})
+        again = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS})
+        assert again.json()["data"] == first.raise_for_status().json()["data"]
+        assert again.headers["x-request-id"] == first.headers["x-request-id"]
+        other = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS[::-1]})
+    assert (other.status_code, json.loads(other.text)["error"]["param"]) == (400, "Idempotency-Key")
+
+
+async def test_whatever_dies_the_vectors_come_once(rig: Rig, model: Any, folder: ModelFolder) -> None:
+    inputs: list[Any] = [*TEXTS, *IDS]
+    tokenizer, expected = Tokenizer(folder.path), unit(states(model, folder, inputs))
+    num_tokens = [len(tokenizer.encode(item)) if isinstance(item, str) else len(item) for item in inputs]
+    for kind in KINDS:
+        answers = []
+
+        async def embed() -> None:
+            async with AsyncClient(rig.addresses) as client:
+                answers.append(await client.embed(inputs, cache_salt=kind))  # noqa: B023 (it is awaited here)
+
+        await rig.disturb(embed(), {0: kind})
+        assert rig.num_kills[kind] == 1
+        [answer] = answers
+        np.testing.assert_allclose(np.array(answer.vectors), expected, atol=ATOL)
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (sum(num_tokens), 0)
+    async with AsyncClient(rig.addresses) as client:
+        with pytest.raises(InvalidArgumentError) as raised:
+            await client.embed([[1 << 20]])
+        assert raised.value.field == "inputs[0].token_ids"
