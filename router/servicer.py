@@ -19,7 +19,7 @@ from router.authentication import current_caller
 from router.permissions import Role
 from router.pipeline.cells import Cells
 from router.pipeline.embedder import Embedder, EmbedInput, VectorShape
-from router.pipeline.idempotency import check_no_id, key_of, make_repeatable, naming_key, request_id_of
+from router.pipeline.idempotency import check_no_id, key_of, make_repeatable, request_id_of
 from router.pipeline.output import FrontDoor, Output
 from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
@@ -49,8 +49,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         key = key_of(context.invocation_metadata() or ())
         if key:
             make_repeatable(request, request_id_of(key, "Generate"))
-        with naming_key(key):
-            output = await self._front.start(request, context.time_remaining())
+        output = await self._front.start(request, context.time_remaining(), key)
         await _relay(output, context)
 
     async def Resume(  # type: ignore[override]  # noqa: N802 (it writes to the context)

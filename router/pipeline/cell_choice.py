@@ -2,6 +2,9 @@
 
 What cells have cached is known from their KV events (kv_index). Where none has any of the prompt, requests with the
 same beginning go to the same cell, unless that one is clearly busier than the least busy one.
+
+A call with an idempotency key has a home instead, chosen by its request id: a repetition, through any router, must find
+the first one, whatever cells were busy or down then.
 """
 
 from __future__ import annotations
@@ -47,6 +50,11 @@ def choose_cell(cells: Sequence[CellT], token_ids: Sequence[int], cache_salt: st
     least = min(cells, key=lambda cell: cell.load)
     favourite = max(cells, key=lambda cell: _affinity(cell.name, token_ids[:_PREFIX_TOKENS], cache_salt))
     return favourite if favourite.load <= _BUSY_FACTOR * least.load + _BUSY_MARGIN else least
+
+
+def choose_home(cells: Sequence[CellT], request_id: str) -> CellT:
+    """Return the cell for a request that may be sent again, by its id alone. Precondition: there is one."""
+    return max(cells, key=lambda cell: hashlib.blake2b(f"{cell.name}\0{request_id}".encode(), digest_size=8).digest())
 
 
 def _affinity(name: str, prefix: Sequence[int], cache_salt: str) -> bytes:

@@ -18,7 +18,7 @@ from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import open_channel
 from midstream.security.tls import Tls
 from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
-from router.pipeline.cell_choice import choose_cell
+from router.pipeline.cell_choice import choose_cell, choose_home
 from router.pipeline.kv_index import KvIndex
 
 logger = logging.getLogger(__name__)
@@ -180,6 +180,16 @@ class Cells:
         if not cells:
             raise UnavailableError("no scheduler found")
         return choose_cell(cells, token_ids, cache_salt)
+
+    def home(self, request_id: str) -> Cell:
+        """Return the cell for all submissions of a request, whether it is up or not.
+
+        Raises:
+            UnavailableError: There is none.
+        """
+        if not self.cells:
+            raise UnavailableError("no scheduler found")
+        return choose_home(list(self.cells.values()), request_id)
 
     def any(self) -> Cell:
         """Return a cell that is up, for calls that any cell can answer.

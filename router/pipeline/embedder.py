@@ -17,7 +17,7 @@ from midstream.chunk import Chunk, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 from midstream.extras import join_tensors
 from protos import generation_pb2 as pb
-from router.pipeline.idempotency import keep, naming_key
+from router.pipeline.idempotency import keep
 from router.pipeline.output import FrontDoor
 
 MAX_INPUTS = 2048
@@ -149,8 +149,7 @@ class Embedder:
     ) -> tuple[Vector, Usage]:
         chunks: list[Chunk] = []
         try:
-            with naming_key(key):
-                output = await self.front.start(request, timeout_s)
+            output = await self.front.start(request, timeout_s, key)
             async with output:
                 while not output.is_final:
                     chunks += await output.take()

@@ -71,6 +71,8 @@ class Generation:
         deadline: float | None,
         cell: Cell | None = None,
         request: pb.GenerateRequest | None = None,
+        *,
+        is_keyed: bool = False,
     ) -> None:
         self.request_id = stream.request_id
         self.stream = stream
@@ -78,6 +80,7 @@ class Generation:
         self._deadline = deadline
         self._cell = cell
         self._request = request
+        self._is_keyed = is_keyed
         self._attachment: Attachment | None = None
         self._is_reading = request is not None
         self._num_failures = 0  # since the last output
@@ -127,7 +130,7 @@ class Generation:
             await asyncio.sleep(min(_REATTACH_S * 2 ** min(self._num_failures, 10), 1.0))
         self._num_failures += 1
         if is_forgotten and self._request is not None and self._cell is not None:
-            self._cell = await self._runner.submit(self._cell, self._request, self._deadline)
+            self._cell = await self._runner.submit(self._cell, self._request, self._deadline, is_keyed=self._is_keyed)
         await self._attach(avoid=lost)
 
     def close(self, *, abort: bool) -> None:
@@ -196,7 +199,12 @@ class Runner:
         self.readers = Readers()
 
     async def start(
-        self, request: pb.GenerateRequest, timeout_s: float | None, on_overflow: Callable[[], None] = lambda: None
+        self,
+        request: pb.GenerateRequest,
+        timeout_s: float | None,
+        on_overflow: Callable[[], None] = lambda: None,
+        *,
+        is_keyed: bool = False,
     ) -> Generation:
         """Start a request; `request` is normalized in place, into what the scheduler gets.
 
@@ -204,6 +212,7 @@ class Runner:
             request: As received from the client.
             timeout_s: Time left until the call's deadline.
             on_overflow: Called when the client reads too slowly; its next `take` raises.
+            is_keyed: Whether its id was derived from an idempotency key.
 
         Raises:
             MidstreamError: The request is rejected.
@@ -217,7 +226,7 @@ class Runner:
             if path:
                 check_adapter_path(path, self.adapter_root, field)
         await self._normalize(request)
-        cell = self.cells.choose(request.token_ids.values, request.cache_salt)
+        cell = self._choose_cell(request, is_keyed=is_keyed)
         try:
             check_supported(request, cell.features)
         except (InvalidArgumentError, UnavailableError, UnsupportedError):
@@ -229,7 +238,7 @@ class Runner:
             await self._grammars.check(request.guided_decoding)
         self.readers.enter(request.request_id)
         try:
-            cell = await self.submit(cell, request, deadline)
+            cell = await self.submit(cell, request, deadline, is_keyed=is_keyed)
         except BaseException as error:
             self.readers.leave(request.request_id)
             # If the client disconnected, the scheduler may still have the request.
@@ -237,7 +246,7 @@ class Runner:
                 self.abort_soon(request.request_id)
             raise
         stream = ClientStream(request.request_id, self._max_pending_bytes, on_overflow=on_overflow)
-        return Generation(self, stream, deadline, cell, request)
+        return Generation(self, stream, deadline, cell, request, is_keyed=is_keyed)
 
     def resume(
         self,
@@ -269,7 +278,7 @@ class Runner:
         """Cancel the background tasks."""
         self._grammars.close()
 
-    async def submit(self, cell: Cell, request: pb.GenerateRequest, deadline: float | None) -> Cell:
+    async def submit(self, cell: Cell, request: pb.GenerateRequest, deadline: float | None, *, is_keyed: bool) -> Cell:
         """Submit the request to its cell, or to another if that one is gone; return the cell that has it."""
         give_up_at = self.give_up_at(deadline)
         while True:
@@ -278,9 +287,14 @@ class Runner:
             except UnavailableError:
                 if not cell.is_gone or asyncio.get_running_loop().time() >= give_up_at:
                     raise
-                cell = self.cells.choose(request.token_ids.values, request.cache_salt)
+                cell = self._choose_cell(request, is_keyed=is_keyed)
             else:
                 return cell
+
+    def _choose_cell(self, request: pb.GenerateRequest, *, is_keyed: bool) -> Cell:
+        if is_keyed:
+            return self.cells.home(request.request_id)
+        return self.cells.choose(request.token_ids.values, request.cache_salt)
 
     def give_up_at(self, deadline: float | None) -> float:
         """Return the loop time until which to wait for an unreachable part."""

@@ -27,6 +27,7 @@ from protos import generation_pb2 as pb
 from router.authentication import current_caller
 from router.pipeline.background import current_background
 from router.pipeline.generation import Generation, Runner
+from router.pipeline.idempotency import naming_key
 from router.pipeline.quotas import Admission, Quotas
 from router.pipeline.request_traces import RequestSpan, RequestTraces
 from router.pipeline.stream_limits import StreamLimits
@@ -190,8 +191,13 @@ class FrontDoor:
         self._limits = limits or StreamLimits()
         self._traces = traces
 
-    async def start(self, request: pb.GenerateRequest, timeout_s: float | None) -> Output:
-        """Start a request; takes ownership of `request`.
+    async def start(self, request: pb.GenerateRequest, timeout_s: float | None, key: str = "") -> Output:
+        """Start a request, or attach to the one that was started with its idempotency key.
+
+        Args:
+            request: As received from the client; it is changed.
+            timeout_s: Time left until the call's deadline.
+            key: The idempotency key that the request's id was derived from; empty for none.
 
         Raises:
             MidstreamError: It is rejected.
@@ -217,7 +223,8 @@ class FrontDoor:
         span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
         request.trace_parent = str(span.span) if span is not None else ""
         try:
-            generation = await self.runner.start(request, timeout_s, _canceller())
+            with naming_key(key):
+                generation = await self.runner.start(request, timeout_s, _canceller(), is_keyed=bool(key))
         except BaseException as error:
             release()
             admission.release()

@@ -134,6 +134,19 @@ async def test_like_prompts_go_to_one_cell_unless_it_is_busy() -> None:
         await cell.close()
 
 
+async def test_a_repeated_request_goes_to_one_cell_though_it_is_busy_or_down() -> None:
+    cells = await make_cells("a:1", "b:1", "c:1")
+    names = [f"request {number}" for number in range(30)]
+    first = [cells.home(name) for name in names]
+    assert {cell.name for cell in first} == {"a:1", "b:1", "c:1"}
+    first[0].is_up, first[0].load = False, 99
+    other = await make_cells("c:1", "a:1", "b:1")
+    assert [other.home(name).name for name in names] == [cells.home(name).name for name in names]
+    assert [cells.home(name) for name in names] == first
+    for cell in (*cells.cells.values(), *other.cells.values()):
+        await cell.close()
+
+
 async def test_no_cell_is_unavailable() -> None:
     with pytest.raises(UnavailableError):
         Cells("a:1", 1 << 20).choose([1], "")

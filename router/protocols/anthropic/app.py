@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from midstream.chunk import Chunk, FinishReason, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError, UnavailableError
 from protos import generation_pb2 as pb
-from router.pipeline.idempotency import HEADER, check_key, make_repeatable, naming_key, request_id_of
+from router.pipeline.idempotency import HEADER, check_key, make_repeatable, request_id_of
 from router.pipeline.output import FrontDoor, Output
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model, check_name
@@ -124,8 +124,7 @@ class _Reply(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
         try:
-            with naming_key(self._key):
-                opened = await self._front.start(self._native, None)
+            opened = await self._front.start(self._native, None, self._key)
             async with opened as output:
                 if not self._job.is_stream:
                     message = await self._whole(output)

@@ -25,7 +25,7 @@ from midstream.client.result import Result
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from protos import kserve_pb2 as pb
 from protos import kserve_pb2_grpc
-from router.pipeline.idempotency import key_of, make_repeatable, naming_key, request_id_of
+from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
 from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.protocols.kserve.ensemble import INPUTS, OUTPUTS, check_outputs, native_request, num_rows
@@ -237,8 +237,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         else:
             native.request_id = _request_id(request, index, rows)
         result = Result(native.request_id)
-        with naming_key(key):
-            opened = await self._front.start(native, timeout_s)
+        opened = await self._front.start(native, timeout_s, key)
         async with opened as output:
             while not output.is_final:
                 for chunk in await output.take():

@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
-from router.pipeline.idempotency import naming_key
 from router.pipeline.output import FrontDoor, Output
 from router.protocols.fields import ignored_header
 from router.protocols.openai.errors import error_body, headers, http_status
@@ -93,8 +92,7 @@ class Reply(Response):
                     offsets = [] if self._job.reads_text else position.next_offsets
                     output = self._front.resume(name, 0, offsets, None)
                 else:
-                    with naming_key(self._job.key):
-                        output = await self._front.start(request, None)
+                    output = await self._front.start(request, None, self._job.key)
                 outputs.append(await stack.enter_async_context(output))
         except MidstreamError:
             # Without the failed one, the started requests are useless, unless the client retries with its key.

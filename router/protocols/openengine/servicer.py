@@ -20,7 +20,7 @@ from protos import generation_pb2 as pb
 from protos import loads_pb2, openengine_pb2_grpc, stats_pb2
 from protos import openengine_pb2 as oe
 from router.pipeline.cells import Cells
-from router.pipeline.idempotency import key_of, make_repeatable, naming_key, request_id_of
+from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
 from router.pipeline.output import FrontDoor
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import MAX_LOG_PROBS, check_model
@@ -49,8 +49,7 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
         if key:
             make_repeatable(native, request_id_of(key, "openengine"))
         request.request_id = native.request_id = native.request_id or uuid.uuid4().hex
-        with naming_key(key):
-            opened = await self._front.start(native, context.time_remaining())
+        opened = await self._front.start(native, context.time_remaining(), key)
         # By now the input is token ids, whatever its original form.
         request.token_ids.ids[:] = native.token_ids.values
         events = Events(request, self._front.runner.model.end_ids, self._spell)

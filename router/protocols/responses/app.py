@@ -28,7 +28,7 @@ from midstream.errors import (
 )
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
-from router.pipeline.idempotency import HEADER, check_key, keep, naming_key, request_id_of
+from router.pipeline.idempotency import HEADER, check_key, keep, request_id_of
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.output import FrontDoor, Output
 from router.pipeline.prompt import PromptBuilder
@@ -288,8 +288,7 @@ class ResponsesApi:
         """Start a response, or read one that is stored."""
         if native is None:
             return self.resume(stored)
-        with naming_key(stored.key):
-            output = await self._front.start(native, None)
+        output = await self._front.start(native, None, stored.key)
         first = (await self._kept.get(stored.response_id)).request if stored.key else native
         stored.created_at = first.arrival_time_unix_ns // _NS_PER_S
         return output
