@@ -8,7 +8,8 @@ token, so tokens of other sequences in the batch do not matter.
 A first pass over two tokens reveals the layers' settings: heads, scale, window and soft cap. The window is read from
 the mask that transformers creates for the layer, because some models pass nothing else to their attention. This pass
 rejects models that would be wrong over a paged cache: those with attention outside that interface, state other than
-keys and values, or masks and biases of their own.
+keys and values, or masks and biases of their own. Further passes without attention, over different tokens, show whether
+anything else carries from one token to another, such as a convolution or a recurrent state beside the attention.
 """
 
 from __future__ import annotations
@@ -157,6 +158,13 @@ class _FirstLook:
         return int(self._config.sliding_window)
 
 
+def _without_attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
+) -> Tensor:
+    """Compute a pass in which attention gives zeros."""
+    return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+
+
 class _PagedPass:
     """A pass over the KV pool."""
 
@@ -222,6 +230,7 @@ class TransformersDecoder:
         self._device = device
         self._takes_places = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._layers = self._first_look(max_attention_window)
+        self._check_tokens_meet_in_attention()
         self._kv: KvCache | None = None
         described = _describe(self._model.config.get_text_config(), folder, list(self._layers.values()))
         self.description = replace(described, num_sink_tokens=sink_token_length)
@@ -289,6 +298,28 @@ class TransformersDecoder:
         ):
             raise UnsupportedError(f"the layers of {config.model_type!r} have different heads", field="model")
         return look.layers
+
+    @torch.inference_mode()
+    def _check_tokens_meet_in_attention(self) -> None:
+        """Raise UnsupportedError if a token's logits depend on another token where attention gives zeros."""
+        config = self._model.config.get_text_config()
+        positions = torch.arange(2, device=self._device)[None]
+
+        def logits(*tokens: int) -> Tensor:
+            ids = torch.tensor([tokens], device=self._device) % config.vocab_size
+            found: Tensor = self._run(_without_attention, positions, input_ids=ids).logits[0].float()
+            return found
+
+        base, other_first, other_second = logits(5, 9), logits(7, 9), logits(5, 11)
+        # Experts' products over other rows may round differently.
+        limit = torch.finfo(self._model.dtype).eps ** 0.5 * float(base.abs().max())
+        for place, changed in ((1, other_first), (0, other_second)):
+            if not float((changed[place] - base[place]).abs().max()) <= limit:
+                raise UnsupportedError(
+                    f"{config.model_type!r} passes something from token to token outside of its attention, such as a "
+                    "convolution or a recurrent state, so it cannot run over the paged cache",
+                    field="model",
+                )
 
     def _run(self, attention: _Pass, positions: Tensor, **options: Any) -> Any:
         token = _current.set(attention)

@@ -18,6 +18,7 @@ from gpu_worker.lora.adapter import module_paths
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, PartDecoder, TorchDecoder
 from gpu_worker.models.families import FAMILIES, describe, family_of
+from gpu_worker.models.layers.rotary import rotary_table
 from gpu_worker.models.native import CpuDecoder
 from gpu_worker.models.weights.decoder_weights import DecoderWeights
 from gpu_worker.parallel.ranks import Ranks
@@ -363,3 +364,34 @@ def test_every_family_of_the_table_is_tested() -> None:
     assert {family_of(model_type) for model_type in types} == set(FAMILIES)
     described = {(family.title, family.types, family.reads_gguf) for family in FAMILIES}
     assert {(item.title, item.types, item.reads_gguf) for item in SERVED_FAMILIES if item.is_own} == described
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Gemma2", ("attn_logit_softcapping", "final_logit_softcapping")),
+        ("Mixtral", ("rope_parameters",)),
+        ("GptOss", ("rope_parameters", "head_dim")),
+        ("DeepseekV3", ("q_lora_rank", "routed_scaling_factor", "n_group", "topk_group")),
+        ("Qwen3", ("head_dim",)),
+    ],
+)
+def test_a_setting_that_is_left_out_has_the_value_that_transformers_gives_it(
+    name: str, settings: tuple[str, ...]
+) -> None:
+    config = getattr(transformers, f"{name}Config")().to_dict()
+    bare = {key: value for key, value in config.items() if key not in settings}
+    found, wanted = describe(bare), describe(config)
+    for field in ("softcap", "logits_softcap", "head_dim", "latent", "mixtures"):
+        assert getattr(found, field) == getattr(wanted, field)
+    (rotary, *_), (other, *_) = found.rotary, wanted.rotary
+    assert rotary is not None
+    assert other is not None
+    tables = (rotary_table(r.settings, r.dim, 64) for r in (rotary, other))
+    assert all(map(torch.equal, next(tables), next(tables)))
+
+
+def test_soft_caps_can_be_turned_off() -> None:
+    config = transformers.Gemma2Config(attn_logit_softcapping=None, final_logit_softcapping=None).to_dict()
+    described = describe(config)
+    assert (described.softcap, described.logits_softcap) == (0.0, 0.0)

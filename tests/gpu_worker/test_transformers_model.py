@@ -209,6 +209,12 @@ def test_a_lora_adapter_is_refused_as_it_is_read(gemma2: tuple[torch.nn.Module, 
         ("Falcon", {"pad_token_id": 0}, "FalconForCausalLM does not .* attention interface, so"),
         ("Falcon", {"pad_token_id": 0, "alibi": True}, "FalconForCausalLM does not .* and adds ALiBi biases, so"),
         ("Bloom", {}, "BloomForCausalLM does not .* and adds ALiBi biases, so"),
+        # Each layer has attention and a convolution with recurrent state.
+        (
+            "FalconH1",
+            {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 12, "num_hidden_layers": 1},
+            "'falcon_h1' passes something from token to token outside of its attention",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_refused(family: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def chosen_in_groups(s: Settings) -> Mixture:
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config)
+    s = Settings(config, q_lora_rank=1536, routed_scaling_factor=2.5, n_group=8, topk_group=4)
     s.refuse(attention_bias=False)
     latent = Latent(
         q_rank=s.get("q_lora_rank"),

@@ -32,7 +32,9 @@ def _read_gemma(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _read_gemma2(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, head_dim=256, tie_word_embeddings=True, sliding_window=4096)
+    # Null means no soft cap.
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    s = Settings(config, head_dim=256, tie_word_embeddings=True, sliding_window=4096, **caps)
     kinds = s.layers("layer_types") or _every(s, 2)
     return plain(
         s,

@@ -10,7 +10,23 @@ from gpu_worker.models.families.family import Family, Names, Settings, plain, wi
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, head_dim=64, rms_norm_eps=1e-5, sliding_window=128, num_local_experts=128)
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    rope = {} if config.get("rope_scaling") else {"rope_parameters": yarn}
+    s = Settings(
+        config,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        sliding_window=128,
+        num_local_experts=128,
+        rope_theta=150000.0,
+        **rope,
+    )
     s.refuse(swiglu_alpha=1.702, swiglu_limit=7.0)
     num_layers = s.size("num_hidden_layers")
     kinds = s.layers("layer_types")

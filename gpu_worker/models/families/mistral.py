@@ -17,7 +17,7 @@ def _read_mistral(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _read_mixtral(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, rms_norm_eps=1e-5, num_local_experts=8, num_experts_per_tok=2)
+    s = Settings(config, rms_norm_eps=1e-5, num_local_experts=8, num_experts_per_tok=2, rope_theta=1e6)
     experts = Mixture(
         num_experts=s.size("num_local_experts", "num_experts"),
         num_active=s.size("num_experts_per_tok"),

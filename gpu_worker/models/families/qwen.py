@@ -21,8 +21,9 @@ def _windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config)
-    return plain(s, windows=_windows(s, config), qk_norm="head" if s.get("model_type") == "qwen3" else None)
+    is_3 = config.get("model_type") == "qwen3"
+    s = Settings(config, **({"head_dim": 128} if is_3 else {}))
+    return plain(s, windows=_windows(s, config), qk_norm="head" if is_3 else None)
 
 
 def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
