@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpu_worker.models.description import DecoderDescription, DeltaNet
 from gpu_worker.models.families import family_of
+from gpu_worker.models.families.family import DELTA_NET_INPUTS
 
 _LEAST_RANK = 8
 
@@ -92,10 +93,9 @@ def module_shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]
 def layer_modules(description: DecoderDescription, layer: int) -> set[str]:
     """Return the modules that a layer has. Experts of a mixture are stacked tensors, not linear modules."""
     d, modules = description, set[str]()
-    kind = d.recurrent[layer]
-    if kind is not None:
+    if d.recurrent[layer] is not None:
         # PEFT makes no adapters for the output of Mamba.
-        modules |= {"qkvz", "ba", "mixer_out"} if isinstance(kind, DeltaNet) else {"in"}
+        modules |= {*_recurrent_shapes(d)}
     elif d.has_attention(layer):
         factors = {"kv_a", "q_a"} if d.latent is not None and d.latent.q_rank else {"kv_a"}
         modules |= {"q", "o"} | ({"k", "v"} if d.latent is None else factors)
@@ -110,9 +110,11 @@ def _recurrent_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
         return {}
     if isinstance(kind, DeltaNet):
         values = kind.value_heads * kind.value_dim
+        sizes = {"qkv": kind.channels, "z": values, "b": kind.value_heads, "a": kind.value_heads}
+        if kind.is_in_turn:
+            sizes = {"qkvz": kind.channels + values, "ba": 2 * kind.value_heads}
         return {
-            "qkvz": (d.hidden_size, kind.channels + values),
-            "ba": (d.hidden_size, 2 * kind.value_heads),
+            **{module: (d.hidden_size, size) for module, size in sizes.items()},
             "mixer_out": (values, d.hidden_size),
         }
     return {"in": (d.hidden_size, kind.size + kind.channels + kind.num_heads)}
@@ -169,8 +171,10 @@ def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
         names.down: ("down",),
     }
     recurrent, prefix = {}, names.recurrent_prefix
-    if any(isinstance(kind, DeltaNet) for kind in description.recurrent):
-        recurrent = {f"{prefix}in_proj_qkvz": ("qkvz",), f"{prefix}in_proj_ba": ("ba",)}
+    nets = [kind for kind in description.recurrent if isinstance(kind, DeltaNet)]
+    if nets:
+        paths = [path for part in DELTA_NET_INPUTS[nets[0].is_in_turn] for path in part]
+        recurrent = {prefix + path: (path.removeprefix("in_proj_"),) for path in paths}
     elif any(description.recurrent):
         recurrent = {f"{prefix}in_proj": ("in",)}
     if recurrent:

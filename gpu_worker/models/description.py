@@ -86,6 +86,8 @@ class DeltaNet:
         key_heads, value_heads: Each key head serves as many value heads.
         key_dim, value_dim: Numbers of a head.
         kernel: Tokens that the convolution of queries, keys and values covers.
+        is_in_turn: Whether rows of the input matrices stand in turn for each key head, in two matrices; else there are
+            four: queries, keys and values; gates; corrections; decays.
     """
 
     key_heads: int
@@ -93,6 +95,7 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     kernel: int
+    is_in_turn: bool = True
 
     @property
     def channels(self) -> int:

@@ -158,9 +158,7 @@ class _FirstLook:
         return int(self._config.sliding_window)
 
 
-def _without_attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
-) -> Tensor:
+def _without_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
     """Compute a pass in which attention gives zeros."""
     return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
 

@@ -80,6 +80,9 @@ SERVED_FAMILIES = (
     _native("SmolLM3", "smollm3", notes="layers without rotary embedding"),
     _native("Command R7B, A (Cohere 2)", "cohere2", notes="windows, parallel layers"),
     _recurrent("Qwen 3 Next", "qwen3_next", notes="gated delta nets, experts"),
+    _recurrent(
+        "Qwen 3.5", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", notes="gated delta nets, experts"
+    ),
     _recurrent("Mamba 2", "mamba2", notes="no attention"),
     _recurrent("Nemotron-H", "nemotron_h", notes="Mamba 2 layers, experts"),
     _recurrent("Granite 4", "granitemoehybrid", notes="Mamba 2 layers, experts"),

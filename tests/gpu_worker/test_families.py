@@ -46,6 +46,10 @@ LLAMA4 = {
     "head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2,
     "num_hidden_layers": 4, "attention_chunk_size": 32, "floor_scale": 16, "no_rope_layer_interval": 2,
 }  # fmt: skip
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16,
+    "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12}
 # By name: transformers' class, and settings of the tiny model.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -123,11 +127,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3Next",
         {
-            **EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16,
-            "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1],
+            **EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1],
         },
     ),
+    "qwen3_5": ("Qwen3_5Text", DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeText", {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 40}),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2}),
     "nemotron_h": (
         "NemotronH",

@@ -20,13 +20,13 @@ from gpu_worker.models.families.mamba import BAMBA, GRANITE_HYBRID, MAMBA2, NEMO
 from gpu_worker.models.families.mistral import MISTRAL, MIXTRAL
 from gpu_worker.models.families.olmo import OLMO2, OLMOE
 from gpu_worker.models.families.phi3 import PHI3
-from gpu_worker.models.families.qwen import QWEN, QWEN_MIXTURE, QWEN_NEXT
+from gpu_worker.models.families.qwen import QWEN, QWEN3_5, QWEN_MIXTURE, QWEN_NEXT
 from gpu_worker.models.families.smollm3 import SMOLLM3
 from midstream.errors import ConfigError, UnsupportedError
 
 FAMILIES = (
     LLAMA, LLAMA4, QWEN, QWEN_MIXTURE, MISTRAL, MIXTRAL, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE, GLM, GLM4,
-    GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, MAMBA2, NEMOTRON_H, GRANITE_HYBRID,
+    GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, QWEN3_5, MAMBA2, NEMOTRON_H, GRANITE_HYBRID,
     BAMBA,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}

@@ -20,6 +20,11 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
+# By `DeltaNet.is_in_turn`: matrices of queries, keys, values and gates; of corrections and decays.
+DELTA_NET_INPUTS = {
+    True: (("in_proj_qkvz",), ("in_proj_ba",)),
+    False: (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

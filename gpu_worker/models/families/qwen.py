@@ -1,4 +1,4 @@
-"""Qwen 2 and 3, dense and as mixtures, and Qwen 3 Next, with gated delta nets in most layers."""
+"""Qwen 2 and 3, dense and as mixtures, and Qwen 3 Next and 3.5, with gated delta nets in most layers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _read_next(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, num_experts_per_tok=10, norm_topk_prob=True, head_dim=256)
+    is_next = config.get("model_type") == "qwen3_next"
+    s = Settings(config, num_experts_per_tok=10 if is_next else 8, norm_topk_prob=True, head_dim=256)
     num_layers = s.size("num_hidden_layers")
     every = s.size("full_attention_interval", default=4)
     kinds = s.layers("layer_types") or [
@@ -58,23 +59,28 @@ def _read_next(config: Mapping[str, Any]) -> DecoderDescription:
         key_dim=s.size("linear_key_head_dim", default=128),
         value_dim=s.size("linear_value_head_dim", default=128),
         kernel=s.size("linear_conv_kernel_dim", default=4),
+        is_in_turn=is_next,
     )
-    experts = Mixture(
-        num_experts=s.size("num_experts"),
-        num_active=s.size("num_experts_per_tok"),
-        expert_size=s.size("moe_intermediate_size"),
-        is_normalized=bool(s.get("norm_topk_prob")),
-        shared_size=s.size("shared_expert_intermediate_size"),
-        has_shared_gate=True,
-    )
+    experts = None
+    if is_next or s.get("num_experts") is not None:
+        experts = Mixture(
+            num_experts=s.size("num_experts"),
+            num_active=s.size("num_experts_per_tok"),
+            expert_size=s.size("moe_intermediate_size"),
+            is_normalized=bool(s.get("norm_topk_prob")) if is_next else True,
+            shared_size=s.size("shared_expert_intermediate_size"),
+            has_shared_gate=True,
+        )
     return plain(
         s,
+        # Mixtures of Qwen 3.5 have no other feed-forward layers.
+        intermediate_size=s.get("intermediate_size") or s.size("moe_intermediate_size"),
         qk_norm="head",
         norm_offset=1.0,
         has_output_gate=True,
         rotary=(rotary_of(s, s.size("head_dim"), part=0.25),) * num_layers,
         recurrent=tuple(net if kind == "linear_attention" else None for kind in kinds),
-        mixtures=_sparse(s, experts),
+        mixtures=(None,) * num_layers if experts is None else _sparse(s, experts),
     )
 
 
@@ -98,4 +104,10 @@ QWEN_NEXT = Family(
     types=("qwen3_next",),
     read=_read_next,
     names=Names(shared_prefix="mlp.shared_expert."),
+)
+QWEN3_5 = Family(
+    title="Qwen 3.5",
+    types=("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
+    read=_read_next,
+    names=Names(prefixes=("model.", "model.language_model."), shared_prefix="mlp.shared_expert."),
 )

@@ -99,8 +99,8 @@ class DeltaNetLayer:
     """A gated delta net.
 
     Attributes:
-        joined: Queries, keys, values and gates, in turn for each key head.
-        rates: What corrections and decays are made of, in turn for each key head.
+        joined: Queries, keys, values and gates.
+        rates: What corrections and decays are made of.
         conv: [channels, kernel].
         step_bias, decay_rates: [value_heads]; the latter negative.
         norm: [value_dim].
@@ -120,13 +120,9 @@ class DeltaNetLayer:
         """x [M, hidden_size], states of the layer [num_blocks, state_size] -> [M, hidden_size]."""
         d, num_tokens = self.description, len(x)
         each = d.value_heads // d.key_heads
-        joined = with_lora(self.joined, x, "qkvz", add_lora).float().view(num_tokens, d.key_heads, -1)
-        rates = with_lora(self.rates, x, "ba", add_lora).float().view(num_tokens, d.key_heads, -1)
-        q, k, v, gate = torch.split(joined, [d.key_dim, d.key_dim, each * d.value_dim, each * d.value_dim], dim=-1)
-        beta, step = (part.reshape(num_tokens, d.value_heads) for part in rates.chunk(2, dim=-1))
+        mixed, gate, beta, step = self._inputs(x, add_lora)
         beta = recurrence.sigmoid(beta)
         decay = torch.exp(recurrence.wide(self.decay_rates * recurrence.softplus(step + self.step_bias))).float()
-        mixed = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
         read = torch.zeros(num_tokens, d.value_heads, d.value_dim, dtype=torch.float32, device=x.device)
         sizes = [d.key_heads * d.key_dim, d.key_heads * d.key_dim, d.value_heads * d.value_dim]
         for piece in pieces:
@@ -150,6 +146,31 @@ class DeltaNetLayer:
         normed = kernels.rms_norm(read, self.norm, self.norm_eps)
         gated = normed * recurrence.silu(gate.reshape(num_tokens, d.value_heads, d.value_dim))
         return with_lora(self.output, gated.flatten(1).to(x.dtype), "mixer_out", add_lora)
+
+    def _inputs(self, x: Tensor, add_lora: AddLora | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return float32 [M, …] of the convolution's input, the gates, and what corrections and decays are made of."""
+        d, num_tokens = self.description, len(x)
+        joined, rates = self.joined(x), self.rates(x)
+        if add_lora is not None and d.is_in_turn:
+            add_lora("qkvz", x, joined)
+            add_lora("ba", x, rates)
+        elif add_lora is not None:
+            add_lora("qkv", x, joined[:, : d.channels])
+            add_lora("z", x, joined[:, d.channels :])
+            add_lora("b", x, rates[:, : d.value_heads])
+            add_lora("a", x, rates[:, d.value_heads :])
+        joined, rates = joined.float(), rates.float()
+        if not d.is_in_turn:
+            beta, step = rates.chunk(2, dim=-1)
+            return joined[:, : d.channels], joined[:, d.channels :], beta, step
+        values = d.value_heads // d.key_heads * d.value_dim
+        q, k, v, gate = torch.split(
+            joined.view(num_tokens, d.key_heads, -1), [d.key_dim, d.key_dim, values, values], dim=-1
+        )
+        beta, step = (
+            part.reshape(num_tokens, d.value_heads) for part in rates.view(num_tokens, d.key_heads, -1).chunk(2, dim=-1)
+        )
+        return torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1), gate, beta, step
 
 
 @dataclass(frozen=True, slots=True)

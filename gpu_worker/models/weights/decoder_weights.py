@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpu_worker.models.description import DecoderDescription, DeltaNet, Mamba, Mixture, Recurrent
 from gpu_worker.models.families import family_of
+from gpu_worker.models.families.family import DELTA_NET_INPUTS
 from gpu_worker.models.weights.block_rows import mxfp4_weight
 from gpu_worker.models.weights.files import GgufFile, SafetensorsFiles, WeightFile
 from gpu_worker.models.weights.layer_weights import (
@@ -126,10 +127,10 @@ class DecoderWeights:
         inputs: tuple[LinearWeights, ...]
         if isinstance(kind, DeltaNet):
             num_heads, norm_size = kind.value_heads, kind.value_dim
-            joined = kind.channels + num_heads * kind.value_dim
+            joined, rates = DELTA_NET_INPUTS[kind.is_in_turn]
             inputs = (
-                self._linear(prefix, ["in_proj_qkvz"], [joined], d.hidden_size),
-                self._linear(prefix, ["in_proj_ba"], [2 * num_heads], d.hidden_size),
+                self._linear(prefix, joined, [kind.channels, num_heads * kind.value_dim], d.hidden_size),
+                self._linear(prefix, rates, [num_heads, num_heads], d.hidden_size),
             )
         else:
             num_heads, norm_size = kind.num_heads, kind.size
