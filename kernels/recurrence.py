@@ -48,7 +48,7 @@ def unit_rows(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def causal_conv(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return silu of the convolution of each channel over the tokens, and the inputs that the next tokens need.
+    """Return the convolution of each channel over the tokens, and the inputs that the next tokens need.
 
     x [n, T, C], before [n, K - 1, C]: the inputs of the last tokens before, weight [C, K], bias [C] -> [n, T, C] and
     [n, K - 1, C].
@@ -60,7 +60,7 @@ def causal_conv(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None) 
         out = out + inputs[:, place : place + num_tokens] * weight[:, place]
     if bias is not None:
         out = out + bias
-    return silu(out), inputs[:, num_tokens:]
+    return out, inputs[:, num_tokens:]
 
 
 def gated_delta_rule(

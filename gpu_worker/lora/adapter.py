@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_worker.models.description import DecoderDescription, DeltaNet
+from gpu_worker.models.description import DecoderDescription, DeltaNet, ShortConv
 from gpu_worker.models.families import family_of
 from gpu_worker.models.families.family import DELTA_NET_INPUTS
 
@@ -117,6 +117,8 @@ def _recurrent_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
             **{module: (d.hidden_size, size) for module, size in sizes.items()},
             "mixer_out": (values, d.hidden_size),
         }
+    if isinstance(kind, ShortConv):
+        return {"in": (d.hidden_size, 3 * kind.size), "mixer_out": (kind.size, d.hidden_size)}
     return {"in": (d.hidden_size, kind.size + kind.channels + kind.num_heads)}
 
 
@@ -173,8 +175,8 @@ def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
     recurrent, prefix = {}, names.recurrent_prefix
     nets = [kind for kind in description.recurrent if isinstance(kind, DeltaNet)]
     if nets:
-        paths = [path for part in DELTA_NET_INPUTS[nets[0].is_in_turn] for path in part]
-        recurrent = {prefix + path: (path.removeprefix("in_proj_"),) for path in paths}
+        inputs = [path for part in DELTA_NET_INPUTS[nets[0].is_in_turn] for path in part]
+        recurrent = {prefix + path: (path.removeprefix("in_proj_"),) for path in inputs}
     elif any(description.recurrent):
         recurrent = {f"{prefix}in_proj": ("in",)}
     if recurrent:

@@ -15,11 +15,11 @@ from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.arena import AdapterArena, PlacedAdapter
 from gpu_worker.lora.inputs import AdapterTokens, VirtualTokens
-from gpu_worker.models.description import DecoderDescription, DeltaNet, Rotary
+from gpu_worker.models.description import DecoderDescription, DeltaNet, Rotary, ShortConv
 from gpu_worker.models.layers.attention import Angles, Attention, LatentAttention, PagedTokens
 from gpu_worker.models.layers.feed_forward import Experts, FeedForward, MixtureLayer
 from gpu_worker.models.layers.linear import AddLora, Linear, int8_rows
-from gpu_worker.models.layers.recurrent import DeltaNetLayer, MambaLayer, Pieces, pieces_of
+from gpu_worker.models.layers.recurrent import DeltaNetLayer, MambaLayer, Pieces, ShortConvLayer, pieces_of
 from gpu_worker.models.layers.rotary import query_scales, rotary_table
 from gpu_worker.models.weights.progress import with_progress
 from gpu_worker.parallel.shard import Shard, whole_shard
@@ -121,11 +121,14 @@ class PartDecoder(Decoder, Protocol):
         """Write keys and values, and return the last layer's output for the first layer's input [M, hidden_size]."""
 
 
+_RecurrentLayer = DeltaNetLayer | MambaLayer | ShortConvLayer
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Tensor | None
     attention: Attention | LatentAttention | None
-    recurrent: DeltaNetLayer | MambaLayer | None
+    recurrent: _RecurrentLayer | None
     attention_output_norm: Tensor | None
     ffn_norm: Tensor | None
     feed_forward: FeedForward | MixtureLayer | None
@@ -398,20 +401,25 @@ class TorchDecoder:
             output=self._linear(weights.attention_output),
         )
 
-    def _recurrent(self, weights: LayerWeights, w: RecurrentWeights, i: int) -> DeltaNetLayer | MambaLayer:
+    def _recurrent(self, weights: LayerWeights, w: RecurrentWeights, i: int) -> _RecurrentLayer:
         d, kind = self._description, self._description.recurrent[i]
         assert kind is not None
         assert weights.attention_output is not None
-        # Small, and powers of e are taken of them.
-        conv, step_bias, decay_rates, norm = (
-            tensor.float().to(self._device)
-            for tensor in (w.conv, w.step_bias, -torch.exp(w.decay_logs.float()), w.norm)
-        )
         inputs, output = [self._linear(linear) for linear in w.inputs], self._linear(weights.attention_output)
+        conv = w.conv.float().to(self._device)
+        bias = None if w.conv_bias is None else w.conv_bias.float().to(self._device)
+        if isinstance(kind, ShortConv):
+            return ShortConvLayer(kind, inputs[0], conv, bias, output)
+        assert w.step_bias is not None
+        assert w.decay_logs is not None
+        assert w.norm is not None
+        # Small, and powers of e are taken of them.
+        step_bias, decay_rates, norm = (
+            tensor.float().to(self._device) for tensor in (w.step_bias, -torch.exp(w.decay_logs.float()), w.norm)
+        )
         if isinstance(kind, DeltaNet):
             return DeltaNetLayer(kind, inputs[0], inputs[1], conv, step_bias, decay_rates, norm, d.norm_eps, output)
         assert w.skip is not None
-        bias = None if w.conv_bias is None else w.conv_bias.float().to(self._device)
         skip = w.skip.float().to(self._device)
         return MambaLayer(kind, inputs[0], conv, bias, step_bias, decay_rates, skip, norm, d.norm_eps, output)
 

@@ -36,6 +36,7 @@ class Mixture:
         expert_size: Intermediate size of an expert.
         scoring: How router logits become scores: softmax over all experts, softmax over the chosen ones, or sigmoid.
         is_normalized: Whether the chosen experts' weights are divided by their sum.
+        sum_offset: Added to that sum.
         scale: Factor applied to the weights.
         num_groups, num_active_groups: Experts are chosen from the groups with the highest sum of two; 1 of 1: from all.
         has_correction: Whether a bias is added to the scores when choosing experts, but not to the weights.
@@ -49,6 +50,7 @@ class Mixture:
     expert_size: int
     scoring: Scoring = "softmax"
     is_normalized: bool = True
+    sum_offset: float = 1e-20
     scale: float = 1.0
     num_groups: int = 1
     num_active_groups: int = 1
@@ -142,7 +144,30 @@ class Mamba:
         return (self.kernel - 1) * self.channels + self.num_heads * self.head_dim * self.state_dim
 
 
-Recurrent = DeltaNet | Mamba
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv:
+    """A gated convolution over the last tokens in place of attention (LFM2).
+
+    Attributes:
+        size: Channels.
+        kernel: Tokens that the convolution covers.
+    """
+
+    size: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.size
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state: the convolution's last inputs."""
+        return (self.kernel - 1) * self.size
+
+
+Recurrent = DeltaNet | Mamba | ShortConv
 LayerParts = Literal["both", "mixer", "feed_forward"]
 
 

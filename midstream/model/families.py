@@ -87,6 +87,7 @@ SERVED_FAMILIES = (
     _recurrent("Nemotron-H", "nemotron_h", notes="Mamba 2 layers, experts"),
     _recurrent("Granite 4", "granitemoehybrid", notes="Mamba 2 layers, experts"),
     _recurrent("Bamba", "bamba", notes="Mamba 2 layers"),
+    _recurrent("LFM2", "lfm2", "lfm2_moe", notes="short convolutions, experts"),
     _other("Phi-1, Phi-2", "phi"),
     _other("GPT-NeoX, Pythia", "gpt_neox"),
     _other("GPT-2", "gpt2"),

@@ -50,6 +50,7 @@ DELTA_NET = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16,
     "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
+CONVOLVED = ["conv", "full_attention", "conv"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12}
 # By name: transformers' class, and settings of the tiny model.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -158,6 +159,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 2, "mamba_n_groups": 2}),
+    "lfm2": ("Lfm2", {"layer_types": CONVOLVED, "block_multiple_of": 16}),
+    "lfm2_moe": ("Lfm2Moe", {**EXPERTS, "layer_types": CONVOLVED, "num_dense_layers": 1, "conv_bias": True}),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from gpu_worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from gpu_worker.models.families.glm import GLM, GLM4, GLM_MIXTURE
 from gpu_worker.models.families.gpt_oss import GPT_OSS
 from gpu_worker.models.families.granite import GRANITE
+from gpu_worker.models.families.lfm2 import LFM2
 from gpu_worker.models.families.llama import LLAMA
 from gpu_worker.models.families.llama4 import LLAMA4
 from gpu_worker.models.families.mamba import BAMBA, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
@@ -27,7 +28,7 @@ from midstream.errors import ConfigError, UnsupportedError
 FAMILIES = (
     LLAMA, LLAMA4, QWEN, QWEN_MIXTURE, MISTRAL, MIXTRAL, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE, GLM, GLM4,
     GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, QWEN3_5, MAMBA2, NEMOTRON_H, GRANITE_HYBRID,
-    BAMBA,
+    BAMBA, LFM2,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 

@@ -162,5 +162,5 @@ def choose_experts(logits: Tensor, d: Mixture, correction: Tensor | None = None)
     if d.scoring == "softmax_of_chosen":
         weights = torch.softmax(weights, dim=-1)
     if d.is_normalized:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if d.scoring == "sigmoid" else 0.0))
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + d.sum_offset)
     return chosen, (weights * d.scale).float()

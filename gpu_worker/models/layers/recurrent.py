@@ -1,4 +1,4 @@
-"""Layers whose memory of the tokens before is a state of constant size: gated delta nets and Mamba 2.
+"""Layers whose memory of the tokens before is a state of constant size: gated delta nets, Mamba 2, short convolutions.
 
 Each KV block has room for one state in each such layer. A sequence's running state lies in the block of its last token,
 so a full block holds the state after its last token, and the first token of a block takes up the state of the block
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from gpu_worker.models.description import DeltaNet, Mamba
+from gpu_worker.models.description import DeltaNet, Mamba, ShortConv
 from gpu_worker.models.layers.linear import AddLora, Linear, with_lora
 from kernels import recurrence
 
@@ -129,7 +129,7 @@ class DeltaNetLayer:
             shape = piece.tokens.shape
             before, memory = _read(states, piece, d.kernel, d.channels)
             made, after = recurrence.causal_conv(mixed[piece.tokens], before, self.conv, None)
-            queries, keys, values = torch.split(made, sizes, dim=-1)
+            queries, keys, values = torch.split(recurrence.silu(made), sizes, dim=-1)
             queries, keys = (
                 recurrence.unit_rows(part.reshape(*shape, d.key_heads, d.key_dim)).repeat_interleave(each, dim=2)
                 for part in (queries, keys)
@@ -209,7 +209,7 @@ class MambaLayer:
             shape = piece.tokens.shape
             before, memory = _read(states, piece, d.kernel, d.channels)
             made, after = recurrence.causal_conv(mixed[piece.tokens], before, self.conv, self.conv_bias)
-            values, b, c = torch.split(made, [size, of_groups, of_groups], dim=-1)
+            values, b, c = torch.split(recurrence.silu(made), [size, of_groups, of_groups], dim=-1)
             values = values.reshape(*shape, d.num_heads, d.head_dim)
             out, memory = recurrence.selective_scan(
                 values,
@@ -224,3 +224,31 @@ class MambaLayer:
         gated = (read.flatten(1) * recurrence.silu(gate)).view(num_tokens, d.num_groups, -1)
         normed = kernels.rms_norm(gated, torch.ones_like(gated[0, 0]), self.norm_eps).flatten(1) * self.norm
         return self.output(normed.to(x.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvLayer:
+    """A gated short convolution.
+
+    Attributes:
+        joined: What gates the convolution's input, what gates its output, and that input.
+        conv: [size, kernel].
+        conv_bias: [size].
+    """
+
+    description: ShortConv
+    joined: Linear
+    conv: Tensor
+    conv_bias: Tensor | None
+    output: Linear
+
+    def __call__(self, x: Tensor, states: Tensor, pieces: list[Pieces], add_lora: AddLora | None) -> Tensor:
+        """x [M, hidden_size], states of the layer [num_blocks, state_size] -> [M, hidden_size]."""
+        d = self.description
+        before_gate, after_gate, inputs = with_lora(self.joined, x, "in", add_lora).float().chunk(3, dim=-1)
+        mixed, made = before_gate * inputs, torch.zeros_like(inputs)
+        for piece in pieces:
+            before, rest = _read(states, piece, d.kernel, d.channels)
+            made[piece.tokens], after = recurrence.causal_conv(mixed[piece.tokens], before, self.conv, self.conv_bias)
+            _write(states, piece, after, rest)
+        return with_lora(self.output, (after_gate * made).to(x.dtype), "mixer_out", add_lora)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpu_worker.models.description import DecoderDescription, DeltaNet, Mamba, Mixture, Recurrent
+from gpu_worker.models.description import DecoderDescription, DeltaNet, Mamba, Mixture, Recurrent, ShortConv
 from gpu_worker.models.families import family_of
 from gpu_worker.models.families.family import DELTA_NET_INPUTS
 from gpu_worker.models.weights.block_rows import mxfp4_weight
@@ -125,6 +125,12 @@ class DecoderWeights:
     def _recurrent(self, prefix: str, kind: Recurrent) -> RecurrentWeights:
         d = self._description
         inputs: tuple[LinearWeights, ...]
+        conv = prefix + ("conv" if isinstance(kind, ShortConv) else "conv1d")
+        convolution = self._vector_of(conv + ".weight", (kind.channels, 1, kind.kernel)).squeeze(1)
+        conv_bias = self._vector(conv + ".bias", kind.channels) if self._has(conv + ".bias") else None
+        if isinstance(kind, ShortConv):
+            inputs = (self._linear(prefix, ["in_proj"], [3 * kind.size], d.hidden_size),)
+            return RecurrentWeights(inputs, convolution, conv_bias)
         if isinstance(kind, DeltaNet):
             num_heads, norm_size = kind.value_heads, kind.value_dim
             joined, rates = DELTA_NET_INPUTS[kind.is_in_turn]
@@ -135,11 +141,10 @@ class DecoderWeights:
         else:
             num_heads, norm_size = kind.num_heads, kind.size
             inputs = (self._linear(prefix, ["in_proj"], [kind.size + kind.channels + num_heads], d.hidden_size),)
-        conv = prefix + "conv1d"
         return RecurrentWeights(
             inputs=inputs,
-            conv=self._vector_of(conv + ".weight", (kind.channels, 1, kind.kernel)).squeeze(1),
-            conv_bias=self._vector(conv + ".bias", kind.channels) if self._has(conv + ".bias") else None,
+            conv=convolution,
+            conv_bias=conv_bias,
             step_bias=self._vector(prefix + "dt_bias", num_heads),
             decay_logs=self._vector(prefix + "A_log", num_heads),
             skip=self._vector(prefix + "D", num_heads) if isinstance(kind, Mamba) else None,

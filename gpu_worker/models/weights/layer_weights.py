@@ -58,10 +58,10 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """What stands in place of attention.
+    """What stands in place of attention. A short convolution has no more than inputs and conv.
 
     Attributes:
-        inputs: Of a delta net: queries, keys, values and gates; then rates. Of Mamba 2: all in one.
+        inputs: Of a delta net: queries, keys, values and gates; then rates. Else all in one.
         conv: [channels, kernel].
         conv_bias: [channels].
         step_bias, decay_logs, skip: [heads].
@@ -70,10 +70,10 @@ class RecurrentWeights:
     inputs: tuple[LinearWeights, ...]
     conv: Tensor
     conv_bias: Tensor | None
-    step_bias: Tensor
-    decay_logs: Tensor
-    skip: Tensor | None
-    norm: Tensor
+    step_bias: Tensor | None = None
+    decay_logs: Tensor | None = None
+    skip: Tensor | None = None
+    norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
