@@ -1,14 +1,15 @@
 """All parts of the service in this process, with real sockets and a small real model; each can be killed.
 
 Two workers, two detokenizers, two routers, and a scheduler with its journal. A gate holds the workers at a token, so
-that a part dies at exactly that one.
+that a part dies at exactly that one. The workers may have roles and tiers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from gpu_worker import worker as worker_module
 from gpu_worker.batch.step import Step
-from gpu_worker.model_runner import Launched
+from gpu_worker.model_runner import Launched, ModelRunner
 from gpu_worker.scheduler_link.link import SchedulerLink, Stopped
 from midstream.client.result import Result
 from midstream.client.stream import AsyncStream
@@ -35,6 +36,8 @@ from tests.router.conftest import Cluster, Part
 
 WAIT_S = 30.0
 KINDS = ("worker", "scheduler", "detokenizer", "router")
+# Settings of each worker, by its name.
+WorkerSettings = Mapping[str, Mapping[str, Any]]
 
 
 class Gate:
@@ -42,10 +45,12 @@ class Gate:
 
     Attributes:
         serving: Name of the worker that ran last.
+        num_adopted: Blocks that workers have adopted, from anywhere.
     """
 
     def __init__(self) -> None:
         self.serving = ""
+        self.num_adopted = 0
         self._limit = 0
         self._num_tokens = 0
         self._changed = threading.Condition()
@@ -81,6 +86,7 @@ class Gate:
         launched = launch(step)
         assert launched.output is not None, "on a CPU a step is done when it was launched"
         with self._changed:
+            self.num_adopted += len(step.adopted_blocks) - len(launched.missing_blocks)
             if len(launched.output.token_ids) and not is_dead():
                 self._num_tokens += 1
                 self._changed.notify_all()
@@ -105,25 +111,34 @@ class MortalLink(SchedulerLink):
 
 
 class RigWorker:
-    """A worker in a thread; restarts share one loaded model."""
+    """A worker in a thread; restarts share one loaded model, but have a new pool."""
 
-    def __init__(self, name: str, folder: ModelFolder, address: str, gate: Gate) -> None:
-        self._config = WorkerConfig(scheduler=address, group_id=name, device="cpu")
+    def __init__(
+        self, name: str, folder: ModelFolder, address: str, gate: Gate, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self._settings = settings or {}
+        self._config = WorkerConfig(scheduler=address, group_id=name, device="cpu", **self._settings)
         self._folder = folder
-        self.runner = make_runner(folder.path)
-        self._launch = self.runner.launch
+        self.runner = make_runner(folder.path, **self._settings)
         self._gate = gate
-        self.start()
+        self._start()
 
     def start(self) -> None:
         """Restart the worker."""
+        guides = self.runner._guides
+        self.runner = make_runner(self._folder.path, model=self.runner.model, **self._settings)
+        # Starting the grammars' process takes longer than all the rest.
+        self.runner._guides._process, self.runner._guides._life = guides._process, guides._life
+        self._start()
+
+    def _start(self) -> None:
+        launch = self.runner.launch
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_module, "ModelRunner", lambda *_, **__: self.runner)
             patch.setattr(worker_module, "SchedulerLink", MortalLink)
             worker = worker_module.Worker(self._config, self._folder)
         link = cast("MortalLink", worker._link)
         name = self._config.group_id
-        launch = self._launch
         self.runner.launch = lambda step: self._gate.launch(  # type: ignore[method-assign]
             name, step, lambda: link.is_dead, launch
         )
@@ -134,11 +149,23 @@ class RigWorker:
         self._thread.start()
 
     def kill(self) -> None:
-        """Stop the worker."""
+        """Stop the worker; what it wrote to shared memory and to disk stays."""
         self._link.kill()
         self._thread.join(WAIT_S)
         self._link.join()
         self._http.stop()
+        _end_like_a_process(self.runner)
+
+
+def _end_like_a_process(runner: ModelRunner) -> None:
+    """Stop a runner's threads and release its locks, but remove nothing."""
+    kv = runner.kv
+    for part in (kv.fetcher, kv.server, kv.tiers):
+        if part is not None:
+            part.close()
+    if kv.store is not None:
+        kv.store._stopped.set()
+        os.close(kv.store._file_number)
 
 
 class Rig:
@@ -147,16 +174,24 @@ class Rig:
     Attributes:
         gate: Holds the workers.
         num_kills: Parts killed so far, by kind.
+        num_handovers: Times that schedulers which have ended moved a request from one worker to the other.
     """
 
-    def __init__(self, folder: ModelFolder, journal: Path, transport: str = "frames") -> None:
+    def __init__(
+        self,
+        folder: ModelFolder,
+        journal: Path,
+        transport: str = "frames",
+        workers: WorkerSettings = {"one": {}, "two": {}},  # noqa: B006 (it is only read)
+    ) -> None:
         self.gate = Gate()
         self.num_kills = dict.fromkeys(KINDS, 0)
+        self.num_handovers = 0
         scheduler, worker, *self._ports = free_ports(6)
         self._config = SchedulerConfig(
             port=scheduler, worker_port=worker, journal_path=str(journal), internal_transport=transport
         )
-        self._folder = folder
+        self._folder, self._settings = folder, workers
         self._cluster = Cluster(folder, decoder_factory(Tokenizer(folder.path)), transport)
         self._cluster.scheduler_address = f"127.0.0.1:{scheduler}"
         self._channels = [open_channel(f"127.0.0.1:{port}") for port in self._ports[2:]]
@@ -174,7 +209,10 @@ class Rig:
         """Starts everything."""
         await self._start_scheduler()
         address = f"tcp://127.0.0.1:{self._config.worker_port}"
-        self._workers = {name: RigWorker(name, self._folder, address, self.gate) for name in ("one", "two")}
+        self._workers = {
+            name: RigWorker(name, self._folder, address, self.gate, settings)
+            for name, settings in self._settings.items()
+        }
         self._detokenizers = [await self._start_detokenizer(number) for number in range(2)]
         self._routers = [await self._start_router(number) for number in range(2)]
 
@@ -186,15 +224,19 @@ class Rig:
             await part.kill()
         for worker in self._workers.values():
             await asyncio.to_thread(worker.kill)
-            worker.runner.close()
+            worker.runner._guides.close()
         for runner in self._cluster.runners:
             runner.close()
-        await self._service.stop()
+        await self._stop_scheduler()
         self._cluster.prompts.close()
 
     async def _start_scheduler(self) -> None:
         self._service = SchedulerService(self._config, self._folder)
         await self._service.start()
+
+    async def _stop_scheduler(self) -> None:
+        self.num_handovers += self._service.engine.core.totals.num_handovers
+        await self._service.stop()
 
     async def _start_detokenizer(self, number: int) -> Part:
         return await self._cluster.add_detokenizer(f"d{number}", port=self._ports[number])
@@ -212,7 +254,7 @@ class Rig:
             await asyncio.to_thread(worker.kill)
             worker.start()
         elif kind == "scheduler":
-            await self._service.stop()
+            await self._stop_scheduler()
             await self._start_scheduler()
         elif kind == "detokenizer":
             servicers = [cast("DetokenizerServicer", part.servicer) for part in self._detokenizers]

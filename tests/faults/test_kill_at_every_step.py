@@ -1,23 +1,27 @@
 """One request of each kind; at each of its tokens a part dies. What arrives is what arrives when nothing dies.
 
 Each part in turn dies at each token: four runs of a request, in each of which the part that dies at a token is the next
-one in turn. One of the four runs by default, with MIDSTREAM_ALL_KILLS=1 all of them, over frames and gRPC.
+one in turn. One of the four runs by default, with MIDSTREAM_ALL_KILLS=1 all of them, over frames and gRPC, with
+each layout of workers.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from gpu_worker.model_runner import ModelRunner
 from midstream.client.result import Result
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
-from tests.faults.rig import KINDS, Rig
+from tests.faults.rig import KINDS, Rig, WorkerSettings
 from tests.faults.small_model import make_small_model
+from tests.gpu_worker.tiny_models import make_runner
+from tests.gpu_worker.whole import Whole, outputs
 
 NUM_TOKENS = 48
 ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
@@ -40,9 +44,30 @@ REQUESTS: dict[str, dict[str, object]] = {
         "guided_decoding": pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="([a-z]+ ){200}"),
     },
 }
-TRANSPORTS: Mapping[str, tuple[str, ...]] = dict.fromkeys(REQUESTS, ("frames",)) | {"seeded, with penalties": ("grpc",)}
+# Kinds of transport, and layouts of the two workers: both do all, or one prefills; where blocks are kept and moved.
+TRANSPORTS = ("frames", "grpc")
+LAYOUTS = ("together", "tiers", "apart over TCP", "apart in shared memory")
+CHOSEN: dict[str, tuple[str, str]] = dict.fromkeys(REQUESTS, ("frames", "together")) | {
+    "greedy": ("frames", "apart over TCP"),
+    "seeded, with penalties": ("grpc", "together"),
+    "three sequences": ("frames", "apart in shared memory"),
+    "emoji and Chinese": ("frames", "tiers"),
+}
+CASES = [(kind, *CHOSEN[kind]) for kind in REQUESTS]
 if ROTATIONS:
-    TRANSPORTS = dict.fromkeys(REQUESTS, ("frames", "grpc"))
+    CASES = [(kind, transport, layout) for kind in REQUESTS for transport in TRANSPORTS for layout in LAYOUTS]
+
+
+def settings_of(layout: str, folder: Path) -> WorkerSettings:
+    """The settings of both workers; `folder` is private, for tiers and pools."""
+    shared = {"shared_kv_folder": str(folder / "shared"), "host_kv_bytes": 1 << 24}
+    disk = {"disk_kv_folder": str(folder / "disk")}
+    if layout == "together":
+        return {"one": {}, "two": {}}
+    if layout == "tiers":
+        return {"one": shared | disk, "two": shared | disk}
+    kept = disk if layout == "apart over TCP" else shared
+    return {"one": {"role": "prefill"} | kept, "two": {"role": "decode"} | kept}
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +75,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return make_small_model(tmp_path_factory.mktemp("small"))
 
 
+@pytest.fixture(scope="module")
+def runner(folder: ModelFolder) -> Iterator[ModelRunner]:
+    runner = make_runner(folder.path)
+    yield runner
+    runner.close()
+
+
 @pytest.fixture
-async def rig(folder: ModelFolder, tmp_path: Path, transport: str) -> AsyncIterator[Rig]:
+async def rig(folder: ModelFolder, tmp_path: Path, transport: str, layout: str) -> AsyncIterator[Rig]:
     gc.freeze()  # each part collects garbage when it stops; what was imported is none
-    rig = Rig(folder, tmp_path / "journal", transport)
+    (tmp_path / "kv").mkdir(mode=0o700)
+    rig = Rig(folder, tmp_path / "journal", transport, settings_of(layout, tmp_path / "kv"))
     await rig.start()
     yield rig
     await rig.close()
@@ -74,12 +107,21 @@ def output(result: Result) -> list[tuple[list[int], bytes, object, object]]:
     return [(s.token_ids, s.text.encode(), s.finish_reason, s.matched_stop) for s in result.sequences]
 
 
-@pytest.mark.parametrize(
-    ("kind", "transport"), [(kind, transport) for kind, transports in TRANSPORTS.items() for transport in transports]
-)
-async def test_whatever_dies_at_any_token_the_output_is_the_same(kind: str, transport: str, rig: Rig) -> None:
+def alone(request: pb.GenerateRequest, runner: ModelRunner) -> list[list[int]]:
+    """The tokens that one worker without roles and tiers gives, when nothing dies and nothing looks for stop words."""
+    made = pb.GenerateRequest.FromString(request.SerializeToString())
+    made.request_id = "alone"
+    return outputs(Whole(runner, ()).run([made])[0])
+
+
+@pytest.mark.parametrize(("kind", "transport", "layout"), CASES)
+async def test_whatever_dies_at_any_token_the_output_is_the_same(
+    kind: str, transport: str, layout: str, rig: Rig, runner: ModelRunner
+) -> None:
     expected = await rig.run(request_of(kind, "undisturbed"), {})
     assert len(expected.token_ids) == NUM_TOKENS or kind == "stop words"
+    for found, whole in zip(expected.sequences, alone(request_of(kind, ""), runner), strict=True):
+        assert found.token_ids == whole[: len(found.token_ids)]
     for rotation in ROTATIONS or (list(REQUESTS).index(kind) % 4,):
         kills = {number: KINDS[(number + rotation) % 4] for number in range(NUM_TOKENS)}
         result = await rig.run(request_of(kind, f"disturbed {rotation}"), kills)
@@ -87,4 +129,6 @@ async def test_whatever_dies_at_any_token_the_output_is_the_same(kind: str, tran
     assert rig.is_over_frames == (transport == "frames")
     num_kills = len(expected.token_ids) * len(ROTATIONS or (0,))
     assert sum(rig.num_kills.values()) >= num_kills
+    assert (rig.num_handovers > 0) == layout.startswith("apart")
+    assert (rig.gate.num_adopted > 0) == (layout != "together")
     print(kind, rig.num_kills, expected.text)
