@@ -115,7 +115,7 @@ class KvCache:
             self._store.close()
 
     def adopt(self, hashes: NDArray[np.uint64], targets: IntArray) -> IntArray:
-        """Fill blocks with what was fetched, from dead workers' pools, or from tiers; return those that were not found.
+        """Fill blocks with what was fetched, from tiers, or from dead workers' pools; return those that were not found.
 
         Args:
             hashes: [N], hashes of the blocks.
@@ -124,10 +124,11 @@ class KvCache:
         missing = targets
         if self.fetcher is not None:
             missing = self.fetcher.take(hashes, targets, self.memory)
-        if self._store is not None and self._memory is not None and len(missing):
-            missing = self._store.fetch(hashes[np.isin(targets, missing)], missing, self._memory)
         if self.tiers is not None and len(missing):
             missing = self.tiers.fetch(hashes[np.isin(targets, missing)], missing)
+        # Last, because it waits a little for the locks of workers that have just died.
+        if self._store is not None and self._memory is not None and len(missing):
+            missing = self._store.fetch(hashes[np.isin(targets, missing)], missing, self._memory)
         return missing
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:

@@ -211,9 +211,13 @@ class KvStore:
                     yield self._map(file_number, int(path.name.split("-")[1]), mmap.PROT_READ)
 
     def _left_files(self) -> list[Path]:
-        """Return the files of this kind other than our own, newest first."""
+        """Return the files of this kind other than our own, newest first; none where the folder was removed."""
         files = []
-        for path in _pools(self._folder):
+        try:
+            paths = _pools(self._folder)
+        except OSError:
+            return []
+        for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 if path != self._own and path.name.startswith(self._kind):
                     files.append((path.stat().st_ctime_ns, path))

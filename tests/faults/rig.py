@@ -116,17 +116,17 @@ class RigWorker:
     def __init__(
         self, name: str, folder: ModelFolder, address: str, gate: Gate, settings: Mapping[str, Any] | None = None
     ) -> None:
-        self._settings = settings or {}
-        self._config = WorkerConfig(scheduler=address, group_id=name, device="cpu", **self._settings)
+        given = settings or {}
+        self._config = WorkerConfig(scheduler=address, group_id=name, device="cpu", **given)
         self._folder = folder
-        self.runner = make_runner(folder.path, **self._settings)
+        self.runner = make_runner(folder.path, **given)
         self._gate = gate
         self._start()
 
     def start(self) -> None:
         """Restart the worker."""
         guides = self.runner._guides
-        self.runner = make_runner(self._folder.path, model=self.runner.model, **self._settings)
+        self.runner = ModelRunner(self.runner._config, self._folder, self.runner.model)
         # Starting the grammars' process takes longer than all the rest.
         self.runner._guides._process, self.runner._guides._life = guides._process, guides._life
         self._start()

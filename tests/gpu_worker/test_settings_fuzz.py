@@ -1,10 +1,14 @@
 """Random settings on real tiny models: what is accepted gets the tokens that transformers chooses, nothing stalls.
 
-A failing seed can be run alone: pytest tests/gpu_worker/test_settings_fuzz.py -k 'settings[12]'
+Tiers are among the settings, and so are workers of both roles with either way for blocks between them.
+
+A failing seed can be run alone: pytest tests/gpu_worker/test_settings_fuzz.py -k 'settings[12]'. More by
+MIDSTREAM_COMBINATIONS.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from functools import cache
 from pathlib import Path
@@ -25,7 +29,7 @@ from tests.gpu_worker.greedy import wrong_tokens
 from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
 from tests.gpu_worker.whole import Whole, outputs
 
-NUM_COMBINATIONS, NARROW = 32, 8
+NUM_COMBINATIONS, NARROW = int(os.environ.get("MIDSTREAM_COMBINATIONS", "32")), 8
 # Of each model: its family and settings, and the setting max_attention_window.
 MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("Llama", {}, 0),
@@ -69,8 +73,21 @@ def draw_request(draw: random.Random, number: int, prefix: list[int]) -> pb.Gene
     return request
 
 
+def draw_places(draw: random.Random, folder: Path) -> dict[str, Any]:
+    """Settings for the memory that workers share, and for tiers: no room, room for a few blocks, or for all."""
+    places: dict[str, Any] = {}
+    size = draw.choice((1 << 10, 1 << 17, 1 << 24))
+    if draw.random() < 0.5:
+        places |= {"shared_kv_folder": str(folder / "shared"), "host_kv_bytes": draw.choice((0, size))}
+    if draw.random() < 0.4:
+        places |= {"disk_kv_folder": str(folder / "disk"), "disk_kv_bytes": size}
+    return places
+
+
 @pytest.mark.parametrize("seed", range(NUM_COMBINATIONS))
-def test_requests_end_with_the_right_tokens_under_any_settings(models: Any, seed: int) -> None:
+def test_requests_end_with_the_right_tokens_under_any_settings(
+    models: Any, seed: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     draw = random.Random(seed)
     number = seed % len(MODELS)
     chunked = draw.random() < 0.6
@@ -89,19 +106,24 @@ def test_requests_end_with_the_right_tokens_under_any_settings(models: Any, seed
     check(config)
     model, folder = models(number)
     num_rows = draw.choice((2, 8))
-    runner = make_runner(
-        folder,
-        kv="f32",
-        tokens_per_block=config.tokens_per_block,
-        max_kv_tokens=draw.choice((96, 192, 960)),
-        max_batch_size=num_rows,
-        max_num_tokens=draw.choice((9, 64) if chunked else (36, 256)),
-        max_attention_window=config.max_attention_window,
-    )
+    settings = {
+        "kv": "f32",
+        "tokens_per_block": config.tokens_per_block,
+        "max_kv_tokens": draw.choice((96, 192, 960)),
+        "max_batch_size": num_rows,
+        "max_num_tokens": draw.choice((9, 64) if chunked else (36, 256)),
+        "max_attention_window": config.max_attention_window,
+        **draw_places(draw, tmp_path),
+    }
+    roles = draw.choice((("both",), ("prefill", "decode")))
+    runner, *others = (make_runner(folder, role=role, **settings) for role in roles)
+    for item in (runner, *others):
+        request.addfinalizer(item.close)
     names = ("max_context_chunk", "max_attention_window", "enable_block_reuse", "enable_chunked_context")
     whole = Whole(
         runner,
         (),
+        others=others,
         capacity=config.capacity_policy,
         batching=config.batching_type,
         max_batch_size=min(config.max_batch_size, num_rows),
@@ -112,8 +134,8 @@ def test_requests_end_with_the_right_tokens_under_any_settings(models: Any, seed
     prefix = [draw.randrange(3, 331) for _ in range(33)]
     requests = [draw_request(draw, i, prefix) for i in range(7)]
     num_ended = 0
-    for request in requests:
-        effects = whole.handle(Submitted(1, spec_from_proto(request, whole.limits, 1)))
+    for message in requests:
+        effects = whole.handle(Submitted(1, spec_from_proto(message, whole.limits, 1)))
         refused = [effect.failure.message for effect in effects if isinstance(effect, Refused)]
         assert all(refused)
     lost_after = draw.choice((0, 5, 20))
@@ -121,17 +143,17 @@ def test_requests_end_with_the_right_tokens_under_any_settings(models: Any, seed
         if not whole.step():
             break
         if count + 1 == lost_after:
-            whole.lose_worker()
-    for request in requests:
-        made = whole.core.lifecycle.requests.get(request.request_id)
+            whole.lose_worker(draw.randrange(len(roles)))
+    for message in requests:
+        made = whole.core.lifecycle.requests.get(message.request_id)
         if made is None:
             continue
-        assert made.times.finished_ns, f"{request.request_id} stalled"
+        assert made.times.finished_ns, f"{message.request_id} stalled"
         if made.failure is not None:
             assert made.failure.field in ("token_ids", "max_tokens", "sampling.num_return_sequences"), made.failure
             continue
         for output in outputs(made):
-            assert len(output) == request.max_tokens
-            assert wrong_tokens(model, list(request.token_ids.values), output) == []
+            assert len(output) == message.max_tokens
+            assert wrong_tokens(model, list(message.token_ids.values), output) == []
         num_ended += 1
     assert num_ended, "everything was refused: draw other settings"

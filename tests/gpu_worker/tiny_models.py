@@ -13,7 +13,6 @@ import transformers
 
 from gpu_worker.batch.step import GREEDY, NOTHING, NewSequence, OutputParams, SamplingParams, Step, StepOutput
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.models.loader import LoadedModel
 from midstream.config import WorkerConfig
 from midstream.model.folder import open_model_folder
 
@@ -50,11 +49,11 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
     return model
 
 
-def make_runner(folder: Path | str, *, model: LoadedModel | None = None, **settings: Any) -> ModelRunner:
+def make_runner(folder: Path | str, **settings: Any) -> ModelRunner:
     """A runner on the CPU with a small KV pool, on one thread, which is steadier beside other tests."""
     defaults = {"device": "cpu", "max_kv_tokens": 4096, "max_batch_size": 8, "num_threads": 1}
     config = WorkerConfig(**{**defaults, **settings})
-    return ModelRunner(config, open_model_folder(str(folder)), model)
+    return ModelRunner(config, open_model_folder(str(folder)))
 
 
 def ints(values: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]]:

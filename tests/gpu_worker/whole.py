@@ -1,10 +1,11 @@
-"""The scheduler's core and a model runner in one process, connected by wire messages, without real time."""
+"""The scheduler's core and model runners in one process, connected by wire messages, without real time."""
 
 from __future__ import annotations
 
 import itertools
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.lora.messages import AdapterMessages
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.scheduler_link.messages import decode_step, encode_result
@@ -22,8 +24,18 @@ from protos import worker_pb2
 from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
 from scheduler.core.config import PROTOCOL_VERSION, CoreConfig
 from scheduler.core.core import SchedulerCore
-from scheduler.core.effects import BeamsAdvanced, Effect, IterationDone, StepPlan
-from scheduler.core.events import Event, Recovered, StepDone, Submitted, Turn, WorkerLeft, WorkerRegistered
+from scheduler.core.effects import BeamsAdvanced, Effect, FetchBlocks, GroupJoined, IterationDone, StepPlan
+from scheduler.core.events import (
+    BlocksFetched,
+    Event,
+    Recovered,
+    StepDone,
+    Submitted,
+    Turn,
+    WorkerBeat,
+    WorkerLeft,
+    WorkerRegistered,
+)
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.core.request import FinishReason, Request, Sequence
 from scheduler.core.request_scheduler import SimpleScheduler
@@ -41,8 +53,69 @@ from scheduler.wire.worker_messages import decode_worker_message, encode_step
 FINGERPRINT = "a model's"
 
 
+class Member:
+    """A runner as a worker of the core, with the tiers and the role that its settings give it."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.adapters = AdapterMessages(runner.adapters, lambda: None)
+        self.connection, self.epoch = b"", 0
+        tiers = runner.kv.tiers
+        self._kept = KeptBlocks(runner.kv.block_hashes, None if tiers is None else tiers.offer)
+
+    def begin(self, connection: bytes) -> dict[str, Any]:
+        """Begin anew, with an empty pool; return what a registration says of the pool and of what is below it."""
+        self.runner.clear()
+        self._kept.clear()
+        self.connection = connection
+        kv = self.runner.kv
+        role = "prefill" if kv.server is not None else "decode" if kv.fetcher is not None else "both"
+        return {
+            "kv_store": kv.store_name,
+            "kv_source": "" if kv.server is None else str(kv.server.source),
+            "role": role,
+            "tier_store": "" if kv.tiers is None else kv.tiers.name,
+            "stored_hashes": () if kv.tiers is None else tuple(kv.tiers.hashes()),
+        }
+
+    def join(self, epoch: int) -> None:
+        """Begin an epoch."""
+        self.epoch = epoch
+        if self.runner.kv.fetcher is not None:
+            self.runner.kv.fetcher.begin_epoch(epoch)
+
+    def run(self, plan: StepPlan, limits: ModelLimits) -> Iterator[Event]:
+        """Run a step; yield its result, and a heartbeat where blocks were stored."""
+        batch = worker_pb2.SchedulerMessage.FromString(encode_step(plan, limits)).step_batch
+        for part in table_parts(plan):
+            self.adapters.keep(worker_pb2.SchedulerMessage.FromString(part).prompt_table)
+        step = self.adapters.complete(decode_step(batch))
+        assert step is not None
+        self._kept.receive(batch)
+        output = self.runner.run_step(step)
+        self._kept.finish(step.step_id, is_whole=output.is_whole)
+        *tensors, result = encode_result(step.epoch, step.step_id, output, 0.0)
+        event = decode_worker_message(result.SerializeToString(), self.connection, 1)
+        assert isinstance(event, StepDone)
+        outputs = [(item.row, item.SerializeToString()) for part in tensors for item in part.step_outputs.outputs]
+        yield replace(event, outputs=(*outputs, *event.outputs))
+        tiers = self.runner.kv.tiers
+        if tiers is not None:
+            assert tiers.wait_until_stored(30)
+            changes = tiers.changes()
+            yield WorkerBeat(1, self.connection, self.epoch, 0, (0, 0, 0), changes.stored, changes.removed)
+
+    def fetch(self, effect: FetchBlocks) -> BlocksFetched:
+        """Fetch blocks of another member."""
+        fetcher = self.runner.kv.fetcher
+        assert fetcher is not None
+        fetcher.fetch(effect.epoch, effect.hashes, effect.kv_store, effect.kv_source)
+        found = fetcher._reports.get(timeout=30)
+        return BlocksFetched(1, self.connection, found.epoch, found.hashes, found.missing)
+
+
 class Whole:
-    """One core over one runner.
+    """One core over one runner or more.
 
     Attributes:
         stats: Of every iteration.
@@ -57,11 +130,12 @@ class Whole:
         max_batch_size: int = 64,
         max_num_tokens: int = 0,
         journal: Path | None = None,
+        others: ListOf[ModelRunner] = (),
         capacity: str = "max_utilization",
         batching: str = "inflight_fused",
         **config: Any,
     ) -> None:
-        """Keeps a journal where it is told to; `config` are settings of the core."""
+        """Keeps a journal where it is told to; `others` are further runners, `config` are settings of the core."""
         self.runner = runner
         description = runner.model.description
         self.limits = ModelLimits(max_sequence_length=runner.max_sequence_length, end_ids=end_ids)
@@ -79,8 +153,8 @@ class Whole:
         self._max_batch_size = max_batch_size
         self._max_num_tokens = max_num_tokens or runner.max_num_tokens
         self._names = itertools.count()
-        self._plans: deque[StepPlan] = deque()
-        self._adapters = AdapterMessages(runner.adapters, lambda: None)
+        self._work: deque[StepPlan | FetchBlocks] = deque()
+        self._members = [Member(item) for item in (runner, *others)]
         self._start()
 
     def _start(self) -> None:
@@ -96,17 +170,18 @@ class Whole:
             self._writer = RowWriter(known, FINGERPRINT, clock)
             for item in stored:
                 self.handle(item.event(1))
-        self._join()
+        self._work.clear()
+        for member in self._members:
+            self._join(member)
 
-    def _join(self) -> None:
-        self.runner.clear()
-        self._plans.clear()
-        self._connection = f"{next(self._names)}".encode()
+    def _join(self, member: Member) -> None:
+        name = str(next(self._names))
         self.handle(
             WorkerRegistered(
+                **member.begin(name.encode()),
                 time_ns=1,
-                connection=self._connection,
-                group_id=self._connection.decode(),
+                connection=member.connection,
+                group_id=name,
                 incarnation=1,
                 model_fingerprint="",
                 tokens_per_block=self.core.config.tokens_per_block,
@@ -134,36 +209,35 @@ class Whole:
             entries = [effect for effect in effects if is_entry(effect)]
             self._store.write(self._writer.transaction(entries))  # type: ignore[arg-type]
         for effect in effects:
-            if isinstance(effect, StepPlan):
-                self._plans.append(effect)
+            if isinstance(effect, StepPlan | FetchBlocks):
+                self._work.append(effect)
+            elif isinstance(effect, GroupJoined):
+                self._member(effect.connection).join(effect.epoch)
             elif isinstance(effect, IterationDone):
                 self.stats.append(effect.stats)
         return effects
 
+    def _member(self, connection: bytes) -> Member:
+        return next(member for member in self._members if member.connection == connection)
+
     def step(self) -> bool:
-        """Takes a turn and runs the oldest step; False when there is none."""
+        """Takes a turn and runs the oldest step or fetch; False when there is none."""
         self.handle(Turn(1))
-        if not self._plans:
+        if not self._work:
             return False
-        plan = self._plans.popleft()
-        message = worker_pb2.SchedulerMessage.FromString(encode_step(plan, self.limits))
-        for part in table_parts(plan):
-            self._adapters.keep(worker_pb2.SchedulerMessage.FromString(part).prompt_table)
-        step = self._adapters.complete(decode_step(message.step_batch))
-        assert step is not None
-        *tensors, result = encode_result(step.epoch, step.step_id, self.runner.run_step(step), 0.0)
-        event = decode_worker_message(result.SerializeToString(), self._connection, 1)
-        assert isinstance(event, StepDone)
-        outputs = [(item.row, item.SerializeToString()) for part in tensors for item in part.step_outputs.outputs]
-        self.handle(replace(event, outputs=(*outputs, *event.outputs)))
+        work = self._work.popleft()
+        member = self._member(work.connection)
+        events = [member.fetch(work)] if isinstance(work, FetchBlocks) else member.run(work, self.limits)
+        for event in events:
+            self.handle(event)
         return True
 
-    def lose_worker(self) -> None:
-        """Lose the worker and register it again, empty."""
-        group = self.core.groups[0]
-        self._plans.clear()
-        self.handle(WorkerLeft(1, self._connection, group.epoch))
-        self._join()
+    def lose_worker(self, number: int = 0) -> None:
+        """Lose a worker and register it again, empty."""
+        member = self._members[number]
+        self._work = deque(work for work in self._work if work.connection != member.connection)
+        self.handle(WorkerLeft(1, member.connection, member.epoch))
+        self._join(member)
 
     def lose_scheduler(self) -> None:
         """Replace the scheduler by a new one that starts from its journal."""
@@ -188,8 +262,7 @@ class Whole:
         made = [self.submit(request) for request in requests]
         while self.step():
             pass
-        group = self.core.groups[0]
-        assert group.blocks.num_held == 0
+        assert not any(group.blocks.num_held for group in self.core.groups)
         assert self.core.totals.num_conservation_violations == 0
         return made
 

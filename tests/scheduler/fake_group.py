@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gpu_worker.kv.kept_blocks import KeptBlocks
 from protos import worker_pb2
 from scheduler.core.effects import FetchBlocks, StepPlan
-from scheduler.core.events import BlocksFetched, StepDone, WorkerRegistered
+from scheduler.core.events import BlocksFetched, StepDone, WorkerBeat, WorkerRegistered
 from scheduler.wire.worker_messages import decode_worker_message
 from tests.fakes.model import FakeModel
 
@@ -24,11 +24,20 @@ class FakeGroup:
     Attributes:
         store: Hashes and slots that dead groups left.
         num_adopted: Blocks that were filled from it, or with what was fetched.
+        tier: Slots of the blocks that it stores, which others may share, by hash; None: it stores none.
         fetches: What it was asked to fetch from other groups. staged: Slots of blocks that it has fetched, by hash.
     """
 
-    def __init__(self, name: str, registration: WorkerRegistered, model: FakeModel, store: Store) -> None:
+    def __init__(
+        self,
+        name: str,
+        registration: WorkerRegistered,
+        model: FakeModel,
+        store: Store,
+        tier: dict[int, list[int]] | None = None,
+    ) -> None:
         self.store, self.num_adopted = store, 0
+        self.tier, self._news = tier, list[int]()
         self.fetches: deque[FetchBlocks] = deque()
         self.staged: dict[int, list[int]] = {}
         self.name = name
@@ -36,20 +45,41 @@ class FakeGroup:
         self.model = model
         self.epoch = 0
         self.hashes = np.zeros(registration.num_blocks, dtype=np.uint64)
-        self.kept = KeptBlocks(self.hashes)
+        self.kept = KeptBlocks(self.hashes, self._store_blocks)
         self.plans: deque[StepPlan] = deque()
         self.batches: deque[worker_pb2.StepBatch] = deque()
+
+    def _store_blocks(self, blocks: list[tuple[int, int]]) -> None:
+        if self.tier is not None:
+            self.tier |= {value: list(self.model.slots[block]) for block, value in blocks}
+            self._news += [value for _, value in blocks]
+
+    def take_beat(self, time_ns: int) -> WorkerBeat | None:
+        """A heartbeat that tells what was stored since the last one; None: nothing was."""
+        stored, self._news = tuple(self._news), []
+        if not stored:
+            return None
+        return WorkerBeat(time_ns, self.registration.connection, self.epoch, 0, (0, 0, 0), stored)
 
     def leave_blocks(self) -> None:
         """Its process dies, and its blocks stay for the others of its store."""
         self.store.append((self.hashes, self.model.slots))
 
     def _adopt(self, batch: worker_pb2.StepBatch) -> list[int]:
-        """Fills blocks with what dead groups left; those that were not found."""
+        """Fills blocks with what was fetched or stored, or what dead groups left; those that were not found."""
         missing = []
         for block, value in zip(batch.adopted_blocks, batch.adopted_hashes, strict=True):
             if value in self.staged:
                 self.model.slots[block] = self.staged.pop(value)
+                self.num_adopted += 1
+                continue
+            if self.tier is not None and value in self.tier:
+                found = self.tier[value]
+                if value % 8 == 0:  # what is damaged is removed, and missing
+                    del self.tier[value]
+                    missing.append(block)
+                    continue
+                self.model.slots[block] = list(found)
                 self.num_adopted += 1
                 continue
             for hashes, slots in self.store:

@@ -65,6 +65,7 @@ class Harness:
         self._attention_windows = attention_windows
         self.groups: dict[str, FakeGroup] = {}
         self.store: Store = []
+        self.tier: dict[int, list[int]] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
@@ -85,10 +86,16 @@ class Harness:
         after: FakeGroup | None = None,
         **more: Any,
     ) -> FakeGroup:
-        """Registers a worker group, or again the one that it was `after` another epoch or scheduler."""
+        """Registers a worker group, or again the one that it was `after` another epoch or scheduler.
+
+        Groups that have tiers (`has_tiers`) share them.
+        """
         incarnation = more.pop("incarnation", len(self.effects) + 1)
         end_after, fail_token = more.pop("end_after", 0), more.pop("fail_token", None)
         kept = after.begin_anew() if after is not None else worker_pb2.Register()
+        has_tiers = more.pop("has_tiers", False)
+        if has_tiers:
+            more |= {"tier_store": "tiers", "stored_hashes": tuple(self.tier)}
         registration = WorkerRegistered(
             time_ns=self.now_ns,
             connection=f"{name}.{incarnation}".encode(),
@@ -124,7 +131,7 @@ class Harness:
             attention_window=registration.attention_window,
             sink_token_length=registration.sink_token_length,
         )
-        group = FakeGroup(name, registration, model, self.store)
+        group = FakeGroup(name, registration, model, self.store, self.tier if has_tiers else None)
         if after is not None:
             model.slots, group.kept, group.hashes = after.model.slots, after.kept, after.hashes
         self.groups[name] = group
@@ -217,7 +224,10 @@ class Harness:
         )
 
     def turn(self) -> list[str]:
-        """One turn; the steps that it planned."""
+        """One turn, once workers have told what they stored; the steps that it planned."""
+        for group in self.groups.values():
+            if (beat := group.take_beat(self.now_ns)) is not None:
+                self.handle(beat)
         before = len(self.plans)
         self.handle(Turn(self.now_ns))
         return self.plans[before:]

@@ -36,7 +36,7 @@ class Shape:
 class Life:
     """One core with up to two groups `g` and `h`; each method is something that may happen.
 
-    If they `are_apart`, `g` prefills and `h` decodes.
+    If they `are_apart`, `g` prefills and `h` decodes; they may share tiers.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Life:
         reuse: bool,
         window: int,
         are_apart: bool,
+        has_tiers: bool,
     ) -> None:
         self.harness = Harness(
             capacity=capacity,
@@ -62,12 +63,12 @@ class Life:
         self.count = 0
         self.max_tokens: dict[str, int] = {}
         self.undisturbed: set[str] = set()
-        self.are_apart = are_apart
+        self.are_apart, self.has_tiers = are_apart, has_tiers
         self._add_group("g", num_blocks=NUM_BLOCKS, max_batch_size=5)
 
     def _add_group(self, name: str, **settings: Any) -> None:
         role = {"g": "prefill", "h": "decode"}[name] if self.are_apart else ""
-        self.harness.add_group(name, role=role, kv_source=f"at {name}", **settings)
+        self.harness.add_group(name, role=role, kv_source=f"at {name}", has_tiers=self.has_tiers, **settings)
 
     def submit(self, shapes: list[Shape]) -> None:
         for shape in shapes:

@@ -26,6 +26,7 @@ BEGINNINGS = (
     [True, True, False],
     [0, 0, 6],
     [False, True],
+    [False, True],
 )
 # In the order of Shape's fields.
 SHAPE = (
@@ -49,7 +50,7 @@ class CoreMachine(RuleBasedStateMachine):
     life: Life | None = None
 
     @initialize(chosen=st.tuples(*(st.sampled_from(choices) for choices in BEGINNINGS)))
-    def begin(self, chosen: tuple[str, str, int, int, bool, int, bool]) -> None:
+    def begin(self, chosen: tuple[str, str, int, int, bool, int, bool, bool]) -> None:
         self.life = Life(*chosen)
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=3))

@@ -59,6 +59,8 @@ def draw_group(draw: random.Random, config: SchedulerConfig) -> dict[str, Any]:
         "max_sequence_length": draw.choice((40, 200, 200)),
         "attention_windows": windows,
         "kv_store": draw.choice(("", "shared")),
+        "has_tiers": draw.random() < 0.5,
+        "block_bytes": draw.choice((0, 1 << 20, 32 << 20)),
     }
 
 
@@ -102,6 +104,9 @@ class Run:
         # Windows follow from the model and a setting, so they are those of all workers.
         self.groups = {"g": draw_group(draw, self.config), "h": draw_group(draw, self.config)}
         self.groups["h"]["attention_windows"] = self.groups["g"]["attention_windows"]
+        roles = draw.choice((("", ""), ("prefill", "decode"), ("decode", "prefill"), ("prefill", "both")))
+        for (name, group), role in zip(self.groups.items(), roles, strict=True):
+            group |= {"role": role, "kv_source": f"at {name}" if role == "prefill" else ""}
         self.max_tokens: dict[str, int] = {}
 
     def submit(self) -> None:
@@ -117,6 +122,10 @@ class Run:
             assert any(group.is_large_enough(request) for group in self.harness.core.groups)
 
     def step(self) -> None:
+        fetching = [name for name, group in self.harness.groups.items() if group.fetches]
+        if fetching and self.draw.random() < 0.5:
+            self.harness.fetch(self.draw.choice(fetching), self.draw.choice((None, None, None, 0, 1)))
+            return
         busy = [name for name, group in self.harness.groups.items() if group.plans]
         if not busy:
             self.harness.turn()
@@ -153,7 +162,8 @@ class Run:
                 self.harness.add_group(name, **self.groups[name])
         for _ in range(5000):
             self.step()
-            if not any(group.plans for group in self.harness.groups.values()) and not self.harness.wait_for_groups():
+            is_busy = any(group.plans or group.fetches for group in self.harness.groups.values())
+            if not is_busy and not self.harness.wait_for_groups():
                 break
         self.check()
 

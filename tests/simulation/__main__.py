@@ -3,6 +3,7 @@
 python -m tests.simulation --seed 17            one seed, again and again the same
 python -m tests.simulation --seed 17 --trace    and every message
 python -m tests.simulation --seeds 0..50000     many, on two processes
+python -m tests.simulation --seeds 0..1000 --all-kv    all with prefill and decode workers and tiers
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from rich.console import Console
 from rich.progress import Progress
@@ -33,11 +35,12 @@ def main() -> int:
     which.add_argument("--seeds", type=_range, metavar="A..B", help="Run the seeds from A up to, without, B.")
     parser.add_argument("--trace", action="store_true", help="Print every event of the seed.")
     parser.add_argument("--no-faults", action="store_true", help="Run the seed's requests alone.")
+    parser.add_argument("--all-kv", action="store_true", help="Give all workers roles and tiers.")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="Begin no new seeds after this time.")
     arguments = parser.parse_args()
     if arguments.seeds is not None:
-        return _run_many(arguments.seeds, arguments.limit_s)
-    outcome = run_seed(arguments.seed, faults=not arguments.no_faults, trace=arguments.trace)
+        return _run_many(arguments.seeds, arguments.limit_s, all_kv=arguments.all_kv)
+    outcome = run_seed(arguments.seed, faults=not arguments.no_faults, trace=arguments.trace, all_kv=arguments.all_kv)
     for line in outcome.trace:
         print(line)
     print(f"seed {outcome.seed}: {outcome.name}, {outcome.num_messages} messages in {outcome.virtual_s:.3f} s")
@@ -52,7 +55,7 @@ def _range(text: str) -> range:
     return range(int(first), int(end))
 
 
-def _run_many(seeds: range, limit_s: float) -> int:
+def _run_many(seeds: range, limit_s: float, *, all_kv: bool) -> int:
     happened, failed, begun = Counter[str](), list[Outcome](), time.monotonic()
     num_done = num_messages = 0
     virtual_s = 0.0
@@ -62,7 +65,7 @@ def _run_many(seeds: range, limit_s: float) -> int:
         Progress(console=console) as progress,
     ):
         task = progress.add_task("seeds", total=len(seeds))
-        for outcome in pool.imap_unordered(run_seed, _until(seeds, begun + limit_s), _CHUNK):
+        for outcome in pool.imap_unordered(partial(run_seed, all_kv=all_kv), _until(seeds, begun + limit_s), _CHUNK):
             num_done += 1
             num_messages += outcome.num_messages
             virtual_s += outcome.virtual_s
@@ -83,7 +86,8 @@ def _until(seeds: range, end: float) -> Iterator[int]:
 
 def describe(outcome: Outcome) -> str:
     """What failed, and how to see it again."""
-    lines = [f"seed {outcome.seed} ({outcome.name}) failed; python -m tests.simulation --seed {outcome.seed}"]
+    kv = " --all-kv" if outcome.all_kv else ""
+    lines = [f"seed {outcome.seed} ({outcome.name}) failed; python -m tests.simulation --seed {outcome.seed}{kv}"]
     return "\n  ".join(lines + outcome.problems[:_MOST_PROBLEMS])
 
 

@@ -26,7 +26,7 @@ from tests.simulation.journal import Disk, SimulatedJournal
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.model import TOKENS_PER_BLOCK
 from tests.simulation.network import Network, running
-from tests.simulation.worker import Pools, SimulatedWorker, Store
+from tests.simulation.worker import Host, SimulatedWorker
 from tests.simulation.world import folder
 
 SCHEDULER_PORT, WORKER_PORT, DETOKENIZER_PORT, ROUTER_PORT = 50052, 50053, 50054, 50051
@@ -40,6 +40,7 @@ class Shape:
         step_s: Mean time of a worker's step.
         window: Messages of a call that may be on their way or unread.
         transport: As in the configuration of the parts.
+        all_kv: Workers have roles and tiers; otherwise the seed draws whether they have.
     """
 
     num_workers: int = 2
@@ -49,6 +50,7 @@ class Shape:
     step_s: float = 0.01
     window: int = 16
     transport: str = "frames"
+    all_kv: bool = False
     scheduler: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)
 
@@ -83,10 +85,13 @@ class Cluster:
         self.wall_shifts: dict[str, float] = {}
         self._watch = watch
         # Whether workers share a host, and can take over what one that died had computed.
-        self._store: Store | None = [] if network.dice.random() < 0.6 else None
-        # Whether the first worker prefills and the others decode. Drawn apart, so that a seed's other choices stay.
-        self._are_apart = random.Random(repr(network.dice.getstate())).random() < 0.4
-        self._pools: Pools = {}
+        self.host = Host(store=[] if network.dice.random() < 0.6 else None)
+        # Whether the first worker prefills and the others decode, and whether there are tiers. Drawn apart, so that a
+        # seed's other choices stay.
+        dice = random.Random(repr(network.dice.getstate()))
+        self._are_apart = dice.random() < 0.4 or shape.all_kv
+        if dice.random() < 0.4 or shape.all_kv:
+            self.host.tier = {}
 
     def start_all(self) -> None:
         """Starts every part of the shape."""
@@ -199,7 +204,7 @@ class Cluster:
         address = f"tcp://scheduler:{WORKER_PORT}"
         shape = self.shape
         worker = SimulatedWorker(
-            self.network, name, address, shape.num_blocks, shape.step_s, self._store, self._pools, self._role(name)
+            self.network, name, address, shape.num_blocks, shape.step_s, self.host, self._role(name)
         )
         self.workers[name] = worker
         return await worker.run()

@@ -32,13 +32,15 @@ class Outcome:
     """What a seed gave.
 
     Attributes:
-        happened: Faults that came about.
+        all_kv: It ran with roles and tiers whatever it drew.
+        happened: Faults and adoptions that came about.
         problems: What must not be; empty for a seed that passes.
         trace: All events, if they were asked for; the same for the same seed.
     """
 
     seed: int
     name: str
+    all_kv: bool = False
     virtual_s: float = 0.0
     num_messages: int = 0
     happened: Counter[str] = field(default_factory=Counter)
@@ -46,8 +48,18 @@ class Outcome:
     trace: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, faults: bool = True, trace: bool = False, make: MakeScenario | None = None) -> Outcome:
-    """Runs a seed, of the scenario that `make` makes or of its own; without `faults`, its workload alone."""
+def run_seed(
+    seed: int, *, faults: bool = True, trace: bool = False, make: MakeScenario | None = None, all_kv: bool = False
+) -> Outcome:
+    """Runs a seed, of the scenario that `make` makes or of its own.
+
+    Args:
+        seed: The seed.
+        faults: Make the scenario's faults; otherwise its workload runs alone.
+        trace: Keep all events.
+        make: Makes the scenario.
+        all_kv: Workers have roles and tiers, whatever the seed draws.
+    """
     dice = random.Random(f"simulation {seed}")
     scenario = make(dice) if make is not None else scenario_of(seed, dice)
     cluster: Cluster | None = None
@@ -56,11 +68,12 @@ def run_seed(seed: int, *, faults: bool = True, trace: bool = False, make: MakeS
     loop.sockets = Sockets(network)
     if seed // _CYCLE % 3 == 2:
         scenario.shape.transport = "grpc"
+    scenario.shape.all_kv = all_kv
     disk = Disk()
     checker = Checker(disk)
     network.on_write = checker.check_fed
     cluster = Cluster(loop, network, scenario.shape, disk, checker.watch)
-    outcome = Outcome(seed, scenario.name)
+    outcome = Outcome(seed, scenario.name, all_kv)
     stage = Stage(cluster, checker, dice, outcome.happened)
     with simulated(loop, network, seed, cluster.make_journal, cluster.make_engine) as errors:
         asyncio.events.set_event_loop(None)
@@ -72,6 +85,7 @@ def run_seed(seed: int, *, faults: bool = True, trace: bool = False, make: MakeS
             outcome.virtual_s, outcome.num_messages = loop.now, network.num_messages
             outcome.trace = network.trace or []
             _bury(loop, cluster)
+    outcome.happened.update(cluster.host.happened)
     outcome.problems += checker.problems + loop.failures + cluster.crashes
     if faults:
         errors.lines = [line for line in errors.lines if not any(word in line for word in scenario.may_report)]

@@ -8,8 +8,9 @@ import inspect
 import queue
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from gpu_worker.batch.step import RowLogProbs, Step, StepOutput
 from gpu_worker.kv.kept_blocks import KeptBlocks
+from gpu_worker.kv.tiers import StoreChanges
 from gpu_worker.kv.transfer import Fetched
 from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
 from midstream.errors import ExecutionError
@@ -33,6 +35,65 @@ Pool = tuple[Process, NDArray[np.uint64], list[list[int]]]
 Store = list[Pool]
 # The newest pool of each worker, by its kv_source.
 Pools = dict[str, Pool]
+_BLOCK_BYTES = 8 << 20  # so that a step adopts four
+_MAX_STORED = 60
+
+
+@dataclass
+class Host:
+    """What workers leave where others find it.
+
+    Attributes:
+        store: The host's memory; None: each worker's pool ends with its process.
+        tier: Slots of stored blocks by hash, those used last at the end; None: there are no tiers.
+        pools: Where blocks are fetched from.
+        happened: How often what came about.
+    """
+
+    store: Store | None = None
+    tier: dict[int, list[int]] | None = None
+    pools: Pools = field(default_factory=dict)
+    happened: Counter[str] = field(default_factory=Counter)
+
+
+class Tiers:
+    """A worker's view of the host's tier: it stores late, and what it believes to be there may be gone."""
+
+    def __init__(self, network: Network, stored: dict[int, list[int]], pool: Pool, step_s: float) -> None:
+        self._network, self._stored, self._step_s = network, stored, step_s
+        _, self._hashes, self._slots = pool
+        self._known: set[int] = set()
+
+    def offer(self, blocks: Iterable[tuple[int, int]]) -> None:
+        asyncio.create_task(self._store(list(blocks)), name="store")  # noqa: RUF006 (its process holds it)
+
+    async def _store(self, blocks: list[tuple[int, int]]) -> None:
+        for block, value in blocks:
+            await asyncio.sleep(self._step_s * self._network.dice.uniform(0, 3))
+            if self._hashes[block] != np.uint64(value):
+                continue
+            self._stored[value] = list(self._slots[block])
+            if len(self._stored) > _MAX_STORED:
+                del self._stored[next(iter(self._stored))]
+
+    def hashes(self) -> set[int]:
+        self._known = set(self._stored)
+        return self._known
+
+    def changes(self) -> StoreChanges:
+        before = self._known
+        now = self.hashes()
+        return StoreChanges(tuple(sorted(now - before)), tuple(sorted(before - now)))
+
+    def get(self, value: int) -> list[int] | None:
+        """A block's slots; one in twenty is damaged, which is found and removed."""
+        if self._network.dice.random() < 0.05:
+            self._stored.pop(value, None)
+        found = self._stored.pop(value, None)
+        if found is None:
+            return None
+        self._stored[value] = found
+        return list(found)
 
 
 class Fetcher:
@@ -82,7 +143,13 @@ class SimulatedLink(SchedulerLink):
     """The link, whose thread is a task."""
 
     def __init__(
-        self, network: Network, address: str, register: worker_pb2.Register, kept: KeptBlocks, fetcher: Fetcher
+        self,
+        network: Network,
+        address: str,
+        register: worker_pb2.Register,
+        kept: KeptBlocks,
+        fetcher: Fetcher,
+        tiers: Tiers | None,
     ) -> None:
         super().__init__(
             address,
@@ -91,6 +158,7 @@ class SimulatedLink(SchedulerLink):
             worker_pb2.MemoryUsage,
             kept=kept,
             fetcher=fetcher,  # type: ignore[arg-type]
+            tiers=tiers,  # type: ignore[arg-type]
             **_unused(),
         )
         self.has_work = Flag()
@@ -143,13 +211,12 @@ class SimulatedWorker:
         address: str,
         num_blocks: int,
         step_s: float,
-        store: Store | None,
-        pools: Pools,
+        host: Host,
         role: str,
     ) -> None:
         self.process = running()
         self.hangs, self.lies = False, 0
-        self._network, self._step_s = network, step_s
+        self._network, self._step_s, self._host = network, step_s, host
         register = worker_pb2.Register(
             group_id=name,
             incarnation=network.dice.getrandbits(63),
@@ -164,17 +231,22 @@ class SimulatedWorker:
             device="simulated",
             features=("log_probs", "min_tokens"),
             protocol_version=1,
-            kv_store="" if store is None else "host",
+            kv_store="" if host.store is None else "host",
+            tier_store="" if host.tier is None else "tiers",
+            block_bytes=_BLOCK_BYTES,
             role=role,
             kv_source=f"at {name}" if role == "prefill" else "",
         )
         hashes = np.zeros(num_blocks, dtype=np.uint64)
-        self._fetcher = Fetcher(network, pools, step_s)
-        self.link = SimulatedLink(network, address, register, KeptBlocks(hashes), self._fetcher)
         self._model = SimulatedModel(num_blocks)
-        pools[f"at {name}"] = (self.process, hashes, self._model.slots)
-        self._store = [] if store is None else store
-        self._store.append((self.process, hashes, self._model.slots))
+        pool = (self.process, hashes, self._model.slots)
+        self._fetcher = Fetcher(network, host.pools, step_s)
+        self._tiers = None if host.tier is None else Tiers(network, host.tier, pool, step_s)
+        kept = KeptBlocks(hashes, None if self._tiers is None else self._tiers.offer)
+        self.link = SimulatedLink(network, address, register, kept, self._fetcher, self._tiers)
+        host.pools[f"at {name}"] = pool
+        self._store = [] if host.store is None else host.store
+        self._store.append(pool)
 
     async def run(self) -> int:
         """Serves until SIGTERM or a rejection; returns the exit code."""
@@ -234,19 +306,23 @@ class SimulatedWorker:
         return replace(output, **dice.choice(lies))
 
     def _adopt(self, step: Step) -> tuple[int, ...]:
-        """Fills blocks with what dead workers left; those that were not found."""
+        """Fills blocks with what was fetched, left by dead workers, or stored in tiers; those that were not found."""
         missing = []
         for block, value in zip(step.adopted_blocks.tolist(), step.adopted_hashes, strict=True):
-            if value in self._fetcher.held:
-                self._model.slots[block] = self._fetcher.held.pop(value)
-                self._network.note(f"{self.process!r} adopts fetched block {block}")
-                continue
-            for process, hashes, slots in self._store:
-                (places,) = np.nonzero(hashes == value)
-                if process.is_dead and len(places):
-                    self._model.slots[block] = list(slots[places[0]])
-                    self._network.note(f"{self.process!r} adopts block {block}")
-                    break
-            else:
+            place, slots = self._find(value)
+            if slots is None:
                 missing.append(block)
+            else:
+                self._model.slots[block] = slots
+                self._host.happened[f"adopted {place}"] += 1
+                self._network.note(f"{self.process!r} adopts block {block}, {place}")
         return tuple(missing)
+
+    def _find(self, value: int) -> tuple[str, list[int] | None]:
+        if value in self._fetcher.held:
+            return "fetched", self._fetcher.held.pop(value)
+        for process, hashes, slots in self._store:
+            (places,) = np.nonzero(hashes == value)
+            if process.is_dead and len(places):
+                return "left", list(slots[places[0]])
+        return "stored", None if self._tiers is None else self._tiers.get(value)
