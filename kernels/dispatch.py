@@ -230,6 +230,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     chunk: int | None = None,
     num_sink_tokens: int = 0,
+    max_queries: int | None = None,
 ) -> Tensor:
     """Attend from each query to the keys of its own sequence at or before its position -> [M, Hq, Dv].
 
@@ -239,7 +240,8 @@ def paged_attention(
     that many keys, itself included. A softcap c bends scores s to c * tanh(s / c); 0: it does not. sinks [Hq] are one
     more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
     last multiple of it. Beside its window a query sees the first num_sink_tokens keys. The values' heads may be
-    narrower, [..., Dv].
+    narrower, [..., Dv]. With max_queries, no sequence has more queries, some may have none, and rows of q past the last
+    query give anything.
     """
     tables = (block_tables, query_starts, context_lens)
     if window is None:
@@ -248,7 +250,7 @@ def paged_attention(
         flash = _flash(q.device)
         is_usual = scales is None and sinks is None and chunk is None and k_cache.shape == v_cache.shape
         if flash is not None and is_usual and flash.can_run(q, k_cache):
-            return flash(q, k_cache, v_cache, *tables, scale, window, softcap)
+            return flash(q, k_cache, v_cache, *tables, scale, window, softcap, max_queries)
     is_narrow = q.shape[-1] <= MAX_HEAD_DIM and k_cache.shape == v_cache.shape
     if _takes_triton(q) and is_narrow and not num_sink_tokens and (window is None or chunk is None):
         return triton.paged_attention(
@@ -264,6 +266,7 @@ def paged_attention(
             chunk=chunk,
             is_batch_invariant=_is_batch_invariant,
             segment_keys=_segment_keys,
+            max_queries=max_queries,
         )
     if scales is None:
         return torch_paged_attention(

@@ -53,10 +53,11 @@ class FlashAttention:
         scale: float,
         window: int | None,
         softcap: float = 0.0,
+        max_queries: int | None = None,
     ) -> Tensor:
-        """Attend as `kernels.attention.paged_attention` does; each sequence has at least one query."""
+        """Attend as `kernels.attention.paged_attention` does."""
         # Bounds, so that nothing is read back from the device.
-        most_queries = q.shape[0] - context_lens.shape[0] + 1
+        most_queries = q.shape[0] - context_lens.shape[0] + 1 if max_queries is None else max_queries
         left = -1 if window is None else window - 1
         if self.version == 3:
             out = self.function(

@@ -1,5 +1,9 @@
 """Compile the Triton kernels without a GPU: `python -m benchmarks.gpu.compiled [--capability C] [NAME ...]`.
 
+`--write` compiles all cases for every capability, and writes compiled.jsonl beside this file; what is in it already,
+from the same source and types, is kept. `--check` says which cases are missing there, compiling nothing. Each version
+of Triton has its own lines.
+
 The launchers run on meta tensors at the shapes of an 8B model, and each kernel that they would start is compiled for
 compute capability 8.0, 9.0 (Hopper) or 10.0 with the tools in Triton's package. Prints one JSON object a line:
 registers and stack bytes of a thread, spills (local stores), shared memory of a program, and whether the matrix
@@ -10,12 +14,16 @@ correct.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,15 +44,17 @@ from kernels.block_weight import KINDS
 
 # Compute capabilities of Ampere, Hopper and Blackwell.
 CAPABILITIES = (80, 90, 100)
+TABLE = Path(__file__).with_name("compiled.jsonl")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The resources that a compiled kernel needs."""
+    """The resources that a compiled kernel needs; `key` names its source, types and constants."""
 
     case: str
     kernel: str
+    key: str
     num_warps: int
     registers: int
     stack_bytes: int
@@ -76,13 +86,12 @@ class NoDevice:
 def compile_cases(names: set[str], capability: int = 90) -> Iterator[Compiled]:
     """Compile the cases of these names for a compute capability, times ten; all, if there are no names."""
     driver.set_active(NoDevice(capability))
-    made: dict[int, tuple[str, Any]] = {}
+    made: dict[str, tuple[str, Any]] = {}
 
     def launch(function: JITFunction, grid: object) -> Callable[..., object]:
         def compile_only(*args: object, **kwargs: object) -> None:
-            compiled = function.warmup(*args, grid=grid, **kwargs)
             # A case may launch a kernel more than once.
-            made[id(compiled)] = (function.__name__, compiled)
+            made[_key(function, args, kwargs)] = (function.__name__, function.warmup(*args, grid=grid, **kwargs))
 
         return compile_only
 
@@ -90,11 +99,86 @@ def compile_cases(names: set[str], capability: int = 90) -> Iterator[Compiled]:
     for case, run in CASES.items():
         if not names or case in names:
             run()
-            yield from (_inspect(case, kernel, compiled) for kernel, compiled in made.values())
+            yield from (_inspect(case, kernel, key, compiled) for key, (kernel, compiled) in made.items())
             made.clear()
 
 
-def _inspect(case: str, kernel: str, compiled: Any) -> Compiled:
+def keys_of_cases() -> dict[str, set[str]]:
+    """Return the keys of the kernels that each case launches."""
+    driver.set_active(NoDevice())
+    found: dict[str, set[str]] = {}
+
+    def launch(function: JITFunction, grid: object) -> Callable[..., object]:
+        return lambda *args, **kwargs: found[case].add(_key(function, args, kwargs))
+
+    JITFunction.__getitem__ = launch
+    for case, run in CASES.items():
+        found[case] = set()
+        run()
+    return found
+
+
+def _key(function: JITFunction, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
+    _, specialization, options = function.create_binder()[-1](*args, debug=False, **kwargs)
+    text = f"{sorted(_sources(function, set()))} {specialization} {options}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _sources(function: JITFunction, seen: set[JITFunction]) -> set[str]:
+    """Return the sources of a kernel and of what it calls, and the constants that they use."""
+    seen.add(function)
+    sources = {function.src}
+    for name in function.fn.__code__.co_names:
+        value = function.fn.__globals__.get(name)
+        if isinstance(value, triton.language.constexpr):
+            sources.add(f"{name} = {value.value}")
+        elif isinstance(value, JITFunction) and value not in seen:
+            sources |= _sources(value, seen)
+    return sources
+
+
+def read_table() -> list[dict[str, Any]]:
+    """Return the lines of compiled.jsonl for the installed version of Triton."""
+    lines = map(json.loads, TABLE.read_text(encoding="utf-8").splitlines() if TABLE.exists() else ())
+    return [line for line in lines if line["triton"] == triton.__version__]
+
+
+def missing(capability: int) -> list[str]:
+    """Return the cases of which compiled.jsonl lacks a kernel for this capability."""
+    known = {line["key"] for line in read_table() if line["capability"] == capability}
+    return [
+        case for case, keys in keys_of_cases().items() if not keys <= known and (case, capability) not in CANNOT_COMPILE
+    ]
+
+
+def write_table(num_processes: int) -> None:
+    """Compile what compiled.jsonl lacks, in this many processes, and write it; drop the lines of no case."""
+    jobs = [(capability, case) for capability in CAPABILITIES for case in missing(capability)]
+    used = set(itertools.chain.from_iterable(keys_of_cases().values()))
+    kept = [line for line in read_table() if line["key"] in used]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        for i, made in enumerate(pool.map(_compile, jobs), 1):
+            kept += made
+            print(f"{i} of {len(jobs)}: {jobs[i - 1]}", flush=True)
+    lines = [] if not TABLE.exists() else [json.loads(line) for line in TABLE.read_text("utf-8").splitlines()]
+    lines = [line for line in lines if line["triton"] != triton.__version__]
+    lines += {(line["capability"], line["case"], line["key"]): line for line in kept}.values()
+    lines.sort(key=lambda line: (line["triton"], line["capability"], line["case"], line["kernel"], line["key"]))
+    TABLE.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def _compile(job: tuple[int, str]) -> list[dict[str, Any]]:
+    capability, case = job
+    try:
+        found = list(compile_cases({case}, capability))
+    except (triton.CompilationError, RuntimeError) as error:
+        print(f"{case} for {capability}: {error}", flush=True)
+        return []
+    return [{"triton": triton.__version__, "capability": capability, **asdict(one)} for one in found]
+
+
+def _inspect(case: str, kernel: str, key: str, compiled: Any) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -104,6 +188,7 @@ def _inspect(case: str, kernel: str, compiled: Any) -> Compiled:
     return Compiled(
         case=case,
         kernel=kernel,
+        key=key,
         num_warps=compiled.metadata.num_warps,
         registers=int(registers),
         stack_bytes=int(stack),
@@ -136,15 +221,20 @@ def _attend(
     *,
     heads: tuple[int, int, int] = (32, 8, 128),
     window: int | None = None,
-    kv: torch.dtype = torch.bfloat16,
+    chunk: int | None = None,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    kv: torch.dtype | None = None,
     num_splits: int | None = 1,
+    num_tile_splits: int = 1,
     is_batch_invariant: bool = False,
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
-    rows = _meta(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
-    cache = _meta(512, 16, num_kv_heads, head_dim, dtype=kv)
+    rows = _meta(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    cache = _meta(512, 16, num_kv_heads, head_dim, dtype=kv or dtype)
     scales = None
-    if kv != torch.bfloat16:
+    if kv is not None:
         scales = KvScales(_floats(512, 16, num_kv_heads), _floats(512, 16, num_kv_heads))
     operations.paged_attention(
         rows[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim),
@@ -155,8 +245,12 @@ def _attend(
         _ints(num_sequences),
         head_dim**-0.5,
         window,
+        softcap,
         scales=scales,
+        sinks=_floats(num_heads) if has_sinks else None,
+        chunk=chunk,
         num_splits=num_splits,
+        num_tile_splits=num_tile_splits,
         is_batch_invariant=is_batch_invariant,
     )
 
@@ -178,6 +272,43 @@ def _block_linear(kind: str, num_rows: int) -> None:
     operations.block_linear(_meta(num_rows, 4096), weight)
 
 
+_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+# (query heads, KV heads, head size): groups of 3, 1, 7 and 71, and heads that are no power of two or large.
+_ODD_HEADS = ((9, 3, 64), (8, 8, 80), (14, 2, 256), (71, 1, 64))
+# Triton has no float8 e4m3 on 8.0.
+CANNOT_COMPILE = {("prefill, float8 KV", 80), ("short queries, float8 KV", 80), ("store, float8 KV", 80)}
+
+
+def _attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Attention of a decode step, of prompts, and of short queries over a long context."""
+    shapes: dict[str, dict[str, Any]] = {
+        f"{heads[0]}/{heads[1]} heads of {heads[2]}, {name}": {"heads": heads, "dtype": dtype}
+        for heads in ((32, 8, 128), *_ODD_HEADS)
+        for name, dtype in _TYPES.items()
+        if heads in ((32, 8, 128), (9, 3, 64)) or name == "bf16"
+    }
+    shapes |= {
+        "window": {"window": 4096},
+        "chunks": {"chunk": 8192},
+        "softcap": {"softcap": 50.0},
+        "sinks and window": {"has_sinks": True, "window": 128},
+        "int8 KV": {"kv": torch.int8},
+        "float8 KV": {"kv": torch.float8_e4m3fn},
+    }
+    for name, shape in shapes.items():
+        yield f"short queries, {name}", partial(_attend, 50, 2, num_splits=4, num_tile_splits=16, **shape)
+
+
+def _store(kv: torch.dtype) -> None:
+    cache = _meta(512, 16, 8, 128, dtype=kv)
+    scales = KvScales(_floats(512, 16, 8), _floats(512, 16, 8))
+    operations.store_kv(_meta(64, 8, 128), _meta(64, 8, 128), cache, cache, _ints(64), scales=scales)
+
+
+def _grouped_linear(num_rows: int) -> None:
+    operations.grouped_linear(_meta(num_rows, 2048), _meta(64, 1408, 2048), _ints(num_rows))
+
+
 CASES: dict[str, Callable[[], object]] = {
     "decode, batch 64": lambda: _attend(64, 64),
     "decode, batch 1": lambda: _attend(1, 1, num_splits=16),
@@ -197,7 +328,12 @@ CASES: dict[str, Callable[[], object]] = {
     "store": lambda: operations.store_kv(
         _meta(64, 8, 128), _meta(64, 8, 128), _meta(512, 16, 8, 128), _meta(512, 16, 8, 128), _ints(64)
     ),
+    "store, int8 KV": partial(_store, torch.int8),
+    "store, float8 KV": partial(_store, torch.float8_e4m3fn),
     "linear": lambda: operations.linear(_meta(64, 4096), _meta(4096, 4096)),
+    "grouped linear, 8 rows": partial(_grouped_linear, 8),
+    "grouped linear, 2048 rows": partial(_grouped_linear, 2048),
+    **dict(_attention_cases()),
     "int8 linear, 1 row": lambda: _quantized_linear(1),
     "int8 linear, 64 rows": lambda: _quantized_linear(64),
     "int8 linear, 2048 rows": lambda: _quantized_linear(2048),
@@ -222,6 +358,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.compiled")
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--capability", type=int, choices=CAPABILITIES, default=90)
+    parser.add_argument("--check", action="store_true", help="print the cases that compiled.jsonl lacks")
+    parser.add_argument("--write", action="store_true", help="compile these, and add them to it")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="of --write")
     options = parser.parse_args()
+    if options.write:
+        write_table(options.processes)
+    if options.check or options.write:
+        lacking = [f"{case} for {capability}" for capability in CAPABILITIES for case in missing(capability)]
+        raise SystemExit("\n".join(lacking) if lacking else 0)
     for found in compile_cases(set(options.names), options.capability):
         print(json.dumps(asdict(found)), flush=True)

@@ -50,6 +50,8 @@ class ForwardInputs:
         adapters: LoRA adapters of the tokens; None: no token has one, or adapter_slots has them.
         virtual: Embeddings that replace token ids; None: there are none.
         adapter_slots: [M]; slots of the tokens' adapters on the device, -1 for none.
+        max_queries: A bound of one sequence's tokens. Some sequences may then have none, and tokens past the last
+            sequence are padding; None: each sequence has at least one, and all tokens are in one.
     """
 
     token_ids: Tensor
@@ -62,6 +64,7 @@ class ForwardInputs:
     adapters: AdapterTokens[Any] | None = None
     virtual: VirtualTokens | None = None
     adapter_slots: Tensor | None = None
+    max_queries: int | None = None
 
 
 class Probe:
@@ -279,6 +282,7 @@ class TorchDecoder:
             inputs.context_lens,
             d.windows[i],
             d.chunks[i],
+            inputs.max_queries,
         )
 
     def _states(self, i: int) -> Tensor:

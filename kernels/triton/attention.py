@@ -18,6 +18,11 @@ SEGMENT_KEYS = 512
 _MAX_SEGMENTS = 32
 _MAX_SPLITS = 64
 _PROGRAMS_PER_PROCESSOR = 3
+# Of tiles of many queries: most splits, programs that a processor takes at a time, and most tokens of a step whose
+# tiles are split, which bounds the memory of partial results.
+_MAX_TILE_SPLITS = 16
+_TILES_PER_PROCESSOR = 2
+_MAX_SPLIT_TOKENS = 512
 _LOG2_E = 1.4426950408889634
 
 
@@ -72,10 +77,12 @@ def paged_attention(
     is_batch_invariant: bool = False,
     segment_keys: int = SEGMENT_KEYS,
     num_splits: int | None = None,
+    num_tile_splits: int | None = None,
+    max_queries: int | None = None,
 ) -> Tensor:
     """Attend as the PyTorch reference does -> [M, Hq, D], D at most 256; reads nothing back from the device.
 
-    Each sequence has at least one query. A row of block_tables may hold anything past the blocks of its sequence. A
+    A row of block_tables may hold anything past the blocks of its sequence. A
     sequence with one query and context length 0 (padding) gets zeros.
 
     Args:
@@ -95,6 +102,8 @@ def paged_attention(
             the chunk it came in or the longest context.
         segment_keys: Of batch-invariant attention: `segment_keys_for` of the longest sequence there may be.
         num_splits: Programs among which one decode query's keys are divided; None: as many as fill the device.
+        num_tile_splits: The same for a tile of the queries of a longer piece.
+        max_queries: A bound of one sequence's queries, of which some may then have none; None: each has at least one.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -104,7 +113,7 @@ def paged_attention(
         raise ValueError("a window and a chunk at once")
     group, num_sequences = num_heads // num_kv_heads, context_lens.shape[0]
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    is_all_decode = num_tokens == num_sequences
+    is_all_decode = num_tokens == num_sequences if max_queries is None else max_queries == 1
     prefill = prefill_launch(group, head_dim, q.element_size())
     decode = decode_launch(group, head_dim, q.element_size())
     segment_tiles = 0
@@ -115,11 +124,26 @@ def paged_attention(
         num_splits = triton.next_power_of_2(triton.cdiv(block_tables.shape[1] * block_size, segment_keys))
     elif num_splits is None:
         num_splits = _num_splits(num_sequences * num_kv_heads, block_tables.shape[1] * block_size, decode, q.device)
-    partial = torch.empty(num_sequences, num_heads, num_splits, head_dim if num_splits > 1 else 0, device=q.device)
-    state = torch.empty(num_sequences, num_heads, num_splits, 2 if num_splits > 1 else 0, device=q.device)
+    num_tiles = num_tokens // (prefill.block_m // group) + num_sequences
+    if is_batch_invariant or is_all_decode or num_tokens > _MAX_SPLIT_TOKENS:
+        num_tile_splits = 1
+    elif num_tile_splits is None:
+        num_tile_splits = _num_tile_splits(
+            num_tiles * num_kv_heads, block_tables.shape[1] * block_size, prefill, q.device
+        )
+
+    def partial_results(num_rows: int, splits: int) -> tuple[Tensor, Tensor]:
+        is_split = splits > 1
+        shape = (num_rows, num_heads, splits)
+        return (
+            torch.empty(*shape, head_dim if is_split else 0, device=q.device),
+            torch.empty(*shape, 2 if is_split else 0, device=q.device),
+        )
+
+    partial, state = partial_results(num_sequences, num_splits)
     k_scale, v_scale = (scales.keys, scales.values) if scales else (state, state)
 
-    def run(launch: Launch, grid: tuple[int, int, int], *, is_decode: bool) -> None:
+    def run(launch: Launch, grid: tuple[int, int, int], partial: Tensor, state: Tensor, *, is_decode: bool) -> None:
         attend[grid](
             q,
             k_cache,
@@ -166,28 +190,32 @@ def paged_attention(
             enable_fp_fusion=not is_batch_invariant,
         )
 
-    run(decode, (num_sequences, num_kv_heads, num_splits), is_decode=True)
-    if num_splits > 1:
-        combine[(num_sequences, num_heads)](
+        if grid[2] == 1:
+            return
+        combine[(partial.shape[0], num_heads)](
             partial,
             state,
             sinks if sinks is not None else state,
             out,
             query_starts,
             context_lens,
-            num_splits,
+            grid[2],
+            num_sequences,
             out.stride(0),
             HEAD_DIM=head_dim,
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             BLOCK_SPLITS=_MAX_SPLITS,
             SEGMENT_KEYS=segment_keys if is_batch_invariant else 0,
+            IS_DECODE=is_decode,
             HAS_SINKS=sinks is not None,
             num_warps=4,
             enable_fp_fusion=not is_batch_invariant,
         )
+
+    run(decode, (num_sequences, num_kv_heads, num_splits), partial, state, is_decode=True)
     if not is_all_decode:
-        num_tiles = num_tokens // (prefill.block_m // group) + num_sequences
-        run(prefill, (num_tiles, num_kv_heads, 1), is_decode=False)
+        tile_results = partial_results(num_tokens, num_tile_splits)
+        run(prefill, (num_tiles, num_kv_heads, num_tile_splits), *tile_results, is_decode=False)
     return out
 
 
@@ -205,6 +233,13 @@ def _num_splits(num_programs: int, most_keys: int, launch: Launch, device: torch
     wanted = math.ceil(_PROGRAMS_PER_PROCESSOR * _num_processors(device) / num_programs)
     useful = max(1, most_keys // launch.block_n)
     return min(triton.next_power_of_2(wanted) if wanted > 1 else 1, 1 << (useful.bit_length() - 1), _MAX_SPLITS)
+
+
+def _num_tile_splits(num_programs: int, most_keys: int, launch: Launch, device: torch.device) -> int:
+    """Return a power of two: enough programs to occupy every processor, each with a key tile at the longest context."""
+    wanted = _TILES_PER_PROCESSOR * _num_processors(device) // num_programs
+    useful = max(1, most_keys // launch.block_n)
+    return 1 << (max(1, min(wanted, useful, _MAX_TILE_SPLITS)).bit_length() - 1)
 
 
 def _num_processors(device: torch.device) -> int:

@@ -2,8 +2,8 @@
 
 A program takes the queries of one KV head's group (`GROUP` heads) at `BLOCK_Q` neighbouring positions as the rows of
 one matrix, and walks over key tiles with a running softmax. Tiles are counted from key 0, so which keys meet in one
-product depends on nothing else in the batch. Single queries (decode) may be split over programs, each of which leaves
-a partial softmax state that `combine` joins.
+product depends on nothing else in the batch. The keys of a single query (decode), or of a tile of few queries over a
+long context, may be split over programs, each of which leaves a partial softmax state that `combine` joins.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def attend(
     PRECISION: tl.constexpr,
 ):
     """Grid: (sequences, KV heads, splits) with IS_DECODE, which takes the sequences of one query only; else
-    (query tiles, KV heads, 1), which leaves those out.
+    (query tiles, KV heads, splits), which leaves those out. Partial states are by sequence, or else by token.
 
     With SEGMENT_TILES, keys are taken in segments of that many tiles whose states are joined in order, whether one
     program takes them all or, when decoding, each split is one segment. With IS_CHUNKED, window is a
@@ -77,15 +77,7 @@ def attend(
         first_query = 0
     else:
         # A sequence has at most its queries // BLOCK_Q + 1 tiles; find the last sequence that begins at or before ours.
-        low = 0
-        high = num_sequences
-        while low < high:
-            middle = (low + high) // 2
-            if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= index:
-                low = middle + 1
-            else:
-                high = middle
-        sequence = low - 1
+        sequence = _last_beginning(starts_ptr, num_sequences, index, BLOCK_Q, 1)
         first_query = (index - tl.load(starts_ptr + sequence) // BLOCK_Q - sequence) * BLOCK_Q
     start = tl.load(starts_ptr + sequence)
     num_queries = tl.load(starts_ptr + sequence + 1) - start
@@ -199,7 +191,10 @@ def attend(
             top, total, acc = new_top, new_total, new_acc
 
     if IS_SPLIT:
-        places = (sequence * tl.num_programs(1) * GROUP + heads).to(tl.int64) * tl.num_programs(2) + split
+        if IS_DECODE:
+            places = (sequence * tl.num_programs(1) * GROUP + heads).to(tl.int64) * tl.num_programs(2) + split
+        else:
+            places = (tokens * (tl.num_programs(1) * GROUP) + heads) * tl.num_programs(2) + split
         tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_element)
         tl.store(state_ptr + places * 2, top, mask=is_row)
         tl.store(state_ptr + places * 2 + 1, total, mask=is_row)
@@ -213,7 +208,23 @@ def attend(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_element)
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["starts_ptr", "lens_ptr"])
+@triton.jit
+def _last_beginning(starts_ptr, num_sequences, index, SCALE: tl.constexpr, SPACING: tl.constexpr):
+    """Return the last sequence i with starts[i] // SCALE + i * SPACING <= index."""
+    low = 0
+    high = num_sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts_ptr + middle) // SCALE + middle * SPACING <= index:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit(
+    do_not_specialize=["num_splits", "num_sequences"], do_not_specialize_on_alignment=["starts_ptr", "lens_ptr"]
+)
 def combine(
     partial_ptr,
     state_ptr,
@@ -222,31 +233,43 @@ def combine(
     starts_ptr,
     lens_ptr,
     num_splits,
+    num_sequences,
     out_stride_token,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     SEGMENT_KEYS: tl.constexpr,
+    IS_DECODE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Join the splits of each single query; grid: (sequences, heads).
+    """Join the splits of each single query; grid: (sequences, heads). Without IS_DECODE, of all other queries; grid:
+    (tokens, heads).
 
     With SEGMENT_KEYS, splits are segments of that many keys, and those that have keys are joined one after another.
     """
-    sequence = tl.program_id(0)
+    row = tl.program_id(0)
     head = tl.program_id(1)
-    token = tl.load(starts_ptr + sequence)
-    if tl.load(starts_ptr + sequence + 1) - token != 1:
-        return
+    if IS_DECODE:
+        sequence = row
+        token = tl.load(starts_ptr + sequence)
+        if tl.load(starts_ptr + sequence + 1) - token != 1:
+            return
+    else:
+        token = row
+        if token >= tl.load(starts_ptr + num_sequences):
+            return
+        sequence = _last_beginning(starts_ptr, num_sequences, token, 1, 0)
+        if tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) == 1:
+            return
     dims = tl.arange(0, BLOCK_D)
-    first = (sequence * tl.num_programs(1) + head).to(tl.int64) * num_splits
+    first = (row * tl.num_programs(1) + head).to(tl.int64) * num_splits
     if SEGMENT_KEYS > 0:
         top = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
         acc = tl.zeros([1, BLOCK_D], tl.float32)
-        row = tl.arange(0, 1)
+        one = tl.arange(0, 1)
         for split in range((tl.load(lens_ptr + sequence) + SEGMENT_KEYS - 1) // SEGMENT_KEYS):
-            place = first + split + row
+            place = first + split + one
             other_top = tl.load(state_ptr + place * 2)
             other_total = tl.load(state_ptr + place * 2 + 1)
             other_acc = tl.load(
@@ -254,7 +277,7 @@ def combine(
             )
             top, total, acc = merge(top, total, acc, other_top, other_total, other_acc)
         if HAS_SINKS:
-            total, acc = add_sink(top, total, acc, tl.load(sinks_ptr + head + row) * 1.4426950408889634)
+            total, acc = add_sink(top, total, acc, tl.load(sinks_ptr + head + one) * 1.4426950408889634)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         result = tl.reshape(acc, [BLOCK_D])
     else:

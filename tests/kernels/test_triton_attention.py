@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kernels import KvScales
 from kernels import triton as operations
+from kernels.triton import attention
 from tests.kernels import exact
 from tests.kernels.paged import PagedBatch, paged_batch
 
@@ -48,7 +49,17 @@ def attend(
 ) -> Tensor:
     tables, scale = (batch.block_tables, batch.query_starts, batch.context_lens), q.shape[-1] ** -0.5
     return operations.paged_attention(
-        q, k, v, *tables, scale, window, softcap, sinks=sinks, chunk=chunk, num_splits=splits
+        q,
+        k,
+        v,
+        *tables,
+        scale,
+        window,
+        softcap,
+        sinks=sinks,
+        chunk=chunk,
+        num_splits=splits,
+        num_tile_splits=splits,
     )
 
 
@@ -114,6 +125,30 @@ def test_padding_rows_give_zeros(splits: int) -> None:
     out = operations.paged_attention(q, k, v, tables, starts, lens, 0.25, num_splits=splits)
     assert exact.error(out[:1], exact.attention(q[:1], k, v, batch, 0.25)) < EPSILON[torch.float32]
     assert not out[1:].any()
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int) -> None:
+    """As a recorded step has them: as many tokens as sequences, of which the first has three and the third none."""
+    batch = paged_batch([70, 9], [3, 1], 16)
+    k, v = random_cache(batch, 16, 1, 16, torch.float32)
+    q = torch.randn(5, 2, 16)
+    tables = torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 3))
+    starts = torch.tensor([0, 3, 4, 4, 4, 4], dtype=torch.int32)
+    lens = torch.tensor([70, 9, 0, 0, 0], dtype=torch.int32)
+    out = operations.paged_attention(
+        q, k, v, tables, starts, lens, 0.25, num_splits=splits, num_tile_splits=splits, max_queries=5
+    )
+    assert exact.error(out[:4], exact.attention(q[:4], k, v, batch, 0.25)) < EPSILON[torch.float32]
+
+
+def test_tiles_of_few_queries_are_split_to_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a prompt of 50 tokens, 4 queries a KV head: 2 tiles at most, each on 8 KV heads."""
+    monkeypatch.setattr(attention, "_num_processors", lambda device: 132)
+    launch, cpu = attention.prefill_launch(4, 128, 2), torch.device("cpu")
+    assert attention._num_tile_splits(2 * 8, 16000, launch, cpu) == 16
+    assert attention._num_tile_splits(2 * 8, 256, launch, cpu) == 4  # no more than there are tiles of keys
+    assert attention._num_tile_splits(17 * 8, 16000, launch, cpu) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

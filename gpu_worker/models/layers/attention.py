@@ -21,7 +21,7 @@ class PagedTokens:
     Attributes:
         keys, values: [num_blocks, tokens_per_block, num_kv_heads, head_dim].
         slot_mapping, block_tables, query_starts, context_lens: As in `ForwardInputs`.
-        window, chunk: Limits of attention, as in `kernels.paged_attention`.
+        window, chunk, max_queries: Limits of attention, as in `kernels.paged_attention`.
     """
 
     keys: Tensor
@@ -32,6 +32,7 @@ class PagedTokens:
     context_lens: Tensor
     window: int | None
     chunk: int | None
+    max_queries: int | None
 
     def attend(self, d: DecoderDescription, q: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """Compute attention: q [M, Hq, D] -> [M, Hq, Dv]."""
@@ -48,6 +49,7 @@ class PagedTokens:
             sinks=sinks,
             chunk=self.chunk,
             num_sink_tokens=d.num_sink_tokens,
+            max_queries=self.max_queries,
         )
 
 
