@@ -1,13 +1,15 @@
-"""Run a decoder on a GPU: one copy transfers the inputs, and decode-only steps replay CUDA graphs.
+"""Run a decoder on a GPU: one copy transfers the inputs, and steps replay CUDA graphs.
 
-A step arrives as CPU tensors. If every sequence in it has one token and is sampled, its rows are laid out in one pinned
-buffer as the graph of the next larger batch size expects them, copied to that graph's inputs, and the graph is
-replayed; padding rows have no keys and write no slot. Each size has a second graph for steps with LoRA adapters, which
-names them by slots on the device. Any other step is copied over and run eagerly. No call here waits
-for the device, except to reuse a pinned buffer whose last copy is still running.
+A step arrives as CPU tensors. It is laid out in one pinned buffer as the smallest recorded shape that it fits in
+expects it, copied to that graph's inputs, and the graph is replayed. There are shapes for decode steps, in which every
+sequence has one token and is sampled, and for mixed steps of up to 512 tokens: prompts beside decodes, and drafts to
+verify. Padding rows have no keys, or no tokens, and write no slot. Each shape has a second graph for steps with LoRA
+adapters, which names them by slots on the device. Larger steps, which the device computes for longer than the host
+needs to launch them, are copied over and run eagerly. No call here waits for the device, except to reuse a pinned
+buffer whose last copy is still running.
 
 A step may be started before the host knows the tokens of the step before. These stay on the device (`feed`), and
-negative token ids refer to them.
+negative token ids refer to them. A graph ends with the likeliest tokens, and feeds them to the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -29,13 +31,15 @@ from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.arena import token_slots
 from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
+from gpu_worker.sampling.distribution import greedy_tokens
 
 logger = logging.getLogger(__name__)
 
 _NO_SLOT = -1
-# Token id, position, KV slot, length and adapter slot of a row.
-_WORDS = 5
 _WARM_UP_RUNS = 2
+# Of mixed steps: tokens, and sequences beside the largest batch.
+_MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512)
+_MIXED_ROWS = (8, 64)
 
 Recorder = Callable[[Callable[[], object]], Callable[[], None]]
 # Each set of graphs has its own recorder: the memory pool is freed with the last graph.
@@ -46,6 +50,49 @@ def graph_sizes(max_batch_size: int) -> list[int]:
     """Return the batch sizes to record, ascending: 1, 2, 4, 8, then multiples of 16, and the limit itself."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_batch_size]
     return [*sizes, *range(16, max_batch_size, 16), max_batch_size]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """Shape of a recorded step.
+
+    Attributes:
+        num_rows: Sequences, and sampled tokens.
+        num_tokens: Tokens; as many as rows in a decode step, more in a mixed one.
+    """
+
+    num_rows: int
+    num_tokens: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Return whether every sequence has one token."""
+        return self.num_tokens == self.num_rows
+
+    def sizes(self) -> list[int]:
+        """Return the lengths of a step's parts.
+
+        They are token ids, positions, KV slots and adapter slots; lengths and sampled tokens; query starts.
+        """
+        return [self.num_tokens] * 4 + [self.num_rows] * 2 + [self.num_rows + 1]
+
+    def takes(self, num_tokens: int, num_rows: int, num_sampled: int) -> bool:
+        """Return whether a step of this many tokens, sequences and sampled tokens fits in."""
+        if self.is_decode and not num_tokens == num_rows == num_sampled:
+            return False
+        return num_tokens <= self.num_tokens and max(num_rows, num_sampled) <= self.num_rows
+
+
+def mixed_shapes(max_batch_size: int, max_num_tokens: int) -> list[Shape]:
+    """Return the shapes of mixed steps to record."""
+    rows = {min(size, max_batch_size) for size in (*_MIXED_ROWS, max_batch_size)}
+    tokens = [size for size in _MIXED_TOKENS if size <= max_num_tokens]
+    return [Shape(num_rows, num_tokens) for num_tokens in tokens for num_rows in sorted(rows) if num_rows < num_tokens]
+
+
+def _counts(inputs: ForwardInputs) -> tuple[int, int, int]:
+    """Return the numbers of tokens, sequences and sampled tokens."""
+    return inputs.token_ids.shape[0], inputs.context_lens.shape[0], inputs.sampled.shape[0]
 
 
 class GraphRecorder:
@@ -109,13 +156,19 @@ class GraphDecoder:
         self._decoder, self._device, self._make_recorder = decoder, device, make_recorder
         self._max_batch_size = max_batch_size
         self._with_adapters = (False, True) if takes_adapters else (False,)
-        # By number of rows, and whether they may have adapters.
-        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
+        # Ascending, so that the first one that a step fits in is the smallest; those of decode steps come first.
+        self._shapes = [Shape(size, size) for size in graph_sizes(max_batch_size)]
+        self._shapes += mixed_shapes(max_batch_size, max_num_tokens)
+        # By shape, and whether tokens may have adapters.
+        self._graphs: dict[tuple[Shape, bool], Callable[[], None]] = {}
         self._logits = torch.empty(0, device=device)
-        # Five numbers per row, then the used part of the block tables: filled by one copy.
-        self._arena = torch.zeros(max_batch_size * (_WORDS + max_blocks), dtype=torch.int32, device=device)
+        # The parts of a step, then the used part of the block tables: filled by one copy.
+        most = max(sum(shape.sizes()) + shape.num_rows * max_blocks for shape in self._shapes)
+        self._arena = torch.zeros(most, dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
-        self._counts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
+        # Likeliest tokens of the last replay, -1 for logits that are not finite.
+        self._best = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
+        self._has_best = False
         # Sampled tokens of the previous step, which may not be known to the host yet.
         self._fed = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         most_eager = 4 * max_num_tokens + max_batch_size * (3 + max_blocks) + 1
@@ -149,6 +202,10 @@ class GraphDecoder:
         """Store the int32 tokens that a step sampled; in the next step, id -1 - i refers to tokens[i]."""
         torch.clamp(tokens, min=0, out=self._fed[: len(tokens)])
 
+    def best(self, num_rows: int) -> Tensor | None:
+        """Return the likeliest tokens of the last `forward`, already fed; None if it did not replay a graph."""
+        return self._best[:num_rows] if self._has_best else None
+
     @torch.inference_mode()
     def capture(self) -> None:
         """Record the graphs over the current cache, largest first, so that the smaller ones fit in its memory."""
@@ -157,75 +214,93 @@ class GraphDecoder:
         self.clear()
         record = self._make_recorder()
         started = time.perf_counter()
-        for size in reversed(graph_sizes(self._max_batch_size)):
+        for shape in sorted(self._shapes, reverse=True):
             for has_adapters in self._with_adapters:
-                inputs = self._static_inputs(size, has_adapters=has_adapters)
-                # Earlier steps may have left data there in the layout of another batch size.
+                inputs = self._static_inputs(shape, has_adapters=has_adapters)
+                # Earlier steps may have left data there in another layout.
                 self._arena.zero_()
                 inputs.slot_mapping.fill_(_NO_SLOT)
                 if inputs.adapter_slots is not None:
                     inputs.adapter_slots.fill_(_NO_SLOT)
+                if shape.is_decode:
+                    torch.arange(shape.num_rows + 1, dtype=torch.int32, out=inputs.query_starts)
                 if not self._graphs:
                     self._logits = self._decoder.forward(inputs)
-                self._graphs[size, has_adapters] = record(functools.partial(self._run, inputs, size))
+                self._graphs[shape, has_adapters] = record(functools.partial(self._run, inputs, shape.num_rows))
         logger.info("recorded %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Return float32 logits [S, vocab_size] on the device, valid until the next call."""
-        if probe is not None:
+        shape = None if probe is not None or inputs.virtual is not None else self._shape_for(inputs)
+        self._has_best = shape is not None
+        if shape is None:
             return self._decoder.forward(self._send_all(inputs), probe)
-        num_rows = inputs.context_lens.shape[0]
-        has_adapters = inputs.adapters is not None
-        is_decode = inputs.virtual is None and inputs.token_ids.shape[0] == inputs.sampled.shape[0] == num_rows
-        sizes = [size for size, takes in self._graphs if takes == has_adapters and size >= num_rows]
-        if not is_decode or not sizes:
-            return self._decoder.forward(self._send_all(inputs))
-        size = min(sizes)
-        self._fill(inputs, size)
-        self._graphs[size, has_adapters]()
-        return self._logits[:num_rows]
+        self._fill(inputs, shape)
+        self._graphs[shape, inputs.adapters is not None]()
+        return self._logits[: inputs.sampled.shape[0]]
 
     def logits(self, last: Tensor) -> Tensor:
         """Return float32 logits of the hidden states that a probe kept."""
         return self._decoder.logits(last)
 
-    def _run(self, inputs: ForwardInputs, size: int) -> None:
+    def _shape_for(self, inputs: ForwardInputs) -> Shape | None:
+        """Return the smallest recorded shape that takes a step; None if there is none."""
+        counts, has_adapters = _counts(inputs), inputs.adapters is not None
+        found = next((shape for shape in self._shapes if shape.takes(*counts)), None)
+        return found if found is not None and (found, has_adapters) in self._graphs else None
+
+    def _run(self, inputs: ForwardInputs, num_rows: int) -> None:
         # All graphs write their logits to one shared buffer, which can be larger than the rest of their memory.
-        self._logits[:size] = self._decoder.forward(replace(inputs, token_ids=self._known(inputs.token_ids)))
+        logits = self._decoder.forward(replace(inputs, token_ids=self._known(inputs.token_ids)))
+        self._logits[:num_rows] = logits
+        self._best[:num_rows] = greedy_tokens(logits)
+        self.feed(self._best[:num_rows])
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Return token ids with placeholders replaced by the tokens passed to `feed`."""
         return torch.where(token_ids < 0, self._fed[(-1 - token_ids).clamp(min=0).long()], token_ids)
 
-    def _static_inputs(self, size: int, *, has_adapters: bool) -> ForwardInputs:
-        token_ids, positions, slots, lens, adapter_slots = self._arena[: _WORDS * size].view(_WORDS, size).unbind()
+    def _static_inputs(self, shape: Shape, *, has_adapters: bool) -> ForwardInputs:
+        parts = torch.split(self._arena[: sum(shape.sizes())], shape.sizes())
+        token_ids, positions, slots, adapter_slots, lens, sampled, starts = parts
         return ForwardInputs(
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slots,
-            query_starts=self._counts[: size + 1],
+            query_starts=starts,
             context_lens=lens,
-            block_tables=self._tables[:size],
-            sampled=self._counts[:size],
+            block_tables=self._tables[: shape.num_rows],
+            sampled=sampled,
             adapter_slots=adapter_slots if has_adapters else None,
+            max_queries=1 if shape.is_decode else shape.num_tokens,
         )
 
-    def _fill(self, inputs: ForwardInputs, size: int) -> None:
-        num_rows, num_blocks = inputs.block_tables.shape
-        start = _WORDS * size
+    def _fill(self, inputs: ForwardInputs, shape: Shape) -> None:
+        num_tokens, num_rows, _ = _counts(inputs)
+        num_blocks = inputs.block_tables.shape[1]
+        start = sum(shape.sizes())
         used = start + num_rows * num_blocks
         buffer = self._pinned.next()[:used]
         values = buffer.numpy()
-        parts = [
-            part.numpy() for part in (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens)
-        ]
-        none = np.full(num_rows, _NO_SLOT, dtype=np.int32)
-        parts.append(none if inputs.adapters is None else token_slots(inputs.adapters))
-        paddings = (0, 0, _NO_SLOT, 0, _NO_SLOT)
-        for head, part, padding in zip(values[:start].reshape(_WORDS, size), parts, paddings, strict=True):
-            head[:num_rows] = part
-            head[num_rows:] = padding
+        none = np.full(num_tokens, _NO_SLOT, dtype=np.int32)
+        parts = (
+            (inputs.token_ids.numpy(), 0),
+            (inputs.positions.numpy(), 0),
+            (inputs.slot_mapping.numpy(), _NO_SLOT),
+            (none if inputs.adapters is None else token_slots(inputs.adapters), _NO_SLOT),
+            (inputs.context_lens.numpy(), 0),
+            (inputs.sampled.numpy(), 0),
+            # Padding sequences have no tokens, or in a decode step one without keys.
+            (
+                inputs.query_starts.numpy(),
+                np.arange(num_rows + 1, shape.num_rows + 1) if shape.is_decode else num_tokens,
+            ),
+        )
+        heads = np.split(values[:start], np.cumsum(shape.sizes())[:-1])
+        for head, (part, padding) in zip(heads, parts, strict=True):
+            head[: len(part)] = part
+            head[len(part) :] = padding
         values[start:] = inputs.block_tables.numpy().reshape(-1)
         self._pinned.send(buffer, self._arena[:used])
         # Entries past a row's last block are never read.
@@ -233,7 +308,7 @@ class GraphDecoder:
         self._tables[:num_rows, :num_blocks].copy_(tables, non_blocking=True)
 
     def _send_all(self, inputs: ForwardInputs) -> ForwardInputs:
-        others = ("adapters", "virtual", "adapter_slots")
+        others = ("adapters", "virtual", "adapter_slots", "max_queries")
         names = [field.name for field in fields(ForwardInputs) if field.name not in others]
         arrays = [getattr(inputs, name).numpy() for name in names]
         if inputs.adapters is not None:

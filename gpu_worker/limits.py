@@ -45,11 +45,9 @@ class Limits:
         return cls(length, config.max_num_tokens or default)
 
 
-def graph_decoder(
-    config: WorkerConfig, model: LoadedModel, limits: Limits, *, is_recorded: bool = True
-) -> GraphDecoder:
+def graph_decoder(config: WorkerConfig, model: LoadedModel, limits: Limits) -> GraphDecoder:
     """Wrap the model's decoder to copy inputs to the GPU and, where allowed, replay CUDA graphs."""
-    is_recorded = is_recorded and config.cuda_graphs and model.can_record
+    is_recorded = config.cuda_graphs and model.can_record
     return GraphDecoder(
         model.decoder,
         model.device,

@@ -49,7 +49,7 @@ from gpu_worker.sampling.sampler import Chosen, Sampled, Sampler
 from gpu_worker.speculation.draft_model import DraftModel, load_draft_model
 from gpu_worker.speculation.drafts import Drafter
 from gpu_worker.speculation.verification import Answer, settle
-from gpu_worker.warm_up import CPU_NUM_TOKENS, FullBatches, warm_up_steps
+from gpu_worker.warm_up import CPU_NUM_TOKENS, FullBatches, short_query_steps, warm_up_steps
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, MidstreamError, UnsupportedError
 from midstream.grammar.process import GrammarProcess
@@ -143,6 +143,7 @@ class ModelRunner:
         self.runs_ahead = leader is None and (is_gpu if runs_ahead is None else runs_ahead)
         self._in_flight: deque[Launched] = deque()
         self._last_end = 0.0
+        self._draft_front: GraphDecoder | None = None
         self._front = self._with_graphs() if is_gpu or self.runs_ahead else None
         self._readback = Readback(self.model.device, config.max_batch_size)
         if leader is not None:
@@ -160,8 +161,9 @@ class ModelRunner:
     def close(self) -> None:
         """Stop helper processes and release recorded graphs; call it before the ranks disconnect."""
         self._in_flight.clear()
-        if self._front is not None:
-            self._front.close()
+        for graphs in (self._front, self._draft_front):
+            if graphs is not None:
+                graphs.close()
         self._guides.close()
         self.kv.close()
 
@@ -198,8 +200,13 @@ class ModelRunner:
         if self._front is not None and prepared.inputs is not None and self._can_run_ahead(prepared):
             rows = prepared.sampled_rows
             logits = self._front.forward(prepared.inputs)
-            chosen = launched.chosen = self._sampler.choose(logits, rows, self._constraints_behind(prepared))
-            self._front.feed(chosen.token_ids)
+            best = self._front.best(len(rows)) if self._sampler.is_greedy(rows) else None
+            if best is not None:
+                chosen = Chosen(best, rows, best)
+            else:
+                chosen = self._sampler.choose(logits, rows, self._constraints_behind(prepared))
+                self._front.feed(chosen.token_ids)
+            launched.chosen = chosen
             launched.copy, launched.pending = self._readback.start(chosen.values), self._rows.append_pending(rows)
             self._in_flight.append(launched)
         else:
@@ -330,8 +337,8 @@ class ModelRunner:
         front = graph_decoder(self._config, self.model, self._limits)
         self.model = replace(self.model, decoder=front)
         if self._draft is not None:
-            draft = graph_decoder(self._config, self._draft, self._limits, is_recorded=False)
-            self._draft = replace(self._draft, decoder=draft)
+            self._draft_front = graph_decoder(self._config, self._draft, self._limits)
+            self._draft = replace(self._draft, decoder=self._draft_front)
         return front
 
     def _record(self, graphs: GraphDecoder) -> None:
@@ -339,6 +346,8 @@ class ModelRunner:
             graphs.capture()
         else:
             self._leader.record_graphs(graphs.capture)
+        if self._draft_front is not None:
+            self._draft_front.capture()
 
     def _warm_up(self) -> WarmUpMemory:
         """On a GPU run the largest steps and record graphs over a small pool; on a CPU run a small step."""
@@ -355,6 +364,8 @@ class ModelRunner:
             self._run_largest_steps()
             memory.record(functools.partial(self._record, self._front))
             self._front.clear()
+            if self._draft_front is not None:
+                self._draft_front.clear()
         logger.info("warmed up in %.1f s", time.perf_counter() - started)
         return memory
 
@@ -374,6 +385,7 @@ class ModelRunner:
         blocks = -(-(self._longest_prefill + 1) // self._config.tokens_per_block)
         if blocks <= self.kv.num_blocks:
             self._run_all(warm_up_steps(self._longest_prefill, blocks))
+        self._run_all(short_query_steps(self.max_sequence_length, self.kv.num_blocks, self._config.tokens_per_block))
         if self._full_batches.num_blocks <= self.kv.num_blocks:
             for steps in self._full_batches.runs():
                 self._run_all(steps)

@@ -47,6 +47,23 @@ def warm_up_steps(num_tokens: int, num_blocks: int) -> tuple[Step, Step]:
     return prefill, Step(generation_rows=zero)
 
 
+def short_query_steps(max_sequence_length: int, num_blocks: int, tokens_per_block: int) -> tuple[Step, ...]:
+    """Return a step that computes the last two tokens of the longest sequence that the pool holds."""
+    length = min(max_sequence_length - 1, num_blocks * tokens_per_block - 1)
+    if length < 2:
+        return ()
+    zero = np.zeros(1, dtype=np.int32)
+    sequence = NewSequence(
+        row=0,
+        token_ids=np.zeros(length, dtype=np.int32),
+        num_prompt_tokens=length,
+        block_ids=np.arange(-(-(length + 1) // tokens_per_block), dtype=np.int32),
+        sampling=GREEDY,
+    )
+    starts, lengths = np.array([length - 2], dtype=np.int32), np.array([2], dtype=np.int32)
+    return (Step(new_sequences=(sequence,), context_rows=zero, context_starts=starts, context_lengths=lengths),)
+
+
 @dataclass(frozen=True, slots=True)
 class FullBatches:
     """Steps with the maximum number of sequences, with the longest prompts that fit together in one step.

@@ -51,7 +51,7 @@ def paged_attention(
     A query's bits do not depend on what else is asked in the call: keys are taken in tiles counted from position 0 and
     queries in tiles of constant height, so each matrix product has one shape.
     """
-    out = torch.empty(*q.shape[:-1], v_cache.shape[-1], dtype=q.dtype, device=q.device)
+    out = torch.zeros(*q.shape[:-1], v_cache.shape[-1], dtype=q.dtype, device=q.device)
     mask = _Mask(window, chunk, softcap, num_sink_tokens)
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     for i, length in enumerate(lengths):

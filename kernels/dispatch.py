@@ -241,7 +241,7 @@ def paged_attention(
     more score for each query head, which takes weight but has no value. With a chunk, no query sees keys before the
     last multiple of it. Beside its window a query sees the first num_sink_tokens keys. The values' heads may be
     narrower, [..., Dv]. With max_queries, no sequence has more queries, some may have none, and rows of q past the last
-    query give anything.
+    query give zeros, or with flash-attn anything.
     """
     tables = (block_tables, query_starts, context_lens)
     if window is None:

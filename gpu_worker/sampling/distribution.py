@@ -23,6 +23,19 @@ def bounded(logits: Tensor, *, is_banned: Tensor) -> Tensor:
     return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).masked_fill_(is_banned, -torch.inf)
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """Return the first maximum of each row; a NaN counts as the maximum."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=1))  # several times faster than torch's
+    return logits.argmax(dim=1)
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Return each row's likeliest token, -1 if its logit is not finite: int32."""
+    best = argmax(logits)
+    return best.int().masked_fill_(~torch.isfinite(logits.gather(1, best[:, None]).squeeze(1)), -1)
+
+
 def top_threshold(probabilities: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float32]) -> Tensor:
     """Return the least probability that top_k (0: all) and then top_p keep: [num_rows, V] -> [num_rows, 1]."""
     num_tokens = probabilities.shape[1]

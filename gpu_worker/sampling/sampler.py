@@ -22,7 +22,7 @@ from gpu_worker.batch.staging import PinnedBuffers
 from gpu_worker.batch.step import IntArray, RowLogProbs
 from gpu_worker.features import Feature
 from gpu_worker.sampling.beams import Candidates, find_candidates
-from gpu_worker.sampling.distribution import MIN_TEMPERATURE, invert, top_threshold
+from gpu_worker.sampling.distribution import MIN_TEMPERATURE, argmax, invert, top_threshold
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints
 from gpu_worker.sampling.logits_processors import STEERING, allow, decayed_top_p, send, steer
 from gpu_worker.sampling.post_processors import PostProcessor, post_process
@@ -185,7 +185,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, rows: IntArray, constraints: Constraints = UNCONSTRAINED) -> Chosen:
         """Sample from float32 `logits` [len(rows), vocab_size] as `sample` does, without waiting for the device."""
-        raw, best = logits, _argmax(logits)
+        raw, best = logits, argmax(logits)
         highest = logits.gather(1, best[:, None]).squeeze(1)
         features = int(np.bitwise_or.reduce(self._rows.features[rows]))
         is_empty: Tensor | None = None
@@ -195,7 +195,7 @@ class Sampler:
             masked = [place for place in self._with(rows, Feature.GUIDED) if int(rows[place]) in constraints.masks]
             if masked:
                 allow(logits, raw, masked, [constraints.masks[int(rows[place])] for place in masked])
-            best = _argmax(logits)
+            best = argmax(logits)
             is_empty = logits.gather(1, best[:, None]).squeeze(1) == -torch.inf
             # What is drawn from needs a token.
             logits[:, 0].masked_fill_(is_empty, 0.0)
@@ -236,7 +236,7 @@ class Sampler:
             guided = self._with(rows, Feature.GUIDED)
             if guided:
                 allow(logits, raw, guided, [constraints.masks[int(rows[place])] for place in guided])
-            likeliest = _argmax(logits)
+            likeliest = argmax(logits)
             chosen = likeliest.cpu().numpy().astype(np.int32)
             is_empty = (logits.gather(1, likeliest[:, None]).squeeze(1) == -torch.inf).cpu().numpy()
             errors = dict.fromkeys(np.flatnonzero(is_empty).tolist(), _NOTHING_LEFT) | errors
@@ -335,18 +335,11 @@ class Sampler:
 
 
 def _likeliest(logits: Tensor) -> tuple[IntArray, NDArray[np.floating[Any]]]:
-    """Return each row's argmax token (see `_argmax`) and its logit."""
-    best = _argmax(logits)
+    """Return each row's argmax token (see `argmax`) and its logit."""
+    best = argmax(logits)
     if logits.device.type == "cpu":
         places = best.numpy()
         return places.astype(np.int32), logits.numpy()[np.arange(len(places)), places]
     # One copy, because each waits for the step to end; float64 represents both exactly.
     found = torch.stack((best.double(), logits.gather(1, best[:, None]).squeeze(1).double())).cpu().numpy()
     return found[0].astype(np.int32), found[1]
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    """Return the first maximum of each row; a NaN counts as the maximum."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(axis=1))  # several times faster than torch's
-    return logits.argmax(dim=1)

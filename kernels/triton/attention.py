@@ -112,8 +112,10 @@ def paged_attention(
     if window is not None and chunk is not None:
         raise ValueError("a window and a chunk at once")
     group, num_sequences = num_heads // num_kv_heads, context_lens.shape[0]
-    out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     is_all_decode = num_tokens == num_sequences if max_queries is None else max_queries == 1
+    # Tokens that may be in no sequence stay zero.
+    make = torch.empty if max_queries is None or is_all_decode else torch.zeros
+    out = make(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     prefill = prefill_launch(group, head_dim, q.element_size())
     decode = decode_launch(group, head_dim, q.element_size())
     segment_tiles = 0

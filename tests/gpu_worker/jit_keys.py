@@ -70,7 +70,9 @@ def with_results(name: str) -> Callable[..., Any]:
         if reference is None:
             return args[0].argmax(dim=1).int()
         kept = {
-            key: value for key, value in kwargs.items() if key not in ("is_batch_invariant", "segment_keys", "scales")
+            key: value
+            for key, value in kwargs.items()
+            if key not in ("is_batch_invariant", "segment_keys", "scales", "max_queries")
         }
         return reference(*args, **kept)
 

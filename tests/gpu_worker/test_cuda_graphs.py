@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from gpu_worker.cuda_graphs import GraphDecoder, graph_sizes
+from gpu_worker.cuda_graphs import GraphDecoder, Shape, graph_sizes, mixed_shapes
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import ForwardInputs, Probe
 
@@ -37,7 +38,8 @@ class FakeDecoder:
         self.slots = inputs.slot_mapping.tolist()
         sampled = inputs.sampled.long()
         firsts = (inputs.token_ids * 10 + inputs.positions)[sampled]
-        rows = torch.bucketize(sampled, inputs.query_starts[1:], right=True)
+        # Padding rows may sample a token of no sequence.
+        rows = torch.bucketize(sampled, inputs.query_starts[1:], right=True).clamp(max=len(inputs.context_lens) - 1)
         blocks = [int(inputs.block_tables[row, : int(inputs.context_lens[row])].sum()) for row in rows.tolist()]
         return torch.stack((firsts, torch.tensor(blocks)), dim=1).float()
 
@@ -102,9 +104,18 @@ def test_graphs_are_recorded_largest_first() -> None:
     GraphDecoder(
         decoder, CPU, max_batch_size=20, max_num_tokens=64, max_blocks=5, make_recorder=lambda: recorder
     ).capture()
-    # The first run shows how large the logits are.
-    assert decoder.num_rows == [20, 20, 16, 8, 4, 2, 1]
-    assert recorder.num_recorded == 6
+    # The first run shows how large the logits are. Steps of 64 and 32 tokens come with 20 and with 8 rows.
+    assert decoder.num_rows == [20, 20, 20, 20, 16, 8, 8, 8, 4, 2, 1]
+    assert recorder.num_recorded == 10
+
+
+def test_shapes_of_mixed_steps() -> None:
+    assert mixed_shapes(4, 64) == [Shape(4, 32), Shape(4, 64)]
+    assert mixed_shapes(100, 2048)[:6] == [
+        *(Shape(8, 32), Shape(8, 64), Shape(8, 128)),
+        *(Shape(64, 128), Shape(100, 128), Shape(8, 192)),
+    ]
+    assert not mixed_shapes(4, 31)
 
 
 @pytest.mark.parametrize(("num_rows", "padded"), [(1, 1), (2, 2), (3, 4), (9, 16), (17, 20), (20, 20)])
@@ -118,11 +129,8 @@ def test_decoding_pads_to_the_next_size(num_rows: int, padded: int) -> None:
     assert decoder.slots == [100 + i for i in range(num_rows)] + [-1] * (padded - num_rows)
 
 
-@pytest.mark.parametrize("recorder", [None, Replays()])
-def test_other_steps_run_eagerly(recorder: Replays | None) -> None:
-    decoder = FakeDecoder()
-    graphs = graph_decoder(decoder, recorder)
-    inputs = ForwardInputs(
+def mixed_inputs() -> ForwardInputs:
+    return ForwardInputs(
         token_ids=torch.tensor([3, 4, 5], dtype=torch.int32),
         positions=torch.tensor([0, 1, 1], dtype=torch.int32),
         slot_mapping=torch.tensor([0, 1, 9], dtype=torch.int32),
@@ -131,5 +139,41 @@ def test_other_steps_run_eagerly(recorder: Replays | None) -> None:
         block_tables=torch.tensor([[5, 6], [7, 8]], dtype=torch.int32),
         sampled=torch.tensor([1, 2], dtype=torch.int32),
     )
-    assert graphs.forward(inputs).tolist() == [[41, 11], [51, 15]]
+
+
+@pytest.mark.parametrize(("recorder", "num_rows"), [(None, 2), (Replays(), 8)])
+def test_a_prompt_beside_a_decode_is_padded_or_runs_eagerly(recorder: Replays | None, num_rows: int) -> None:
+    decoder = FakeDecoder()
+    graphs = graph_decoder(decoder, recorder)
+    graphs.forward(decode_inputs(20))
+    assert graphs.forward(mixed_inputs()).tolist() == [[41, 11], [51, 15]]
+    assert decoder.num_rows[1:] == [num_rows]
+    assert decoder.slots == [0, 1, 9] + [-1] * (29 if recorder else 0)
+
+
+def test_steps_that_are_too_large_run_eagerly() -> None:
+    decoder = FakeDecoder()
+    graphs = graph_decoder(decoder, Replays())
+    tokens = torch.arange(65, dtype=torch.int32)
+    inputs = replace(
+        mixed_inputs(),
+        token_ids=tokens,
+        positions=tokens,
+        slot_mapping=tokens,
+        query_starts=torch.tensor([0, 64, 65], dtype=torch.int32),
+    )
+    graphs.forward(inputs)
     assert decoder.num_rows == [2]
+    assert graphs.best(2) is None
+
+
+def test_a_graph_gives_the_likeliest_tokens_and_feeds_them() -> None:
+    graphs = graph_decoder(FakeDecoder(), Replays())
+    graphs.forward(decode_inputs(3))
+    best = graphs.best(3)
+    assert best is not None
+    assert best.tolist() == [0, 0, 0]
+    graphs.feed(torch.tensor([5, -1, 6], dtype=torch.int32))
+    # Rows 1 to 3 take the second, the first and the third of these: the second was not finite, and counts as 0.
+    inputs = replace(decode_inputs(3), token_ids=torch.tensor([-2, -1, -3], dtype=torch.int32))
+    assert graphs.forward(inputs).tolist() == [[1, 2], [51, 4], [61, 6]]

@@ -18,6 +18,7 @@ from torch import Tensor
 from gpu_worker.batch.staging import PinnedBuffers, Readback
 from gpu_worker.batch.step import EMPTY, Fork, NewSequence, SamplingParams, Step, StepOutput
 from gpu_worker.batch.steps_in_flight import StepsInFlight
+from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.lora.adapter import Adapter, LoraPair, module_shapes
 from gpu_worker.model_runner import Launched, ModelRunner
 from gpu_worker.models.decoder import ForwardInputs, Probe
@@ -323,14 +324,16 @@ def test_broken_logits_fail_their_row_alone(
     runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = runners[1]
-    forward = runner.model.decoder.forward
+    assert isinstance(runner.model.decoder, GraphDecoder)
+    decoder = runner.model.decoder._decoder
+    forward = decoder.forward
 
     def broken(inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         logits = forward(inputs, probe).clone()
         logits[0, 3] = torch.nan
         return logits
 
-    monkeypatch.setattr(runner.model.decoder, "forward", broken)
+    monkeypatch.setattr(decoder, "forward", broken)
     both = Step(
         new_sequences=(sequence(0, [5]), sequence(1, [6])),
         context_rows=ints([0, 1]),
