@@ -31,8 +31,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # modules, or a new one) would change the results.
 _KNOWN = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
-    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
-    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
 _OFF: tuple[object, ...] = (None, False, 0, "none", "", [], {})
@@ -138,9 +138,11 @@ class _Lora:
         self._num_layers = description.num_layers
         self._shapes, self._paths = module_shapes(description), module_paths(description)
         # In a model of text and images the layers are nested deeper.
-        prefixes = family_of(description.architecture).names.prefixes
-        held = (p for p in prefixes if any(name.startswith(f"{_PREFIX}{p}layers.") for name in tensors))
-        self._prefix = next(held, prefixes[0])
+        names = family_of(description.architecture).names
+        prefixes, layer = names.prefixes, names.layer.removeprefix(names.prefixes[0])
+        start = layer.partition("{}")[0]
+        held = (p for p in prefixes if any(name.startswith(_PREFIX + p + start) for name in tensors))
+        self._layer = next(held, prefixes[0]) + layer
         self._absent = {
             (i, path)
             for i in range(description.num_layers)
@@ -161,7 +163,7 @@ class _Lora:
         for i in range(self._num_layers):
             pairs: dict[str, LoraPair] = {}
             for suffix, modules in self._paths.items():
-                path = f"{self._prefix}layers.{i}.{suffix}"
+                path = self._layer.format(i) + suffix
                 names = [f"{_PREFIX}{path}.lora_{part}.weight" for part in ("A", "B")]
                 if (i, suffix) in self._absent:
                     continue
@@ -182,10 +184,7 @@ class _Lora:
             return set()
         layers = range(self._num_layers) if only is None else [only] if isinstance(only, int) else only
         paths = [
-            f"{self._prefix}layers.{i}.{suffix}"
-            for i in layers
-            for suffix in self._paths
-            if (i, suffix) not in self._absent
+            self._layer.format(i) + suffix for i in layers for suffix in self._paths if (i, suffix) not in self._absent
         ]
         expected = set()
         for target in targets:

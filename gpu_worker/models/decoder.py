@@ -168,6 +168,8 @@ class TorchDecoder:
             self._embedding = self._place(weights.embedding().dense())
             head = weights.head()
             self._head = self._embedding if head is None else self._place(head.dense())
+            self._head_bias = self._placed(weights.head_bias())
+            self._positions = self._placed(weights.positions())
         self._layers = [
             self._layer(i, layer)
             for i, layer in enumerate(with_progress(weights.layers(), d.num_layers, "loading layers"))
@@ -218,6 +220,8 @@ class TorchDecoder:
             hidden = hidden * self._embedding_scale
         if inputs.virtual is not None:
             hidden[inputs.virtual.places.to(self._device)] = self._place(inputs.virtual.values)
+        if self._positions is not None:
+            hidden = hidden + functional.embedding(inputs.positions.long(), self._positions)
         return hidden
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
@@ -259,7 +263,7 @@ class TorchDecoder:
     def logits(self, last: Tensor) -> Tensor:
         """Return float32 logits [N, vocab_size] of outputs of the last layer."""
         d = self._shard.whole
-        logits = kernels.linear(self._norm(last, self._final_norm), self._head).float()
+        logits = kernels.linear(self._norm(last, self._final_norm), self._head, self._head_bias).float()
         logits = self._ranks.join(logits)[:, : d.vocab_size]
         if d.logits_scale != 1.0:
             logits = logits * d.logits_scale
@@ -339,8 +343,10 @@ class TorchDecoder:
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
             return x
-        norm = kernels.rms_norm if self._description.norm == "rms" else kernels.layer_norm
-        return norm(x, weight, self._description.norm_eps)
+        d = self._description
+        if d.has_norm_bias:
+            return kernels.layer_norm(x, weight[0], d.norm_eps) + weight[1]
+        return (kernels.rms_norm if d.norm == "rms" else kernels.layer_norm)(x, weight, d.norm_eps)
 
     def _table(self, rotary: Rotary, weights: DecoderWeights | ShardWeights) -> int:
         for i, (known, _, _) in enumerate(self._tables):

@@ -193,6 +193,8 @@ class DecoderDescription:
         norm_eps: Epsilon of all norms.
         norm: RMS norm, or layer norm, which subtracts the mean.
         norm_offset: Added to the norms' weights.
+        has_norm_bias: Norms of the residual stream have biases.
+        position_offset: Each embedding has row position_offset + position of a learned table added; None: it has not.
         norm_place: Norms stand before attention and feed-forward network, after them, or both.
         is_parallel: Attention and feed-forward network read the same normed input.
         qk_norm: Norm of queries and keys: of each head, or of all heads of a token together.
@@ -231,6 +233,8 @@ class DecoderDescription:
     scale: float
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
+    has_norm_bias: bool = False
+    position_offset: int | None = None
     norm_place: Literal["before", "after", "around"] = "before"
     is_parallel: bool = False
     qk_norm: Literal["head", "row"] | None = None

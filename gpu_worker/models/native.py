@@ -324,6 +324,8 @@ def what_is_missing(description: DecoderDescription) -> str | None:
         return "sink_token_length is set"
     if any(d.recurrent):
         return "it has recurrent layers"
+    if d.has_norm_bias:
+        return "its norms have biases"
     if not d.has_gated_ffn:
         return "its feed-forward layers have no gates"
     if d.has_mlp_bias and d.activation == "silu":

@@ -47,6 +47,15 @@ class ShardWeights:
         head = self._weights.head()
         return None if head is None else self._tokens(head)
 
+    def head_bias(self) -> Tensor | None:
+        """Return the rank's part of the head's biases; None: there are none."""
+        bias, tokens = self._weights.head_bias(), self._shard.tokens
+        return None if bias is None else bias[_numbers(tokens, 1).clamp(max=len(bias) - 1)]
+
+    def positions(self) -> Tensor | None:
+        """Return the model's position vectors; None: there are none."""
+        return self._weights.positions()
+
     def final_norm(self) -> Tensor:
         """[hidden_size]."""
         return self._weights.final_norm()

@@ -88,10 +88,12 @@ SERVED_FAMILIES = (
     _recurrent("Granite 4", "granitemoehybrid", notes="Mamba 2 layers, experts"),
     _recurrent("Bamba", "bamba", notes="Mamba 2 layers"),
     _recurrent("LFM2", "lfm2", "lfm2_moe", notes="short convolutions, experts"),
-    _other("Phi-1, Phi-2", "phi"),
+    _torch("Phi-1, Phi-2", "phi", notes="parallel layers, partial rotary embedding"),
+    _torch("StarCoder 2", "starcoder2", notes="windows"),
+    _torch("StableLM", "stablelm", notes="partial rotary embedding"),
+    _torch("GPT-2", "gpt2", notes="learned positions"),
+    _torch("OPT", "opt", notes="learned positions"),
     _other("GPT-NeoX, Pythia", "gpt_neox"),
-    _other("GPT-2", "gpt2"),
-    _other("OPT", "opt"),
 )
 HEADINGS = ("family", "model_type", "on a CPU", "weights", "LoRA", "tensor ranks", "drafts", "CUDA graphs", "notes")
 

@@ -159,6 +159,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 2, "mamba_n_groups": 2}),
+    "phi": ("Phi", {"num_key_value_heads": 4}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 24}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "gpt2": ("GPT2", {"n_positions": 512}),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "lfm2": ("Lfm2", {"layer_types": CONVOLVED, "block_multiple_of": 16}),
     "lfm2_moe": ("Lfm2Moe", {**EXPERTS, "layer_types": CONVOLVED, "num_dense_layers": 1, "conv_bias": True}),
 }  # fmt: skip

@@ -235,11 +235,11 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
 
 def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Unless it is to be our own code; and no ranks divide it."""
-    make_tiny_model(tmp_path, "Phi")
+    make_tiny_model(tmp_path, "GPTNeoX")
     with caplog.at_level(logging.INFO):
         make_runner(tmp_path)
-    assert "runs on transformers' code with paged attention: model: architecture 'phi'" in caplog.text
-    with pytest.raises(UnsupportedError, match="'phi'"):
+    assert "runs on transformers' code with paged attention: model: architecture 'gpt_neox'" in caplog.text
+    with pytest.raises(UnsupportedError, match="'gpt_neox'"):
         make_runner(tmp_path, implementation="native")
     config = WorkerConfig(device="cpu", num_threads=1, tensor_parallel=2)
     with pytest.raises(UnsupportedError, match="runs on transformers' code cannot be divided among ranks") as raised:

@@ -12,6 +12,7 @@ from gpu_worker.models.families.deepseek import DEEPSEEK
 from gpu_worker.models.families.family import Family
 from gpu_worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from gpu_worker.models.families.glm import GLM, GLM4, GLM_MIXTURE
+from gpu_worker.models.families.gpt import GPT2, OPT, PHI, STABLELM, STARCODER2
 from gpu_worker.models.families.gpt_oss import GPT_OSS
 from gpu_worker.models.families.granite import GRANITE
 from gpu_worker.models.families.lfm2 import LFM2
@@ -28,7 +29,7 @@ from midstream.errors import ConfigError, UnsupportedError
 FAMILIES = (
     LLAMA, LLAMA4, QWEN, QWEN_MIXTURE, MISTRAL, MIXTRAL, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE, GLM, GLM4,
     GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, QWEN3_5, MAMBA2, NEMOTRON_H, GRANITE_HYBRID,
-    BAMBA, LFM2,
+    BAMBA, LFM2, PHI, STARCODER2, STABLELM, GPT2, OPT,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 

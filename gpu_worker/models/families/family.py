@@ -32,6 +32,8 @@ class Names:
     """Names of the tensors in weight files. Names of a layer follow `layer`, where {} is its number.
 
     Attributes:
+        positions: Table of learned position vectors.
+        transposed: Matrices that the file has as [inputs, outputs].
         prefixes: Alternatives to the leading `model.`, used when this model is part of a multimodal one.
         qkv: One matrix each, or one for all three.
         gate_up: Gate and up matrices, or one for both.
@@ -47,6 +49,8 @@ class Names:
 
     prefixes: tuple[str, ...] = ("model.",)
     embedding: str = "model.embed_tokens"
+    positions: str = ""
+    transposed: tuple[str, ...] = ()
     final_norm: str = "model.norm"
     head: str = "lm_head"
     layer: str = "model.layers.{}."

@@ -62,8 +62,21 @@ class DecoderWeights:
         d = self._description
         return None if d.ties_embeddings else self._matrix(self._names.head, d.vocab_size, d.hidden_size)
 
+    def head_bias(self) -> Tensor | None:
+        """[vocab_size]; None: there is none."""
+        name = self._names.head + ".bias"
+        return self._vector(name, self._description.vocab_size) if self._has(name) else None
+
+    def positions(self) -> Tensor | None:
+        """[max_sequence_length, hidden_size]: added to embeddings; None: nothing is."""
+        d = self._description
+        if d.position_offset is None:
+            return None
+        shape = (d.position_offset + d.max_sequence_length, d.hidden_size)
+        return self._vector_of(self._names.positions + ".weight", shape)[d.position_offset :]
+
     def final_norm(self) -> Tensor:
-        """[hidden_size]."""
+        """[hidden_size], or with biases [2, hidden_size]."""
         return self._norm(self._names.final_norm, self._description.hidden_size)
 
     def rope_factors(self) -> Tensor | None:
@@ -271,6 +284,8 @@ class DecoderWeights:
 
     def _stored(self, name: str, num_rows: int, num_columns: int) -> Weight:
         """Return a matrix in the file's format."""
+        if name.endswith(self._names.transposed):
+            return self._float_weight(self._vector_of(name + ".weight", (num_columns, num_rows)).t().contiguous())
         weight = self._file.matrix(self._in_file(name + ".weight"))
         if weight.shape != (num_rows, num_columns):
             raise ConfigError(f"{name}.weight is {weight.shape}, not {(num_rows, num_columns)}", field="model")
@@ -285,7 +300,8 @@ class DecoderWeights:
         return weight if target is None else weight.converted(target)
 
     def _norm(self, name: str, size: int) -> Tensor:
-        return self._vector(name + ".weight", size) + self._description.norm_offset
+        weight = self._vector(name + ".weight", size) + self._description.norm_offset
+        return torch.stack((weight, self._vector(name + ".bias", size))) if self._description.has_norm_bias else weight
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self._vector_of(name, (size,))

@@ -80,6 +80,8 @@ class RecurrentWeights:
 class LayerWeights:
     """One decoder layer. Rows of qkv: all of q, then k, then v. A layer has what its description says.
 
+    Norms of the residual stream are [hidden_size], or with biases [2, hidden_size].
+
     Attributes:
         attention_output: Of attention or of what stands in its place.
     """

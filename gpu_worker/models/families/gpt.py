@@ -1,0 +1,164 @@
+"""GPT-2, OPT, Phi-1 and 2, StarCoder 2 and StableLM: layer norms with biases, mostly plain feed-forward networks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.families.family import (
+    Family,
+    Names,
+    Settings,
+    activation_of,
+    plain,
+    rotary_of,
+    windows_of,
+)
+
+_LAYER_NORM: dict[str, Any] = {"norm": "layer", "has_norm_bias": True}
+
+
+def _read_gpt2(config: Mapping[str, Any]) -> DecoderDescription:
+    names = {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    }
+    s = Settings(config | {name: config.get(old) for name, old in names.items()})
+    s.refuse(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    num_heads, hidden_size = s.size("num_attention_heads"), s.size("hidden_size")
+    return plain(
+        s,
+        **_LAYER_NORM,
+        norm_eps=s.number("layer_norm_epsilon", 1e-5),
+        intermediate_size=s.size("n_inner", default=4 * hidden_size),
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        scale=(hidden_size // num_heads) ** -0.5 if s.get("scale_attn_weights", True) else 1.0,
+        activation=activation_of(s.get("activation_function", "gelu_new")),
+        has_gated_ffn=False,
+        rotary=(None,) * s.size("num_hidden_layers"),
+        position_offset=0,
+        ties_embeddings=bool(s.get("tie_word_embeddings", True)),
+    )
+
+
+def _read_opt(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config)
+    s.refuse(
+        do_layer_norm_before=True,
+        layer_norm_elementwise_affine=True,
+        word_embed_proj_dim=s.size("hidden_size"),
+        _remove_final_layer_norm=False,
+    )
+    num_heads, hidden_size = s.size("num_attention_heads"), s.size("hidden_size")
+    return plain(
+        s,
+        **_LAYER_NORM,
+        norm_eps=1e-5,
+        intermediate_size=s.size("ffn_dim"),
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        scale=(hidden_size // num_heads) ** -0.5,
+        activation=activation_of(s.get("activation_function", "relu")),
+        has_gated_ffn=False,
+        rotary=(None,) * s.size("num_hidden_layers"),
+        # Its first two rows stand for padding.
+        position_offset=2,
+        ties_embeddings=bool(s.get("tie_word_embeddings", True)),
+    )
+
+
+def _read_phi(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config)
+    s.refuse(qk_layernorm=False)
+    head_dim = s.size("hidden_size") // s.size("num_attention_heads")
+    return plain(
+        s,
+        **_LAYER_NORM,
+        norm_eps=s.number("layer_norm_eps", 1e-5),
+        is_parallel=True,
+        activation=activation_of(s.get("hidden_act", "gelu_new")),
+        has_gated_ffn=False,
+        rotary=(rotary_of(s, head_dim, part=0.5),) * s.size("num_hidden_layers"),
+    )
+
+
+def _read_starcoder2(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, tie_word_embeddings=True)
+    return plain(
+        s,
+        **_LAYER_NORM,
+        norm_eps=s.number("norm_epsilon", 1e-5),
+        activation=activation_of(s.get("hidden_act", "gelu_pytorch_tanh")),
+        has_gated_ffn=False,
+        windows=windows_of(s, s.get("sliding_window"), None),
+    )
+
+
+def _read_stablelm(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config)
+    s.refuse(qk_layernorm=False)
+    head_dim = s.size("hidden_size") // s.size("num_attention_heads")
+    return plain(
+        s,
+        **_LAYER_NORM,
+        norm_eps=s.number("layer_norm_eps", 1e-5),
+        is_parallel=bool(s.get("use_parallel_residual", False)),
+        rotary=(rotary_of(s, head_dim, part=0.25),) * s.size("num_hidden_layers"),
+    )
+
+
+GPT2 = Family(
+    title="GPT-2",
+    types=("gpt2",),
+    read=_read_gpt2,
+    names=Names(
+        prefixes=("transformer.", ""),
+        embedding="transformer.wte",
+        positions="transformer.wpe",
+        final_norm="transformer.ln_f",
+        layer="transformer.h.{}.",
+        input_norm="ln_1",
+        qkv=("attn.c_attn",),
+        attention_output="attn.c_proj",
+        ffn_norm="ln_2",
+        gate_up=("mlp.c_fc",),
+        down="mlp.c_proj",
+        transposed=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+    ),
+)
+OPT = Family(
+    title="OPT",
+    types=("opt",),
+    read=_read_opt,
+    names=Names(
+        prefixes=("model.decoder.", "decoder."),
+        embedding="model.decoder.embed_tokens",
+        positions="model.decoder.embed_positions",
+        final_norm="model.decoder.final_layer_norm",
+        layer="model.decoder.layers.{}.",
+        input_norm="self_attn_layer_norm",
+        attention_output="self_attn.out_proj",
+        ffn_norm="final_layer_norm",
+        gate_up=("fc1",),
+        down="fc2",
+    ),
+)
+PHI = Family(
+    title="Phi-1, Phi-2",
+    types=("phi",),
+    read=_read_phi,
+    names=Names(
+        final_norm="model.final_layernorm", attention_output="self_attn.dense", gate_up=("mlp.fc1",), down="mlp.fc2"
+    ),
+)
+STARCODER2 = Family(
+    title="StarCoder 2",
+    types=("starcoder2",),
+    read=_read_starcoder2,
+    names=Names(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+)
+STABLELM = Family(title="StableLM", types=("stablelm",), read=_read_stablelm)
