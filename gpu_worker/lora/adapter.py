@@ -96,7 +96,7 @@ def layer_modules(description: DecoderDescription, layer: int) -> set[str]:
     if d.recurrent[layer] is not None:
         # PEFT makes no adapters for the output of Mamba.
         modules |= {*_recurrent_shapes(d)}
-    elif d.has_attention(layer):
+    if d.has_attention(layer):
         factors = {"kv_a", "q_a"} if d.latent is not None and d.latent.q_rank else {"kv_a"}
         modules |= {"q", "o"} | ({"k", "v"} if d.latent is None else factors)
     if d.parts[layer] != "mixer" and d.mixtures[layer] is None:

@@ -246,9 +246,12 @@ class TorchDecoder:
                 turned = None if table is None else angles[table]
                 mixed = layer.attention(x, self._tokens(i, inputs), turned, query_scale, self._ranks, add_lora)
                 mixed = self._part(mixed, layer.attention_output_norm)
-            elif layer.recurrent is not None:
+                if self._description.attention_output_scale != 1.0:
+                    mixed = mixed * self._description.attention_output_scale
+            if layer.recurrent is not None:
                 # Each rank computes all of it.
-                mixed = self._scaled(layer.recurrent(x, self._states(i), pieces, add_lora))
+                made = self._scaled(layer.recurrent(x, self._states(i), pieces, add_lora))
+                mixed = made if mixed is None else made + mixed
             added, residual = self._fed_forward(layer, x, mixed, residual, add_lora)
             if i + 1 < len(self._layers):
                 x, residual = self._add_and_norm(added, residual, self._layers[i + 1].input_norm)
@@ -364,14 +367,16 @@ class TorchDecoder:
         if weights.mixture is not None and mixture is not None:
             feed_forward = self._mixture(weights.mixture, i)
         elif weights.feed_forward is not None:
-            feed_forward = self._plain(weights.feed_forward)
+            feed_forward = replace(
+                self._plain(weights.feed_forward), gate_scale=d.ffn_gate_scale, output_scale=d.ffn_output_scale
+            )
         attention: Attention | LatentAttention | None = None
         if d.has_attention(i):
             attention = self._latent_attention(weights) if d.latent else self._attention(weights)
         return _Layer(
             input_norm=self._placed(weights.input_norm),
             attention=attention,
-            recurrent=None if weights.recurrent is None else self._recurrent(weights, weights.recurrent, i),
+            recurrent=None if weights.recurrent is None else self._recurrent(weights.recurrent, i),
             attention_output_norm=self._placed(weights.attention_output_norm),
             ffn_norm=self._placed(weights.ffn_norm),
             feed_forward=feed_forward,
@@ -411,23 +416,23 @@ class TorchDecoder:
             output=self._linear(weights.attention_output),
         )
 
-    def _recurrent(self, weights: LayerWeights, w: RecurrentWeights, i: int) -> _RecurrentLayer:
+    def _recurrent(self, w: RecurrentWeights, i: int) -> _RecurrentLayer:
         d, kind = self._description, self._description.recurrent[i]
         assert kind is not None
-        assert weights.attention_output is not None
-        inputs, output = [self._linear(linear) for linear in w.inputs], self._linear(weights.attention_output)
+        inputs, output = [self._linear(linear) for linear in w.inputs], self._linear(w.output)
         conv = w.conv.float().to(self._device)
         bias = None if w.conv_bias is None else w.conv_bias.float().to(self._device)
         if isinstance(kind, ShortConv):
             return ShortConvLayer(kind, inputs[0], conv, bias, output)
         assert w.step_bias is not None
         assert w.decay_logs is not None
-        assert w.norm is not None
         # Small, and powers of e are taken of them.
-        step_bias, decay_rates, norm = (
-            tensor.float().to(self._device) for tensor in (w.step_bias, -torch.exp(w.decay_logs.float()), w.norm)
+        step_bias, decay_rates = (
+            tensor.float().to(self._device) for tensor in (w.step_bias, -torch.exp(w.decay_logs.float()))
         )
+        norm = None if w.norm is None else w.norm.float().to(self._device)
         if isinstance(kind, DeltaNet):
+            assert norm is not None
             return DeltaNetLayer(kind, inputs[0], inputs[1], conv, step_bias, decay_rates, norm, d.norm_eps, output)
         assert w.skip is not None
         skip = w.skip.float().to(self._device)

@@ -119,6 +119,9 @@ class Mamba:
         num_groups, state_dim: Heads of a group share what their values are stored under and read with.
         kernel: Tokens that the convolution covers.
         step_limits: Lowest and highest step.
+        has_norm: Whether gated outputs are normed in their groups.
+        scales: Factors of the projected gates, values, keys to store under, keys to read with, and steps.
+        output_scale: Factor of the output.
     """
 
     num_heads: int
@@ -127,6 +130,9 @@ class Mamba:
     state_dim: int
     kernel: int
     step_limits: tuple[float, float] = (0.0, math.inf)
+    has_norm: bool = True
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    output_scale: float = 1.0
 
     @property
     def size(self) -> int:
@@ -208,6 +214,9 @@ class DecoderDescription:
         has_sinks: Each query head has one more score, which takes weight but has no value.
         has_output_gate: What attention gives is weighed by a sigmoid; queries and gates of a head lie side by side.
         recurrent: By layer, what stands in place of attention; None: nothing. All are of one kind and size.
+        is_side_by_side: Every layer has attention and what is recurrent, over the same input; their outputs are added.
+        attention_output_scale: Factor of what attention gives.
+        ffn_gate_scale, ffn_output_scale: Factors of a plain feed-forward network's gates and output.
         parts: By layer, whether it has attention (or what stands in its place), a feed-forward network, or both.
         mixtures: By layer; None: a plain feed-forward network.
         has_gated_ffn: Feed-forward networks and experts multiply the activation by a second product.
@@ -248,6 +257,10 @@ class DecoderDescription:
     has_output_gate: bool = False
     recurrent: tuple[Recurrent | None, ...] = ()
     parts: tuple[LayerParts, ...] = ()
+    is_side_by_side: bool = False
+    attention_output_scale: float = 1.0
+    ffn_gate_scale: float = 1.0
+    ffn_output_scale: float = 1.0
     activation: Activation = "silu"
     has_gated_ffn: bool = True
     mixtures: tuple[Mixture | None, ...] = ()
@@ -284,7 +297,7 @@ class DecoderDescription:
 
     def has_attention(self, layer: int) -> bool:
         """Return whether a layer has keys and values."""
-        return self.parts[layer] != "feed_forward" and self.recurrent[layer] is None
+        return self.parts[layer] != "feed_forward" and (self.is_side_by_side or self.recurrent[layer] is None)
 
     @property
     def num_attention_layers(self) -> int:
@@ -304,6 +317,8 @@ class DecoderDescription:
     @property
     def cache_places(self) -> tuple[int, ...]:
         """By layer, its number among those with keys and values, or among those with a state."""
+        if self.is_side_by_side:
+            return tuple(range(self.num_layers))
         counts, places = [0, 0], []
         for layer in range(self.num_layers):
             kind = self.recurrent[layer] is not None

@@ -84,8 +84,8 @@ class ShardWeights:
             qkv=None if weights.qkv is None else _rows(weights.qkv, self._qkv_rows),
             q_norm=norms[0],
             k_norm=norms[1],
-            attention_output=weights.attention_output
-            if weights.attention_output is None or weights.recurrent is not None
+            attention_output=None
+            if weights.attention_output is None
             else self._columns(weights.attention_output, self._attended),
             sinks=None if weights.sinks is None else weights.sinks[_numbers(self._shard.heads, 1)],
             feed_forward=None

@@ -87,6 +87,7 @@ SERVED_FAMILIES = (
     _recurrent("Nemotron-H", "nemotron_h", notes="Mamba 2 layers, experts"),
     _recurrent("Granite 4", "granitemoehybrid", notes="Mamba 2 layers, experts"),
     _recurrent("Bamba", "bamba", notes="Mamba 2 layers"),
+    _recurrent("Falcon-H1", "falcon_h1", notes="Mamba 2 beside attention"),
     _recurrent("LFM2", "lfm2", "lfm2_moe", notes="short convolutions, experts"),
     _torch("Phi-1, Phi-2", "phi", notes="parallel layers, partial rotary embedding"),
     _torch("StarCoder 2", "starcoder2", notes="windows"),

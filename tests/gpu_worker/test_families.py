@@ -159,6 +159,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 2, "mamba_n_groups": 2}),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            **MAMBA, "mamba_d_ssm": 128, "mamba_n_groups": 2, "num_hidden_layers": 2, "mlp_multipliers": [0.7, 1.3],
+            "ssm_multipliers": [0.8, 0.9, 1.1, 1.2, 1.3], "ssm_in_multiplier": 0.9, "ssm_out_multiplier": 0.6,
+            "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.7, "key_multiplier": 0.5,
+            "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5,
+        },
+    ),
+    "falcon_h1_normed": (
+        "FalconH1",
+        {**MAMBA, "mamba_d_ssm": 128, "num_hidden_layers": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
     "phi": ("Phi", {"num_key_value_heads": 4}),
     "starcoder2": ("Starcoder2", {"sliding_window": 24}),
     "stablelm": ("StableLm", {"use_qkv_bias": True}),

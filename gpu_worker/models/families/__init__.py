@@ -18,7 +18,7 @@ from gpu_worker.models.families.granite import GRANITE
 from gpu_worker.models.families.lfm2 import LFM2
 from gpu_worker.models.families.llama import LLAMA
 from gpu_worker.models.families.llama4 import LLAMA4
-from gpu_worker.models.families.mamba import BAMBA, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
+from gpu_worker.models.families.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
 from gpu_worker.models.families.mistral import MISTRAL, MIXTRAL
 from gpu_worker.models.families.olmo import OLMO2, OLMOE
 from gpu_worker.models.families.phi3 import PHI3
@@ -29,7 +29,7 @@ from midstream.errors import ConfigError, UnsupportedError
 FAMILIES = (
     LLAMA, LLAMA4, QWEN, QWEN_MIXTURE, MISTRAL, MIXTRAL, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMOE, GRANITE, GLM, GLM4,
     GLM_MIXTURE, GPT_OSS, DEEPSEEK, SMOLLM3, COHERE2, QWEN_NEXT, QWEN3_5, MAMBA2, NEMOTRON_H, GRANITE_HYBRID,
-    BAMBA, LFM2, PHI, STARCODER2, STABLELM, GPT2, OPT,
+    BAMBA, FALCON_H1, LFM2, PHI, STARCODER2, STABLELM, GPT2, OPT,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 

@@ -26,7 +26,7 @@ def _read_gpt2(config: Mapping[str, Any]) -> DecoderDescription:
         "num_attention_heads": "n_head",
         "max_position_embeddings": "n_positions",
     }
-    s = Settings(config | {name: config.get(old) for name, old in names.items()})
+    s = Settings({**config, **{name: config.get(old) for name, old in names.items()}})
     s.refuse(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     num_heads, hidden_size = s.size("num_attention_heads"), s.size("hidden_size")
     return plain(

@@ -1,6 +1,7 @@
-"""Mamba 2, and hybrids that have it in most layers: Granite 4, Bamba and Nemotron-H.
+"""Mamba 2, and hybrids that have it in most layers: Granite 4, Bamba, Nemotron-H and Falcon-H1.
 
-A layer of Nemotron-H is one thing alone: Mamba 2, attention, a feed-forward network or experts.
+A layer of Nemotron-H is one thing alone: Mamba 2, attention, a feed-forward network or experts. Falcon-H1 has Mamba 2
+and attention side by side in every layer.
 """
 
 from __future__ import annotations
@@ -194,6 +195,50 @@ def _read_bamba(config: Mapping[str, Any]) -> DecoderDescription:
     )
 
 
+def _read_falcon(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, mamba_n_heads=128, num_key_value_heads=8, rms_norm_eps=1e-5)
+    s.refuse(hidden_act="silu")
+    has_norm = bool(s.get("mamba_rms_norm", False))
+    if has_norm:
+        s.refuse(mamba_norm_before_gate=False)
+        if config.get("mamba_norm_before_gate") is None:
+            raise UnsupportedError("mamba_norm_before_gate True of config.json is not supported", field="model")
+    num_layers, num_heads = s.size("num_hidden_layers"), s.size("mamba_n_heads")
+    into = s.number("ssm_in_multiplier", 1.0)
+    gates, values, stored, read, steps = (into * float(scale) for scale in s.get("ssm_multipliers", [1.0] * 5))
+    size = s.size("mamba_d_ssm", default=1024)
+    if "mamba_d_ssm" in config and config["mamba_d_ssm"] is None:
+        size = s.size("mamba_expand", default=2) * s.size("hidden_size")
+    mamba = Mamba(
+        num_heads=num_heads,
+        head_dim=size // num_heads,
+        num_groups=s.size("mamba_n_groups", default=1),
+        state_dim=s.size("mamba_d_state", default=256),
+        kernel=s.size("mamba_d_conv", default=4),
+        step_limits=_limits(s),
+        has_norm=has_norm,
+        scales=(gates, values, stored, read, steps),
+        output_scale=s.number("ssm_out_multiplier", 1.0),
+    )
+    head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
+    # A factor of attention's input is one of queries, keys and values.
+    factor = s.number("attention_in_multiplier", 1.0)
+    if factor != 1.0:
+        s.refuse(attention_bias=False)
+    gate_scale, output_scale = (float(scale) for scale in s.get("mlp_multipliers", [1.0, 1.0]))
+    return plain(
+        s,
+        recurrent=(mamba,) * num_layers,
+        is_side_by_side=True,
+        scale=head_dim**-0.5 * factor**2 * s.number("key_multiplier", 1.0),
+        attention_output_scale=factor * s.number("attention_out_multiplier", 1.0),
+        ffn_gate_scale=gate_scale,
+        ffn_output_scale=output_scale,
+        embedding_scale=s.number("embedding_multiplier", 1.0),
+        logits_scale=s.number("lm_head_multiplier", 1.0),
+    )
+
+
 MAMBA2 = Family(title="Mamba 2", types=("mamba2",), read=_read, names=_NAMES)
 NEMOTRON_H = Family(title="Nemotron-H", types=("nemotron_h",), read=_read_nemotron, names=_NAMES)
 GRANITE_HYBRID = Family(
@@ -224,4 +269,10 @@ BAMBA = Family(
         down="feed_forward.down_proj",
         recurrent_prefix="mamba.",
     ),
+)
+FALCON_H1 = Family(
+    title="Falcon-H1",
+    types=("falcon_h1",),
+    read=_read_falcon,
+    names=BAMBA.names,
 )

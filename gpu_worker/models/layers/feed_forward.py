@@ -15,12 +15,18 @@ from kernels import Activation
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Two products with an activation between them; without a gate, gate_up is the first product alone."""
+    """Two products with an activation between them; without a gate, gate_up is the first product alone.
+
+    Attributes:
+        gate_scale, output_scale: Factors of the gates before the activation, and of the output.
+    """
 
     gate_up: Linear
     down: Linear
     activation: Activation
     is_gated: bool = True
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
 
     def __call__(self, x: Tensor, add_lora: AddLora | None = None) -> Tensor:
         """x [M, hidden_size] -> [M, hidden_size]."""
@@ -29,11 +35,13 @@ class FeedForward:
             parts = zip(("gate", "up"), inner.chunk(2, dim=-1), strict=True) if self.is_gated else (("up", inner),)
             for module, part in parts:
                 add_lora(module, x, part)
+        if self.gate_scale != 1.0:
+            inner.chunk(2, dim=-1)[0].mul_(self.gate_scale)
         inner = self.activate(inner)
         out = self.down(inner)
         if add_lora is not None:
             add_lora("down", inner, out)
-        return out
+        return out if self.output_scale == 1.0 else out * self.output_scale
 
     def activate(self, inner: Tensor) -> Tensor:
         """Return the second product's input for the first product's output."""

@@ -182,7 +182,7 @@ class MambaLayer:
         conv: [channels, kernel].
         conv_bias: [channels].
         step_bias, decay_rates, skip: [num_heads]; decay_rates are negative.
-        norm: [num_heads * head_dim].
+        norm: [num_heads * head_dim]; None: there is none.
     """
 
     description: Mamba
@@ -192,7 +192,7 @@ class MambaLayer:
     step_bias: Tensor
     decay_rates: Tensor
     skip: Tensor
-    norm: Tensor
+    norm: Tensor | None
     norm_eps: float
     output: Linear
 
@@ -201,6 +201,9 @@ class MambaLayer:
         d, num_tokens = self.description, len(x)
         size, of_groups = d.num_heads * d.head_dim, d.num_groups * d.state_dim
         joined = with_lora(self.joined, x, "in", add_lora).float()
+        if any(scale != 1.0 for scale in d.scales):
+            parts = torch.split(joined, [size, size, of_groups, of_groups, d.num_heads], dim=-1)
+            joined = torch.cat([part * scale for part, scale in zip(parts, d.scales, strict=True)], dim=-1)
         gate, mixed, step = torch.split(joined, [size, d.channels, d.num_heads], dim=-1)
         step = recurrence.softplus(step + self.step_bias).clamp(*d.step_limits)
         decay = torch.exp(recurrence.wide(self.decay_rates * step)).float()
@@ -221,9 +224,12 @@ class MambaLayer:
             )
             read[piece.tokens] = out + values * self.skip[:, None]
             _write(states, piece, after, memory)
-        gated = (read.flatten(1) * recurrence.silu(gate)).view(num_tokens, d.num_groups, -1)
-        normed = kernels.rms_norm(gated, torch.ones_like(gated[0, 0]), self.norm_eps).flatten(1) * self.norm
-        return self.output(normed.to(x.dtype))
+        gated = read.flatten(1) * recurrence.silu(gate)
+        if self.norm is not None:
+            grouped = gated.view(num_tokens, d.num_groups, -1)
+            gated = kernels.rms_norm(grouped, torch.ones_like(grouped[0, 0]), self.norm_eps).flatten(1) * self.norm
+        out = self.output(gated.to(x.dtype))
+        return out if d.output_scale == 1.0 else out * d.output_scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class DecoderWeights:
 
     def _layer(self, i: int, prefix: str) -> LayerWeights:
         d, names, mixture = self._description, self._names, self._description.mixtures[i]
-        has_attention, recurrent, parts = d.has_attention(i), d.recurrent[i], d.parts[i]
+        recurrent, has_attention, parts = d.recurrent[i], d.has_attention(i), d.parts[i]
         has_before, has_after = d.norm_place != "after", d.norm_place != "before"
         q_size, kv_size = d.num_heads * d.query_rows, d.num_kv_heads * d.head_dim
         norm_sizes = (q_size, kv_size) if d.qk_norm == "row" else (d.head_dim, d.head_dim)
@@ -108,9 +108,6 @@ class DecoderWeights:
         if has_attention:
             attended = d.num_heads * d.value_dim
             output = self._linear(prefix, [names.attention_output], [d.hidden_size], attended)
-        elif recurrent is not None:
-            size = recurrent.value_heads * recurrent.value_dim if isinstance(recurrent, DeltaNet) else recurrent.size
-            output = self._linear(prefix + names.recurrent_prefix, ["out_proj"], [d.hidden_size], size)
         return LayerWeights(
             input_norm=self._norm(prefix + names.input_norm, d.hidden_size) if has_before else None,
             qkv=None
@@ -141,27 +138,31 @@ class DecoderWeights:
         conv = prefix + ("conv" if isinstance(kind, ShortConv) else "conv1d")
         convolution = self._vector_of(conv + ".weight", (kind.channels, 1, kind.kernel)).squeeze(1)
         conv_bias = self._vector(conv + ".bias", kind.channels) if self._has(conv + ".bias") else None
+        size = kind.value_heads * kind.value_dim if isinstance(kind, DeltaNet) else kind.size
+        output = self._linear(prefix, ["out_proj"], [d.hidden_size], size)
         if isinstance(kind, ShortConv):
             inputs = (self._linear(prefix, ["in_proj"], [3 * kind.size], d.hidden_size),)
-            return RecurrentWeights(inputs, convolution, conv_bias)
+            return RecurrentWeights(inputs, output, convolution, conv_bias)
         if isinstance(kind, DeltaNet):
             num_heads, norm_size = kind.value_heads, kind.value_dim
+            has_norm = True
             joined, rates = DELTA_NET_INPUTS[kind.is_in_turn]
             inputs = (
                 self._linear(prefix, joined, [kind.channels, num_heads * kind.value_dim], d.hidden_size),
                 self._linear(prefix, rates, [num_heads, num_heads], d.hidden_size),
             )
         else:
-            num_heads, norm_size = kind.num_heads, kind.size
+            num_heads, norm_size, has_norm = kind.num_heads, kind.size, kind.has_norm
             inputs = (self._linear(prefix, ["in_proj"], [kind.size + kind.channels + num_heads], d.hidden_size),)
         return RecurrentWeights(
             inputs=inputs,
+            output=output,
             conv=convolution,
             conv_bias=conv_bias,
             step_bias=self._vector(prefix + "dt_bias", num_heads),
             decay_logs=self._vector(prefix + "A_log", num_heads),
             skip=self._vector(prefix + "D", num_heads) if isinstance(kind, Mamba) else None,
-            norm=self._vector(prefix + "norm.weight", norm_size),
+            norm=self._vector(prefix + "norm.weight", norm_size) if has_norm else None,
         )
 
     def _feed_forward(self, prefix: str, gate_up: Sequence[str], down: str, size: int) -> FeedForwardWeights:

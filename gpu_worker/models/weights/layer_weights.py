@@ -58,7 +58,7 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """What stands in place of attention. A short convolution has no more than inputs and conv.
+    """What stands in place of attention, or beside it. A short convolution has no more than inputs and conv.
 
     Attributes:
         inputs: Of a delta net: queries, keys, values and gates; then rates. Else all in one.
@@ -68,6 +68,7 @@ class RecurrentWeights:
     """
 
     inputs: tuple[LinearWeights, ...]
+    output: LinearWeights
     conv: Tensor
     conv_bias: Tensor | None
     step_bias: Tensor | None = None
@@ -81,9 +82,6 @@ class LayerWeights:
     """One decoder layer. Rows of qkv: all of q, then k, then v. A layer has what its description says.
 
     Norms of the residual stream are [hidden_size], or with biases [2, hidden_size].
-
-    Attributes:
-        attention_output: Of attention or of what stands in its place.
     """
 
     input_norm: Tensor | None
