@@ -205,6 +205,8 @@ class GroupStatus(google.protobuf.message.Message):
     NUM_FAULTS_FIELD_NUMBER: builtins.int
     HELD_OFF_MS_FIELD_NUMBER: builtins.int
     LAST_FAULT_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    NUM_STORED_BLOCKS_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     cell: builtins.str
     epoch: builtins.int
@@ -234,6 +236,10 @@ class GroupStatus(google.protobuf.message.Message):
     """
     held_off_ms: builtins.int
     last_fault: builtins.str
+    role: builtins.str
+    """prefill, decode or both."""
+    num_stored_blocks: builtins.int
+    """Blocks that the worker's tiers are known to hold; workers of one host may share these."""
     @property
     def block_map(self) -> global___BlockMap: ...
     def __init__(
@@ -261,9 +267,11 @@ class GroupStatus(google.protobuf.message.Message):
         num_faults: builtins.int = ...,
         held_off_ms: builtins.int = ...,
         last_fault: builtins.str = ...,
+        role: builtins.str = ...,
+        num_stored_blocks: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["block_map", b"block_map"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_map", b"block_map", "cell", b"cell", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "held_off_ms", b"held_off_ms", "last_fault", b"last_fault", "max_num_sequences", b"max_num_sequences", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_faults", b"num_faults", "num_held_blocks", b"num_held_blocks", "num_sequences", b"num_sequences", "num_shared_blocks", b"num_shared_blocks", "num_steps", b"num_steps", "num_steps_in_flight", b"num_steps_in_flight", "silent_ms", b"silent_ms", "stalled_ms", b"stalled_ms", "steps_per_s", b"steps_per_s", "tokens_per_block", b"tokens_per_block", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_map", b"block_map", "cell", b"cell", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "held_off_ms", b"held_off_ms", "last_fault", b"last_fault", "max_num_sequences", b"max_num_sequences", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_faults", b"num_faults", "num_held_blocks", b"num_held_blocks", "num_sequences", b"num_sequences", "num_shared_blocks", b"num_shared_blocks", "num_steps", b"num_steps", "num_steps_in_flight", b"num_steps_in_flight", "num_stored_blocks", b"num_stored_blocks", "role", b"role", "silent_ms", b"silent_ms", "stalled_ms", b"stalled_ms", "steps_per_s", b"steps_per_s", "tokens_per_block", b"tokens_per_block", "world_size", b"world_size"]) -> None: ...
 
 global___GroupStatus = GroupStatus
 
@@ -329,6 +337,8 @@ class CountsSinceStart(google.protobuf.message.Message):
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: builtins.int
     PREFIX_CACHE_HITS_FIELD_NUMBER: builtins.int
     NUM_WORKER_FAULTS_FIELD_NUMBER: builtins.int
+    NUM_HANDOVERS_FIELD_NUMBER: builtins.int
+    NUM_FAILED_HANDOVERS_FIELD_NUMBER: builtins.int
     num_preemptions: builtins.int
     num_recoveries: builtins.int
     """How often a request lost its worker and was recomputed elsewhere."""
@@ -339,6 +349,9 @@ class CountsSinceStart(google.protobuf.message.Message):
     """Prompt tokens looked up in the prefix cache, and found."""
     prefix_cache_hits: builtins.int
     num_worker_faults: builtins.int
+    num_handovers: builtins.int
+    """Requests moved from a prefill worker to a decode worker; and those that stayed because blocks could not be fetched."""
+    num_failed_handovers: builtins.int
     @property
     def num_finished_by_reason(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
     def __init__(
@@ -353,8 +366,10 @@ class CountsSinceStart(google.protobuf.message.Message):
         prefix_cache_queries: builtins.int = ...,
         prefix_cache_hits: builtins.int = ...,
         num_worker_faults: builtins.int = ...,
+        num_handovers: builtins.int = ...,
+        num_failed_handovers: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_finished_by_reason", b"num_finished_by_reason", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_recoveries", b"num_recoveries", "num_worker_deaths", b"num_worker_deaths", "num_worker_faults", b"num_worker_faults", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_failed_handovers", b"num_failed_handovers", "num_finished_by_reason", b"num_finished_by_reason", "num_generated_tokens", b"num_generated_tokens", "num_handovers", b"num_handovers", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_recoveries", b"num_recoveries", "num_worker_deaths", b"num_worker_deaths", "num_worker_faults", b"num_worker_faults", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]) -> None: ...
 
 global___CountsSinceStart = CountsSinceStart
 

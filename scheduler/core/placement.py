@@ -86,11 +86,8 @@ class Placement:
     def _start(self, request: Request, group: WorkerGroup, num_sequences: int, num_steps: int) -> None:
         is_first = request.group is None
         self._queue.take(request, num_sequences)
-        num_cached_tokens = group.start(request, num_steps, num_sequences)
+        group.start(request, num_steps, num_sequences)
         if is_first and request.times.first_scheduled_ns == 0:
-            request.set_cached(num_cached_tokens)
-            self._totals.prefix_cache_queries += len(request.spec.prompt)
-            self._totals.prefix_cache_hits += request.num_cached_tokens
             self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
 
     def _start_behind(self, head: Request, num_steps: int) -> bool:

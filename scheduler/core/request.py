@@ -405,7 +405,7 @@ class Request:
     Attributes:
         ordinal: Place in the order of arrival; smaller is older.
         group: The worker group whose blocks it holds; None while queued or finished.
-        num_cached_tokens: Prompt tokens that were in the prefix cache when it first started.
+        num_cached_tokens: Prompt tokens that its first step found in the pool, or fetched from tiers or another worker.
         lost_store: kv_store of the dead worker whose pool may still have its blocks.
         may_fetch: Its blocks may be fetched from tiers; False after a worker died while fetching them.
         may_hand_over: It may move from a prefill group to a decode group; False after that failed.
@@ -535,10 +535,6 @@ class Request:
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
 
-    def set_cached(self, num_tokens: int) -> None:
-        """Set the prompt tokens that the prefix cache had when it first started."""
-        self.num_cached_tokens = num_tokens
-
     def lose_worker(self, store: str, *, may_fetch: bool) -> None:
         """Note the store of a dead worker, empty for none, and whether blocks may still be fetched from tiers."""
         self.lost_store = store
@@ -548,9 +544,10 @@ class Request:
         """Note that the dead worker's blocks are not looked for any more."""
         self.lost_store = ""
 
-    def note_scheduled(self, now_ns: int) -> None:
-        """Note that its first step was planned."""
+    def note_scheduled(self, now_ns: int, num_cached_tokens: int) -> None:
+        """Note that its first step was planned, and how many prompt tokens need not be computed."""
         self.times.first_scheduled_ns = now_ns
+        self.num_cached_tokens = num_cached_tokens
 
     def note_first_token(self, now_ns: int) -> None:
         """Note its first token."""

@@ -248,6 +248,8 @@ class Results:
             request.died_on.clear()
         if request.times.first_token_ns == 0:
             request.note_first_token(now_ns)
+            self._totals.prefix_cache_queries += len(request.spec.prompt)
+            self._totals.prefix_cache_hits += request.num_cached_tokens
             self._totals.time_to_first_token.observe(now_ns - request.times.queued_ns)
             self._totals.request_queue_time.observe(request.times.first_scheduled_ns - request.times.queued_ns)
 

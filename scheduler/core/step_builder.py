@@ -116,7 +116,7 @@ class StepBuilder:
         assert row is not None
         if group.mark_sent(sequence):
             self._plan.added.append(AddedSequence(row, sequence, len(sequence.output), tuple(sequence.table)))
-            self._note_first_scheduled(sequence.request)
+            self._note_first_scheduled(sequence)
         start = sequence.num_computed
         sequence.compute_to(start + length)
         self._settle_blocks(sequence, start // group.tokens_per_block, sequence.num_computed // group.tokens_per_block)
@@ -127,9 +127,11 @@ class StepBuilder:
         self._planned_now.add(sequence)
         self.num_tokens_left -= length
 
-    def _note_first_scheduled(self, request: Request) -> None:
+    def _note_first_scheduled(self, sequence: Sequence) -> None:
+        request = sequence.request
         if request.times.first_scheduled_ns == 0:
-            request.note_scheduled(self._time_ns)
+            # What it skips was in the pool, or has been fetched from tiers or another worker by now.
+            request.note_scheduled(self._time_ns, min(sequence.num_computed, len(request.spec.prompt)))
             self._queue_latency_ns += self._time_ns - request.times.queued_ns
 
     def _settle_blocks(self, sequence: Sequence, first: int, end: int) -> None:

@@ -341,7 +341,7 @@ class WorkerGroup:
         num_to_end += 0 if tables.has_window else num_blocks
         return StartCost(len(waiting) + num_spare, num_blocks, num_next, num_to_end, num_cached, num_tokens)
 
-    def start(self, request: Request, ordinal: int, num_sequences: int | None = None) -> int:
+    def start(self, request: Request, ordinal: int, num_sequences: int | None = None) -> None:
         """Give waiting sequences of a request rows, and blocks for their known tokens.
 
         Precondition: rows and blocks as in `start_cost` are available; the request runs on no other group.
@@ -350,9 +350,6 @@ class WorkerGroup:
             request: A request with waiting sequences.
             ordinal: Number of the next step; these sequences ignore results of earlier steps.
             num_sequences: How many of them start; by default all.
-
-        Returns:
-            Tokens of the first sequence whose keys and values other sequences compute or computed.
         """
         if request.group is None:
             self.active[request] = None
@@ -364,14 +361,12 @@ class WorkerGroup:
         may_fetch = request.may_fetch and bool(self.stored or self.fetched)
         adoptions = self.adoptions if was_lost_here or may_fetch else None
         is_stored = None if was_lost_here else self.has_below_pool
-        num_found = 0
         waiting = request.waiting_sequences
         starting = waiting[:num_sequences]
         if len(starting) == len(waiting):
             request.forget_store()
         for sequence in starting:
-            num_blocks = self.tables.fill(sequence, leader, adoptions, is_stored)
-            num_found = num_blocks if sequence is starting[0] else num_found
+            self.tables.fill(sequence, leader, adoptions, is_stored)
             self._take_row(sequence, ordinal)
             self.context.append(sequence)
             leader = leader or sequence
@@ -379,7 +374,6 @@ class WorkerGroup:
             for lane in request.beams.spare:
                 self.tables.reserve(lane, leader.num_tokens)
                 self._take_row(lane, ordinal)
-        return num_found * self.tokens_per_block
 
     def _leader(self, request: Request) -> Sequence | None:
         """Return a sequence of the request that runs here and holds all of its prompt's blocks.

@@ -93,6 +93,8 @@ class CellStatusReport:
             num_faults=group.standing.num_faults,
             held_off_ms=max(0, group.standing.held_until_ns - now_ns) // _NS_PER_MS,
             last_fault=group.standing.reason,
+            role=group.role,
+            num_stored_blocks=len(group.stored),
         )
         if group.in_flight:
             since_ns = max(group.last_progress_ns, group.in_flight[0].planned_ns)
@@ -132,6 +134,8 @@ def _counts(totals: Totals) -> status_pb2.CountsSinceStart:
         num_generated_tokens=totals.num_generation_tokens,
         prefix_cache_queries=totals.prefix_cache_queries,
         prefix_cache_hits=totals.prefix_cache_hits,
+        num_handovers=totals.num_handovers,
+        num_failed_handovers=totals.num_failed_handovers,
     )
 
 

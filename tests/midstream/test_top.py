@@ -33,12 +33,15 @@ def state(*samples: status_pb2.StatusSample) -> status_pb2.SystemStatus:
                 num_held_blocks=5,
                 num_shared_blocks=2,
                 num_cached_blocks=1,
+                num_stored_blocks=1200,
                 block_map=status_pb2.BlockMap(
                     blocks_per_cell=2, held=[0, 2, 1, 0], shared=[2, 0, 0, 0], cached=[0, 0, 1, 0]
                 ),
             )
         ],
-        counts=status_pb2.CountsSinceStart(num_finished_by_reason={"stop": 1234, "abort": 2}, num_recoveries=3),
+        counts=status_pb2.CountsSinceStart(
+            num_finished_by_reason={"stop": 1234, "abort": 2}, num_recoveries=3, num_handovers=6
+        ),
         samples=samples or [status_pb2.StatusSample(generated_tokens_per_s=321.4, inter_token_p50_ms=12.3)],
         latency_window_s=10,
     )
@@ -61,6 +64,14 @@ def test_a_frame_says_everything_and_fits(width: int) -> None:
         "3 recovered", "● serving", "✕ lost", "[bold]worker", "19 of 64 sequences", "▓██·",
     ):  # fmt: skip
         assert word in text
+
+
+def test_a_wide_frame_says_what_tiers_hold_and_what_has_moved() -> None:
+    board = Board()
+    board.take(state(), is_first=True)
+    text = shown(board, 200)
+    assert "of 8 blocks, 1,200 in tiers" in text
+    assert "6 moved from prefill to decode" in text
 
 
 def test_bars_grow_with_their_values() -> None:

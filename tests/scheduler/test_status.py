@@ -56,7 +56,7 @@ def test_each_request_is_counted_once_where_it_is() -> None:
 
 def test_a_group_says_how_it_is() -> None:
     harness = Harness(pipeline_depth=1)
-    harness.add_group(num_blocks=10, max_batch_size=4)
+    harness.add_group(num_blocks=10, max_batch_size=4, role="decode", tier_store="host", stored_hashes=(1, 2, 3))
     harness.submit("a", [1, 2, 3, 4, 5])
     harness.turn()
     harness.now_ns += 1500 * MS
@@ -64,6 +64,7 @@ def test_a_group_says_how_it_is() -> None:
     assert (group.num_sequences, group.max_num_sequences, group.num_steps_in_flight) == (1, 4, 1)
     assert (group.silent_ms, group.stalled_ms, group.num_steps) == (1500, 1500, 0)
     assert (group.num_blocks, group.num_held_blocks, group.num_cached_blocks) == (10, 2, 0)
+    assert (group.role, group.num_stored_blocks) == ("decode", 3)
     assert (group.block_map.blocks_per_cell, list(group.block_map.held)) == (3, [2, 0, 0, 0])
     harness.finish_step()
     (group,) = ask(report(harness), harness).groups

@@ -32,6 +32,7 @@ def test_a_new_request_begins_with_stored_blocks() -> None:
     harness.run()
     assert group.num_adopted == 3
     assert group.model.num_context_tokens == 22 - 12
+    assert harness.core.lifecycle.requests["a"].num_cached_tokens == harness.core.totals.prefix_cache_hits == 12
     assert harness.ended["a"] is FinishReason.LENGTH
     harness.check_is_empty()
 
@@ -93,6 +94,7 @@ def test_what_is_not_found_is_computed_and_not_looked_for_again() -> None:
     harness.submit("a", PROMPT, 4)
     harness.run()
     assert (group.num_adopted, group.model.num_context_tokens) == (0, 22)
+    assert harness.core.lifecycle.requests["a"].num_cached_tokens == 0
     assert len(harness.group("h").stored) == 1  # of the first one's output
     harness.check_is_empty()
 

@@ -102,6 +102,8 @@ def _requests(status: status_pb2.SystemStatus, width: int) -> Group:
     ended = sorted(status.counts.num_finished_by_reason.items())
     text = ", ".join(f"{number:,} {reason}" for reason, number in ended) or "none"
     lost = f"{status.counts.num_recoveries:,} recovered from lost workers"
+    if status.counts.num_handovers:
+        lost += f", {status.counts.num_handovers:,} moved from prefill to decode"
     bar = share_bar([(number, style) for number, _, style in rows], width)
     return Group(bar, counts, Text(f"ended: {text}", style="dim"), Text(lost, style="dim"))
 
@@ -132,6 +134,8 @@ def _groups(status: status_pb2.SystemStatus, width: int) -> list[RenderableType]
             f"{group.num_held_blocks:,} held, {group.num_shared_blocks:,} shared, {group.num_cached_blocks:,} cached "
             f"of {group.num_blocks:,} blocks"
         )
+        if group.num_stored_blocks:
+            facts += f", {group.num_stored_blocks:,} in tiers"
         title = Text(no_wrap=True, overflow="ellipsis").append(group.group_id, style="bold").append(facts, style="dim")
         shown += [title, block_map(group.block_map, width, _MAP_ROWS)]
     return shown

@@ -37,11 +37,12 @@ class Card {
 
   show(group) {
     this.group = group;
+    const role = ["prefill", "decode"].includes(group.role) ? `${group.role} · ` : "";
     const ranks = group.worldSize > 1 ? `, ${group.worldSize} ranks` : "";
     const perCell = group.blockMap.blocksPerCell;
     const cells = perCell > 1 ? `a cell is ${perCell} blocks` : "a cell is a block";
     this.about.textContent =
-      `${group.device} ${group.dtype}${ranks} · ${count(group.numBlocks)} blocks of ${group.tokensPerBlock} tokens, ${cells}`;
+      `${role}${group.device} ${group.dtype}${ranks} · ${count(group.numBlocks)} blocks of ${group.tokensPerBlock} tokens, ${cells}`;
     const free = group.numBlocks - group.numHeldBlocks - group.numCachedBlocks;
     const facts = {
       sequences: `${group.numSequences} of ${group.maxNumSequences}`,
@@ -50,6 +51,7 @@ class Card {
       shared: count(group.numSharedBlocks),
       cached: count(group.numCachedBlocks),
       free: count(free),
+      ...(Number(group.numStoredBlocks) ? { "in tiers": count(group.numStoredBlocks) } : {}),
     };
     this.facts.replaceChildren(...Object.entries(facts).map(([name, value]) =>
       element("div", {}, element("dt", {}, name), element("dd", {}, value))));

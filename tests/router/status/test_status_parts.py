@@ -58,6 +58,7 @@ def test_parts_are_in_order_of_kind_and_number() -> None:
 def test_a_part_says_what_is_wrong_with_it() -> None:
     groups = [
         status_pb2.GroupStatus(group_id="fine", silent_ms=600, device="cpu", num_sequences=1, max_num_sequences=4),
+        status_pb2.GroupStatus(group_id="first", role="prefill", device="cpu", max_num_sequences=4),
         status_pb2.GroupStatus(group_id="silent", silent_ms=1500),
         status_pb2.GroupStatus(group_id="stuck", stalled_ms=12_000),
     ]
@@ -65,8 +66,9 @@ def test_a_part_says_what_is_wrong_with_it() -> None:
     cell = status_pb2.CellStatus(cell="s", groups=groups, detokenizers=[detokenizer])
     found = {part.name: (part.state, part.detail) for part in cell_parts(cell)}
     assert found == {
-        "s": (Part.SERVING, "3 workers, 1 detokenizer"),
+        "s": (Part.SERVING, "4 workers, 1 detokenizer"),
         "fine": (Part.SERVING, "cpu, 1 of 4 sequences"),
+        "first": (Part.SERVING, "prefill, cpu, 0 of 4 sequences"),
         "silent": (Part.DEGRADED, "silent for 1.5 s"),
         "stuck": (Part.DEGRADED, "no step ended for 12 s"),
         "d": (Part.SERVING, "1 stream"),
