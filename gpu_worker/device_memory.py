@@ -25,7 +25,7 @@ class WarmUpMemory:
 
     def __init__(self, device: torch.device, pools: Sequence[KvCache]) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
-        self._pool_bytes = sum(pool.keys.nbytes + pool.values.nbytes for pool in pools)
+        self._pool_bytes = sum(pool.num_bytes for pool in pools)
         self.step_bytes = self.graph_bytes = 0
         if self._is_cuda:
             _empty_cache(device)

@@ -157,10 +157,13 @@ def write_table(num_processes: int) -> None:
     used = set(itertools.chain.from_iterable(keys_of_cases().values()))
     kept = [line for line in read_table() if line["key"] in used]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        for i, made in enumerate(pool.map(_compile, jobs), 1):
-            kept += made
-            print(f"{i} of {len(jobs)}: {jobs[i - 1]}", flush=True)
+    # A process keeps what it compiled, whatever it was compiled for.
+    for capability in CAPABILITIES:
+        some = [job for job in jobs if job[0] == capability]
+        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+            for i, made in enumerate(pool.map(_compile, some), 1):
+                kept += made
+                print(f"{i} of {len(some)}: {some[i - 1]}", flush=True)
     lines = [] if not TABLE.exists() else [json.loads(line) for line in TABLE.read_text("utf-8").splitlines()]
     lines = [line for line in lines if line["triton"] != triton.__version__]
     lines += {(line["capability"], line["case"], line["key"]): line for line in kept}.values()

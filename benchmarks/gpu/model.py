@@ -160,9 +160,10 @@ def random_runner(
     dtype: torch.dtype | None = None,
     runs_ahead: bool | None = None,
     adapter_bytes: int = 0,
+    kv_dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> ModelRunner:
-    """Return the worker's runner around an existing decoder of `dtype`; by default bfloat16 on a GPU."""
+    """Return the worker's runner around an existing decoder of `dtype`; by default bfloat16 on a GPU; so is KV."""
     from gpu_worker.model_runner import ModelRunner
     from gpu_worker.models.loader import LoadedModel
     from midstream.config import WorkerConfig
@@ -188,5 +189,5 @@ def random_runner(
     )
     worker_config = WorkerConfig(tokens_per_block=TOKENS_PER_BLOCK, device=str(device), **settings)
     decoder.reserve_adapters(adapter_bytes, worker_config.lora_max_adapter_size)
-    model = LoadedModel(describe(config), decoder, device, dtype, dtype, adapter_bytes=adapter_bytes)
+    model = LoadedModel(describe(config), decoder, device, dtype, kv_dtype or dtype, adapter_bytes=adapter_bytes)
     return ModelRunner(worker_config, folder, model, runs_ahead=runs_ahead)

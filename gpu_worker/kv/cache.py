@@ -15,6 +15,7 @@ from gpu_worker.batch.step import IntArray
 from gpu_worker.kv.shared_store import KvStore, PoolMemory
 from gpu_worker.kv.tiers import KvTiers
 from gpu_worker.models.description import DecoderDescription
+from kernels import KvScales
 from kernels.cpu import stored_head_dim
 from midstream.errors import ConfigError
 
@@ -33,8 +34,10 @@ class KvCache:
 
     Attributes:
         keys, values: Each [num_layers, num_blocks, tokens_per_block, num_kv_heads, head_dim]; a decoder may order the
-            numbers inside a block differently. With an integer type head_dim includes the scales. Latent attention
-            stores no separate values: their head_dim is 0. Layers without attention have none.
+            numbers inside a block differently. With an integer type on a CPU head_dim includes the scales. Latent
+            attention stores no separate values: their head_dim is 0. Layers without attention have none.
+        key_scales, value_scales: Of a quantized cache that holds them apart, as on a GPU: float32, as keys and values
+            without head_dim. Empty for others.
         states: Float32 [num_recurrent_layers, num_blocks, state_size], after the last token of each block.
         block_hashes: [num_blocks], content hashes kept by KeptBlocks; in the shared store if there is one.
     """
@@ -50,12 +53,16 @@ class KvCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
+        self._has_scales = dtype == torch.float8_e4m3fn or (dtype == torch.int8 and device.type != "cpu")
         shape = (
             description.num_attention_layers,
             num_blocks,
             tokens_per_block,
             description.num_kv_heads,
-            stored_head_dim(description.head_dim, dtype),
+            description.head_dim if self._has_scales else stored_head_dim(description.head_dim, dtype),
+        )
+        self.key_scales, self.value_scales = (
+            _zeros(shape[:-1] if self._has_scales else (0, num_blocks), torch.float32, device) for _ in range(2)
         )
         self.states = _zeros(
             (description.num_recurrent_layers, num_blocks, description.state_size), torch.float32, device
@@ -77,6 +84,15 @@ class KvCache:
                 for data in (self._memory.keys, self._memory.values)
             )
             self.block_hashes = self._memory.hashes
+
+    def scales(self, layer: int) -> KvScales | None:
+        """Return the scales of a layer of a quantized cache that holds them apart; None for others."""
+        return KvScales(self.key_scales[layer], self.value_scales[layer]) if self._has_scales else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys, values and scales."""
+        return sum(part.nbytes for part in (self.keys, self.values, self.key_scales, self.value_scales))
 
     def use_tiers(self, open_tiers: OpenTiers) -> None:
         """Store full blocks in tiers and fetch blocks from them; for a pool in host memory."""
@@ -134,7 +150,7 @@ class KvCache:
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         """Copy whole blocks in all layers; all sources are read before any target is written."""
         source, target = torch.from_numpy(sources).long(), torch.from_numpy(targets).long()
-        for cache in (self.keys, self.values, self.states):
+        for cache in (self.keys, self.values, self.states, self.key_scales, self.value_scales):
             cache[:, target.to(cache.device)] = cache[:, source.to(cache.device)]
 
 
@@ -149,6 +165,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block in all layers, states included."""
     head_bytes = stored_head_dim(description.head_dim, dtype) * dtype.itemsize
+    if dtype == torch.float8_e4m3fn:
+        head_bytes += torch.float32.itemsize
     num_tensors = 1 if description.latent else 2
     num_heads = description.num_attention_layers * description.num_kv_heads
     num_states = description.num_recurrent_layers * description.state_size

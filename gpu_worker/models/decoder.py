@@ -290,6 +290,7 @@ class TorchDecoder:
             d.windows[i],
             d.chunks[i],
             inputs.max_queries,
+            kv.scales(place),
         )
 
     def _states(self, i: int) -> Tensor:

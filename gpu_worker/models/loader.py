@@ -19,6 +19,7 @@ from gpu_worker.parallel.ranks import ALONE, Ranks
 from gpu_worker.parallel.shard import Shard, shard_of, whole_shard
 from gpu_worker.parallel.tensor_ranks import ONE_RANK
 from kernels.cpu import Library, load_library, supports
+from kernels.quantized_kv import LARGEST
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
@@ -29,7 +30,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int16": torch.int16, "int8": torch.int8}
+_KV_DTYPES = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "f8": torch.float8_e4m3fn,
+}
+# Least compute capability with float8 (Ada, Hopper).
+_FLOAT8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +114,11 @@ def load_model(config: WorkerConfig, folder: ModelFolder, links: RankLinks | Non
     weights = DecoderWeights(folder, description, config.weights)
     shard = shard_of(description, ranks)
     library = _cpu_library(config, description, ranks) if device.type == "cpu" else None
-    kv_dtype = _KV_DTYPES.get(config.kv, dtype if library is None else torch.int16)
-    if library is None and not kv_dtype.is_floating_point:
-        raise UnsupportedError(f"a KV cache in {config.kv} needs the CPU kernels", field="kv")
+    kv_dtype = _kv_dtype(config, device, dtype) if library is None else _KV_DTYPES.get(config.kv, torch.int16)
+    if library is not None and config.kv == "f8":
+        raise UnsupportedError("a KV cache in f8 needs a GPU", field="kv")
+    if description.latent is not None and kv_dtype in LARGEST:
+        raise UnsupportedError(f"latent attention takes no KV cache in {config.kv}", field="kv")
     part_weights: DecoderWeights | ShardWeights = weights if ranks.is_alone else ShardWeights(weights, shard)
     decoder: PartDecoder
     if library is None:
@@ -152,14 +163,30 @@ def _load_from_transformers(
     from gpu_worker.models.transformers_model import TransformersDecoder
 
     started = time.perf_counter()
-    kv_dtype = _KV_DTYPES.get(config.kv, dtype)
-    if not kv_dtype.is_floating_point:
-        raise UnsupportedError(f"a KV cache in {config.kv} needs a model that runs natively", field="kv")
+    kv_dtype = _kv_dtype(config, device, dtype)
     limits = config.max_attention_window, config.sink_token_length
     decoder = TransformersDecoder(folder, dtype, device, config.weights, *limits)
     kind, took = kernels.describe(device), time.perf_counter() - started
     logger.info("loaded %s (transformers' code) on %s with %s in %.1f s", folder.name, device, kind, took)
     return LoadedModel(decoder.description, decoder, device, dtype, kv_dtype, can_record=False, takes_lora=False)
+
+
+def _kv_dtype(config: WorkerConfig, device: torch.device, default: torch.dtype) -> torch.dtype:
+    """Return the type of keys and values of a model that does not run on the CPU kernels.
+
+    Raises:
+        UnsupportedError: The device does not take the type that the settings name.
+    """
+    dtype = _KV_DTYPES.get(config.kv, default)
+    if device.type != "cuda":
+        if dtype in LARGEST or not dtype.is_floating_point:
+            needs = "a GPU" if config.kv == "f8" else "the CPU kernels or a GPU"
+            raise UnsupportedError(f"a KV cache in {config.kv} needs {needs}", field="kv")
+    elif dtype == torch.int16:
+        raise UnsupportedError("a KV cache in int16 needs the CPU kernels; on a GPU use int8 or f8", field="kv")
+    elif dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        raise UnsupportedError("this GPU has no float8; use int8", field="kv")
+    return dtype
 
 
 def num_threads(config: WorkerConfig) -> int:

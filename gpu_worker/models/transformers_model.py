@@ -176,7 +176,8 @@ class _PagedPass:
         layer, kv, inputs = self._layers[module], self._kv, self._inputs
         if layer.value_dim < layer.head_dim:
             v = nn.functional.pad(v, (0, layer.head_dim - layer.value_dim))
-        kernels.store_kv(k, v, kv.keys[layer.index], kv.values[layer.index], inputs.slot_mapping)
+        scales = kv.scales(layer.index)
+        kernels.store_kv(k, v, kv.keys[layer.index], kv.values[layer.index], inputs.slot_mapping, scales=scales)
         out = kernels.paged_attention(
             q.contiguous(),
             kv.keys[layer.index],
@@ -187,6 +188,7 @@ class _PagedPass:
             layer.scale,
             layer.window,
             layer.softcap,
+            scales=scales,
             num_sink_tokens=self._num_sink_tokens,
         )
         return out[..., : layer.value_dim]

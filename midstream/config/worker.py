@@ -26,8 +26,9 @@ class WorkerConfig(ServiceConfig):
     )
     kv: str = setting(
         "auto",
-        "KV cache storage; auto: int16 with a scale for each token and head on CPU kernels, else the compute type.",
-        choices=("auto", "f32", "bf16", "int16", "int8"),
+        "KV cache storage; auto: int16 with a scale for each token and head on CPU kernels, else the compute type. "
+        "On a GPU int8 and f8 (float8 e4m3) have such scales.",
+        choices=("auto", "f32", "bf16", "int16", "int8", "f8"),
     )
     activations: str = setting(
         "auto",

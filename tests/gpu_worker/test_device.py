@@ -115,7 +115,7 @@ def test_steps_and_graphs_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(device_memory, "free_memory_bytes", fake.free_bytes)
     fake.allocate(300)  # weights
     fake.allocate(40)  # the warm-up's pool
-    pool = SimpleNamespace(keys=torch.empty(20, dtype=torch.uint8), values=torch.empty(20, dtype=torch.uint8))
+    pool = SimpleNamespace(num_bytes=40)
     memory = WarmUpMemory(torch.device("cuda:0"), [pool])  # type: ignore[list-item]
     fake.allocate(150)  # a step
     fake.free(150)

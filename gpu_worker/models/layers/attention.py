@@ -11,7 +11,7 @@ import kernels
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.layers.linear import AddLora, Linear, with_lora
 from gpu_worker.parallel.tensor_ranks import TensorRanks
-from kernels import recurrence
+from kernels import KvScales, recurrence
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class PagedTokens:
 
     Attributes:
         keys, values: [num_blocks, tokens_per_block, num_kv_heads, head_dim].
+        scales: Of quantized keys and values.
         slot_mapping, block_tables, query_starts, context_lens: As in `ForwardInputs`.
         window, chunk, max_queries: Limits of attention, as in `kernels.paged_attention`.
     """
@@ -33,6 +34,7 @@ class PagedTokens:
     window: int | None
     chunk: int | None
     max_queries: int | None
+    scales: KvScales | None = None
 
     def attend(self, d: DecoderDescription, q: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """Compute attention: q [M, Hq, D] -> [M, Hq, Dv]."""
@@ -46,6 +48,7 @@ class PagedTokens:
             d.scale,
             self.window,
             d.softcap,
+            scales=self.scales,
             sinks=sinks,
             chunk=self.chunk,
             num_sink_tokens=d.num_sink_tokens,
@@ -114,7 +117,7 @@ class Attention:
                 q, k = kernels.rms_norm(q, self.unit, d.norm_eps), kernels.rms_norm(k, self.unit, d.norm_eps)
         elif query_scale is not None:
             q = (q * query_scale[:, None, None]).to(q.dtype)
-        kernels.store_kv(k, v, tokens.keys, tokens.values, tokens.slot_mapping)
+        kernels.store_kv(k, v, tokens.keys, tokens.values, tokens.slot_mapping, scales=tokens.scales)
         attended = tokens.attend(d, q, tokens.values, self.sinks)
         if d.has_output_gate:
             attended = (attended * recurrence.sigmoid(gate)).to(attended.dtype)
