@@ -9,6 +9,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from kernels.cpu.huge_pages import empty_bytes
 from kernels.cpu.library import Library, LinearStruct
 from kernels.cpu.threads import ThreadPool
 
@@ -90,7 +91,7 @@ class PackedLinear:
         order = _gated_order(self.num_outputs, library.panel()) if is_gated else torch.arange(self.num_outputs)
         order = order.int()
         sizes = (int(weight_format), len(order), self.num_inputs)
-        self.packed = torch.empty(library.packed_bytes(*sizes), dtype=torch.uint8)
+        self.packed = empty_bytes(library.packed_bytes(*sizes))
         self.bias = None if bias is None else bias.float().contiguous()
         if self.bias is not None and self.bias.shape != (self.num_outputs,):
             raise ValueError(f"bias is {list(self.bias.shape)}: expected [{self.num_outputs}]")

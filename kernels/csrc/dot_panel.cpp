@@ -67,6 +67,7 @@ template <class B> struct NibbleBytes : NibbleWords<B> {
   template <int part> [[gnu::always_inline]] static I take(I word) {
     return bit_and(part ? shift_right<4>(word) : word, set1_int(0x0f0f0f0fu));
   }
+  [[gnu::always_inline]] static I to_signed(I bytes) { return bytes; }
 };
 
 template <class B> struct NibbleHalves : NibbleWords<B> {
@@ -104,6 +105,7 @@ template <class B> struct ByteWords : PanelBlock {
 
 template <class B> struct SignedBytes : ByteWords<B> {
   template <int> [[gnu::always_inline]] static I take(I word) { return bit_xor(word, set1_int(0x80808080u)); }
+  [[gnu::always_inline]] static I to_signed(I bytes) { return bit_xor(bytes, set1_int(0x80808080u)); }
 };
 
 // Bytes k and k + 2 of a word, then k + 1 and k + 3.
@@ -248,6 +250,24 @@ template <int R, int V, class Dots>
   });
 }
 
+// sum(r, v) = f(sum(r, v)) where f adds the dots of that part of a block, scaled.
+template <int R, int V, class Dots, class Sum>
+[[gnu::always_inline]] inline void add_dots(const Dots& weights, int first_vector, int part, const RowBlock& rows, const I (&dots)[R][V],
+                                            Sum&& sum) {
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    F scale = weights.scale(first_vector + v, part), minimum = weights.minimum(first_vector + v);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      F product = to_float(Dots::Products::finish(dots[r][v]));
+      sum(r, v, [&](F total) __attribute__((always_inline)) {
+        total = fma(mul(scale, set1(rows.scales[r])), product, total);
+        return part == 0 ? fma(minimum, set1(rows.sums[r]), total) : total;
+      });
+    }
+  }
+}
+
 // sum(r, v) = f(sum(r, v)) where f adds the products of one block of the first R rows of a tile with V vectors of channels.
 template <int R, int V, class Dots, class Sum>
 [[gnu::always_inline]] inline void add_block(const Dots& weights, int first_vector, const RowBlock& rows, Sum&& sum) {
@@ -256,18 +276,7 @@ template <int R, int V, class Dots, class Sum>
   for (int part = 0; part < Products::kScales; ++part) {
     I dots[R][V];
     multiply_block(weights, first_vector, part, rows, dots);
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      F scale = weights.scale(first_vector + v, part), minimum = weights.minimum(first_vector + v);
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        F product = to_float(Products::finish(dots[r][v]));
-        sum(r, v, [&](F total) __attribute__((always_inline)) {
-          total = fma(mul(scale, set1(rows.scales[r])), product, total);
-          return part == 0 ? fma(minimum, set1(rows.sums[r]), total) : total;
-        });
-      }
-    }
+    add_dots(weights, first_vector, part, rows, dots, sum);
   }
 }
 
@@ -319,6 +328,35 @@ template <class Dots> void sum_direct(int m, const uint8_t* panel, const Quantiz
     case 5: return sum_direct<Dots, std::min(5, kRowTile), kDotVectors>(panel, rows, sums);
     default: return sum_direct<Dots, kRowTile, kDotVectors>(panel, rows, sums);
   }
+}
+
+// One row that is split into bytes.
+template <class Bytes, class Halves> void sum_split(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
+  constexpr int V = kRegisters == 32 ? kPanelVectors : 2, kWords = ByteProducts::kGroups / Bytes::kParts;
+  F sum[kPanelVectors / V][1][V];
+  for (auto& part : sum) clear(part);
+  for (int b = 0; b < rows.num_blocks; ++b) {
+    const uint32_t *high = opaque(rows.words + b * kSplitWords), *low = high + kBlock / 4;
+    RowBlock x{high, opaque(rows.scales + b * kRowTile), opaque(rows.sums + b * kRowTile)};
+#pragma GCC unroll 2
+    for (int i = 0; i < kPanelVectors / V; ++i) {
+      I highs[V], dots[1][V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) highs[v] = set1_int(high[kBlock / 2]), dots[0][v] = set1_int(0);
+      for_each_group<V, true>(block_of<Bytes>(panel, b), i * V, 0, kWords, [&](int group, const I (&w)[V]) __attribute__((always_inline)) {
+        I high_bytes = set1_int(high[group]), low_bytes = set1_int(low[group]);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          highs[v] = dot_bytes(highs[v], w[v], high_bytes);
+          dots[0][v] = dot_bytes(dots[0][v], low_bytes, Bytes::to_signed(w[v]));
+        }
+      });
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) dots[0][v] = add_int(dots[0][v], shift_left<8>(highs[v]));
+      add_dots(block_of<Halves>(panel, b), i * V, 0, x, dots, in(sum[i]));
+    }
+  }
+  for (int i = 0; i < kPanelVectors / V; ++i) write(sum[i], sums + i * V * kLanes);
 }
 
 // The blocks of a row from first to end; tile has those.
@@ -429,6 +467,8 @@ void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sum
 
 void sum_dots(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile) {
   auto run = [&]<class Bytes, class Halves>() {
+    if constexpr (kHasByteDots && requires(I bytes) { Bytes::to_signed(bytes); })
+      if (rows.is_split) return sum_split<Bytes, Halves>(panel, rows, sums);
     (rows.input == Input::kHalves ? sum_dots<Halves> : sum_dots<Bytes>)(panel, m, rows, sums, tile);
   };
   switch (format) {

@@ -157,6 +157,7 @@ void run_part(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quanti
   Input input = static_cast<Input>(weight.input);
   bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
   QuantizedRows rows = quantized.rows(m, weight.k, format, is_quantized ? input : Input::kFloats);
+  rows.is_split = m == 1 && can_split(format, input);
   bool is_prepared = is_quantized || rows.has_tiles;
   if (is_prepared) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, has_nibbles(format)); });
   if (rows.has_tiles) configure_tiles(std::min(m, kTileRows), num_weight_tiles(format));

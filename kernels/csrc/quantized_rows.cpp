@@ -15,8 +15,9 @@ __m256i interleave(const __m256i* q) {
 }
 
 // Byte i is number i.
-__m256i in_order(const __m256i* q) {
-  __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+__m256i in_order(const __m256i* q, bool is_signed) {
+  __m256i low = _mm256_packs_epi32(q[0], q[1]), high = _mm256_packs_epi32(q[2], q[3]);
+  __m256i bytes = is_signed ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
   return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
@@ -29,7 +30,24 @@ __m256i pair_alternate(__m256i q) { return pair(q, _mm256_shuffle_epi32(q, 0x0e)
 
 void store_words(uint32_t* words, __m256i value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), value); }
 
-void store_bytes(const __m256i* q, bool has_nibbles, uint32_t* words) { store_words(words, has_nibbles ? interleave(q) : in_order(q)); }
+void store_bytes(const __m256i* q, bool has_nibbles, uint32_t* words, bool is_signed = true) {
+  store_words(words, has_nibbles ? interleave(q) : in_order(q, is_signed));
+}
+
+void store_split(const __m256i* q, bool has_nibbles, uint32_t* words) {
+  __m256i high[4], low[4], sum = _mm256_setzero_si256();
+  for (int i = 0; i < 4; ++i) {
+    high[i] = _mm256_srai_epi32(q[i], 8);
+    low[i] = _mm256_and_si256(q[i], _mm256_set1_epi32(255));
+    sum = _mm256_add_epi32(sum, high[i]);
+  }
+  store_bytes(high, has_nibbles, words);
+  store_bytes(low, has_nibbles, words + kBlock / 4, false);
+  int32_t lanes[8], total = 0;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sum);
+  for (int32_t lane : lanes) total += lane;
+  words[kBlock / 2] = static_cast<uint32_t>(has_nibbles ? 0 : -128 * total);
+}
 
 void store_halves(const __m256i* q, bool has_nibbles, uint32_t* words) {
   for (int i = 0; i < 2; ++i) {
@@ -114,6 +132,8 @@ void QuantizedRows::quantize(int index, const float* row, bool has_nibbles) cons
     if (has_tiles) {
       int64_t tile_words = num_parts(input) * kTileRows * kBlock / 2;
       store_tile_row(q, input, has_nibbles, words + (first + b) * tile_words + place * kBlock / 2);
+    } else if (is_split) {
+      store_split(q, has_nibbles, words + b * kSplitWords);
     } else {
       uint32_t block[kBlock / 2];
       has_halves ? store_halves(q, has_nibbles, block) : store_bytes(q, has_nibbles, block);

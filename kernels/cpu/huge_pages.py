@@ -1,0 +1,49 @@
+"""Memory for weights on huge pages, where the system grants them.
+
+A step reads every weight once, in order. With pages of 4 KiB the processor's prefetching ends at each of them, and each
+costs a walk of the page tables. Most matrices are smaller than a huge page, so many share a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+
+import torch
+from torch import Tensor
+
+_HUGE_PAGE = 2 << 20
+_CHUNK_BYTES = 16 * _HUGE_PAGE
+# Smaller tensors would keep a chunk alive for little.
+_LEAST_BYTES = 64 << 10
+_ALIGNMENT = 64
+_lock = threading.Lock()
+_free = torch.empty(0, dtype=torch.uint8)  # of the newest chunk
+
+
+def empty_bytes(num_bytes: int) -> Tensor:
+    """Return uninitialized memory of this size, uint8. A chunk is freed with the last tensor in it."""
+    global _free
+    if num_bytes < _LEAST_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    with _lock:
+        if size > len(_free):
+            chunk = _new_chunk(max(size, _CHUNK_BYTES))
+            if size >= _CHUNK_BYTES:
+                return chunk[:num_bytes]
+            _free = chunk
+        taken, _free = _free[:num_bytes], _free[size:]
+        return taken
+
+
+def _new_chunk(num_bytes: int) -> Tensor:
+    whole = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    memory = mmap.mmap(-1, whole + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A hint: where the system has no huge pages, the memory is ordinary.
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    chunk = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -chunk.data_ptr() % _HUGE_PAGE
+    return chunk[start : start + whole]
