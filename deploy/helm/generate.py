@@ -33,6 +33,8 @@ def generate(target: Path) -> None:
                 objects.append(item)
         write(target / f"{accelerator}-{journal}{'-secure' if is_secure else ''}.yaml", objects)
     write(target / "monitoring.yaml", monitoring)
+    policy = KUSTOMIZE / "overlays" / "roles" / "transfer-policy.yaml"
+    write(target / "roles.yaml", list(yaml.safe_load_all(policy.read_text(encoding="utf-8"))))
     scaled = KUSTOMIZE / "components" / "keda" / "scaled-objects.yaml"
     write(target / "keda.yaml", list(yaml.safe_load_all(scaled.read_text(encoding="utf-8"))))
 

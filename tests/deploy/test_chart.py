@@ -36,8 +36,8 @@ def chart(values: str, *flags: str) -> dict[tuple[str, str], Manifest]:
     return objects_of(made.stdout)
 
 
-def test_there_are_five_examples() -> None:
-    assert VALUES == ["cpu", "gpu", "ha", "keda", "secure"]
+def test_there_are_six_examples() -> None:
+    assert VALUES == ["cpu", "gpu", "ha", "keda", "roles", "secure"]
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -60,6 +60,7 @@ def test_its_files_are_what_kustomize_makes_now(tmp_path: Path) -> None:
         ("gpu", ("--set", "accelerator=gpu")),
         ("secure", ("--set", "secure.enabled=true")),
         ("keda", ("--set", "autoscaling.kind=keda")),
+        ("roles", ("--set", "roles.enabled=true")),
     ],
 )
 def test_without_other_values_it_is_the_overlay(overlay: str, flags: tuple[str, ...]) -> None:
@@ -90,6 +91,16 @@ def test_values_change_what_they_name() -> None:
     journal = objects["PersistentVolumeClaim", "scheduler-journal"]["spec"]
     assert (journal["resources"]["requests"]["storage"], journal["storageClassName"]) == ("50Gi", "fast")
     assert objects["HTTPRoute", "router"]["spec"]["parentRefs"] == [{"name": "public", "namespace": "gateways"}]
+
+
+def test_prefill_and_decode_workers_have_their_own_values() -> None:
+    objects = chart("roles", "--set", "secure.enabled=true")
+    prefill, decode = (objects["Deployment", name] for name in ("worker", "worker-decode"))
+    assert (prefill["spec"]["replicas"], decode["spec"]["replicas"]) == (2, 4)
+    assert container_of(decode["spec"]["template"])["resources"]["requests"]["cpu"] == "4"
+    assert decode["spec"]["template"]["spec"]["volumes"] == prefill["spec"]["template"]["spec"]["volumes"]
+    refused = helm("template", "midstream", str(CHART), "--set", "roles.enabled=true,accelerator=gpu")
+    assert "roles: needs accelerator cpu" in refused.stderr
 
 
 def test_a_changed_setting_rolls_out() -> None:

@@ -155,6 +155,20 @@ def test_a_worker_group_is_the_worker_on_several_nodes() -> None:
     assert "worker" not in render("multinode").names("Deployment")
 
 
+def test_prefill_and_decode_workers_are_the_worker_with_roles() -> None:
+    alone, rendered = render("cpu").get("Deployment", "worker"), render("roles")
+    for name, role in (("worker", "prefill"), ("worker-decode", "decode")):
+        label, given = {"midstream/role": role}, rendered.get("Deployment", name)
+        made, pod = given["spec"], given["spec"]["template"]
+        assert made["selector"]["matchLabels"] == alone["spec"]["selector"]["matchLabels"] | label
+        assert rendered.get("PodDisruptionBudget", name)["spec"]["selector"] == made["selector"]
+        assert pod["metadata"]["labels"] == alone["spec"]["template"]["metadata"]["labels"] | label
+        mine, theirs = container_of(pod), container_of(alone["spec"]["template"])
+        assert {**pod["spec"], "containers": []} == {**alone["spec"]["template"]["spec"], "containers": []}
+        assert mine["env"][: len(theirs["env"])] == theirs["env"]
+        assert {**mine, "env": [], "ports": []} == {**theirs, "env": [], "ports": []}
+
+
 def test_images_are_of_this_version(rendered: Rendered) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     names = {"router": "router", "scheduler": "scheduler", "detokenizer": "detokenizer", "worker": "gpu-worker"}

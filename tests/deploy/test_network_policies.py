@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from tests.deploy.rendering import Manifest, Rendered, labels_match, ports_of
+from tests.deploy.rendering import Manifest, Rendered, labels_match, ports_of, render
 
 
 class Peer(NamedTuple):
@@ -83,6 +83,19 @@ def test_only_what_must_be_is_reached(rendered: Rendered) -> None:
         if source != target and may_reach(policies, everyone[source], everyone[target], port)
     }
     assert reached == ALLOWED
+
+
+def test_decode_workers_alone_reach_the_blocks_of_prefill_workers() -> None:
+    rendered = render("roles")
+    policies, everyone = rendered.all("NetworkPolicy"), peers(rendered)
+    reached = {
+        (source, target)
+        for source, target in product(everyone, rendered.pods())
+        if may_reach(policies, everyone[source], everyone[target], 50056)
+    }
+    assert reached == {("worker-decode", "worker")}
+    for name in ("worker", "worker-decode"):
+        assert may_reach(policies, everyone[name], everyone["scheduler"], 50053)
 
 
 def test_ranks_of_a_worker_group_reach_each_other(rendered: Rendered) -> None:

@@ -17,7 +17,7 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
 }
 KNOWN = frozenset(name for config in CONFIGS.values() for name in config.__dataclass_fields__)
 # What Kubernetes fills in for a field, in place of the value.
-FIELD_VALUES = {"metadata.name": "part-0", "requests.cpu": "1"}
+FIELD_VALUES = {"metadata.name": "part-0", "requests.cpu": "1", "status.podIP": "10.0.0.7"}
 
 
 def environment(rendered: Rendered, part: str) -> dict[str, str]:
@@ -39,6 +39,19 @@ def test_every_setting_is_known_and_parses(rendered: Rendered, part: str) -> Non
     config = config_of(rendered, part)
     assert config.host == "0.0.0.0"
     assert config.name == "part-0"
+
+
+def test_prefill_and_decode_workers_have_their_roles() -> None:
+    rendered = render("roles")
+    prefill, decode = (
+        parse_config(WorkerConfig, [], environment(rendered, part), program=part, known=KNOWN)
+        for part in ("worker", "worker-decode")
+    )
+    assert (prefill.role, decode.role) == ("prefill", "decode")
+    assert (prefill.kv_transfer_host, prefill.kv_transfer_port) == (
+        "10.0.0.7",
+        ports_of(rendered.pods()["worker"])["kv"],
+    )
 
 
 def test_parts_listen_where_their_ports_say(rendered: Rendered) -> None:
