@@ -37,8 +37,8 @@ SAMPLINGS = [
 ]
 
 
-def make(folder: Path, *, runs_ahead: bool) -> ModelRunner:
-    config = WorkerConfig(device="cpu", max_kv_tokens=512, max_batch_size=8, num_threads=1, kernels="torch")
+def make(folder: Path, *, runs_ahead: bool, **settings: Any) -> ModelRunner:
+    config = WorkerConfig(device="cpu", max_kv_tokens=512, max_batch_size=8, num_threads=1, kernels="torch", **settings)
     return ModelRunner(config, open_model_folder(str(folder)), runs_ahead=runs_ahead)
 
 
@@ -279,6 +279,33 @@ def test_adapters_are_exchanged_between_steps_in_flight(runners: tuple[ModelRunn
     assert [output.token_ids.tolist() for output in outputs] == [output.token_ids.tolist() for output in in_turn]
     assert len({output.token_ids[0] for output in outputs}) > 2
     assert runner.adapters.num_device_bytes == one
+
+
+def test_a_draft_model_proposes_by_its_own_graphs_what_it_does_without(tiny_folder: Path) -> None:
+    drafted = SamplingParams(temperature=0.0, num_draft_tokens=3, max_ngram_size=0)
+    rows = ints([0, 1])
+    steps = [
+        Step(
+            new_sequences=(sequence(0, [5, 6, 7], drafted), sequence(1, [8, 9], drafted)),
+            context_rows=rows,
+            context_starts=ints([0, 0]),
+            context_lengths=ints([3, 2]),
+        ),
+        *[Step(generation_rows=rows, draft_rows=rows, draft_limits=ints([3, 3]))] * 3,
+    ]
+    found = []
+    for runs_ahead in (False, True):
+        runner = make(tiny_folder, runs_ahead=runs_ahead, draft_model=str(tiny_folder))
+        found.append([(out.token_ids.tolist(), out.num_tokens, out.num_drafts) for out in run_in_turn(runner, steps)])
+        if runs_ahead:
+            assert runner._draft is not None
+            graphs = runner._draft.decoder
+            assert isinstance(graphs, GraphDecoder)
+            assert graphs.best(1) is not None  # the last pass replayed one
+        runner.close()
+    assert found[0] == found[1]
+    # A model accepts all drafts of itself.
+    assert found[0][1][1:] == ((4, 4), (3, 3))
 
 
 def test_a_fork_waits_for_the_tokens_that_it_copies(
