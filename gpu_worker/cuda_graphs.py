@@ -254,8 +254,10 @@ class GraphDecoder:
         # All graphs write their logits to one shared buffer, which can be larger than the rest of their memory.
         logits = self._decoder.forward(replace(inputs, token_ids=self._known(inputs.token_ids)))
         self._logits[:num_rows] = logits
-        self._best[:num_rows] = greedy_tokens(logits)
-        self.feed(self._best[:num_rows])
+        # Ranks other than the first have no logits.
+        if logits.shape[1]:
+            self._best[:num_rows] = greedy_tokens(logits)
+            self.feed(self._best[:num_rows])
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Return token ids with placeholders replaced by the tokens passed to `feed`."""

@@ -200,8 +200,13 @@ class ModelRunner:
         if self._front is not None and prepared.inputs is not None and self._can_run_ahead(prepared):
             rows = prepared.sampled_rows
             logits = self._front.forward(prepared.inputs)
-            best = self._front.best(len(rows)) if self._sampler.is_greedy(rows) else None
-            if best is not None:
+            best = self._front.best(len(rows))
+            # A prompt with a grammar has it compiled in the meantime, although it does not sample yet.
+            if (
+                best is not None
+                and self._sampler.is_greedy(rows)
+                and self._sampler.is_plain(_rows_of(prepared.contexts))
+            ):
                 chosen = Chosen(best, rows, best)
             else:
                 chosen = self._sampler.choose(logits, rows, self._constraints_behind(prepared))

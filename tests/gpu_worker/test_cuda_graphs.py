@@ -167,6 +167,16 @@ def test_steps_that_are_too_large_run_eagerly() -> None:
     assert graphs.best(2) is None
 
 
+def test_a_rank_without_logits_replays_graphs_too() -> None:
+    class OtherRank(FakeDecoder):
+        def forward(self, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
+            return super().forward(inputs, probe)[:, :0]
+
+    graphs = graph_decoder(OtherRank(), Replays())
+    assert graphs.forward(decode_inputs(3)).shape == (3, 0)
+    assert graphs.forward(mixed_inputs()).shape == (2, 0)
+
+
 def test_a_graph_gives_the_likeliest_tokens_and_feeds_them() -> None:
     graphs = graph_decoder(FakeDecoder(), Replays())
     graphs.forward(decode_inputs(3))
