@@ -1,0 +1,146 @@
+"""Codex and Claude Code, unmodified, in a session with a tool, against a scripted model.
+
+Run where their programs are on PATH: `npm install --prefix DIR @openai/codex @anthropic-ai/claude-code`, then
+`PATH=DIR/node_modules/.bin:$PATH pytest tests/router/adapters/test_agents.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from midstream.model.folder import ModelFolder
+from midstream.model.tokenizer import Tokenizer
+from protos import generation_pb2 as pb
+from router.protocols.conversation import ChatModel
+from tests.router.conftest import Cluster
+from tests.router.parsers.transcripts import model_format
+
+ASKED = "What does the file note.txt say? Read it with a tool."
+SECRET, ANSWER = "plover-4711", "It says plover, and a number."
+TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LIMIT_S = 120
+
+
+@pytest.fixture(scope="session")
+def folder(folder: ModelFolder) -> ModelFolder:
+    """The model with a context that holds an agent's instructions, and a template that shows tools."""
+    return dataclasses.replace(folder, max_sequence_length=1 << 18, chat_template=TEMPLATE)
+
+
+def needed(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not on PATH (npm packages @openai/codex, @anthropic-ai/claude-code)")
+    return path
+
+
+@asynccontextmanager
+async def scripted_model(cluster: Cluster, tokenizer: Tokenizer, call: Callable[[str], str]) -> AsyncIterator[str]:
+    """Where a router answers HTTP: what has the file's text in it is answered, and what else has tools gets `call`."""
+    chat = ChatModel(model_format("hermes", ""))
+    router = await cluster.add_router(await cluster.add_detokenizer(), chat=chat)
+    assert router.http is not None
+    scheduler = cluster.scheduler
+
+    async def write() -> None:
+        answered = set[str]()
+        while True:
+            await scheduler.until(lambda: scheduler.requests.keys() - answered)
+            for name in scheduler.requests.keys() - answered:
+                prompt = tokenizer.decode(scheduler.requests[name].request.token_ids.values, skip_special_tokens=False)
+                asks = ASKED in prompt and SECRET not in prompt
+                for token in tokenizer.encode(call(prompt) if asks else ANSWER):
+                    scheduler.emit(name, [token])
+                scheduler.end(name, reason=pb.FINISH_REASON_STOP)
+                answered.add(name)
+
+    writing = asyncio.create_task(write())
+    try:
+        yield f"http://127.0.0.1:{router.http.port}"
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+
+
+async def run(*command: str, folder: Path, **environment: str) -> str:
+    """What a program prints."""
+    (folder / "note.txt").write_text(SECRET + "\n")
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), "NO_COLOR": "1", **environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            printed, complaints = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, (printed + complaints).decode()
+    return printed.decode()
+
+
+def tool_call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def test_codex(cluster: Cluster, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    codex = needed("codex")
+
+    def call(prompt: str) -> str:
+        if '"exec_command"' in prompt:
+            return tool_call("exec_command", cmd="cat note.txt")
+        return tool_call("shell", command=["cat", "note.txt"])
+
+    async with scripted_model(cluster, tokenizer, call) as url:
+        settings = {
+            "model": "smollm2",
+            "model_provider": "here",
+            "model_providers.here.name": "here",
+            "model_providers.here.base_url": url + "/v1",
+            "model_providers.here.wire_api": "responses",
+        }
+        flags = [part for name, value in settings.items() for part in ("-c", f'{name}="{value}"')]
+        flags += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+        printed = await run(codex, "exec", *flags, ASKED, folder=tmp_path)
+    assert printed.strip().endswith(ANSWER)
+    assert len(cluster.scheduler.requests) == 2
+
+
+async def test_claude_code(cluster: Cluster, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    claude = needed("claude")
+    async with scripted_model(
+        cluster, tokenizer, lambda _: tool_call("Read", file_path=str(tmp_path / "note.txt"))
+    ) as url:
+        printed = await run(
+            claude,
+            "--print",
+            ASKED,
+            "--allowedTools",
+            "Read",
+            folder=tmp_path,
+            ANTHROPIC_BASE_URL=url,
+            ANTHROPIC_API_KEY="none",
+            ANTHROPIC_MODEL="smollm2",
+            ANTHROPIC_SMALL_FAST_MODEL="smollm2",
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        )
+    assert printed.strip() == ANSWER
