@@ -59,7 +59,9 @@ async def scripted_model(cluster: Cluster, tokenizer: Tokenizer, call: Callable[
         while True:
             await scheduler.until(lambda: scheduler.requests.keys() - answered)
             for name in scheduler.requests.keys() - answered:
-                prompt = tokenizer.decode(scheduler.requests[name].request.token_ids.values, skip_special_tokens=False)
+                prompt = tokenizer.decode(
+                    [*scheduler.requests[name].request.token_ids.values], skip_special_tokens=False
+                )
                 asks = ASKED in prompt and SECRET not in prompt
                 for token in tokenizer.encode(call(prompt) if asks else ANSWER):
                     scheduler.emit(name, [token])

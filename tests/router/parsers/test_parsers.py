@@ -1,7 +1,11 @@
-"""Parsers find calls and reasoning in each format, however the text is split."""
+"""Parsers find calls and reasoning in each format, however the text is split.
+
+PARSER_CUTS=100000 cuts the transcripts of each format at that many places.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -12,7 +16,7 @@ from router.parsers.formats import TOOL_FORMATS
 from router.parsers.machine import Machine
 from tests.router.parsers.transcripts import GOOD, MALFORMED, OFFER, Transcript, model_format, summary
 
-NUM_CUTS = 10_000
+NUM_CUTS = int(os.environ.get("PARSER_CUTS", "10000"))
 FORMATS = tuple(TOOL_FORMATS)
 
 
