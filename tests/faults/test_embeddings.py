@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gc
 import json
@@ -70,6 +71,7 @@ async def test_every_door_gives_what_transformers_computes(rig: Rig, model: Any,
     await check_openais_client(rig, model, folder)
     await check_scores_and_ranks(rig, model, folder)
     await check_key(rig)
+    await check_batch(rig, model, folder)
 
 
 async def check_openais_client(rig: Rig, model: Any, folder: ModelFolder) -> None:
@@ -133,6 +135,24 @@ async def check_key(rig: Rig) -> None:
         assert again.headers["x-request-id"] == first.headers["x-request-id"]
         other = await http.post(rig.next_url() + "/v1/embeddings", json={"input": TEXTS[::-1]})
     assert (other.status_code, json.loads(other.text)["error"]["param"]) == (400, "Idempotency-Key")
+
+
+async def check_batch(rig: Rig, model: Any, folder: ModelFolder) -> None:
+    body = {"input": TEXTS[:2], "encoding_format": "float"}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
+    async with openai.AsyncOpenAI(base_url=rig.next_url() + "/v1", api_key="-", max_retries=0) as client:
+        file = await client.files.create(file=("lines.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        async with asyncio.timeout(60):
+            while batch.output_file_id is None:
+                assert batch.errors is None
+                await asyncio.sleep(0.1)
+                batch = await client.batches.retrieve(batch.id)
+        answer = json.loads((await client.files.content(batch.output_file_id)).text)["response"]["body"]
+    shown = [item["embedding"] for item in answer["data"]]
+    np.testing.assert_allclose(np.array(shown), unit(states(model, folder, TEXTS[:2])), atol=ATOL)
+    assert batch.usage is not None
+    assert batch.usage.total_tokens == answer["usage"]["prompt_tokens"]
 
 
 async def test_whatever_dies_the_vectors_come_once(rig: Rig, model: Any, folder: ModelFolder) -> None:

@@ -1,4 +1,5 @@
-"""A stored response, as OpenAI's client streams it, while a part dies at each of its tokens.
+"""A stored response, as OpenAI's client streams it, and a message, as Anthropic's client does that sends its call
+again, while a part dies at each of its tokens.
 
 As in test_kill_at_every_step.py, the part that dies at a token is the next one in turn; with MIDSTREAM_ALL_KILLS=1 each
 of them dies at each token.
@@ -11,6 +12,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import httpx2
 import openai
 import pytest
 
@@ -20,6 +23,13 @@ from tests.faults.small_model import make_small_model
 
 NUM_TOKENS = 24
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+HEADER = "Idempotency-Key"
+MESSAGE: Any = {
+    "model": "",
+    "messages": [{"role": "user", "content": "Go on."}],
+    "max_tokens": NUM_TOKENS,
+    "extra_body": {"temperature": 0},
+}
 ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else (2,)
 
 
@@ -100,3 +110,32 @@ async def test_whatever_dies_at_any_token_the_events_are_the_same(rig: Rig, is_b
         assert reader.num_breaks
     assert sum(rig.num_kills.values()) >= (NUM_TOKENS - 1) * len(ROTATIONS)
     print(rig.num_kills, len(undisturbed.events), "".join(deltas(undisturbed.events)))
+
+
+async def test_a_message_that_is_called_again_with_its_key_is_the_same(rig: Rig) -> None:
+    num_breaks = 0
+
+    async def read(key: str) -> None:
+        nonlocal num_breaks
+        while key not in answers:
+            async with anthropic.AsyncAnthropic(
+                base_url=rig.next_url(), api_key="none", max_retries=0, timeout=30, default_headers={HEADER: key}
+            ) as client:
+                try:
+                    async with client.messages.stream(**MESSAGE) as stream:
+                        answers[key] = await stream.get_final_message()
+                except anthropic.APIStatusError:
+                    raise
+                except (anthropic.APIError, httpx2.HTTPError):
+                    num_breaks += 1
+
+    answers: dict[str, Any] = {}
+    await rig.disturb(read("undisturbed"), {})
+    for rotation in ROTATIONS:
+        kills = {n: KINDS[(n + rotation) % 4] for n in range(1, NUM_TOKENS, 1 if len(ROTATIONS) > 1 else 3)}
+        await rig.disturb(read(f"{rotation}"), kills)
+        made, expected = answers[f"{rotation}"], answers["undisturbed"]
+        assert (made.content, made.stop_reason) == (expected.content, expected.stop_reason)
+        assert made.usage.output_tokens == expected.usage.output_tokens == NUM_TOKENS
+    assert num_breaks
+    print(rig.num_kills, num_breaks, answers["undisturbed"].content)
