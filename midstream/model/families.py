@@ -70,6 +70,7 @@ SERVED_FAMILIES = (
     _native("Gemma 3", "gemma3_text", "gemma3", notes="windows, two rotary bases"),
     _native("Phi-3, Phi-4", "phi3", notes="partial rotary embedding; LongRoPE up to the original length"),
     _native("OLMo 2", "olmo2", notes="norms after layers"),
+    _native("OLMo 3", "olmo3", notes="norms after layers, windows, two rotary scalings"),
     _native("OLMoE", "olmoe", notes="experts"),
     _native("Granite", "granite", notes="scaled embeddings, residuals and logits"),
     _native("GLM-4 (9B)", "glm", notes="partial rotary embedding"),
@@ -79,6 +80,10 @@ SERVED_FAMILIES = (
     _torch("DeepSeek-V3, Kimi K2", "deepseek_v3", "kimi_k2", notes="experts, latent cache", has_graphs=False),
     _native("SmolLM3", "smollm3", notes="layers without rotary embedding"),
     _native("Command R7B, A (Cohere 2)", "cohere2", notes="windows, parallel layers"),
+    _native("MiniMax M2", "minimax_m2", notes="experts, partial rotary embedding"),
+    _native("Seed-OSS", "seed_oss"),
+    _native("EXAONE 4", "exaone4", notes="norms after layers, windows, layers without rotary embedding"),
+    _native("ERNIE 4.5", "ernie4_5"),
     _recurrent("Qwen 3 Next", "qwen3_next", notes="gated delta nets, experts"),
     _recurrent(
         "Qwen 3.5", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", notes="gated delta nets, experts"

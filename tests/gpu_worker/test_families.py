@@ -159,6 +159,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 2, "mamba_n_groups": 2}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128,
+                },
+            },
+        },
+    ),
+    "seed_oss": ("SeedOss", {"head_dim": 32}),
+    "exaone4": (
+        "Exaone4",
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 32}),
+    "minimax_m2": (
+        "MiniMaxM2", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}
+    ),
     "falcon_h1": (
         "FalconH1",
         {
@@ -356,13 +377,13 @@ def test_experts_are_kept_in_each_weight_format(mixture: Path, weights: str, mon
     assert all(map(torch.equal, logits, threaded))
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize(("name", "num_layers"), [("qwen2_moe", 1), ("gpt_oss", 1), ("llama4_text", 2)])
 def test_triton_kernels_under_the_decoder_give_the_same_logits(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the interpreter, on the path that a GPU takes."""
     family, settings = MODELS[name]
-    make_tiny_model(tmp_path, family, **{**settings, "num_hidden_layers": 2})
+    make_tiny_model(tmp_path, family, **{**settings, "num_hidden_layers": num_layers})
     with pytest.MonkeyPatch.context() as patch:
         wanted, _ = logits_of(make_runner(tmp_path, kernels="torch"), patch, prompt(20), 20)
     monkeypatch.setattr(dispatch, "triton", operations, raising=False)

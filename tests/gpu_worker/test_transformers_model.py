@@ -33,15 +33,12 @@ if TYPE_CHECKING:
     from gpu_worker.parallel.links import RankLinks
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma": ("Gemma", {"head_dim": 32}),
     # Both soft caps; windows on every other layer.
     "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
     # Two windows, then all; two rotary bases.
     "gemma3": ("Gemma3Text", {"head_dim": 32, "sliding_window": 24, "sliding_window_pattern": 3}),
-    "phi": ("Phi", {}),
     "gpt_neox": ("GPTNeoX", {}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
-    "mixture": ("Mixtral", {"num_local_experts": 4}),
     # Its config.json has n_embd, n_layer and n_positions.
     "gpt2": ("GPT2", {"n_positions": 512, "scale_attn_by_inverse_layer_idx": True}),
     # Its config.json has the language model's settings in text_config.

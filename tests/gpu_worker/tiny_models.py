@@ -44,6 +44,9 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
             if "norm" in name:
                 parameter.add_(1)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("correction_bias", "expert_bias")):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)  # type: ignore[operator]
     (folder / "tokenizer.json").write_text(json.dumps({}))
     return model

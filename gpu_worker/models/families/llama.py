@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and models of the same kind."""
+"""Llama 1 to 3, and models of the same kind, such as Seed-OSS."""
 
 from __future__ import annotations
 
@@ -13,4 +13,9 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     return plain(Settings(config))
 
 
+def _read_seed(config: Mapping[str, Any]) -> DecoderDescription:
+    return plain(Settings(config, head_dim=128))
+
+
+SEED_OSS = Family(title="Seed-OSS", types=("seed_oss",), read=_read_seed)
 LLAMA = Family(title="Llama", types=("llama",), read=_read, reads_gguf=True)

@@ -7,17 +7,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_worker.models.description import DecoderDescription, Mixture
-from gpu_worker.models.families.family import Family, Names, Settings, plain, windows_of
+from gpu_worker.models.description import DecoderDescription, Mixture, Rotary
+from gpu_worker.models.families.family import Family, Names, Settings, plain, rope_of, windows_of
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, rms_norm_eps=1e-5)
+    return plain(Settings(config, rms_norm_eps=1e-5), norm_place="after", qk_norm="row")
+
+
+def _read_3(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, rms_norm_eps=1e-5, rope_theta=500000.0)
     kinds = s.layers("layer_types")
-    windows: tuple[int | None, ...] = (None,) * s.size("num_hidden_layers")
-    if kinds is not None:
-        windows = windows_of(s, s.get("sliding_window", 4096), kinds)
-    return plain(s, norm_place="after", qk_norm="row", windows=windows)
+    if kinds is None:
+        count = range(s.size("num_hidden_layers"))
+        kinds = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in count]
+    head_dim = s.size("hidden_size") // s.size("num_attention_heads")
+    ropes = s.get("rope_parameters", {})
+    # In older files `rope_scaling` is that of layers without a window.
+    far = ropes.get("full_attention") or s.get("rope_scaling", {})
+    rotary = {
+        "full_attention": Rotary(rope_of(s, far), head_dim),
+        "sliding_attention": Rotary(rope_of(s, ropes.get("sliding_attention", {})), head_dim),
+    }
+    return plain(
+        s,
+        norm_place="after",
+        qk_norm="row",
+        rotary=tuple(rotary.get(kind) for kind in kinds),
+        windows=windows_of(s, s.get("sliding_window", 4096), kinds),
+    )
 
 
 def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
@@ -34,4 +52,5 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 OLMO2 = Family(title="OLMo 2", types=("olmo2",), read=_read)
+OLMO3 = Family(title="OLMo 3", types=("olmo3",), read=_read_3)
 OLMOE = Family(title="OLMoE", types=("olmoe",), read=_read_mixture, names=Names())
