@@ -15,10 +15,13 @@ demo: $(VENV)/.ready
 demo-kill: $(VENV)/.ready
 	@$(BIN)/midstream demo --kill
 
-# Tests wait about half of the time, so there are more processes than processors. tests/conftest.py decides what
-# stays together, and in which order it is handed out.
-test: $(VENV)/.ready check
-	@$(BIN)/pytest -q --numprocesses $$(($$(nproc) * 3 / 2)) --dist loadscope --no-loadscope-reorder
+# Tests spend part of their time waiting, so there are more processes than processors, and the checks, mostly mypy in one
+# process, run beside them. tests/conftest.py decides what stays together, and in which order it is handed out. With
+# PYTHONDONTWRITEBYTECODE set, every process that a test starts would compile our sources again.
+test: $(VENV)/.ready
+	@log=$$(mktemp); $(MAKE) -s check > $$log 2>&1 & check=$$!; \
+		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 3 / 2)) --dist loadscope --no-loadscope-reorder; \
+		status=$$?; wait $$check || { cat $$log; status=1; }; rm $$log; exit $$status
 
 # All checks that do not run the code.
 check: $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc

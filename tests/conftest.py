@@ -24,6 +24,7 @@ _SHARING = (
     "features",
     "mixture",
     "pressure",
+    "roles",
     "service",
     "tracing",
 )

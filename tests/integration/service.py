@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from midstream.cli.run_dir import RunDir
 from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc, stats_pb2
@@ -66,6 +67,12 @@ class Service:
         return status
 
     def processes(self, kind: str) -> list[dict[str, Any]]:
+        """Return what the supervisor wrote of these parts; `probed` has their health too, but starts a command."""
+        state = RunDir(self.run_dir).read_state()
+        assert state is not None
+        return [asdict(process) for process in state.of_kind(kind)]
+
+    def probed(self, kind: str) -> list[dict[str, Any]]:
         return [process for process in self.status()["processes"] if process["kind"] == kind]
 
     def routers(self) -> list[str]:

@@ -105,7 +105,7 @@ def test_a_killed_worker_comes_back(service: Service) -> None:
     os.kill(before["worker-1"]["pid"], signal.SIGKILL)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        after = {process["name"]: process for process in service.processes("gpu_worker")}
+        after = {process["name"]: process for process in service.probed("gpu_worker")}
         if after["worker-1"]["num_restarts"] == num_restarts and after["worker-1"]["health"] == "serving":
             break
         time.sleep(0.2)

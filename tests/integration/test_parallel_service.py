@@ -45,7 +45,7 @@ def expected(prompt: list[int]) -> list[int]:
 
 
 def ranks_of(service: Service) -> list[dict[str, Any]]:
-    return sorted(service.processes("gpu_worker"), key=lambda process: str(process["name"]))
+    return sorted(service.probed("gpu_worker"), key=lambda process: str(process["name"]))
 
 
 async def test_two_ranks_give_one_ranks_text(parallel: Service, prompt: list[int], expected: list[int]) -> None:

@@ -79,13 +79,9 @@ def tokens_of(streams: list[Timed]) -> list[list[int]]:
 
 @pytest.mark.timeout(3600 if NUM_KILLS > 2 else 400)
 async def test_roles_apart_and_together_give_the_same_tokens_and_a_death_in_a_transfer_changes_none(
-    tmp_path: Path,
+    service: Service, tmp_path: Path
 ) -> None:
-    service = Service.start(tmp_path / "together", "--workers", "1")
-    try:
-        expected = tokens_of(await answers(service, PROMPTS))
-    finally:
-        service.stop()
+    expected = tokens_of(await answers(service, PROMPTS))
     service = Service.start(tmp_path / "apart", "--workers", "2", "--prefill-workers", "1")
     try:
         first = await answers(service, PROMPTS)
