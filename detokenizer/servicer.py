@@ -134,7 +134,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
             self.check_drained()
 
     async def OpenStream(self, request: OpenFramesRequest, context: object) -> FramesOffer:  # noqa: N802
-        """Offer a connection over frames, in place of Stream; empty if frames are disabled."""
+        """Offer a connection over frames instead of Stream; empty if frames are disabled."""
         if self._frames is None:
             return FramesOffer()
         return self._frames.offer(lambda connection: _FramesHandler(self, connection))

@@ -13,6 +13,7 @@ import hmac
 import logging
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -125,7 +126,7 @@ _QUOTAS = tuple(item.name for item in fields(Quota))
 _MAX_QUOTA, _MAX_PRIORITY = 10**11, 100
 
 
-class _WatchedFile(Generic[_EntryT]):
+class _WatchedFile(ABC, Generic[_EntryT]):
     """Lines of a file, reloaded when it changes; an invalid change is logged and ignored."""
 
     field: str
@@ -156,9 +157,9 @@ class _WatchedFile(Generic[_EntryT]):
                 logger.warning("%s is invalid; keeping its previous contents: %s", self._path, error)
         return self._entries
 
+    @abstractmethod
     def _parse(self, words: list[str]) -> tuple[bytes, _EntryT]:
         """Return key and value of a line; raise InvalidArgumentError without quoting it, as it may hold a secret."""
-        raise NotImplementedError
 
     def _sign(self) -> tuple[int, int, int]:
         try:

@@ -3,7 +3,7 @@
 1. Clients send requests without a pause, more than the workers have rows for. A request runs to its end,
    or its client leaves at a random moment, or its deadline passes; complete outputs are compared with the undisturbed
    ones, others with their beginning.
-2. Every `--fault-interval` seconds the second worker, detokenizer or router dies or stands still for a while; the
+2. Every `--fault-interval` seconds the second worker, detokenizer or router is killed or stopped for a while; the
    scheduler dies once, early, so that its successor has most of the time to grow in.
 3. Memory of every process is sampled. A straight line through the samples of a life, without its beginning, gives its
    slope.

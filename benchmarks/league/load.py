@@ -1,6 +1,6 @@
 """One round: requests of every kind at once, a fault in the middle, and what the clients got.
 
-Midstream is asked through its own client, which resumes a stream at another router. The others are asked through
+Midstream is called through its own client, which resumes a stream at another router. The others are called through
 the official OpenAI client, which repeats calls that got no answer; a stream that broke off is lost, for no API
 of theirs continues it.
 """

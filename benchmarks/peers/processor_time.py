@@ -26,7 +26,7 @@ def processor_seconds() -> float:
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             try:
-                # The name before the fields may hold spaces and parentheses.
+                # The name before the fields may contain spaces and parentheses.
                 stats[int(folder.name)] = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 if mark in (folder / "environ").read_bytes().split(b"\0"):
                     found.add(int(folder.name))

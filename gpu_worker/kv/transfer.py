@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Blocks in one request: bounds what waits in sockets, and what is sent again after a cut.
+# Blocks per request: limits the bytes buffered in sockets, and those sent again after a lost connection.
 _MAX_BLOCKS = 16
 # Time without an answer after which a request is repeated on a new connection, and how often.
 _TIMEOUT_S, _NUM_TRIES = 1.0, 2

@@ -213,7 +213,7 @@ class DecoderDescription:
         softcap: Bends attention scores s to softcap * tanh(s / softcap); 0: it does not.
         has_sinks: Each query head has one more score, which takes weight but has no value.
         has_output_gate: What attention gives is weighed by a sigmoid; queries and gates of a head lie side by side.
-        recurrent: By layer, what stands in place of attention; None: nothing. All are of one kind and size.
+        recurrent: By layer, what replaces attention; None: nothing. All are of one kind and size.
         is_side_by_side: Every layer has attention and what is recurrent, over the same input; their outputs are added.
         attention_output_scale: Factor of what attention gives.
         ffn_gate_scale, ffn_output_scale: Factors of a plain feed-forward network's gates and output.

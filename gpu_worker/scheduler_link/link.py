@@ -182,7 +182,7 @@ class SchedulerLink:
         try:
             self._serve()
         except Exception as error:
-            # Without its link the worker would stand still for ever, so it ends and is started again.
+            # Without its link the worker would hang, so it exits and is restarted.
             logger.exception("the link to the scheduler failed")
             self.inbox.put(Stopped(_FAILED_EXIT_CODE, f"the link to the scheduler failed: {error!r}"))
 

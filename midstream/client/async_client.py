@@ -138,7 +138,7 @@ class AsyncClient:
             prompt_adapter: Name of a prompt-tuning adapter that was loaded.
             prompt_tuning_table: Or its virtual tokens [count, hidden size], such as a numpy array of float32 or
                 float16. Token id vocabulary size + i is row i; a prompt without such ids begins with all rows.
-            prompt_embeddings: The prompt itself [tokens, hidden size], in place of the first four arguments.
+            prompt_embeddings: The prompt itself [tokens, hidden size], instead of the first four arguments.
             kv_retention: Which of its cached blocks are kept longer.
             speculative: Speculative decoding, which affects only the speed.
 

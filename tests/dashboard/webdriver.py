@@ -61,7 +61,7 @@ class Browser:
         return float(found.group().replace(",", "")) if found else -1.0
 
     def wait_for(self, script: str, *arguments: object, limit_s: float = 30) -> Any:
-        """The value that the script returns, as soon as it counts as true."""
+        """Return the script's value once it is true."""
         deadline = time.monotonic() + limit_s
         while not (value := self.run(script, *arguments)):
             assert time.monotonic() < deadline, f"it never came to be: {script}"

@@ -68,7 +68,7 @@ class FakeModel:
         num_context_tokens: Computed in context chunks so far, over all rows.
         fail_token: A row whose prompt holds it fails.
         checks: Verify the KV cache at each step.
-        followers: Tokens that come after others in place of the next one.
+        followers: Tokens that follow given tokens, instead of the next number.
     """
 
     def __init__(

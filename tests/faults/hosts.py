@@ -84,7 +84,7 @@ class Namespaces:
 
 
 class Relays:
-    """All hosts are this machine, and a relay that can stand still is on each way from one to another."""
+    """All hosts are this machine; a relay, which can stop forwarding, connects each pair in each direction."""
 
     listen_address = "127.0.0.1"
 

@@ -108,14 +108,14 @@ async def _has_all_parts(address: str) -> bool:
 
 
 async def until(holds: Callable[[], object], limit_s: float = WAIT_S) -> None:
-    """Returns when `holds()` is true; what cannot be asked yet is not."""
+    """Return when `holds()` is true; an error of the service counts as false."""
     deadline = time.monotonic() + limit_s
     while True:
         with contextlib.suppress(MidstreamError):
             answer = holds()
             if await answer if asyncio.iscoroutine(answer) else answer:
                 return
-        assert time.monotonic() < deadline, "it has not come to pass"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         await asyncio.sleep(0.05)
 
 

@@ -16,7 +16,7 @@ from gpu_worker.batch import staging
 
 
 class LazyStream:
-    """Work in the order of its launch, to which asynchronous copies and the events of staging buffers belong."""
+    """Work in launch order, including asynchronous copies and the events of staging buffers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_done = self.num_waits = 0

@@ -146,7 +146,7 @@ def test_beams_are_the_same_alone_paused_moved_and_recovered(
 def test_what_is_said_of_the_prompt_comes_once_whichever_part_is_lost(
     runner: ModelRunner, end_ids: tuple[int, ...], tmp_path: Path, num_steps: int
 ) -> None:
-    """The prompt takes three steps; something is lost in each of them, and in each behind."""
+    """The prompt takes three steps; a worker is lost in each of them and in each later one."""
     request = request_of(0, [7 + i % 30 for i in range(40)], SEARCHES[0])
     request.output.prompt_log_probs = 2
     (alone,) = Whole(runner, end_ids).run([request])

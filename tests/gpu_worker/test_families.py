@@ -284,7 +284,7 @@ def forward(decoder: PartDecoder, shard: Shard, tokens: list[int]) -> Tensor:
 
 
 class ThreadRanks:
-    """Tensor ranks that are threads of this process."""
+    """Tensor parallel ranks as threads of this process."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=60)

@@ -58,7 +58,7 @@ def group(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None
 
 @pytest.fixture(autouse=True)
 def kernels_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that only tell the shapes of their results, in place of Triton's."""
+    """Replacements of Triton's kernels that only return tensors of the right shape."""
     references = vars(dispatch)
     made: dict[str, Callable[..., Any]] = {
         "rms_norm": references["torch_rms_norm"],

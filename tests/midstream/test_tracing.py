@@ -20,7 +20,7 @@ def test_reads_and_writes_what_w3c_says() -> None:
     unsampled = TraceParent.parse(TEXT[:-2] + "00")
     assert unsampled is not None
     assert not unsampled.is_sampled
-    # Later versions may say more; what is known of them stands.
+    # Later versions may append fields; the known ones are still read.
     assert TraceParent.parse("cc" + TEXT[2:] + "-what-comes-next") == parent
 
 

@@ -1,4 +1,4 @@
-"""Blocks that tiers hold are fetched in place of computing them, a few in each step."""
+"""Blocks held by tiers are fetched instead of computed, a few in each step."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Network:
         return len(broken)
 
     def is_parted(self, one: Process, other: Process) -> bool:
-        """Whether nothing gets through between two machines."""
+        """Whether two machines are disconnected."""
         return frozenset((one.name, other.name)) in self._parted
 
     def part(self, one: str, other: str) -> None:

@@ -1,4 +1,4 @@
-"""What a token costs, counted in place of timed: messages between the parts, and callbacks of their event loops."""
+"""The cost of a token, counted rather than timed: messages between the parts, and callbacks of their event loops."""
 
 from __future__ import annotations
 

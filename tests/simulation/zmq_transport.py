@@ -129,7 +129,7 @@ class Router:
         self._monitor: Monitor | None = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """All options are taken, and the security ones mean nothing here."""
+        """Accept all options; the security ones have no effect here."""
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_: None

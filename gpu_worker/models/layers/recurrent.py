@@ -64,7 +64,7 @@ def pieces_of(
             token, position = token + size, position + size
     turns: dict[int, int] = {}
     groups: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = defaultdict(list)
-    # What comes before a piece has a lower number, in whichever table.
+    # Sorting by block number puts each piece behind the ones that it continues, whichever table they are in.
     for _, token, size, source, target, is_first in sorted(pieces):
         turn = 0 if is_first else turns.get(source, -1) + 1
         turns[target] = turn

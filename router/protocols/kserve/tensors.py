@@ -45,7 +45,7 @@ _RAW_ONLY = {"FP16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """One input; `data` is set in place of `values` for types of 16-bit floats."""
+    """One input; `data` is set instead of `values` for types of 16-bit floats."""
 
     name: str
     datatype: str
