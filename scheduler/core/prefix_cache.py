@@ -70,7 +70,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[int, int] = {}
         self._hash_of: dict[int, int] = {}
-        # Blocks that no planned step computes yet, with their writers; None: the next one that needs the block.
+        # Blocks in no planned step yet, by the sequence that will compute them; None: the next one that needs it.
         self._pending: dict[int, Writer | None] = {}
         self._changes: list[KvChange] = []
         self._news: list[tuple[int, int]] = []

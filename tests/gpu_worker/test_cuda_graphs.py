@@ -122,7 +122,7 @@ def test_shapes_of_mixed_steps() -> None:
 def test_decoding_pads_to_the_next_size(num_rows: int, padded: int) -> None:
     decoder = FakeDecoder()
     graphs = graph_decoder(decoder, Replays())
-    # A larger step first leaves its rows behind in the buffers.
+    # A larger step runs first, so that its rows are still in the buffers.
     assert graphs.forward(decode_inputs(20)).tolist() == expected(20)
     assert graphs.forward(decode_inputs(num_rows)).tolist() == expected(num_rows)
     assert decoder.num_rows == [20, padded]

@@ -227,7 +227,7 @@ def test_a_torn_tail_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_its_size_follows_what_is_live() -> None:
-    """One request stays beside many that come and go."""
+    """One long-lived request beside many short ones."""
     disk, segment_bytes, slack_bytes = Disk(), 4000, 8000
     scheduler = Scheduler(FolderOnDisk(disk), segment_bytes=segment_bytes, slack_bytes=slack_bytes)
     state = scheduler.found

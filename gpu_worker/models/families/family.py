@@ -42,7 +42,7 @@ class Names:
         expert_gate_up, expert_down: {} is the expert's index, unless all experts are stacked.
         experts: Whether each expert has its own tensors [outputs, inputs]; or all of them are stacked in one
             [experts, inputs, outputs], gate before up, or gate and up in turn; or in one [experts, outputs, inputs].
-        recurrent_prefix: Before the tensors of what stands in place of attention.
+        recurrent_prefix: Prefix of the tensors of the layer that replaces attention.
         shared_prefix: Before the matrices of the shared expert.
         shared_gate_up: As `gate_up`; without a gate the last of them.
     """

@@ -143,7 +143,7 @@ def _mamba_of(s: Settings) -> Mamba:
 
 
 def _mixers(s: Settings, kinds: Sequence[object]) -> tuple[Mamba | None, ...]:
-    """Return what stands in place of attention, by the kinds of layers.
+    """Return what replaces attention, by the kinds of layers.
 
     Raises:
         UnsupportedError: A layer is neither Mamba 2 nor attention.

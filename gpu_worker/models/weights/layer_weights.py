@@ -58,7 +58,7 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """What stands in place of attention, or beside it. A short convolution has no more than inputs and conv.
+    """What replaces attention or runs beside it. A short convolution has no more than inputs and conv.
 
     Attributes:
         inputs: Of a delta net: queries, keys, values and gates; then rates. Else all in one.
