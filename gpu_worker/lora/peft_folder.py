@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # modules, or a new one) would change the results.
 _KNOWN = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
-    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
     "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
@@ -40,6 +40,7 @@ _OFF: tuple[object, ...] = (None, False, 0, "none", "", [], {})
 _INITS: tuple[object, ...] = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga")
 
 
+_NO_EXPERTS = "is not supported: experts take no LoRA adapters"
 NO_LORA = "LoRA is not supported for a model that runs on transformers' code"
 
 
@@ -151,8 +152,11 @@ class _Lora:
         }
         for name, value in config.items():
             is_known = name in _KNOWN and (name != "init_lora_weights" or value in _INITS)
+            # PEFT sets it for layers whose matrices lie as [inputs, outputs]; its own two lie as always.
+            is_known = is_known or (name == "fan_in_fan_out" and bool(names.transposed))
             if not is_known and value not in _OFF:
-                raise UnsupportedError(f"{self._config_path}: {name} {value!r} is not supported", field="path")
+                reason = _NO_EXPERTS if name == "target_parameters" else "is not supported"
+                raise UnsupportedError(f"{self._config_path}: {name} {value!r} {reason}", field="path")
         self._rank = self._number("r", config.get("r"))
         self._alpha = self._number("lora_alpha", config.get("lora_alpha"))
 
@@ -172,7 +176,8 @@ class _Lora:
                     left.difference_update(names)
             layers.append(pairs)
         if left:
-            raise _wrong(f"{self._weights_path}: {min(left)} belongs to no linear layer of this model")
+            reason = _NO_EXPERTS if ".experts." in min(left) else "belongs to no linear layer of this model"
+            raise _wrong(f"{self._weights_path}: {min(left)} {reason}")
         if not any(layers):
             raise _wrong(f"{self._weights_path} holds no tensors")
         return tuple(layers)

@@ -78,6 +78,11 @@ def having(name: str, tensor: Tensor) -> Callable[[Tensors], None]:
         ({}, having("lm_head.weight", torch.ones(2)), "lm_head.weight belongs to no linear layer"),
         (
             {},
+            having("base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight", torch.ones(4, 64)),
+            r"experts\.0.* is not supported: experts take no LoRA adapters",
+        ),
+        (
+            {},
             having(Q.format(0, "A"), torch.full((4, 64), torch.nan)),
             "lora_A.weight holds numbers that are not finite",
         ),
@@ -115,6 +120,7 @@ def test_an_ill_shaped_adapter_is_refused_by_file_and_tensor(
         {"modules_to_save": ["lm_head"]},
         {"fan_in_fan_out": True},
         {"lora_bias": True},
+        {"target_parameters": ["mlp.experts.down_proj"]},
         {"init_lora_weights": "pissa"},
         {"some_later_kind": {"x": 1}},
         {"peft_type": "LOHA"},
