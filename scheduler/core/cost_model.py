@@ -14,12 +14,17 @@ WIRE_US = 200.0
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Microseconds; the defaults are those of a small model on a large GPU."""
+    """Microseconds; the defaults are those of a small model on a large GPU.
+
+    Attributes:
+        block_us: Time to move a KV block from a prefill to a decode worker.
+    """
 
     step_us: float = 4_000.0
     context_token_us: float = 15.0
     generation_row_us: float = 20.0
     wire_us: float = WIRE_US
+    block_us: float = 300.0
 
     def step_ns(self, num_context_tokens: int, num_generation_rows: int) -> int:
         """Return how long a step computes."""

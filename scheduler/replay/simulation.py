@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 from scheduler.core.core import SchedulerCore
 from scheduler.core.cost_model import CostModel
-from scheduler.core.effects import Effect, Emitted, EpochEnded, GroupJoined, StepPlan
+from scheduler.core.effects import Effect, Emitted, EpochEnded, FetchBlocks, GroupJoined, StepPlan
 from scheduler.core.events import (
     AbortRequested,
+    BlocksFetched,
     Event,
     StepDone,
     StopWordFound,
@@ -59,7 +60,7 @@ class _Row:
 
 
 class SimulatedWorker:
-    """One worker group: a server that runs its steps in order."""
+    """One worker group: a server that runs its steps in order, and fetches blocks beside them."""
 
     def __init__(
         self, registration: WorkerRegistered, cost: CostModel, scripts: Mapping[tuple[str, int], Script]
@@ -74,7 +75,15 @@ class SimulatedWorker:
         self.epoch = epoch
         self._rows: dict[int, _Row] = {}
         self._generating: list[int] = []
-        self._free_ns = 0
+        self._free_ns = self._fetched_ns = 0
+        self._fetched: set[int] = set()
+
+    def fetch(self, effect: FetchBlocks, now_ns: int) -> BlocksFetched:
+        """Fetch blocks that were asked for at `now_ns`; return the report, with its time."""
+        duration_ns = int(self._cost.block_us * _NS_PER_US) * len(effect.hashes)
+        self._fetched_ns = max(self._fetched_ns, now_ns) + duration_ns
+        self._fetched.update(effect.hashes)
+        return BlocksFetched(self._fetched_ns, effect.connection, effect.epoch, effect.hashes)
 
     def run(self, plan: StepPlan, now_ns: int) -> StepDone:
         """Run a plan that was sent at `now_ns`; return the result, with its completion time."""
@@ -84,6 +93,9 @@ class SimulatedWorker:
             row = self._rows[number]
             if start + length == row.num_known:
                 tokens.append(row.sample())
+        asked = zip(plan.adopted_blocks, plan.adopted_hashes, strict=True)
+        missing = frozenset(block for block, value in asked if value not in self._fetched)
+        self._fetched.difference_update(plan.adopted_hashes)
         tokens += [self._rows[number].sample() for number in self._generating]
         wire_ns = int(self._cost.wire_us * _NS_PER_US)
         duration_ns = self._cost.step_ns(sum(plan.context_lengths), len(self._generating))
@@ -95,7 +107,7 @@ class SimulatedWorker:
             plan.step_id,
             tokens,
             forward_us=duration_ns // _NS_PER_US,
-            missing_blocks=frozenset(plan.adopted_blocks),
+            missing_blocks=missing,
         )
 
     def _update_rows(self, plan: StepPlan) -> None:
@@ -198,6 +210,8 @@ class Simulation:
             if isinstance(effect, StepPlan):
                 self.num_plans += 1
                 self._push(self._workers[effect.connection].run(effect, self.now_ns))
+            elif isinstance(effect, FetchBlocks):
+                self._push(self._workers[effect.connection].fetch(effect, self.now_ns))
             elif isinstance(effect, GroupJoined):
                 self._workers[effect.connection].join(effect.epoch)
                 self._push(WorkerBeat(self.now_ns + _BEAT_NS, effect.connection, effect.epoch, 0))

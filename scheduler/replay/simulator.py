@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +27,7 @@ from scheduler.core.cost_model import CostModel
 from scheduler.core.events import Event, Submitted, WorkerRegistered
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.core.request_spec import RequestSpec
+from scheduler.core.role import Role
 from scheduler.plugins import load_scheduler
 from scheduler.replay.measures import table
 from scheduler.replay.replay import replay
@@ -66,17 +68,19 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Identical worker groups."""
+    """Identical worker groups; with `num_prefill_workers` above 0 so many prefill, and the others decode."""
 
     num_workers: int = 1
     num_blocks: int = 8192
     max_batch_size: int = 256
     max_num_tokens: int = 2048
     tokens_per_block: int = 16
+    num_prefill_workers: int = 0
 
     def __iter__(self) -> Iterator[WorkerRegistered]:
         for number in range(self.num_workers):
             name = f"worker-{number}"
+            role = Role.PREFILL if number < self.num_prefill_workers else Role.DECODE
             yield WorkerRegistered(
                 time_ns=_START_NS,
                 connection=name.encode(),
@@ -90,6 +94,8 @@ class Fleet:
                 max_batch_size=self.max_batch_size,
                 max_num_tokens=self.max_num_tokens,
                 protocol_version=PROTOCOL_VERSION,
+                role=role if self.num_prefill_workers else Role.BOTH,
+                kv_source=name if role is Role.PREFILL else "",
             )
 
     def core(self, policy: str, batching_type: str, max_queue_size: int = 4096) -> SchedulerCore:
@@ -129,6 +135,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--num-workers", type=int, nargs="+", default=[1], metavar="N", help="Worker groups; several: side by side.")
+    add(
+        "--prefill-workers", type=int, nargs="+", default=[0], metavar="N",
+        help="How many of them prefill while the others decode; several: side by side. 0: all do both. [0]",
+    )  # fmt: skip
     add("--request-rate", type=float, default=4.0, metavar="R", help="Requests per second in all, Poisson. [4]")
     add("--duration", type=float, default=60.0, metavar="SECONDS", help="How long requests arrive. [60]")
     add("--seed", type=int, default=0, metavar="N", help="Of arrivals and lengths. [0]")
@@ -145,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         ("context_token_us", "Cost of a context token"),
         ("generation_row_us", "Cost of a generating row"),
         ("wire_us", "To the worker and back"),
+        ("block_us", "To move a KV block from a prefill to a decode worker"),
     ):
         default = getattr(cost, name)
         add("--" + name.replace("_", "-"), type=float, metavar="US", help=f"{text}, microseconds. [{default:g}]")
@@ -157,20 +168,26 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError("rate and duration are above 0", field="--request-rate")
     if not all(1 <= count <= MAX_WORKERS for count in arguments.num_workers):
         raise ConfigError(f"a cell has 1 to {MAX_WORKERS} worker groups", field="--num-workers")
+    fleets = [pair for pair in product(arguments.num_workers, arguments.prefill_workers) if 0 <= pair[1] < pair[0]]
+    if len(fleets) < len(arguments.num_workers):
+        raise ConfigError("at least one worker must be left to decode", field="--prefill-workers")
     load = Load(arguments.request_rate, arguments.duration, arguments.seed)
     cost = _cost(arguments)
     columns, growth = {}, list[str]()
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        for count in arguments.num_workers:
+        for count, num_prefill in fleets:
             fleet = Fleet(
                 count,
                 arguments.num_blocks,
                 arguments.max_batch_size,
                 arguments.max_num_tokens,
                 arguments.tokens_per_block,
+                num_prefill,
             )
             core = fleet.core(arguments.policy, arguments.batching_type, arguments.max_queue_size)
             name = f"{count} worker{'s' if count > 1 else ''}"
+            if num_prefill:
+                name = f"{num_prefill} + {count - num_prefill}"  # that prefill, and that decode
             events = events_of(fleet, load)
             task = progress.add_task(name, total=len(events) - count)
             simulation = Simulation(core, events, cost=cost)
@@ -185,7 +202,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _cost(arguments: argparse.Namespace) -> CostModel:
     base = replay(arguments.cost_from, keep_outside=True).cost.model() if arguments.cost_from else CostModel()
-    names = ("step_us", "context_token_us", "generation_row_us", "wire_us")
+    names = ("step_us", "context_token_us", "generation_row_us", "wire_us", "block_us")
     given = {name: getattr(arguments, name) for name in names}
     return CostModel(**{name: getattr(base, name) if value is None else value for name, value in given.items()})
 

@@ -36,6 +36,28 @@ def test_one_request_takes_what_the_cost_model_says() -> None:
     assert measures.num_output_tokens == arrival.spec.max_tokens
 
 
+def test_prefill_and_decode_workers_take_prompts_out_of_the_way_of_tokens() -> None:
+    cost, load = CostModel(step_us=5_000, context_token_us=300), Load(10, 4, seed=2)
+    fleet = Fleet(4, num_prefill_workers=2)
+    apart = Simulation(fleet.core("guaranteed_no_evict", "inflight_fused"), events_of(fleet, load), cost=cost)
+    apart.run()
+    together, totals = run(Fleet(4), load, cost=cost), apart.core.totals
+    assert (totals.num_handovers, totals.num_failed_handovers) == (totals.num_completed, 0)
+    assert apart.measures.num_output_tokens == together.num_output_tokens
+    slow_apart, slow_together = (sorted(each.tokens_ns)[-3] for each in (apart.measures, together))
+    assert slow_apart < 0.8 * slow_together
+
+
+def test_the_split_of_workers_is_varied(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["--num-workers", "2", "3", "--prefill-workers", "0", "1", "2", "--request-rate", "5", "--duration", "1"]
+    assert simulate(words) == 0
+    shown = capsys.readouterr().out
+    for column in ("2 workers", "1 + 1", "1 + 2", "2 + 1"):
+        assert column in shown
+    assert simulate(["--num-workers", "1", "--prefill-workers", "1"]) == 2
+
+
 def test_a_seed_decides() -> None:
     first, again, other = (run(Fleet(2), Load(20, 2, seed)) for seed in (1, 1, 2))
     assert first == again != other
