@@ -9,7 +9,7 @@ import pytest
 from tests.simulation.__main__ import describe
 from tests.simulation.run import Outcome, many_seeds, run_seed
 
-SEEDS_PER_CHUNK = 63
+SEEDS_PER_CHUNK = 126
 NUM_CHUNKS = 8
 # What has to come about among the seeds, so that none of them passes for want of a fault.
 FAULTS = (
