@@ -84,6 +84,18 @@ def draw_places(draw: random.Random, folder: Path) -> dict[str, Any]:
     return places
 
 
+def run_with_losses(whole: Whole, draw: random.Random, num_workers: int, *, has_journal: bool) -> None:
+    """Take all steps; on the way a worker is lost, and the scheduler where a journal has what it knew."""
+    lost_after = draw.choice((0, 5, 20))
+    for count in range(1, 3000):
+        if not whole.step():
+            break
+        if count == lost_after:
+            whole.lose_worker(draw.randrange(num_workers))
+        elif count == 2 * lost_after + 3 and has_journal:
+            whole.lose_scheduler()
+
+
 @pytest.mark.parametrize("seed", range(NUM_COMBINATIONS))
 def test_requests_end_with_the_right_tokens_under_any_settings(
     models: Any, seed: int, tmp_path: Path, request: pytest.FixtureRequest
@@ -102,6 +114,7 @@ def test_requests_end_with_the_right_tokens_under_any_settings(
         enable_block_reuse=draw.random() < 0.7,
         enable_chunked_context=chunked,
         pipeline_depth=draw.choice((1, 2, 3)),
+        journal=random.Random(-seed).choice(("off", "log", "sqlite")),
     )
     check(config)
     model, folder = models(number)
@@ -129,6 +142,8 @@ def test_requests_end_with_the_right_tokens_under_any_settings(
         max_batch_size=min(config.max_batch_size, num_rows),
         max_num_tokens=min(config.max_num_tokens, runner.max_num_tokens),
         pipeline_depth=config.pipeline_depth,
+        journal=tmp_path / "journal" if config.journal != "off" else None,
+        journal_kind=config.journal,
         **{name: getattr(config, name) for name in names},
     )
     prefix = [draw.randrange(3, 331) for _ in range(33)]
@@ -138,12 +153,7 @@ def test_requests_end_with_the_right_tokens_under_any_settings(
         effects = whole.handle(Submitted(1, spec_from_proto(message, whole.limits, 1)))
         refused = [effect.failure.message for effect in effects if isinstance(effect, Refused)]
         assert all(refused)
-    lost_after = draw.choice((0, 5, 20))
-    for count in range(3000):
-        if not whole.step():
-            break
-        if count + 1 == lost_after:
-            whole.lose_worker(draw.randrange(len(roles)))
+    run_with_losses(whole, draw, len(roles), has_journal=config.journal != "off")
     for message in requests:
         made = whole.core.lifecycle.requests.get(message.request_id)
         if made is None:

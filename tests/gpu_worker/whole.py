@@ -42,6 +42,8 @@ from scheduler.core.request_scheduler import SimpleScheduler
 from scheduler.core.stats import IterationStats
 from scheduler.edge.beam_outputs import report_beams
 from scheduler.journal import is_entry
+from scheduler.journal.log import LogStore
+from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.records import replay
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.store import Store
@@ -131,11 +133,15 @@ class Whole:
         max_num_tokens: int = 0,
         journal: Path | None = None,
         others: ListOf[ModelRunner] = (),
+        journal_kind: str = "sqlite",
         capacity: str = "max_utilization",
         batching: str = "inflight_fused",
         **config: Any,
     ) -> None:
-        """Keeps a journal where it is told to; `others` are further runners, `config` are settings of the core."""
+        """Keep a journal of `journal_kind` (sqlite or log) where told to.
+
+        `others` are further runners, `config` are settings of the core.
+        """
         self.runner = runner
         description = runner.model.description
         self.limits = ModelLimits(max_sequence_length=runner.max_sequence_length, end_ids=end_ids)
@@ -147,7 +153,7 @@ class Whole:
             **config,
         )
         self._policies = capacity, batching
-        self._journal = journal
+        self._journal, self._journal_kind = journal, journal_kind
         self.stats: list[IterationStats] = []
         self._num_blocks = num_blocks or runner.kv.num_blocks
         self._max_batch_size = max_batch_size
@@ -163,7 +169,11 @@ class Whole:
         self.core = SchedulerCore(self._config, policy)
         self._store: Store | None = None
         if self._journal is not None:
-            self._store, clock = SqliteStore(self._journal), SteadyClock()
+            clock = SteadyClock()
+            if self._journal_kind == "sqlite":
+                self._store = SqliteStore(self._journal)
+            else:
+                self._store = LogStore(LogFolder(self._journal), SqliteStore(self._journal.with_suffix(".sqlite")))
             self._config = replace(self._config, scheduler_epoch=self._store.take_over(least_epoch=1))
             stored = replay(self._store.read(), self.limits, FINGERPRINT, clock).requests.values()
             known = {item.recovered.spec.request_id: kept_of(item) for item in stored}
