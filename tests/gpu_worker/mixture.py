@@ -20,12 +20,15 @@ PROMPTS = (
     "One two three four. One two three four. One two",
     "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer the slings and arrows of",
 )
-SCHEMA = (
-    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+# Without commas and full stops between values, which are stop tokens of some requests.
+SCHEMAS = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}',
+    '{"type": "array", "items": {"enum": [1, "b", null, true]}, "minItems": 1, "maxItems": 1}',
+    '{"anyOf": [{"type": "integer", "minimum": 17, "maximum": 320}, {"type": "string", "pattern": "^[a-c]{1,3}$"}]}',
 )
 GUIDES = (
     pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="[a-z]{2,8}( [a-z]{1,7}){3}"),
-    pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=SCHEMA),
+    pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=SCHEMAS[0]),
     pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide='root ::= ("yes" | "no") (", " root)?'),
 )
 DRAFTS = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP, num_draft_tokens=3)
@@ -66,6 +69,8 @@ def draw(number: int, prompts: list[list[int]], adapters: dict[str, pb.ResolvedA
         request.speculative.CopyFrom(DRAFTS)
     if rng.random() < 0.3:
         request.guided_decoding.CopyFrom(rng.choice(GUIDES))
+        if request.guided_decoding.guide_type == pb.GUIDE_TYPE_JSON_SCHEMA:
+            request.guided_decoding.guide = SCHEMAS[number % len(SCHEMAS)]
     if rng.random() < 0.25:
         request.logits_post_processor_name = rng.choice(["count_up", "count_up_together"])
         request.client_id = rng.choice(["ann", "robert"])
