@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from types import TracebackType
+from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -23,20 +25,18 @@ PHASE_STYLES = {
 }
 
 
-class RunDisplay:
-    """Follows a run; give it the state whenever it may have changed.
+class LiveDisplay(ABC):
+    """A picture that a terminal shows inside the context; elsewhere, and after the context, changes are lines."""
 
-    Inside its context a terminal shows a table. Elsewhere, and after the context, changes are lines.
-    """
-
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, is_transient: bool, frames_per_second: int) -> None:
+        """Create the display. It renders at once, so subclasses set their own attributes first."""
         self._console = console
-        self._start = time.monotonic()
-        self._seen: dict[str, tuple[str, str]] = {}
-        self._state: RunState | None = None
-        self._live = Live(get_renderable=self._render, console=console, transient=True, refresh_per_second=8)
+        self._start_s = time.monotonic()
+        self._live = Live(
+            get_renderable=self._render, console=console, transient=is_transient, refresh_per_second=frames_per_second
+        )
 
-    def __enter__(self) -> RunDisplay:
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -45,6 +45,23 @@ class RunDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+
+    @abstractmethod
+    def _render(self) -> RenderableType:
+        """Return the current picture."""
+
+    def _stamped(self, line: str) -> str:
+        """Return `line` behind the seconds since the start."""
+        return f"{time.monotonic() - self._start_s:5.1f} s  {line}"
+
+
+class RunDisplay(LiveDisplay):
+    """Follows a run; give it the state whenever it may have changed."""
+
+    def __init__(self, console: Console) -> None:
+        self._seen: dict[str, tuple[str, str]] = {}
+        self._state: RunState | None = None
+        super().__init__(console, is_transient=True, frames_per_second=8)
 
     def show(self, state: RunState) -> None:
         """Show `state`."""
@@ -55,10 +72,8 @@ class RunDisplay:
             seen = (process.phase.value, process.detail)
             if self._seen.get(process.name) != seen:
                 self._seen[process.name] = seen
-                elapsed = f"{time.monotonic() - self._start:5.1f} s"
-                self._console.print(
-                    f"{elapsed}  {process.name:<14} {process.phase}  {process.detail}".rstrip(), soft_wrap=True
-                )
+                line = self._stamped(f"{process.name:<14} {process.phase}  {process.detail}")
+                self._console.print(line.rstrip(), soft_wrap=True)
 
     def _render(self) -> Table | Text:
         if self._state is None:
@@ -73,5 +88,5 @@ class RunDisplay:
                 Text(process.phase.value, style=style),
                 Text(process.detail, style="dim", overflow="ellipsis", no_wrap=True),
             )
-        table.add_row("", f"{time.monotonic() - self._start:.0f} s", "", "", style="dim")
+        table.add_row("", f"{time.monotonic() - self._start_s:.0f} s", "", "", style="dim")
         return table

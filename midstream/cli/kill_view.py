@@ -6,16 +6,14 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.layout import Layout
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from midstream.cli.display import PHASE_STYLES
+from midstream.cli.display import PHASE_STYLES, LiveDisplay
 from midstream.cli.kill_demo import Answer, KillDemo
 from midstream.cli.recording import SvgRecording
 from midstream.cli.run_dir import ProcessPhase, RunState
@@ -24,36 +22,24 @@ _PARTS_WIDTH = 42
 _LOG_LINES = 8
 
 
-class KillView:
-    """Shows a `KillDemo`. A context manager; `changed` is the demo's observer."""
+class KillView(LiveDisplay):
+    """Shows a `KillDemo`; `changed` is the demo's observer."""
 
     def __init__(self, console: Console, state: Callable[[], RunState], recording: SvgRecording | None = None) -> None:
         self.demo: KillDemo | None = None
-        self._console = console
         self._state = state
         self._recording = recording
-        self._start_s = time.monotonic()
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
         self._num_answers = 0
         # A part that is back within a frame would never be seen red.
         self._red_until_s: dict[str, float] = {}
-        self._live = Live(get_renderable=self._render, console=console, screen=False, refresh_per_second=12)
-
-    def __enter__(self) -> KillView:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+        super().__init__(console, is_transient=False, frames_per_second=12)
 
     def changed(self, line: str) -> None:
         """Show a line of the log, or that text has grown."""
         demo = self.demo
         if line:
-            self._log.append(f"{time.monotonic() - self._start_s:5.1f} s  {line}")
+            self._log.append(self._stamped(line))
             if not self._live.is_started:
                 self._console.print(self._log[-1], markup=False, soft_wrap=True)
         if demo is None:
@@ -64,8 +50,7 @@ class KillView:
             self._red_until_s[demo.kills[-1].name] = time.monotonic() + 0.7
         if demo.num_answers != self._num_answers and not self._live.is_started:
             self._num_answers = demo.num_answers
-            line = f"{demo.num_identical} of {demo.num_answers} answers identical"
-            self._console.print(f"{time.monotonic() - self._start_s:5.1f} s  {line}")
+            self._console.print(self._stamped(f"{demo.num_identical} of {demo.num_answers} answers identical"))
 
     def render(self, height: int | None = None, width: int | None = None) -> Layout:
         """Return the whole picture, by default as large as the console."""
