@@ -74,6 +74,12 @@ class RandomWeights:
     def head(self) -> _Matrix:
         return self._matrix(self._description.vocab_size, self._description.hidden_size)
 
+    def head_bias(self) -> None:
+        return None
+
+    def positions(self) -> None:
+        return None
+
     def final_norm(self) -> Tensor:
         return self._ones()
 
