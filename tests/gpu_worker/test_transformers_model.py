@@ -227,7 +227,7 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(ConfigError, match=r"missing keys: model\.decoder\.layers\.2"):
-        make_runner(tmp_path)
+        make_runner(tmp_path, implementation="transformers")
 
 
 def test_what_we_do_not_compute_runs_by_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
