@@ -271,13 +271,19 @@ class CpuDecoder:
 
     def _packed(self, parts: Sequence[Weight], bias: Tensor | None = None, *, is_gated: bool = False) -> PackedLinear:
         first = parts[0]
+        weight_format, input_format = _FORMATS[first.format], self._input_format
+        sources = [part.source for part in parts]
+        # Products of 16-bit integers take half the time of floats; tiles (AMX) are faster still, and exact.
+        if weight_format == WeightFormat.BF16 and input_format != InputFormat.F32 and self._library.isa != "amx":
+            weight_format, input_format = WeightFormat.INT16, InputFormat.INT16
+            sources = [source.bfloat16() for source in sources]
         return PackedLinear(
             self._library,
-            [part.source for part in parts],
-            _FORMATS[first.format],
+            sources,
+            weight_format,
             bias,
             is_gated,
-            self._input_format,
+            input_format,
             first.num_columns,
             first.input_order,
         )

@@ -83,6 +83,19 @@ def dequantize_blocks(rows: Tensor, weight_format: WeightFormat, num_columns: in
     return (weights if minimum is None else weights + minimum).flatten(1)[:, :num_columns].contiguous()
 
 
+def round_to_int16(weight: Tensor) -> Tensor:
+    """Return the floats that an INT16 weight made of `weight` [N, K] stands for.
+
+    The scale of 32 weights lets their levels sum to 65,504 at most, so that products with 16 bits fit 32. Most bfloat16
+    weights are kept as they are: all but those far below the mean magnitude of their block.
+    """
+    blocks = torch.nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK)).double()
+    sizes = blocks.abs()
+    bound = torch.maximum(sizes.sum(2, keepdim=True) / 65504, sizes.amax(2, keepdim=True) / 32767)
+    scale = torch.exp2(torch.frexp(bound).exponent.double())
+    return ((blocks / scale).round() * scale).float().flatten(1)[:, : weight.shape[1]]
+
+
 def random_blocks(
     weight_format: WeightFormat, num_rows: int, num_columns: int, generator: torch.Generator | None = None
 ) -> Tensor:

@@ -33,11 +33,12 @@ class WeightFormat(IntEnum):
     AFFINE8 = 8  # float32 scale, float32 minimum; uint8
     Q6_K = 9  # float16 d, int8 a, int8 b; w = (d a) q in the first half of the block, (d b) q in the second; int8
     FP8 = 10  # float32 scale; float8 (E4M3)
+    INT16 = 11  # from floats: 16 bits, a power of two as the scale of 32 weights (`blocks.round_to_int16`)
 
     @property
     def has_blocks(self) -> bool:
         """Return whether weights come as rows of blocks, and only so."""
-        return self >= WeightFormat.Q4_1
+        return self >= WeightFormat.Q4_1 and self != WeightFormat.INT16
 
 
 class InputFormat(IntEnum):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.activation import activate
 from kernels.attention import paged_attention
-from kernels.cpu.blocks import dequantize_blocks, random_blocks
+from kernels.cpu.blocks import dequantize_blocks, random_blocks, round_to_int16
 from kernels.cpu.decoder import DecoderLayer, NativeDecoder, stored_head_dim
 from kernels.cpu.dims import DecoderDims
 from kernels.cpu.library import Library
@@ -66,6 +66,8 @@ def _weights(weight_format: WeightFormat, generator: torch.Generator) -> tuple[T
         weight = torch.randn(NUM_OUTPUTS, NUM_INPUTS, generator=generator)
         if weight_format == WeightFormat.BF16:
             return weight, weight.bfloat16().float()
+        if weight_format == WeightFormat.INT16:
+            return weight, round_to_int16(weight)
         if weight_format == WeightFormat.INT8:
             scales = weight.abs().amax(dim=1, keepdim=True) / 127
             return weight, (weight / scales).round() * scales

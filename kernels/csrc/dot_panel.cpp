@@ -8,6 +8,8 @@ namespace {
 constexpr int kDotVectors = 2;  // times kRowTile sums
 constexpr int kRegisters = kLanes == 16 ? 32 : 16;
 constexpr int kResidentBytes = 16 * 1024;
+// In a loop of vpdpwssd that is left, GCC 12 copies each sum and stores it; the most words of a block are 16.
+constexpr int kUnrolledWords = kRegisters == 32 ? 16 : 8;
 
 // A pointer that GCC knows nothing of: else it keeps one for each word of a block, and spends more instructions on them than
 // on the products.
@@ -20,27 +22,32 @@ template <class T> [[gnu::always_inline]] inline const T* opaque(const T* pointe
 
 struct NibbleProducts {
   static constexpr int kGroups = kBlock / 4, kScales = 1;
-  static constexpr bool kHasPairs = false;
+  static constexpr bool kHasPairs = false, kHasMinimum = true;
   [[gnu::always_inline]] static I dot(I sum, I u, I x) { return dot_nibbles(sum, u, x); }
   static I finish(I sum) { return finish_nibbles(sum); }
 };
 
 struct ByteProducts {
   static constexpr int kGroups = kBlock / 4, kScales = 1;
-  static constexpr bool kHasPairs = false;
+  static constexpr bool kHasPairs = false, kHasMinimum = true;
   [[gnu::always_inline]] static I dot(I sum, I u, I x) { return dot_bytes(sum, u, x); }
   static I finish(I sum) { return sum; }
 };
 
 struct HalfProducts {
   static constexpr int kGroups = kBlock / 2, kScales = 1;
-  static constexpr bool kHasPairs = kHasHalfPairs;
+  static constexpr bool kHasPairs = kHasHalfPairs, kHasMinimum = true;
   [[gnu::always_inline]] static I dot(I sum, I w, I x) { return dot_halves(sum, w, x); }
   static I finish(I sum) { return sum; }
 };
 
+// Of weights without a minimum.
+struct SignedHalfProducts : HalfProducts {
+  static constexpr bool kHasMinimum = false;
+};
+
 // The halves of a block have scales of their own.
-struct SplitHalfProducts : HalfProducts {
+struct SplitHalfProducts : SignedHalfProducts {
   static constexpr int kScales = 2;
 };
 
@@ -88,7 +95,7 @@ struct Mx4Bytes : NibbleWords<Mx4Block> {
 };
 
 struct Mx4Halves : NibbleWords<Mx4Block> {
-  using Products = HalfProducts;
+  using Products = SignedHalfProducts;
   static constexpr int kParts = 4;
   template <int part> [[gnu::always_inline]] static I take(I word) { return mx4_halves(shift_halves_right<4 * part>(word)); }
   F minimum(int) const { return zero(); }
@@ -110,7 +117,7 @@ template <class B> struct SignedBytes : ByteWords<B> {
 
 // Bytes k and k + 2 of a word, then k + 1 and k + 3.
 template <class B> struct ByteHalves : ByteWords<B> {
-  using Products = HalfProducts;
+  using Products = SignedHalfProducts;
   static constexpr int kParts = 2;
   static constexpr int group(int word, int part) { return 2 * word + part; }
   template <int part> [[gnu::always_inline]] static I take(I word) { return part ? odd_bytes(word) : even_bytes(word); }
@@ -142,6 +149,7 @@ struct Affine8Bytes : ByteWords<Affine8Block> {
 };
 
 struct Affine8Halves : ByteHalves<Affine8Block> {
+  using Products = HalfProducts;
   template <int part> [[gnu::always_inline]] static I take(I word) {
     return part ? shift_halves_right<8>(word) : bit_and(word, set1_int(0x00ff00ffu));
   }
@@ -154,11 +162,23 @@ struct Q6KHalves : ByteHalves<Q6KBlock> {
   F scale(int v, int part) const { return Q6KBlock::scale(panel, b, v, part); }
 };
 
+// Words are ready for products.
+struct Int16Halves : PanelBlock {
+  using Block = Int16Block;
+  using Products = SignedHalfProducts;
+  static constexpr int kParts = 1;
+  static constexpr int group(int word, int) { return word; }
+  template <int> [[gnu::always_inline]] static I take(I word) { return word; }
+  [[gnu::always_inline]] I word(int i, int v) const { return load_int(Block::words(panel, b) + (i * kPanel + v * kLanes) * 4); }
+  F scale(int v, int) const { return Block::scale(panel, b, v); }
+  F minimum(int) const { return zero(); }
+};
+
 // Calls body(group, words of V vectors) for the groups of a block from first to end, all parts of a word one after the other. Words are
 // read once for all parts if they may stay in registers.
 template <int V, bool may_keep, class Dots, class Body>
 [[gnu::always_inline]] inline void for_each_group(const Dots& weights, int first_vector, int first, int end, Body&& body) {
-#pragma GCC unroll 8
+#pragma GCC unroll kUnrolledWords
   for (int i = first; i < end; ++i) {
     I words[V];
     auto read = [&]() __attribute__((always_inline)) {
@@ -262,7 +282,7 @@ template <int R, int V, class Dots, class Sum>
       F product = to_float(Dots::Products::finish(dots[r][v]));
       sum(r, v, [&](F total) __attribute__((always_inline)) {
         total = fma(mul(scale, set1(rows.scales[r])), product, total);
-        return part == 0 ? fma(minimum, set1(rows.sums[r]), total) : total;
+        return Dots::Products::kHasMinimum && part == 0 ? fma(minimum, set1(rows.sums[r]), total) : total;
       });
     }
   }
@@ -480,6 +500,7 @@ void sum_dots(Format format, const uint8_t* panel, int m, const QuantizedRows& r
     case Format::kInt8: return run.template operator()<Int8Bytes, Int8Halves>();
     case Format::kAffine8: return run.template operator()<Affine8Bytes, Affine8Halves>();
     case Format::kQ6K: return sum_dots<Q6KHalves>(panel, m, rows, sums, tile);
+    case Format::kInt16: return sum_dots<Int16Halves>(panel, m, rows, sums, tile);
     case Format::kF32:
     case Format::kBF16:
     case Format::kFp8: return;

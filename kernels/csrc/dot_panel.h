@@ -16,7 +16,7 @@ constexpr int kDotTileBytes = 21 * 1024;  // stays in the first-level cache whil
 inline bool has_dots(Format format, Input input) {
   bool is_float = format == Format::kF32 || format == Format::kBF16 || format == Format::kFp8;
   // The processor's dots of bytes take unsigned weights, and make it up with the sum of the inputs: of a block, not of halves.
-  bool has_byte_dots = format != Format::kQ6K && (kHasByteDots || (has_nibbles(format) && format != Format::kMx4));
+  bool has_byte_dots = format != Format::kQ6K && format != Format::kInt16 && (kHasByteDots || (has_nibbles(format) && format != Format::kMx4));
   return !is_float && (input == Input::kHalves || (input == Input::kBytes && has_byte_dots));
 }
 

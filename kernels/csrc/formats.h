@@ -13,7 +13,7 @@ constexpr int kPanel = kPanelVectors * kLanes;
 constexpr int kBlock = 32;  // weights of a channel that share a scale; every K is padded to a multiple of it
 
 // kernels/cpu/linear.py has the same numbers, and says what each format is.
-enum class Format : int { kF32, kBF16, kInt8, kQ4, kQ8, kInt4, kQ4K, kMx4, kAffine8, kQ6K, kFp8 };
+enum class Format : int { kF32, kBF16, kInt8, kQ4, kQ8, kInt4, kQ4K, kMx4, kAffine8, kQ6K, kFp8, kInt16 };
 
 // Whether weights have four bits: nibble j of word i is the weight of k = 4 j + i.
 constexpr bool has_nibbles(Format format) {
@@ -152,6 +152,32 @@ struct Fp8Block : Layout<4, kBlock / 4> {
   }
 };
 
+// A byte e for the scale 2^(e - 127); words hold signed halves, low first: word 2 i + j has k = 4 i + j and 4 i + j + 2, as rows of
+// halves have. The magnitudes of a block sum to at most kMostSum, so that its products with any halves fit 32 bits.
+struct Int16Block : Layout<1, kBlock / 2> {
+  static constexpr int kMostSum = 65536 - kBlock;
+  [[gnu::always_inline]] static F scale(const uint8_t* panel, int b, int v) {
+    return as_float(shift_left<23>(load_bytes(fields(panel, b) + v * kLanes)));
+  }
+  template <class Sink> [[gnu::always_inline]] static void unpack(const uint8_t* panel, int b, Sink&& sink) {
+    for (int i = 0; i < kBlock / 4; ++i) {
+      const uint8_t* pairs = words(panel, b) + 2 * i * kPanel * 4;
+      auto unpack = [&]<int k>() __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kPanelVectors; ++v) {
+          I word = load_int(pairs + (k % 2 * kPanel + v * kLanes) * 4);
+          I number = shift_right_signed<16>(k < 2 ? shift_left<16>(word) : word);
+          sink(4 * i + k, v, mul(to_float(number), scale(panel, b, v)));
+        }
+      };
+      unpack.template operator()<0>();
+      unpack.template operator()<1>();
+      unpack.template operator()<2>();
+      unpack.template operator()<3>();
+    }
+  }
+};
+
 template <class Block, class Sink> [[gnu::always_inline]] inline void unpack_nibbles(const uint8_t* panel, int b, Sink&& sink) {
   const uint8_t* words = Block::words(panel, b);
   F scale[kPanelVectors], minimum[kPanelVectors], shifted[kPanelVectors];
@@ -266,6 +292,7 @@ template <class F> auto with_block(Format format, F&& f) {
     case Format::kAffine8: return f(Affine8Block{});
     case Format::kQ6K: return f(Q6KBlock{});
     case Format::kFp8: return f(Fp8Block{});
+    case Format::kInt16: return f(Int16Block{});
   }
   __builtin_unreachable();
 }

@@ -1,4 +1,5 @@
 // Packing of row-major weights into panels (see formats.h). Done once, when a model is loaded.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -31,6 +32,25 @@ void pack_int8(const float* row, int count, int lane, float scale, uint8_t* bloc
     block[((k / 4) * kPanel + lane) * 4 + k % 4] = static_cast<uint8_t>(scale > 0 ? std::lrint(row[k] / scale) : 0);
 }
 
+// Levels of a scale that is a power of two: bfloat16 weights with levels of 128 and more are exact.
+void pack_int16(const float* row, int count, int lane, uint8_t* block, uint8_t* words) {
+  double sum = 0, most = 0;
+  for (int k = 0; k < count; ++k) sum += std::fabs(row[k]), most = std::fmax(most, std::fabs(row[k]));
+  if (!(sum > 0)) {
+    block[lane] = sum == 0 ? 0 : 255;  // NaN: an infinite scale makes NaN of its zeros
+    return;
+  }
+  int exponent = 0;
+  std::frexp(std::fmax(sum / Int16Block::kMostSum, most / 32767), &exponent);  // less than 2^exponent
+  block[lane] = static_cast<uint8_t>(std::clamp(exponent + 127, 1, 255));
+  if (block[lane] == 255) return;
+  for (int k = 0; k < count; ++k) {
+    auto level = static_cast<int16_t>(std::lrint(std::ldexp(row[k], 127 - block[lane])));
+    int word = k / 4 * 2 + k % 2;
+    std::memcpy(words + (word * kPanel + lane) * 4 + k % 4 / 2 * 2, &level, 2);
+  }
+}
+
 void pack_float_row(Format format, const float* row, int k, int lane, uint8_t* panel) {
   int blocks = round_up(k, kBlock) / kBlock;
   float scale = largest(row, k) / 127;
@@ -41,6 +61,7 @@ void pack_float_row(Format format, const float* row, int k, int lane, uint8_t* p
     if (format == Format::kF32) pack_f32(part, count, lane, block(F32Block{}));
     if (format == Format::kBF16) pack_bf16(part, count, lane, block(BF16Block{}));
     if (format == Format::kInt8) pack_int8(part, count, lane, scale, block(Int8Block{}));
+    if (format == Format::kInt16) pack_int16(part, count, lane, const_cast<uint8_t*>(Int16Block::fields(panel, b)), block(Int16Block{}));
   }
   if (format == Format::kInt8) std::memcpy(panel + panel_bytes(format, k) - (kPanel - lane) * 4, &scale, 4);
 }

@@ -32,7 +32,7 @@ class WorkerConfig(ServiceConfig):
     )
     activations: str = setting(
         "auto",
-        "Activation type of quantized layers on CPU kernels; auto: int16, with negligible loss.",
+        "Activation type of quantized and bf16 layers on CPU kernels; auto: int16, with negligible loss.",
         choices=("auto", "f32", "int16", "int8"),
     )
     kernels: str = setting("auto", "CPU kernel implementation.", choices=("auto", "native", "torch"))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cpu import InputFormat, PackedLinear, WeightFormat, dequantize_blocks
-from kernels.cpu.blocks import random_blocks
+from kernels.cpu.blocks import random_blocks, round_to_int16
 from tests.kernels.libraries import each_build, library, runnable_builds, threads
 
 GGUF_TYPES = {
@@ -26,6 +26,8 @@ def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tens
         return torch.from_numpy(blocks), torch.from_numpy(floats)
     if weight_format == WeightFormat.BF16:
         return weight, weight.bfloat16().float()
+    if weight_format == WeightFormat.INT16:
+        return weight, round_to_int16(weight)
     if weight_format == WeightFormat.INT8:
         scales = weight.abs().amax(dim=1, keepdim=True) / 127
         return weight, (weight / scales).round() * scales
@@ -144,6 +146,22 @@ def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
     packed = PackedLinear(library(name), [rows], WeightFormat.MXFP4, input_format=InputFormat.INT16)
     x = torch.full((20, 64), 32767 / 32768)
     assert torch.equal(packed(x, threads(name)), torch.full((20, 70), 64 * 6 * 32767 / 32768))
+
+
+@each_build
+@pytest.mark.parametrize("num_rows", [1, 4, 20])
+def test_the_highest_sums_of_int16_weights_fit(name: str, num_rows: int) -> None:
+    """32 levels of 2,046 sum to nearly as much as they may, and all inputs are the largest."""
+    packed = PackedLinear(
+        library(name), [torch.full((70, 64), 2046 / 2048)], WeightFormat.INT16, input_format=InputFormat.INT16
+    )
+    out = packed(torch.full((num_rows, 64), -1.0), threads(name))
+    torch.testing.assert_close(out, torch.full((num_rows, 70), -64 * 2046 / 2048), rtol=1e-6, atol=0)
+
+
+def test_int16_keeps_bfloat16_weights_of_one_magnitude() -> None:
+    weight = (torch.rand(50, 100) + 1).bfloat16().float() * torch.tensor([1.0, -(2.0**-100)])[torch.randint(2, (50, 1))]
+    assert torch.equal(round_to_int16(weight), weight)
 
 
 @each_build
