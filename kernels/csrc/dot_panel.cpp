@@ -1,6 +1,7 @@
 #include "dot_panel.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace midstream {
 namespace {
@@ -339,7 +340,37 @@ template <class Dots, int R, int V> void sum_direct(const uint8_t* panel, const 
   for (int i = 0; i < kPanelVectors / V; ++i) write(sum[i], sums + i * V * kLanes);
 }
 
+// One row and weights whose words are ready for products: nothing but the memory limits it, so the loop stays small, which lets
+// the processor prefetch, and the scales, which lie before the words, are read before them.
+template <class Block> void sum_ready_row(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
+  F sum[kPanelVectors];
+  for (F& total : sum) total = zero();
+  for (int b = 0; b < rows.num_blocks; ++b) {
+    RowBlock x = row_block<SignedHalfProducts>(rows, 0, b);
+    const uint8_t* words = Block::words(panel, b);
+    F scales[kPanelVectors];
+    I dots[kPanelVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; ++v) {
+      scales[v] = mul(Block::scale(panel, b, v), set1(x.scales[0]));
+      read_now(scales[v]);
+      dots[v] = set1_int(0);
+    }
+#pragma GCC unroll 1
+    for (int i = 0; i < kBlock / 2; ++i, words += kPanel * 4) {
+      I input = set1_int(x.words[i * kRowTile]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; ++v) add_dot_halves(dots[v], words + v * kLanes * 4, input);
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; ++v) sum[v] = fma(scales[v], to_float(dots[v]), sum[v]);
+  }
+  for (int v = 0; v < kPanelVectors; ++v) store(sums + v * kLanes, sum[v]);
+}
+
 template <class Dots> void sum_direct(int m, const uint8_t* panel, const QuantizedRows& rows, float* sums) {
+  if constexpr (kRegisters == 32 && std::is_same_v<Dots, Int16Halves>)
+    if (m == 1) return sum_ready_row<typename Dots::Block>(panel, rows, sums);
   switch (m) {
     case 1: return sum_direct<Dots, 1, kPanelVectors>(panel, rows, sums);
     case 2: return sum_direct<Dots, 2, kDotVectors>(panel, rows, sums);

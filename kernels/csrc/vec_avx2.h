@@ -53,6 +53,8 @@ template <int n> I shift_left(I a) { return _mm256_slli_epi32(a, n); }
 template <int n> I shift_right(I a) { return _mm256_srli_epi32(a, n); }
 // Has the compiler hold a vector in a register rather than read it again.
 inline void keep(I&) {}
+// Has the compiler compute this before what follows.
+inline void read_now(F& a) { asm volatile("" : "+x"(a)); }
 template <int n> I shift_halves_right(I a) { return _mm256_srli_epi16(a, n); }
 template <int n> I shift_right_signed(I a) { return _mm256_srai_epi32(a, n); }
 inline F to_float(I a) { return _mm256_cvtepi32_ps(a); }
@@ -99,6 +101,7 @@ inline void dot_half_pairs(I (&x_sums)[2], I (&y_sums)[2], const I (&w)[2], I x,
 constexpr bool kHasByteDots = false;
 inline I dot_bytes(I sum, I, I) { return sum; }
 #endif
+inline void add_dot_halves(I& sum, const uint8_t* w, I x) { sum = dot_halves(sum, load_int(w), x); }
 // The signed bytes 0 and 2, or 1 and 3, of a lane as its halves.
 inline I even_bytes(I a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
 inline I odd_bytes(I a) { return _mm256_srai_epi16(a, 8); }

@@ -54,6 +54,8 @@ template <int n> I shift_left(I a) { return _mm512_slli_epi32(a, n); }
 template <int n> I shift_right(I a) { return _mm512_srli_epi32(a, n); }
 // Has the compiler hold a vector in a register rather than read it again.
 inline void keep(I& a) { asm("" : "+v"(a)); }
+// Has the compiler compute this before what follows.
+inline void read_now(F& a) { asm volatile("" : "+v"(a)); }
 template <int n> I shift_halves_right(I a) { return _mm512_srli_epi16(a, n); }
 template <int n> I shift_right_signed(I a) { return _mm512_srai_epi32(a, n); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
@@ -68,6 +70,10 @@ inline I dot_nibbles(I sum, I u, I x) { return dot_bytes(sum, u, x); }
 inline I finish_nibbles(I sum) { return sum; }
 // Adds to each lane the products of its two signed halves.
 inline I dot_halves(I sum, I w, I x) { return _mm512_dpwssd_epi32(sum, w, x); }
+// The same for w in memory. In a loop that is not unrolled, GCC 12 copies and stores the sums of the intrinsic.
+inline void add_dot_halves(I& sum, const uint8_t* w, I x) {
+  asm("vpdpwssd %1, %2, %0" : "+v"(sum) : "m"(*reinterpret_cast<const __m512i_u*>(w)), "v"(x));
+}
 constexpr bool kHasHalfPairs = false;
 // The signed bytes 0 and 2, or 1 and 3, of a lane as its halves.
 inline I even_bytes(I a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }

@@ -44,6 +44,8 @@ inline I add_int(I x, I y) { return {avx2::add_int(x.a, y.a), avx2::add_int(x.b,
 template <int n> I shift_left(I x) { return {avx2::shift_left<n>(x.a), avx2::shift_left<n>(x.b)}; }
 template <int n> I shift_right(I x) { return {avx2::shift_right<n>(x.a), avx2::shift_right<n>(x.b)}; }
 inline void keep(I&) {}
+// Has the compiler compute this before what follows.
+inline void read_now(F&) {}
 template <int n> I shift_halves_right(I x) { return {avx2::shift_halves_right<n>(x.a), avx2::shift_halves_right<n>(x.b)}; }
 template <int n> I shift_right_signed(I x) {
   return {avx2::shift_right_signed<n>(x.a), avx2::shift_right_signed<n>(x.b)};
@@ -56,6 +58,7 @@ inline I as_int(F x) { return {avx2::as_int(x.a), avx2::as_int(x.b)}; }
 inline I dot_nibbles(I s, I u, I x) { return {avx2::dot_nibbles(s.a, u.a, x.a), avx2::dot_nibbles(s.b, u.b, x.b)}; }
 inline I finish_nibbles(I s) { return {avx2::finish_nibbles(s.a), avx2::finish_nibbles(s.b)}; }
 inline I dot_halves(I s, I w, I x) { return {avx2::dot_halves(s.a, w.a, x.a), avx2::dot_halves(s.b, w.b, x.b)}; }
+inline void add_dot_halves(I& sum, const uint8_t* w, I x) { sum = dot_halves(sum, load_int(w), x); }
 constexpr bool kHasHalfPairs = false;
 inline I even_bytes(I x) { return {avx2::even_bytes(x.a), avx2::even_bytes(x.b)}; }
 inline I odd_bytes(I x) { return {avx2::odd_bytes(x.a), avx2::odd_bytes(x.b)}; }
