@@ -156,6 +156,13 @@ class _BoundedHTTPServer(ThreadingHTTPServer):
         else:
             super().process_request(request, client_address)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what a handler raised; the library would print it between the lines of the log."""
+        error = sys.exception()
+        # A client need not wait for its response.
+        level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
+        logging.getLogger(__name__).log(level, "a page could not be served", exc_info=error)
+
 
 class HttpServer:
     """Serves `/metrics`, `/health` and `/live` on a separate port, from a thread. `/health` answers 200 while

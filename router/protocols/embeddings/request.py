@@ -131,7 +131,7 @@ def _common(
         priority=read_priority(body),
         cache_salt=body.text("cache_salt") or "",
     )
-    timeout_ms = body.integer("timeout_ms", 0, 1 << 53)
+    timeout_ms = body.integer("timeout_ms", 1, 1 << 53)
     if timeout_ms is not None:
         base.timeout_ms = timeout_ms
     return base, model, inputs, ignored_fields(body, table)

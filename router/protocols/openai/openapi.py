@@ -198,7 +198,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         "cache_salt": _NAME,
         "user": _NAME,
         "detached": _FLAG,
-        "timeout_ms": _integer(0, 1 << 53),
+        "timeout_ms": _integer(1, 1 << 53),
     }
 
 
@@ -212,7 +212,7 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
         "request_id": _NAME,
         "cache_salt": _NAME,
         "priority": _integer(-100, 100),
-        "timeout_ms": _integer(0, 1 << 53),
+        "timeout_ms": _integer(1, 1 << 53),
     }
     vectors = {
         **common,

@@ -44,7 +44,7 @@ def native_request(body: Body) -> pb.GenerateRequest:
         priority=read_priority(body),
         cache_salt=body.text("cache_salt") or "",
         detached=bool(body.flag("detached")),
-        timeout_ms=body.integer("timeout_ms", 0, (1 << 53)),
+        timeout_ms=body.integer("timeout_ms", 1, (1 << 53)),
     )
     _fill_sampling(body, request.sampling)
     _fill_stopping(body, request.stopping)

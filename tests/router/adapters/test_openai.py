@@ -181,14 +181,12 @@ async def test_every_error_has_its_status(cluster: Cluster, router: Part) -> Non
             assert raised.value.status_code == status
             if status == 429:
                 assert raised.value.response.headers["retry-after-ms"] == "1500"
-        with pytest.raises(openai.APIStatusError) as raised:
-            await client.completions.create(model="smollm2", prompt="Hi", extra_body={"timeout_ms": 0})
-        assert raised.value.status_code == 504
 
 
 async def test_a_wrong_field_is_named(router: Part) -> None:
     wrong: list[tuple[dict[str, object], int, str]] = [
         ({"temperature": -1.0}, 400, "temperature"),
+        ({"timeout_ms": 0}, 400, "timeout_ms"),
         ({"suffix": "x"}, 400, "suffix"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
