@@ -89,11 +89,13 @@ def round_to_int16(weight: Tensor) -> Tensor:
     The scale of 32 weights lets their levels sum to 65,504 at most, so that products with 16 bits fit 32. Most bfloat16
     weights are kept as they are: all but those far below the mean magnitude of their block.
     """
-    blocks = torch.nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK)).double()
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK))
+    blocks = padded.view(len(weight), -1, BLOCK).double()
     sizes = blocks.abs()
     bound = torch.maximum(sizes.sum(2, keepdim=True) / 65504, sizes.amax(2, keepdim=True) / 32767)
     scale = torch.exp2(torch.frexp(bound).exponent.double())
-    return ((blocks / scale).round() * scale).float().flatten(1)[:, : weight.shape[1]]
+    rounded: Tensor = ((blocks / scale).round() * scale).float()
+    return rounded.flatten(1)[:, : weight.shape[1]]
 
 
 def random_blocks(
