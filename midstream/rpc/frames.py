@@ -453,6 +453,8 @@ async def connect(
     """
     loop = asyncio.get_running_loop()
     welcomed: asyncio.Future[None] = loop.create_future()
+    # A connection may be lost when nobody waits for it any longer.
+    welcomed.add_done_callback(lambda done: done.cancelled() or done.exception())
     waiting = _Waiting(welcomed)
 
     def make() -> FrameConnection:
