@@ -82,7 +82,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
-    """A gated delta net in place of attention: linear attention whose state is corrected towards each value.
+    """A gated delta net instead of attention: linear attention whose state is corrected towards each value.
 
     Attributes:
         key_heads, value_heads: Each key head serves as many value heads.
@@ -112,7 +112,7 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
-    """Mamba 2 in place of attention: a selective state space.
+    """Mamba 2 instead of attention: a selective state space.
 
     Attributes:
         num_heads, head_dim: Of its values.
@@ -152,7 +152,7 @@ class Mamba:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv:
-    """A gated convolution over the last tokens in place of attention (LFM2).
+    """A gated convolution over the last tokens instead of attention (LFM2).
 
     Attributes:
         size: Channels.

@@ -31,7 +31,7 @@ from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamErro
 
 # 4-byte words of a row's sampling parameters.
 _WORDS = 8
-# What `choose` gives in place of a token.
+# What `choose` returns instead of a token.
 _IS_BROKEN, _IS_EMPTY = -1, -2
 # Features that `choose` supports. The rest read the logits on the host, or need an answer before the next step.
 _ON_DEVICE = STEERING | Feature.LOG_PROBS | Feature.TOP_P_DECAY | Feature.GUIDED

@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scheduler.journal import JournalError
+
 SCHEMA_VERSION = 1
 _CHECKSUM_BYTES = 4
 
@@ -105,8 +107,9 @@ class Store(ABC):
 
         Raises:
             DeposedError: Another one has done so.
+            JournalError: This kind of journal cannot be begun anew.
         """
-        raise NotImplementedError
+        raise JournalError("it is lost, and this kind of journal cannot be begun anew")
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions in place of attention in most layers; dense and as a mixture."""
+"""LFM2: short convolutions instead of attention in most layers; dense and as a mixture."""
 
 from __future__ import annotations
 
