@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import codecs
 import logging
-import re
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from midstream.model.token_bytes import byte_level_alphabet, byte_level_bytes, fallback_byte
 from midstream.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 # Most tokens held without a complete character (one has 4 bytes at most); bounds the cost of each further token.
 _MAX_WAITING = 32
 _REPLACEMENT = "\ufffd"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextDecoder(Protocol):
@@ -60,8 +59,8 @@ class ByteLevelFactory:
     """GPT-2's byte alphabet, in which each character of a vocabulary entry represents one byte."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        alphabet = _byte_level_alphabet()
-        self._all = [_byte_level_bytes(tokenizer.token(token_id), alphabet) for token_id in _ids(tokenizer)]
+        alphabet = byte_level_alphabet()
+        self._all = [byte_level_bytes(tokenizer.token(token_id) or "", alphabet) for token_id in _ids(tokenizer)]
         self._plain = [b"" if i in tokenizer.special_ids else piece for i, piece in enumerate(self._all)]
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
@@ -197,24 +196,8 @@ def _ids(tokenizer: Tokenizer) -> range:
     return range(max(tokenizer.vocab_size, max(tokenizer.special_ids, default=-1) + 1))
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character: printable bytes map to themselves, the others to characters from 256 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _byte_level_bytes(token: str | None, alphabet: dict[str, int]) -> bytes:
-    if token is None:
-        return b""
-    try:
-        return bytes([alphabet[character] for character in token])
-    except KeyError:
-        return token.encode()
-
-
 def _fallback_piece(token: str | None) -> str | int | None:
     if token is None:
         return None
-    match = _BYTE_TOKEN.fullmatch(token)
-    return int(match[1], 16) if match else token.replace("▁", " ")
+    byte = fallback_byte(token)
+    return token.replace("▁", " ") if byte is None else byte

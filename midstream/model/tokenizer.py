@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from midstream.errors import ConfigError
+from midstream.model.token_bytes import byte_level_alphabet, byte_level_bytes, fallback_byte
 from midstream.model.tokenizer_check import check_tokenizer
 
 
@@ -73,6 +74,24 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """Return the vocabulary's entry for an id, in the tokenizer's byte alphabet; None if there is none."""
         return self._tokenizer.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that an id adds to a text: for a part of a character, those of the part."""
+        token = self.token(token_id) or ""
+        kinds = self._decoder_kinds
+        if "ByteLevel" in kinds and token not in self.added_tokens:
+            return byte_level_bytes(token, self._alphabet)
+        byte = fallback_byte(token) if "ByteFallback" in kinds else None
+        return self.decode([token_id], skip_special_tokens=False).encode() if byte is None else bytes([byte])
+
+    @functools.cached_property
+    def _alphabet(self) -> dict[str, int]:
+        return byte_level_alphabet()
+
+    @functools.cached_property
+    def _decoder_kinds(self) -> frozenset[str]:
+        steps: list[dict[str, Any]] = self.decoder.get("decoders", [self.decoder])
+        return frozenset(str(step.get("type")) for step in steps)
 
     @functools.cached_property
     def longest_token(self) -> int:

@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import openai
 import pydantic
@@ -73,6 +73,27 @@ async def test_every_door_gives_the_native_calls_tokens(doors: Doors) -> None:
                 assert sequence.log_probs[: len(native.log_probs)] == native.log_probs, (way, case)
                 if way not in (doors.ask_kserve, doors.ask_kserve_stream):
                     assert (sequence.token_ids, sequence.reason) == (native.token_ids, native.reason), (way, case)
+
+
+async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not(doors: Doors) -> None:
+    native = tokens([504, 3575, 282, 4649, 314], max_tokens=3)
+    native.output.prompt_log_probs = 0
+    known: list[float] = []
+    async for chunk in doors.native.Generate(native, timeout=60):
+        known += chunk.prompt_log_probs.token_log_probs
+    fields: dict[str, Any] = {"model": "smollm2", "prompt": list(native.token_ids.values), "max_tokens": 3, "seed": 5}
+    fields |= {"n": 2, "echo": True, "logprobs": 0}
+    whole = await doors.openai.completions.create(**fields)
+    streamed: dict[int, list[float | None]] = {0: [], 1: []}
+    async for event in await doors.openai.completions.create(**fields, stream=True):
+        for choice in event.choices:
+            if choice.logprobs is not None:
+                streamed[choice.index] += choice.logprobs.token_logprobs or []
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == streamed[choice.index]
+        assert streamed[choice.index][:5] == [None, *known]
+        assert len(streamed[choice.index]) == 8
 
 
 async def test_a_conversation_gives_the_native_calls_tokens(doors: Doors) -> None:

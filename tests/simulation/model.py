@@ -15,6 +15,7 @@ import numpy as np
 
 from detokenizer.incremental import ByteLevelFactory, DecoderFactory
 from gpu_worker.batch.step import NewSequence, RowLogProbs, Step, StepOutput
+from midstream.model.token_bytes import byte_level_alphabet
 
 VOCAB_SIZE = 96
 END_ID = 1
@@ -168,19 +169,13 @@ class Vocabulary:
 
     def token(self, token_id: int) -> str | None:
         """The entry of an id."""
-        alphabet = {byte: character for character, byte in _alphabet().items()}
+        alphabet = {byte: character for character, byte in byte_level_alphabet().items()}
         return "".join(alphabet[byte] for byte in self.pieces[token_id]) if token_id < VOCAB_SIZE else None
 
     def text(self, token_ids: list[int]) -> str:
         """What tokens say, without special ones."""
         data = b"".join(self.pieces[token] for token in token_ids if token not in self.special_ids)
         return data.decode("utf-8", "replace")
-
-
-def _alphabet() -> dict[str, int]:
-    from detokenizer.incremental import _byte_level_alphabet
-
-    return _byte_level_alphabet()
 
 
 @cache

@@ -57,7 +57,7 @@ class OpenAiApi:
         self._bodies = bodies
         self._kept = kept
         self._models = Models(self._model, front.runner.cells)
-        self._vocabulary = Vocabulary(self._spell, chat)
+        self._vocabulary = Vocabulary(prompts.tokenizer.token_bytes, chat)
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -157,9 +157,6 @@ class OpenAiApi:
 
     async def _describe(self, request: Request) -> Response:
         return JSONResponse(document(self._model))
-
-    def _spell(self, token_id: int) -> str:
-        return self._prompts.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def _health_answer(problems: list[str]) -> Response:

@@ -33,7 +33,7 @@ class Vocabulary:
     """What a job needs from the model.
 
     Attributes:
-        spell: Returns the text of one token.
+        spell: Returns the bytes of one token.
         chat: How it writes calls and reasoning.
     """
 
@@ -65,6 +65,7 @@ class Job:
     includes_usage: bool
     ignored: list[str] = field(default_factory=list)
     conversation: Conversation | None = None
+    echoes_log_probs: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     key: str = ""
 
@@ -111,7 +112,9 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
     shape = CompletionShape(
         vocabulary.spell, with_log_probs=log_probs is not None, returns_ids=bool(body.flag("return_token_ids"))
     )
-    return _job(body, requests, shape, num_choices)
+    job = _job(body, requests, shape, num_choices)
+    job.echoes_log_probs = request.output.HasField("prompt_log_probs")
+    return job
 
 
 def chat_job(body: Body, vocabulary: Vocabulary) -> Job:

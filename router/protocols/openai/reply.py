@@ -20,6 +20,7 @@ from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, OverloadedError
 from router.pipeline.output import FrontDoor, Output
 from router.protocols.fields import ignored_header
+from router.protocols.openai.echo import EchoedPrompt
 from router.protocols.openai.errors import error_body, headers, http_status
 from router.protocols.openai.jobs import Job, request_ids
 from router.protocols.openai.positions import Position, event_id, read_event_id
@@ -39,6 +40,7 @@ class Reply(Response):
         self._last_event_id = last_event_id
         self._is_resumed = last_event_id is not None
         self._positions = [Position() for _ in job.requests]
+        self._echoed: list[EchoedPrompt | None] = []
         self._usages: list[Usage] = []
         self._metrics: list[PerfMetrics] = []  # where there was a prediction
 
@@ -84,6 +86,11 @@ class Reply(Response):
         if self._last_event_id is not None:
             self._read_positions(self._last_event_id)
         self._job.shape.request_id = self._job.request_id
+        # A stream that is resumed behind the prompt's end has none.
+        self._echoed = [
+            EchoedPrompt() if self._job.echoes_log_probs and not position.offsets.get(0) else None
+            for position in self._positions
+        ]
         outputs: list[Output] = []
         names = request_ids(self._job.request_id, len(self._job.requests))
         try:
@@ -108,11 +115,10 @@ class Reply(Response):
 
     async def _whole(self, outputs: list[Output]) -> Mapping[str, object]:
         choices: list[dict[str, object]] = []
-        for output in outputs:
+        for number, output in enumerate(outputs):
             sequences: dict[int, Chunk] = {}
             while not output.is_final:
-                for chunk in await output.take():
-                    self._count(chunk)
+                for chunk in await self._take(number, output):
                     known = sequences.setdefault(chunk.sequence_index, chunk)
                     if known is not chunk:
                         known.append(chunk)
@@ -147,11 +153,17 @@ class Reply(Response):
 
     async def _relay(self, number: int, output: Output, send: Send) -> None:
         while not output.is_final:
-            for chunk in await output.take():
-                self._count(chunk)
+            for chunk in await self._take(number, output):
                 choice = self._choice(number, chunk)
                 if choice is not None:
                     await self._event(send, choice)
+
+    async def _take(self, number: int, output: Output) -> list[Chunk]:
+        """Return the next chunks of a prompt's output."""
+        chunks, echoed = await output.take(), self._echoed[number]
+        for chunk in chunks:
+            self._count(chunk)
+        return chunks if echoed is None else [item for chunk in chunks for item in echoed.release(chunk)]
 
     def _choice(self, number: int, chunk: Chunk) -> dict[str, object] | None:
         """Return one choice's delta; None if the reader has it."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from typing import Protocol
 
 from midstream.chunk import Chunk, FinishReason, Usage
-from midstream.extras import LogProbs
+from midstream.extras import Extras, LogProbs
 from router.parsers.events import CallArguments, CallBegin, Event, ReasoningDelta, TextDelta
 from router.protocols.conversation import Conversation, SequenceReader
 
-# The text of one token.
-Spell = Callable[[int], str]
+# The bytes of one token.
+Spell = Callable[[int], bytes]
 # JSON has no infinity; OpenAI and vLLM report this for impossible tokens.
 _LOWEST_LOG_PROB = -9999.0
 
@@ -56,7 +57,7 @@ class CompletionShape:
         self._spell = spell
         self._with_log_probs = with_log_probs
         self._returns_ids = returns_ids
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, _TextOffset] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
         """Return no content."""
@@ -64,9 +65,8 @@ class CompletionShape:
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object]:
         """Return text and log probabilities."""
-        log_probs = chunk.extras.log_probs if chunk.extras and self._with_log_probs else None
         choice: dict[str, object] = {"index": index, "text": chunk.text}
-        choice["logprobs"] = self._log_probs(index, chunk, log_probs) if log_probs else None
+        choice["logprobs"] = self._log_probs(index, chunk, chunk.extras) if chunk.extras else None
         if self._returns_ids:
             choice["token_ids"] = list(chunk.token_ids)
         return {**choice, **_ending(chunk)}
@@ -76,29 +76,56 @@ class CompletionShape:
     def read_again(self, index: int, text: str) -> None:
         """Do nothing: the text is not parsed."""
 
-    def _log_probs(self, index: int, chunk: Chunk, log_probs: LogProbs) -> dict[str, object]:
+    def _log_probs(self, index: int, chunk: Chunk, extras: Extras) -> dict[str, object] | None:
+        log_probs, prompt = extras.log_probs, extras.prompt_log_probs
+        if not self._with_log_probs or not (log_probs or prompt):
+            return None
         token_ids = list(chunk.token_ids)
-        values, tops = self._rows(log_probs)
+        values, tops = self._rows(log_probs) if log_probs else ([], [])
         # An echoed prompt is in the tokens, and its log probabilities, if any, are elsewhere.
         num_prompt = len(token_ids) - len(values)
         if num_prompt > 0:
-            prompt = chunk.extras.prompt_log_probs if chunk.extras else None
             known, known_tops = self._rows(prompt) if prompt else ([], [])
             missing = [None] * max(num_prompt - len(known), 0)
             values = [*missing, *known[-num_prompt:], *values]
             tops = [*missing, *known_tops[-num_prompt:], *tops]
-        tokens = [self._spell(token) for token in token_ids]
-        offset, offsets = self._offsets.get(index, 0), []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[index] = offset
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        pieces = [self._spell(token) for token in token_ids]
+        offset = self._offsets.setdefault(index, _TextOffset())
+        return {
+            "tokens": [_entry_name(piece) for piece in pieces],
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": [offset.before(piece) for piece in pieces],
+        }
 
     def _rows(self, rows: LogProbs) -> tuple[list[float | None], list[dict[str, float] | None]]:
         values = [_finite(value) for value in rows.token_log_probs]
-        tops = [{self._spell(token): value for token, value in _top(rows, row)} for row in range(len(values))]
+        tops = [
+            {_entry_name(self._spell(token)): value for token, value in _top(rows, row)} for row in range(len(values))
+        ]
         return list(values), list(tops)
+
+
+class _TextOffset:
+    """The number of a text's characters that are complete."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def before(self, piece: bytes) -> int:
+        """Add a token's bytes; return the offset of the character that it begins or continues."""
+        offset = self._num_characters
+        self._num_characters += len(self._decoder.decode(piece))
+        return offset
+
+
+def _entry_name(piece: bytes) -> str:
+    """Return a token's text, or its bytes as OpenAI writes those of a part of a character: names must differ."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + piece.decode(errors="backslashreplace")
 
 
 class ChatShape:
@@ -184,10 +211,10 @@ class ChatShape:
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, value: float) -> dict[str, object]:
-        token = self._spell(token_id)
-        # The text of a partial character does not contain its bytes.
-        data = None if "\ufffd" in token else list(token.encode())
-        return {"token": token, "logprob": _finite(value), "bytes": data}
+        piece = self._spell(token_id)
+        # OpenAI writes a part of a character this way too.
+        token = piece.decode(errors="backslashreplace")
+        return {"token": token, "logprob": _finite(value), "bytes": list(piece)}
 
 
 def usage_fields(usage: Usage) -> dict[str, object]:

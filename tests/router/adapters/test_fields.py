@@ -477,7 +477,7 @@ def run_response(fields: dict[str, Any]) -> str:
 def run_chat(fields: dict[str, object]) -> tuple[str, list[str]]:
     """All that a body of chat completions decides, and its ignored fields."""
     body = Body({"messages": [{"role": "user", "content": "Hi"}], "request_id": "r", **fields})
-    job = chat_job(body, Vocabulary(str, MODEL))
+    job = chat_job(body, Vocabulary(lambda token: b"%d" % token, MODEL))
     assert job.conversation is not None
     decided = f"{_conversation(job.conversation)}\n{job.conversation.prediction}\n{_job(job)}"
     return decided, ignored_fields(body, CHAT)
@@ -486,7 +486,7 @@ def run_chat(fields: dict[str, object]) -> tuple[str, list[str]]:
 def run_completion(fields: dict[str, object]) -> tuple[str, list[str]]:
     """All that a body of completions decides, and its ignored fields."""
     body = Body({"prompt": "a", "request_id": "r", **fields})
-    return _job(completion_job(body, Vocabulary(str, MODEL))), ignored_fields(body, COMPLETIONS)
+    return _job(completion_job(body, Vocabulary(lambda token: b"%d" % token, MODEL))), ignored_fields(body, COMPLETIONS)
 
 
 def _job(job: Job) -> str:

@@ -9,7 +9,7 @@ from router.protocols.fields import CHAT, COMPLETIONS, ignored_fields
 from router.protocols.openai.body import Body
 from router.protocols.openai.jobs import Vocabulary, chat_job, completion_job
 
-VOCABULARY = Vocabulary(lambda token: chr(97 + token))
+VOCABULARY = Vocabulary(lambda token: bytes([97 + token]))
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"type": "object"}}}
 

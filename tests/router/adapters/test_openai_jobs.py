@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,10 @@ from protos import generation_pb2 as pb
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
 from router.protocols.conversation import ChatModel
 from router.protocols.openai.body import Body
+from router.protocols.openai.echo import EchoedPrompt
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
 
-VOCABULARY = Vocabulary(lambda token: chr(97 + token), ChatModel(ModelFormat(TOOL_FORMATS["hermes"])))
+VOCABULARY = Vocabulary(lambda token: bytes([97 + token]), ChatModel(ModelFormat(TOOL_FORMATS["hermes"])))
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 
@@ -76,6 +78,42 @@ def test_an_echoed_prompt_has_its_log_probabilities_before_the_output() -> None:
         "top_logprobs": [None, {"h": -0.1}, {"c": -1.0}],
         "text_offset": [0, 1, 2],
     }
+
+
+def test_every_choice_has_its_prompts_log_probabilities() -> None:
+    """They come with sequence 0, in pieces, after the text of the prompts."""
+    rows = [LogProbs((value,), 0, (), (), (1,)) for value in (-2.0, -3.0, -1.0, -1.5)]
+    echoed, sent = EchoedPrompt(), list[Chunk]()
+    for number in (0, 1):
+        assert echoed.release(Chunk(number, 0, [0, 1, 2], "abc")) == []
+    assert echoed.release(Chunk(1, 3, [4], "e", extras=Extras(rows[3]))) == []
+    assert echoed.release(Chunk(0, 3, (), "", extras=Extras(None, rows[0]))) == []
+    sent += echoed.release(Chunk(0, 3, [3], "d", extras=Extras(rows[2], rows[1])))
+    assert [chunk.sequence_index for chunk in sent] == [1, 0]
+    job = completion_job(Body({"prompt": [0, 1, 2], "echo": True, "logprobs": 0, "n": 2}), VOCABULARY)
+    values = [job.shape.part(chunk.sequence_index, chunk)["logprobs"] for chunk in sent]
+    assert [value["token_logprobs"] for value in values] == [[None, -2.0, -3.0, -1.5], [None, -2.0, -3.0, -1.0]]  # type: ignore[index]
+    (third,) = echoed.release(Chunk(2, 0, [0, 1, 2, 3], "abcd", extras=Extras(rows[3])))
+    assert job.shape.part(2, third)["logprobs"]["token_logprobs"] == [None, -2.0, -3.0, -1.5]  # type: ignore[index]
+    later = Chunk(0, 4, [5], "f", extras=Extras(rows[0]))
+    assert echoed.release(later) == [later]
+    assert job.shape.part(0, later)["logprobs"]["text_offset"] == [4]  # type: ignore[index]
+
+
+def test_a_token_that_is_a_part_of_a_character_is_named_by_its_bytes() -> None:
+    """Two of them have different names, and the bytes of all are the text's."""
+    pieces = [b"a", b" \xf0\x9f", b"\x98\x80", b"b"]
+    vocabulary = Vocabulary(pieces.__getitem__)
+    rows = LogProbs((-1.0,) * 4, 2, (1, 2) * 4, (-1.0, -2.0) * 4, (1,) * 4)
+    chunk = Chunk(0, 0, [0, 1, 2, 3], "a 😀b", extras=Extras(rows))
+    completion: Any = completion_job(Body({"prompt": "a", "logprobs": 2}), vocabulary).shape.whole(0, chunk)
+    assert completion["logprobs"]["tokens"] == ["a", r"bytes: \xf0\x9f", r"bytes:\x98\x80", "b"]
+    assert completion["logprobs"]["top_logprobs"][0] == {r"bytes: \xf0\x9f": -1.0, r"bytes:\x98\x80": -2.0}
+    assert completion["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    message: Any = chat_with(vocabulary, logprobs=True).shape.whole(0, chunk)
+    entries = message["logprobs"]["content"]
+    assert entries[1]["token"] == r" \xf0\x9f"
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "a 😀b"
 
 
 def test_best_of_needs_log_probabilities_and_does_not_show_them() -> None:

@@ -1,0 +1,28 @@
+"""The bytes that entries of a tokenizer's vocabulary represent."""
+
+from __future__ import annotations
+
+import re
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each character of GPT-2: printable bytes are themselves, the others characters from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def byte_level_bytes(token: str, alphabet: dict[str, int]) -> bytes:
+    """Return the bytes of an entry in that alphabet; an entry with other characters is text."""
+    try:
+        return bytes([alphabet[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def fallback_byte(token: str) -> int | None:
+    """Return the byte of an entry such as <0x0A>; None for others."""
+    match = _BYTE_TOKEN.fullmatch(token)
+    return int(match[1], 16) if match else None
