@@ -33,6 +33,8 @@ _REGISTRATION_BITS = 20
 # Each block costs about 50 bytes of bookkeeping, so bound the number that a worker can claim.
 _MAX_NUM_BLOCKS = 1 << 22
 _MAX_LOST = 256
+# A worker that is silent most likely stands still, with its machine or its network: a request is blamed after several.
+_MAX_SILENCES = 3
 
 
 class Membership:
@@ -201,11 +203,11 @@ class Membership:
         group.standing.note_fault(self._clock.now_ns, reason)
         self.end_epoch(group, reason)
 
-    def end_by_death(self, group: WorkerGroup, reason: str, *, tell: bool = True) -> None:
-        """End the epoch of a group that died or hangs; a request that it was running may be the cause."""
+    def end_by_death(self, group: WorkerGroup, reason: str, *, tell: bool = True, is_silent: bool = False) -> None:
+        """End the epoch of a group that died, hangs or is silent; a request that it was running may be the cause."""
         self._totals.num_worker_deaths += 1
         group.standing.note_death(self._clock.now_ns, reason)
-        culprit = self._blame(group)
+        culprit = self._blame(group, is_silent)
         # Looking up lost blocks may have caused the death, so it is tried only once.
         adopting = group.adopting_requests
         for request in group.active:
@@ -261,9 +263,13 @@ class Membership:
             for group in self.groups.values()
         )
 
-    def _blame(self, group: WorkerGroup) -> Request | None:
+    def _blame(self, group: WorkerGroup, is_silent: bool) -> Request | None:
         """Count the death against all requests in flight; return the one to end if it is certainly to blame."""
         running = _running(group)
+        if is_silent:
+            for request in running:
+                request.num_silences += 1
+            running = {request for request in running if request.num_silences > _MAX_SILENCES}
         for request in running:
             request.died_on.append(group.group_id)
         suspects = [request for request in running if self.is_suspect(request)]
@@ -300,7 +306,7 @@ class Membership:
             return
         due_ns = group.last_heard_ns + self._config.worker_timeout_ns
         if now_ns >= due_ns:
-            self.end_by_death(group, "no heartbeat within the timeout")
+            self.end_by_death(group, "no heartbeat within the timeout", is_silent=True)
             return
         if group.in_flight:
             since_ns = max(group.last_progress_ns, group.in_flight[0].planned_ns)

@@ -410,6 +410,7 @@ class Request:
         may_fetch: Its blocks may be fetched from tiers; False after a worker died while fetching them.
         may_hand_over: It may move from a prefill group to a decode group; False after that failed.
         died_on: Groups that died consecutively while running it, without a new token in between.
+        num_silences: Groups that fell silent consecutively while running it, without a new token in between.
         num_attached: Detokenizers attached to its feed.
         last_ordinal: The last step whose result was counted in num_steps.
         failure: Set when it ended in error.
@@ -430,6 +431,7 @@ class Request:
     may_fetch: bool = True
     may_hand_over: bool = True
     died_on: list[str] = field(default_factory=list)
+    num_silences: int = 0
     num_steps: int = 0
     last_ordinal: int = -1
     num_draft_tokens: int = 0

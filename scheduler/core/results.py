@@ -246,6 +246,7 @@ class Results:
         request, now_ns = sequence.request, self._clock.now_ns
         if request.died_on:
             request.died_on.clear()
+        request.num_silences = 0
         if request.times.first_token_ns == 0:
             request.note_first_token(now_ns)
             self._totals.prefix_cache_queries += len(request.spec.prompt)

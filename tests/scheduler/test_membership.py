@@ -253,6 +253,23 @@ def test_a_closed_link_is_a_death_that_is_forgiven_when_the_same_worker_comes_ba
     assert harness.core.totals.num_worker_deaths == 6
 
 
+def test_workers_that_fall_silent_in_a_row_are_the_fault_of_a_request_only_after_more_than_three() -> None:
+    harness = Harness(max_worker_deaths=2, orphan_grace_ns=10**18, no_worker_timeout_ns=10**18)
+    harness.submit("a", 3, 50)
+    request = harness.core.lifecycle.requests["a"]
+    blamed = []
+    for number in range(5):
+        name = f"g{number}"
+        harness.add_group(name, incarnation=number + 1)
+        harness.turn()
+        assert harness.groups[name].plans
+        harness.advance(harness.config.worker_timeout_ns // MS + 1)
+        blamed.append(list(request.died_on))
+    assert blamed == [[], [], [], ["g3"], ["g3", "g4"]]
+    assert request.failure is not None
+    assert harness.core.totals.num_worker_deaths == 5
+
+
 def test_a_link_that_was_made_anew_begins_a_new_epoch() -> None:
     harness = Harness()
     harness.add_group("g", incarnation=7)
