@@ -22,6 +22,7 @@ from protos import status_pb2
 from router.authentication import AuthenticatedApp, Authenticator
 from router.dashboard import dashboard_routes
 from router.pages import page_routes
+from router.pipeline.cell_metrics import CellMetrics
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
@@ -80,6 +81,7 @@ async def serve(config: RouterConfig) -> None:
         adapter_root=config.adapter_root,
     )
     metrics.gauge("num_live_detokenizers", "Detokenizers available.").set_function(lambda: pool.num_live)
+    metrics.registry.register(CellMetrics(folder.name, cells.reports))
     watchers = watcher_limits()
     calls = CallLimits(watchers, config.max_concurrent_streams, config.max_streams_per_client)
     admit = admit_within(calls, authenticator)

@@ -37,6 +37,8 @@ def generate(target: Path) -> None:
     write(target / "roles.yaml", list(yaml.safe_load_all(policy.read_text(encoding="utf-8"))))
     scaled = KUSTOMIZE / "components" / "keda" / "scaled-objects.yaml"
     write(target / "keda.yaml", list(yaml.safe_load_all(scaled.read_text(encoding="utf-8"))))
+    apart = [item for item in render("overlays/roles", ["keda-roles"]) if item["kind"] == "ScaledObject"]
+    write(target / "keda-roles.yaml", apart)
 
 
 def render(overlay: str, components: list[str]) -> list[dict[str, object]]:

@@ -38,6 +38,7 @@ class Cell:
         stub: Calls of requests, and those that show whether requests would be answered.
         watch_stub: All other calls, over a separate connection, so that watchers cannot fill that of requests.
         load: Its requests, from its last report and what was submitted since.
+        reports: Its last report.
         index: What its workers have cached, as far as it is followed.
         features: Features of its workers; None if unknown.
         is_up: Whether its last poll succeeded.
@@ -52,6 +53,7 @@ class Cell:
         self._watch_channel = open_channel(name, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
         self.watch_stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._watch_channel)  # type: ignore[assignment]
         self.load = 0
+        self.reports: Sequence[loads_pb2.CellLoad] = ()
         self.index = KvIndex()
         self._following: asyncio.Task[None] | None = None
         self.features: frozenset[str] | None = None
@@ -68,6 +70,7 @@ class Cell:
             self.is_up = False
             return
         self.is_up = True
+        self.reports = loads.cells
         self.has_workers = any(cell.num_blocks for cell in loads.cells)
         self.load = sum(cell.num_running_requests + cell.num_queued_requests for cell in loads.cells)
         # None until a worker joins; the scheduler then rejects unsupported features itself.
@@ -201,6 +204,10 @@ class Cells:
         if not cells:
             raise UnavailableError("no scheduler found")
         return cells[0]
+
+    def reports(self) -> list[loads_pb2.CellLoad]:
+        """Return the last reports of the cells that are up."""
+        return [load for cell in self.cells.values() if cell.is_up for load in cell.reports]
 
     @property
     def features(self) -> frozenset[str]:

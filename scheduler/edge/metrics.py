@@ -42,6 +42,8 @@ class SchedulerCollector(Collector):
         num_held = sum(group.blocks.num_held for group in groups)
         yield _gauge("num_requests_running", "Requests that hold KV blocks.", core.num_active_requests)
         yield _gauge("num_requests_waiting", "Requests in the queue.", len(core.queue))
+        num_prompt_tokens = core.queue.num_tokens + sum(group.num_context_tokens for group in groups)
+        yield _gauge("num_prompt_tokens_waiting", "Prompt tokens to be computed.", num_prompt_tokens)
         yield _gauge("kv_cache_usage_perc", "Held share of the KV blocks, 0 to 1.", num_held / max(num_blocks, 1))
         yield _gauge("num_worker_groups", "Worker groups that are registered.", len(groups))
         num_held_off = sum(group.is_held_off for group in groups)

@@ -169,6 +169,55 @@ def test_prefill_and_decode_workers_are_the_worker_with_roles() -> None:
         assert {**mine, "env": [], "ports": []} == {**theirs, "env": [], "ports": []}
 
 
+def test_with_roles_keda_scales_prefill_workers_by_waiting_prompts_and_decode_workers_by_running_requests() -> None:
+    rendered = render("roles-keda")
+    queries = {}
+    for name in ("worker", "worker-decode"):
+        scaled = rendered.get("ScaledObject", name)["spec"]
+        assert scaled["scaleTargetRef"]["name"] == name
+        assert name in rendered.names("Deployment")
+        check_behaviour(scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"])
+        (trigger,) = scaled["triggers"]
+        queries[name] = trigger["metadata"]["query"]
+    assert "midstream:num_prompt_tokens_waiting{" in queries["worker"]
+    assert "midstream:num_requests_running{" in queries["worker-decode"]
+
+
+def test_an_inference_service_is_the_router() -> None:
+    deployment, rendered = render("cpu").get("Deployment", "router"), render("kserve")
+    service = rendered.get("InferenceService", "midstream")
+    assert service["metadata"]["annotations"] == {"serving.kserve.io/deploymentMode": "Standard"}
+    predictor, pod = service["spec"]["predictor"], deployment["spec"]["template"]
+    # The labels by which Services, policies and budgets find routers.
+    assert {key: predictor[key] for key in ("labels", "annotations")} == pod["metadata"]
+    assert predictor["deploymentStrategy"]["rollingUpdate"] == deployment["spec"]["strategy"]["rollingUpdate"]
+    assert {key: value for key, value in predictor.items() if key in pod["spec"]} == {
+        **pod["spec"],
+        "containers": predictor["containers"],
+    }
+    mine, theirs = container_of({"spec": predictor}), container_of(pod)
+    assert mine["ports"][0]["name"] == "http"  # where KServe's Service leads
+    by_name = {port["name"]: port for port in mine["ports"]}
+    assert by_name == {port["name"]: port for port in theirs["ports"]}
+    assert {**mine, "ports": []} == {**theirs, "name": "kserve-container", "ports": []}
+    assert "router" not in rendered.names("Deployment") | rendered.names("HorizontalPodAutoscaler")
+
+
+def test_an_inference_pool_holds_the_routers() -> None:
+    rendered = render("inference-gateway")
+    pool = rendered.get("InferencePool", "midstream")["spec"]
+    chosen = [
+        part for part, pod in rendered.pods().items() if labels_match(pool["selector"], pod["metadata"]["labels"])
+    ]
+    assert chosen == ["router"]
+    ports = [port["containerPort"] for port in container_of(rendered.pods()["router"])["ports"]]
+    assert [port["number"] in ports for port in pool["targetPorts"]] == [True]
+    (rule,) = rendered.get("HTTPRoute", "midstream")["spec"]["rules"]
+    assert rule["backendRefs"] == [
+        {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "midstream"}
+    ]
+
+
 def test_images_are_of_this_version(rendered: Rendered) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     names = {"router": "router", "scheduler": "scheduler", "detokenizer": "detokenizer", "worker": "gpu-worker"}

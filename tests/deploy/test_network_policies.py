@@ -98,6 +98,16 @@ def test_decode_workers_alone_reach_the_blocks_of_prefill_workers() -> None:
         assert may_reach(policies, everyone[name], everyone["scheduler"], 50053)
 
 
+def test_the_endpoint_picker_reads_the_load_of_routers_alone() -> None:
+    rendered = render("inference-gateway")
+    policies, everyone = rendered.all("NetworkPolicy"), peers(rendered)
+    picker = Peer("picker", {"inferencepool": "midstream-epp"}, everyone["router"].namespace)
+    reached = {part for part in rendered.pods() if may_reach(policies, picker, everyone[part], 8000)}
+    assert reached == {"router"}
+    assert may_reach(policies, everyone["client"], picker, 9002)
+    assert not may_reach(policies, everyone["stranger"], picker, 9002)
+
+
 def test_ranks_of_a_worker_group_reach_each_other(rendered: Rendered) -> None:
     worker = peers(rendered)["worker"]
     assert may_reach(rendered.all("NetworkPolicy"), worker, worker, 29500) == (rendered.overlay == "multinode")

@@ -14,7 +14,10 @@ from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import ConfigError, OverloadedError, UnavailableError
 from midstream.extras import Extras, LogProbs, Tensor
 from midstream.rpc.discovery import Discovery
+from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
+from protos.loads_pb2 import CellLoad
+from router.pipeline.cell_metrics import CellMetrics
 from router.pipeline.cells import Cell, Cells
 from router.pipeline.streams import ClientStream
 
@@ -115,6 +118,29 @@ async def make_cells(*names: str) -> Cells:
         cells.cells[name] = Cell(name, 1 << 20)
         cells.cells[name].is_up = True
     return cells
+
+
+async def test_the_load_of_cells_that_are_up_is_exported_under_the_names_that_gateways_read() -> None:
+    cells = await make_cells("a:1", "b:1", "c:1")
+    loads = (
+        CellLoad(num_running_requests=3, num_queued_requests=4, num_blocks=100, num_free_blocks=30),
+        CellLoad(num_running_requests=5, num_queued_requests=0, num_blocks=100, num_free_blocks=80),
+        CellLoad(num_running_requests=7, num_queued_requests=9, num_blocks=100, num_free_blocks=0),
+    )
+    for cell, load in zip(cells.cells.values(), loads, strict=True):
+        cell.reports = [load]
+    cells.cells["c:1"].is_up = False
+    metrics = Metrics()
+    metrics.registry.register(CellMetrics("m", cells.reports))
+    lines = set(metrics.render().decode().splitlines())
+    assert {
+        'vllm:num_requests_running{model_name="m"} 8.0',
+        'vllm:num_requests_waiting{model_name="m"} 4.0',
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.45',
+    } <= lines
+    assert not any(line.startswith("midstream:num_requests") for line in lines)
+    for cell in cells.cells.values():
+        await cell.close()
 
 
 async def test_like_prompts_go_to_one_cell_unless_it_is_busy() -> None:

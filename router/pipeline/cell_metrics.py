@@ -1,0 +1,49 @@
+"""The load behind a router as metrics, under the names that endpoint pickers of gateways read from model servers.
+
+Schedulers export their own load as `midstream:NAME`. A gateway sees routers only, so these repeat the sum over the
+schedulers that answer, as of their last poll, under vLLM's names alone: sums over `midstream:NAME` count nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from midstream.telemetry import ALIAS_PREFIX
+from protos import loads_pb2
+
+_LABELS = ("model_name",)
+
+
+class CellMetrics(Collector):
+    """Exports the load of a router's cells."""
+
+    def __init__(self, model: str, loads: Callable[[], Iterable[loads_pb2.CellLoad]]) -> None:
+        """Create the collector.
+
+        Args:
+            model: Name of the model, for the label.
+            loads: Return the last loads of the cells that are up.
+        """
+        self._model, self._loads = model, loads
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families."""
+        loads = list(self._loads())
+        num_blocks = sum(load.num_blocks for load in loads)
+        num_held = num_blocks - sum(load.num_free_blocks for load in loads)
+        running, waiting = (
+            sum(load.num_running_requests for load in loads),
+            sum(load.num_queued_requests for load in loads),
+        )
+        yield self._gauge("num_requests_running", "Requests that hold KV blocks, in all cells.", running)
+        yield self._gauge("num_requests_waiting", "Requests in the queues of all cells.", waiting)
+        yield self._gauge("kv_cache_usage_perc", "Held share of all cells' KV blocks.", num_held / max(num_blocks, 1))
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(ALIAS_PREFIX + name, text, labels=_LABELS)
+        family.add_metric((self._model,), value)
+        return family
