@@ -58,9 +58,15 @@ class KilledService:
 
 @contextlib.contextmanager
 def running_service(
-    model: str, routers: int, detokenizers: int, workers: int, *, folder: Path | None = None, **environment: str
+    model: str,
+    routers: int,
+    detokenizers: int,
+    workers: int,
+    *flags: str,
+    folder: Path | None = None,
+    **environment: str,
 ) -> Iterator[KilledService]:
-    """Start a service with additional environment variables, and stop it at the end.
+    """Start a service with additional flags and environment variables, and stop it at the end.
 
     Raises:
         RuntimeError: It did not start.
@@ -79,6 +85,7 @@ def running_service(
             str(detokenizers),
             "--workers",
             str(workers),
+            *flags,
         ]
         with subprocess.Popen(
             command, env=os.environ | environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
