@@ -29,7 +29,7 @@ from midstream.cli.bench.workloads import BenchRequest, Workload
 from midstream.client import AsyncClient
 from midstream.errors import MidstreamError
 from midstream.model.folder import open_model_folder
-from tests.integration.parts import free_ports
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 60.0

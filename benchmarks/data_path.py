@@ -40,7 +40,7 @@ from benchmarks.service_times import Times, thread_seconds
 from midstream.cli.bench.workloads import FIRST_TOKEN_ID, LAST_TOKEN_ID
 from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
-from tests.integration.parts import free_ports
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 120.0

@@ -38,7 +38,7 @@ from midstream.model.folder import open_model_folder
 from midstream.rpc.serving import open_channel
 from protos import kserve_pb2, kserve_pb2_grpc, openengine_pb2_grpc
 from protos import openengine_pb2 as oe
-from tests.integration.parts import free_ports
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from protos.kserve_pb2_grpc import GRPCInferenceServiceAsyncStub

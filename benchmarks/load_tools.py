@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.model.folder import open_model_folder
-from tests.integration.parts import free_ports
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent
 # Any build of PyTorch will do; pinned, so that pip chooses a CPU build if the index has one.

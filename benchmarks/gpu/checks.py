@@ -25,11 +25,14 @@ INT8_LIMIT, FLOAT8_LIMIT = 1.5e-2, 6e-2
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the checks. Attributes: lengths: (context, queries) of each sequence. heads: (query heads, KV heads,
-            head size) of each attention check.
-    rows, hidden: For the small kernels.
-    vocab_size: For sampling.
-    dtypes: Number types to check.
+    """Sizes of the checks.
+
+    Attributes:
+        lengths: (context, queries) of each sequence.
+        heads: (query heads, KV heads, head size) of each attention check.
+        rows, hidden: For the small kernels.
+        vocab_size: For sampling.
+        dtypes: Number types to check.
     """
 
     device: torch.device

@@ -50,8 +50,13 @@ _PROMPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the steps. Attributes: batches: Sequences of decode steps. context: Tokens of each. long_context, query:
-    Tokens in the cache, and those that follow them in one step. prefills: (sequences, tokens of each).
+    """Sizes of the steps.
+
+    Attributes:
+        batches: Sequences of decode steps.
+        context: Tokens of each.
+        long_context, query: Tokens in the cache, and those that follow them in one step.
+        prefills: (sequences, tokens of each).
     """
 
     config: dict[str, Any]

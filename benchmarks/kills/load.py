@@ -25,10 +25,12 @@ class Question:
 
 @dataclass
 class Ledger:
-    """Outcomes of all requests. Attributes: num_started, num_complete, num_identical: Requests started, completed, and
-    completed with the expected output.
-    failures: Errors of the others.
-    arrivals: Times per stream (time.monotonic): zero before each request, its start, and each chunk with tokens.
+    """Outcomes of all requests.
+
+    Attributes:
+        num_started, num_complete, num_identical: Requests started, completed, and completed with the expected output.
+        failures: Errors of the others.
+        arrivals: Times per stream (time.monotonic): zero before each request, its start, and each chunk with tokens.
     """
 
     num_started: int = 0

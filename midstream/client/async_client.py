@@ -55,11 +55,14 @@ class AsyncClient:
         server_name: str = "",
         token: str = "",
     ) -> None:
-        """Create a client without connections. Args: addresses: Routers as `host:port` or `dns:///host:port`, used in
-            turn; if a request's router is lost, it continues at another.
-        unavailable_timeout_s: How long a stream without a deadline waits for a router.
-        max_message_bytes: Largest message, each way.
-        tls: `Tls(ca=FILE)`, with `cert` and `key` if routers require a client certificate; None: plain text.
+        """Create a client without connections.
+
+        Args:
+            addresses: Routers as `host:port` or `dns:///host:port`, used in turn; if a request's router is lost, it
+                continues at another.
+            unavailable_timeout_s: How long a stream without a deadline waits for a router.
+            max_message_bytes: Largest message, each way.
+            tls: `Tls(ca=FILE)`, with `cert` and `key` if routers require a client certificate; None: plain text.
             server_name: Name in the routers' certificates, if it is not their address.
             token: Bearer token, if routers require one. Do not send it over a network without TLS.
         """

@@ -85,9 +85,13 @@ class FrameConnection(asyncio.Protocol):
         keepalive_s: float = KEEPALIVE_S,
         timeout_s: float = KEEPALIVE_TIMEOUT_S,
     ) -> None:
-        """Create an unconnected end. Args: max_message_bytes: Largest message accepted. handler: Receives the messages.
-        keepalive_s: Silence after which the peer is pinged.
-        timeout_s: Silence after which the connection is closed.
+        """Create an unconnected end.
+
+        Args:
+            max_message_bytes: Largest message accepted.
+            handler: Receives the messages.
+            keepalive_s: Silence after which the peer is pinged.
+            timeout_s: Silence after which the connection is closed.
         """
         self.handler = handler
         self.is_open = False
@@ -262,9 +266,12 @@ class Pump:
         collect: Callable[[], Message | None],
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the writer. Args: connection: The connection to write to. collect: Returns the next batch; None if
-        there is nothing new.
-        after: Called when everything was written.
+        """Create the writer.
+
+        Args:
+            connection: The connection to write to.
+            collect: Returns the next batch; None if there is nothing new.
+            after: Called when everything was written.
         """
         self._connection = connection
         self._collect = collect
@@ -311,8 +318,11 @@ Accept = Callable[[FrameConnection], FrameHandler]
 
 
 class FrameServer:
-    """Accepts connections that were offered by gRPC. Attributes: port: TCP port, once started. connections: Open
-    connections.
+    """Accepts connections that were offered by gRPC.
+
+    Attributes:
+        port: TCP port, once started.
+        connections: Open connections.
     """
 
     def __init__(self, host: str, port: int, *, max_message_bytes: int, tls: Tls | None = None) -> None:
@@ -440,13 +450,17 @@ async def connect(
     keepalive_s: float = KEEPALIVE_S,
     timeout_s: float = KEEPALIVE_TIMEOUT_S,
 ) -> FrameConnection:
-    """Open an offered connection. Args: offer: The other side's answer over gRPC. target: Its gRPC address. handler:
-        Receives the messages.
-    max_message_bytes: Largest message accepted.
-    tls: Certificates; None: plain text.
-    server_name: Name that its certificate must carry; empty: its address.
-    keepalive_s: Silence after which the peer is pinged.
-    timeout_s: Silence after which the connection is closed.
+    """Open an offered connection.
+
+    Args:
+        offer: The other side's answer over gRPC.
+        target: Its gRPC address.
+        handler: Receives the messages.
+        max_message_bytes: Largest message accepted.
+        tls: Certificates; None: plain text.
+        server_name: Name that its certificate must carry; empty: its address.
+        keepalive_s: Silence after which the peer is pinged.
+        timeout_s: Silence after which the connection is closed.
 
     Raises:
         OSError: It cannot be opened in time.

@@ -21,9 +21,11 @@ class AllowedHosts:
     """The set of accepted Host headers."""
 
     def __init__(self, bound: str, names: str = "") -> None:
-        """Accept this machine's names if `bound` is a loopback address, else any name. Args: bound: The listening
-                address.
-        names: Comma-separated names to accept instead; `*` accepts all.
+        """Accept this machine's names if `bound` is a loopback address, else any name.
+
+        Args:
+            bound: The listening address.
+            names: Comma-separated names to accept instead; `*` accepts all.
         """
         listed = {name.strip().lower() for name in names.split(",") if name.strip()}
         self._names = listed

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from midstream.cli.topology import is_free_port
 from midstream.client import AsyncClient, SamplingParams
 from tests.dashboard.webdriver import Browser, chromium
 from tests.integration.service import Service
+from tests.ports import free_ports
 
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 TOKEN = "a-token-that-somebody-knows"
@@ -67,8 +67,7 @@ def browser() -> Iterator[Browser]:
 @contextlib.contextmanager
 def running(module: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start another part of the service; return its HTTP port."""
-    free = (port for port in range(31_000, 32_000) if is_free_port(port))
-    port, http_port = next(free), next(free)
+    port, http_port = free_ports(2)
     command = [sys.executable, "-m", module, "--port", str(port), "--http-port", str(http_port), *flags]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:

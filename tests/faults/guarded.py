@@ -13,8 +13,8 @@ from midstream.security.tls import Tls
 from tests.faults.certificates import Authority, Identity
 from tests.faults.small_model import make_small_model
 from tests.integration.named_processes import NamedProcesses
-from tests.integration.parts import free_ports
 from tests.integration.service import midstream
+from tests.ports import free_ports
 
 ALICE = "alice-has-a-long-token"
 BOB = "bob-has-a-long-token-too"

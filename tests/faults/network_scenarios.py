@@ -25,8 +25,8 @@ from midstream.rpc.serving import open_channel
 from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc, service_pb2_grpc
 from tests.faults.hosts import Hosts, Namespaces, Relays
 from tests.integration.named_processes import ROOT
-from tests.integration.parts import free_ports
 from tests.integration.service import tokens
+from tests.ports import free_ports
 from tests.scheduler.test_service import Feed
 
 if TYPE_CHECKING:

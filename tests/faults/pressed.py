@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from protos import generation_pb2 as pb
-from tests.integration.parts import Parts, free_ports, running
+from tests.integration.parts import Parts, running
 from tests.integration.service import tokens
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub

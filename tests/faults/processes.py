@@ -16,8 +16,8 @@ from midstream.model.folder import open_model_folder
 from midstream.rpc.serving import open_channel
 from protos import service_pb2_grpc, stats_pb2
 from tests.integration.named_processes import NamedProcesses
-from tests.integration.parts import free_ports
 from tests.integration.service import latest_stats
+from tests.ports import free_ports
 
 WAIT_S = 60.0
 ALL = ("scheduler", "worker-0", "worker-1", "detokenizer-0", "detokenizer-1", "router-0", "router-1")

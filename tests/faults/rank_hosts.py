@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.faults.hosts import Namespaces
-from tests.gpu_worker.rank_pool import free_port
 from tests.gpu_worker.scripted_scheduler import ScriptedScheduler, rank_environment, worker_process
 from tests.gpu_worker.test_worker_process import run_prompt
+from tests.ports import free_port
 
 NUM_TOKENS = 6
 LIMIT_S = 100

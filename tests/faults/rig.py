@@ -7,6 +7,7 @@ that a part dies at exactly that one. The workers may have roles and tiers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping
@@ -31,7 +32,7 @@ from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
 from scheduler.service import SchedulerService
 from tests.gpu_worker.tiny_models import make_runner
-from tests.integration.parts import free_ports
+from tests.ports import free_ports
 from tests.router.conftest import Cluster, Part
 
 WAIT_S = 30.0
@@ -83,14 +84,20 @@ class Gate:
                 self._num_tokens = min(known)
             while self._num_tokens >= self._limit and not is_dead():
                 self._changed.wait(0.02)
+        if is_dead():
+            raise Killed
         launched = launch(step)
         assert launched.output is not None, "on a CPU a step is done when it was launched"
         with self._changed:
             self.num_adopted += len(step.adopted_blocks) - len(launched.missing_blocks)
-            if len(launched.output.token_ids) and not is_dead():
+            if len(launched.output.token_ids):
                 self._num_tokens += 1
                 self._changed.notify_all()
         return launched
+
+
+class Killed(BaseException):
+    """Ends the thread of a killed worker before its next step."""
 
 
 class MortalLink(SchedulerLink):
@@ -144,7 +151,12 @@ class RigWorker:
         )
         self._link, self._http = link, worker._http
         self._http.start()
-        self._thread = threading.Thread(target=worker._serve, name=name, daemon=True)
+
+        def serve() -> None:
+            with contextlib.suppress(Killed):
+                worker._serve()
+
+        self._thread = threading.Thread(target=serve, name=name, daemon=True)
         link.start()
         self._thread.start()
 

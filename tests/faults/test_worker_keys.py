@@ -28,8 +28,8 @@ from protos import worker_pb2
 from scheduler.edge.worker_keys import WorkerKeys
 from tests.fakes.worker import FakeWorker, FakeWorkerConfig
 from tests.integration.named_processes import ROOT
-from tests.integration.parts import free_ports
 from tests.integration.service import midstream
+from tests.ports import free_ports
 
 SCHEDULER = [sys.executable, "-m", "scheduler", "--journal", "off"]
 

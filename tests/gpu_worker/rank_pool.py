@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,9 +21,9 @@ from gpu_worker.models.loader import use_device
 from gpu_worker.parallel.follower import follow
 from gpu_worker.parallel.group import RankGroup
 from gpu_worker.parallel.ranks import Ranks
-from midstream.cli.topology import is_free_port
 from midstream.config import WorkerConfig
 from midstream.model.folder import open_model_folder
+from tests.ports import free_port
 
 HOST = "127.0.0.1"
 
@@ -72,11 +71,6 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.communicate()
-
-
-def free_port() -> int:
-    """A port that nobody listens on, below those that the kernel gives to outgoing connections."""
-    return next(port for port in random.sample(range(20_000, 32_000), 200) if is_free_port(port))
 
 
 def main() -> None:

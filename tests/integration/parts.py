@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,6 +17,7 @@ from midstream.model.folder import open_model_folder
 from midstream.rpc.serving import open_channel
 from protos import loads_pb2, service_pb2_grpc
 from tests.integration.named_processes import NamedProcesses
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
@@ -90,12 +90,3 @@ def running(parts: Parts, *names: str) -> Iterator[Parts]:
         yield parts
     finally:
         parts.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [item.getsockname()[1] for item in sockets]
-    for item in sockets:
-        item.close()
-    return ports

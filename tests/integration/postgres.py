@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psycopg
 
-from tests.integration.parts import free_ports
+from tests.ports import free_ports
 
 START_TIMEOUT_S = 30
 _USER = "postgres"

@@ -17,8 +17,9 @@ from midstream.rpc.serving import open_channel
 from protos import loads_pb2, scheduler_pb2_grpc, service_pb2_grpc
 from tests.fakes.resolver import publish
 from tests.integration.named_processes import NamedProcesses
-from tests.integration.parts import START_TIMEOUT_S, free_ports
+from tests.integration.parts import START_TIMEOUT_S
 from tests.integration.service import collect, eventually, tokens
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from protos.scheduler_pb2_grpc import SchedulerAsyncStub

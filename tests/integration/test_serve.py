@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import openai
@@ -19,15 +17,10 @@ import pytest
 
 from midstream import __version__
 from tests.integration.service import START_TIMEOUT_S, Service, midstream
+from tests.ports import free_port
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 KEY = "sk-integration-test-key"
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("0.0.0.0", 0))) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

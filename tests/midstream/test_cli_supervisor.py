@@ -16,6 +16,7 @@ from midstream.cli.topology import ProcessSpec
 from midstream.cli.up import why_not_started
 from midstream.errors import ConfigError, ExecutionError
 from tests.integration.service import midstream
+from tests.ports import free_port
 
 FAKE = "tests.midstream.fake_service"
 
@@ -23,7 +24,7 @@ FAKE = "tests.midstream.fake_service"
 class Run:
     """A supervisor over fake services, and what its observer saw."""
 
-    def __init__(self, path: Path, kinds: dict[str, str], free_port: Callable[[], int], mode: str = "healthy") -> None:
+    def __init__(self, path: Path, kinds: dict[str, str], mode: str = "healthy") -> None:
         self.trace = path / "trace"
         specs = []
         for name, kind in kinds.items():
@@ -61,26 +62,11 @@ class FakeSpec(ProcessSpec):
         return [FAKE if word == self.kind else word for word in command]
 
 
-@pytest.fixture
-def free_port() -> Callable[[], int]:
-    import socket
-
-    def take() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            return port
-
-    return take
-
-
 KINDS = {"scheduler-0": "scheduler", "worker-0": "gpu_worker", "router-0": "router"}
 
 
-async def test_all_become_ready_and_stop_routers_first_and_the_scheduler_last(
-    tmp_path: Path, free_port: Callable[[], int]
-) -> None:
-    run = Run(tmp_path, KINDS, free_port)
+async def test_all_become_ready_and_stop_routers_first_and_the_scheduler_last(tmp_path: Path) -> None:
+    run = Run(tmp_path, KINDS)
     await run.until(lambda state: state.phase is ProcessPhase.READY)
     assert all(is_alive(process) for process in run.supervisor.state.processes)
     await run.end()
@@ -90,11 +76,9 @@ async def test_all_become_ready_and_stop_routers_first_and_the_scheduler_last(
     assert not run.run_dir.is_supervised()
 
 
-async def test_a_service_that_is_not_ready_yet_stops_at_once(
-    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_service_that_is_not_ready_yet_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_QUICK_STOP_S", 0.2)
-    run = Run(tmp_path, KINDS, free_port, "stubborn")
+    run = Run(tmp_path, KINDS, "stubborn")
     monkeypatch.setattr(run.supervisor, "_wait_until_ready", lambda stop: stop.wait())  # nothing becomes ready
     await run.until(lambda state: len(state.processes) == 3 and all(is_alive(process) for process in state.processes))
     run.stop.set()
@@ -103,10 +87,8 @@ async def test_a_service_that_is_not_ready_yet_stops_at_once(
     assert not any(is_alive(process) for process in run.supervisor.state.processes)
 
 
-async def test_a_process_that_dies_is_started_again_and_nothing_else_is_touched(
-    tmp_path: Path, free_port: Callable[[], int]
-) -> None:
-    run = Run(tmp_path, KINDS, free_port)
+async def test_a_process_that_dies_is_started_again_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    run = Run(tmp_path, KINDS)
     before = {process.name: process.pid for process in (await run.until(_all_ready)).processes}
     await run.ready.wait()
     os.kill(before["worker-0"], signal.SIGKILL)
@@ -119,10 +101,8 @@ async def test_a_process_that_dies_is_started_again_and_nothing_else_is_touched(
     await run.end()
 
 
-async def test_the_pause_before_a_restart_grows_until_the_process_has_served(
-    tmp_path: Path, free_port: Callable[[], int]
-) -> None:
-    run = Run(tmp_path, {"worker-0": "gpu_worker"}, free_port)
+async def test_the_pause_before_a_restart_grows_until_the_process_has_served(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"worker-0": "gpu_worker"})
     await run.ready.wait()
     (process,) = run.supervisor._processes
     first = process._backoff_s
@@ -137,12 +117,10 @@ async def test_the_pause_before_a_restart_grows_until_the_process_has_served(
     await run.end()
 
 
-async def test_a_process_that_hangs_is_started_anew(
-    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_that_hangs_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_MAX_HANG_S", 0.5)
     monkeypatch.setattr(health, "_TIMEOUT_S", 0.5)
-    run = Run(tmp_path, {"worker-0": "gpu_worker"}, free_port)
+    run = Run(tmp_path, {"worker-0": "gpu_worker"})
     await run.ready.wait()
     (process,) = run.supervisor._processes
     os.kill(process.state.pid, signal.SIGSTOP)
@@ -151,10 +129,10 @@ async def test_a_process_that_hangs_is_started_anew(
 
 
 async def test_a_process_that_only_waits_for_others_is_left_alone(
-    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_MAX_HANG_S", 0.0)
-    run = Run(tmp_path, {"worker-0": "gpu_worker"}, free_port, mode="waiting")
+    run = Run(tmp_path, {"worker-0": "gpu_worker"}, mode="waiting")
     await run.ready.wait()
     await run.until(lambda state: _named(state, "worker-0")[0] is ProcessPhase.UNHEALTHY)
     await asyncio.sleep(1)  # some probes more
@@ -162,10 +140,8 @@ async def test_a_process_that_only_waits_for_others_is_left_alone(
     await run.end()
 
 
-async def test_a_process_that_cannot_start_ends_the_run_and_its_log_is_shown(
-    tmp_path: Path, free_port: Callable[[], int]
-) -> None:
-    run = Run(tmp_path, {"scheduler-0": "scheduler"}, free_port, mode="crash")
+async def test_a_process_that_cannot_start_ends_the_run_and_its_log_is_shown(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"scheduler-0": "scheduler"}, mode="crash")
     with pytest.raises(ExecutionError, match=r"scheduler-0 stopped while it was starting(.|\n)*model: no such folder"):
         await run.task
     state = run.run_dir.read_state()
@@ -173,8 +149,8 @@ async def test_a_process_that_cannot_start_ends_the_run_and_its_log_is_shown(
     assert state.phase is ProcessPhase.FAILED
 
 
-async def test_kill_ends_what_does_not_stop(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    run = Run(tmp_path, {"router-0": "router"}, free_port, mode="stubborn")
+async def test_kill_ends_what_does_not_stop(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"router-0": "router"}, mode="stubborn")
     await run.ready.wait()
     run.stop.set()
     await run.until(lambda state: _named(state, "router-0")[0] is ProcessPhase.STOPPING)
@@ -183,10 +159,10 @@ async def test_kill_ends_what_does_not_stop(tmp_path: Path, free_port: Callable[
 
 
 async def test_in_a_hurry_open_streams_are_ended_soon_and_nothing_is_killed(
-    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "HURRIED_STOP_S", 0.2)
-    run = Run(tmp_path, KINDS, free_port, mode="draining")
+    run = Run(tmp_path, KINDS, mode="draining")
     await run.ready.wait()
     run.supervisor.hurry()
     await run.end()  # without the hurry, 40 s for each of two
@@ -213,18 +189,18 @@ def test_a_run_directory_is_its_owners_alone(tmp_path: Path) -> None:
     run_dir.release()
 
 
-async def test_the_state_read_is_the_state_written(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    run = Run(tmp_path, KINDS, free_port)
+async def test_the_state_read_is_the_state_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, KINDS)
     await run.until(lambda state: state.phase is ProcessPhase.READY)
     assert RunDir(tmp_path / "run").read_state() == run.supervisor.state
     await run.end()
 
 
 async def test_a_run_outlives_a_full_disk_and_writes_its_state_once_there_is_room(
-    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_REWRITE_INTERVAL_S", 0.05)
-    run = Run(tmp_path, KINDS, free_port)
+    run = Run(tmp_path, KINDS)
     await run.ready.wait()
     (tmp_path / "run" / "state.new").symlink_to("/dev/full")
     os.kill(next(process.pid for process in run.states[-1].processes if process.name == "worker-0"), signal.SIGKILL)
@@ -239,8 +215,8 @@ async def test_a_run_outlives_a_full_disk_and_writes_its_state_once_there_is_roo
     await run.end()
 
 
-async def test_orphans_of_a_killed_supervisor_are_found_and_ended(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    run = Run(tmp_path, KINDS, free_port)
+async def test_orphans_of_a_killed_supervisor_are_found_and_ended(tmp_path: Path) -> None:
+    run = Run(tmp_path, KINDS)
     state = await run.until(lambda state: state.phase is ProcessPhase.READY)
     assert stop_orphans(state) == 3
     await run.end()

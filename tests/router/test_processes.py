@@ -19,7 +19,7 @@ from midstream.client import AsyncClient, Result
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.serving import open_channel
 from tests.detokenizer.scripted_scheduler import ScriptedScheduler, scripted_scheduler
-from tests.integration.parts import free_ports
+from tests.ports import free_ports
 
 TEXT = "Every part may die 🫠 and the text goes on: 日本語, naïve, done."
 

@@ -1,0 +1,29 @@
+"""Ports of loopback for parts that tests start, and start again."""
+
+from __future__ import annotations
+
+import os
+import random
+
+from midstream.cli.topology import is_free_port
+
+# Below 32,768, from where the kernel takes the ports of outgoing connections: one of those may be gone before a part
+# listens, or while it restarts. Each process of a test run has a slice of its own.
+_SLICE = 1_000
+_FIRST = 20_000 + _SLICE * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12)
+_next = random.randrange(_SLICE)
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens, and which this process has not returned lately."""
+    global _next
+    for _ in range(_SLICE):
+        _next = (_next + 1) % _SLICE
+        if is_free_port(_FIRST + _next):
+            return _FIRST + _next
+    raise RuntimeError(f"ports {_FIRST} to {_FIRST + _SLICE} are all in use")
+
+
+def free_ports(count: int) -> list[int]:
+    """Return several ports as `free_port` does."""
+    return [free_port() for _ in range(count)]
