@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -10,6 +11,9 @@ from xdist.workermanage import WorkerController
 
 # Triton's kernels run in its interpreter here. It reads this when it is first imported, by whichever package that is.
 os.environ["TRITON_INTERPRET"] = "1"
+# Tests run beside each other: threads of one worker would wait for those that are not running.
+os.environ.setdefault("MIDSTREAM_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _INTEGRATION = "tests/integration/"
 # Files whose tests share the service of tests/integration/conftest.py.
@@ -58,6 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Long ones that are handed out last would be waited for by idle processes.
     ranks = {name: rank for rank, name in enumerate((_SERVICE, *_LONG))}
     items.sort(key=lambda item: ranks.get(_group_of(item.nodeid), len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all modules from garbage collection, which would walk millions of objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -170,7 +170,6 @@ def _plan_worker(topology: Topology, index: int, scheduler: str, cores: int, por
     """Return the processes of one worker: rank 0 has the worker's name."""
     name, stages = f"worker-{index}", topology.pipeline_parallel
     world_size = topology.tensor_parallel * stages
-    threads = max(1, cores // (topology.num_workers * world_size))
     flags: tuple[str, ...] = (
         "--model",
         topology.model,
@@ -179,9 +178,9 @@ def _plan_worker(topology: Topology, index: int, scheduler: str, cores: int, por
         scheduler,
         "--group-id",
         name,
-        "--num-threads",
-        str(threads),
     )
+    if "MIDSTREAM_NUM_THREADS" not in os.environ:
+        flags += ("--num-threads", str(max(1, cores // (topology.num_workers * world_size))))
     if role := topology.role(index):
         flags += ("--role", role)
     if folder := _shared_memory():

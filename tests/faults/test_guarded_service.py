@@ -7,7 +7,7 @@ import json
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -26,7 +26,7 @@ from midstream.errors import (
 from midstream.rpc.serving import open_channel
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
-from protos import scheduler_pb2, stats_pb2
+from protos import stats_pb2
 from router.authentication import Caller
 from tests.faults.certificates import Authority
 from tests.faults.guarded import ALICE, BOB, ROOT, Guarded, running_guarded
@@ -94,7 +94,12 @@ async def test_nobody_else_gets_through_any_door(guarded: Guarded, tmp_path_fact
 async def test_a_clients_certificate_opens_no_inner_port(guarded: Guarded) -> None:
     carol = guarded.authority.issue("carol")
     spy = Tls(carol.cert, carol.key, guarded.authority.ca)
-    hello = scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id="spy"))
+
+    async def silent() -> AsyncIterator[bytes]:
+        # A message that crosses the refusal makes the client report INTERNAL.
+        await asyncio.Event().wait()
+        yield b""
+
     detokenizer = guarded.authority.issue("detokenizer-again", part="detokenizer")
     named = Tls(detokenizer.cert, detokenizer.key, guarded.authority.ca)
     for port, tls, calls in (
@@ -111,7 +116,7 @@ async def test_a_clients_certificate_opens_no_inner_port(guarded: Guarded) -> No
                 if name in ("Abort", "OpenTokenFeed", "OpenStream"):
                     call = channel.unary_unary(method)(b"", timeout=20)
                 else:
-                    call = channel.stream_stream(method)(iter([hello.SerializeToString()]), timeout=20)
+                    call = channel.stream_stream(method)(silent(), timeout=20)
                 assert await call.code() is grpc.StatusCode.PERMISSION_DENIED, (port, name)
 
 

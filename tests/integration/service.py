@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from midstream.cli.health import probe_health
 from midstream.cli.run_dir import RunDir
 from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
@@ -67,13 +68,16 @@ class Service:
         return status
 
     def processes(self, kind: str) -> list[dict[str, Any]]:
-        """Return what the supervisor wrote of these parts; `probed` has their health too, but starts a command."""
+        """Return what the supervisor wrote of these parts."""
         state = RunDir(self.run_dir).read_state()
         assert state is not None
         return [asdict(process) for process in state.of_kind(kind)]
 
-    def probed(self, kind: str) -> list[dict[str, Any]]:
-        return [process for process in self.status()["processes"] if process["kind"] == kind]
+    async def serving(self, kind: str) -> list[dict[str, Any]]:
+        """Return those of these parts that are healthy, by name."""
+        parts = sorted(self.processes(kind), key=lambda part: str(part["name"]))
+        problems = [await probe_health(part["addresses"]["http"]) for part in parts]
+        return [part for part, problem in zip(parts, problems, strict=True) if problem is None]
 
     def routers(self) -> list[str]:
         return [process["addresses"]["grpc"] for process in self.processes("router")]
@@ -123,16 +127,14 @@ async def eventually_idle(stub: Stub, limit_s: float = 20) -> stats_pb2.Iteratio
     )
 
 
-async def eventually(
-    ask: Callable[[], Awaitable[T]], holds: Callable[[T], bool], limit_s: float, pause_s: float = 0.05
-) -> T:
+async def eventually(ask: Callable[[], Awaitable[T]], holds: Callable[[T], bool], limit_s: float) -> T:
     """What `ask` gives as soon as it `holds`, or at the limit."""
     deadline = time.monotonic() + limit_s
     while True:
         value = await ask()
         if holds(value) or time.monotonic() > deadline:
             return value
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(0.05)
 
 
 def chat(text: str, **fields: Any) -> pb.GenerateRequest:

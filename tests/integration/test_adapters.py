@@ -139,7 +139,7 @@ async def test_a_stream_with_an_adapter_outlives_worker_and_scheduler(
     assert await eventually(loaded, bool, 30) == ["task", "tone"]
 
     async def num_workers() -> int:
-        return sum(process["health"] == "serving" for process in service.probed("gpu_worker"))
+        return len(await service.serving("gpu_worker"))
 
     await eventually(num_workers, lambda count: count == 2, 60)
     await eventually_idle(stub)

@@ -10,7 +10,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from tests.integration.service import Service, midstream
+from tests.integration.service import Service, eventually, midstream
 
 NAMES = [
     "detokenizer-0",
@@ -99,19 +99,19 @@ def test_a_second_up_in_the_same_directory_is_refused(service: Service) -> None:
     assert "already running" in result.stderr
 
 
-def test_a_killed_worker_comes_back(service: Service) -> None:
-    before = {process["name"]: process for process in service.processes("gpu_worker")}
-    num_restarts = before["worker-1"]["num_restarts"] + 1
-    os.kill(before["worker-1"]["pid"], signal.SIGKILL)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        after = {process["name"]: process for process in service.probed("gpu_worker")}
-        if after["worker-1"]["num_restarts"] == num_restarts and after["worker-1"]["health"] == "serving":
-            break
-        time.sleep(0.2)
-    assert after["worker-1"]["num_restarts"] == num_restarts
-    assert after["worker-1"]["pid"] != before["worker-1"]["pid"]
-    assert after["worker-0"]["pid"] == before["worker-0"]["pid"]
+async def test_a_killed_worker_comes_back(service: Service) -> None:
+    first, second = await service.serving("gpu_worker")
+    num_restarts = second["num_restarts"] + 1
+    os.kill(second["pid"], signal.SIGKILL)
+    after = await eventually(
+        lambda: service.serving("gpu_worker"),
+        lambda workers: [worker["num_restarts"] for worker in workers][1:] == [num_restarts],
+        120,
+    )
+    assert [worker["name"] for worker in after] == ["worker-0", "worker-1"]
+    assert after[1]["num_restarts"] == num_restarts
+    assert after[1]["pid"] != second["pid"]
+    assert after[0]["pid"] == first["pid"]
 
 
 def test_with_nothing_running_commands_say_how_to_start(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Each stands for a host; a part has the same port on all of them, as pods have.
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
-LIMIT_S = 5.0
+LIMIT_S = 20.0
 
 
 class Cluster(NamedProcesses):

@@ -42,13 +42,22 @@ def test_no_address_is_given_twice() -> None:
 
 
 @pytest.mark.parametrize(("num_cores", "num_workers", "num_threads"), [(2, 1, 2), (2, 2, 1), (2, 5, 1), (16, 3, 5)])
-def test_workers_share_the_cores(num_cores: int, num_workers: int, num_threads: int) -> None:
+def test_workers_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, num_workers: int, num_threads: int
+) -> None:
+    monkeypatch.delenv("MIDSTREAM_NUM_THREADS")
     specs = plan_processes(Topology(num_workers=num_workers), num_cores)
     workers = [spec for spec in specs if spec.kind == "gpu_worker"]
     assert [flag(spec.flags, "--num-threads") for spec in workers] == [str(num_threads)] * num_workers
 
 
-def test_each_worker_is_a_group_of_its_own() -> None:
+def test_a_number_of_threads_that_the_user_sets_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_NUM_THREADS", "7")
+    assert all("--num-threads" not in spec.flags for spec in plan_processes(Topology(num_workers=2), num_cores=16))
+
+
+def test_each_worker_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MIDSTREAM_NUM_THREADS")
     topology = Topology(num_workers=2, tensor_parallel=2, pipeline_parallel=2)
     workers = [spec for spec in plan_processes(topology, num_cores=16) if spec.kind == "gpu_worker"]
     assert [spec.name for spec in workers[:4]] == ["worker-0", "worker-0-rank-1", "worker-0-rank-2", "worker-0-rank-3"]

@@ -136,7 +136,7 @@ def same_id_twice(dice: random.Random) -> Scenario:
 @scenario(23)
 def hoarder(dice: random.Random) -> Scenario:
     """One client asks for all that a worker holds, twice; the others' small requests are served meanwhile."""
-    hoards = [Job(long_request(dice, number, 4, 100)) for number in range(2)]
+    hoards = [Job(long_request(dice, number, 4, 40)) for number in range(2)]
     for hoard in hoards:
         hoard.request.client_id = "hoarder"
         hoard.request.sampling.num_return_sequences = 4
@@ -158,10 +158,10 @@ def hoarder(dice: random.Random) -> Scenario:
         if is_quiet and longest_s > 0.4:
             stage.problems.append(f"a small request took {longest_s:.3f} s beside large ones")
 
-    # 104 tokens are 26 blocks, so that at most four outputs fit at a time.
+    # 44 tokens are 11 blocks, so that at most four outputs fit at a time.
     scheduler = {"capacity_policy": dice.choice(("guaranteed_no_evict", "max_utilization")), "max_worker_deaths": 100}
     scheduler["enable_block_reuse"] = dice.random() < 0.5
-    shape = Shape(num_workers=1, num_blocks=104, scheduler=scheduler)
+    shape = Shape(num_workers=1, num_blocks=44, scheduler=scheduler)
     return Scenario(shape=shape, jobs=[*hoards, *small], inject=inject, judge=judge)
 
 

@@ -110,7 +110,6 @@ def many_seeds() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def _bury(loop: VirtualLoop, cluster: Cluster) -> None:
