@@ -28,6 +28,7 @@ from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
 from router.pipeline.generation import Runner
 from router.pipeline.kept_requests import KeptRequests
+from router.pipeline.message_slots import MessageSlots
 from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Quotas
@@ -96,6 +97,7 @@ async def serve(config: RouterConfig) -> None:
         max_concurrent_streams=2 * config.max_concurrent_streams,
         tls=tls,
         admit=remember_client(admit) if tracer is not None else admit,
+        receive=MessageSlots().read,
         more_services=ADAPTED_SERVICES,
     )
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 # Raises an error if the caller is not allowed; a returned function is called at the end of the call.
 Admit = Callable[[str, grpc.aio.ServicerContext[Any, Any]], Callable[[], None] | None]
 
+# Returns the message of a unary request; called after admission, before any of the message is read.
+Receive = Callable[[AsyncIterator[Any]], Awaitable[Any]]
+
 RETRY_AFTER_KEY = "retry-after-ms"
 FIELD_KEY = "midstream-field"
 _MAX_FIELD_CHARACTERS = 256
@@ -56,10 +59,14 @@ def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
 
 
 class ErrorMapper(grpc.aio.ServerInterceptor):
-    """Maps exceptions of all methods to statuses."""
+    """Maps exceptions of all methods to statuses.
 
-    def __init__(self, admit: Admit | None) -> None:
+    With `receive`, unary requests are read by it. gRPC itself reads them before anything is known of the caller.
+    """
+
+    def __init__(self, admit: Admit | None, receive: Receive | None = None) -> None:
         self._admit = admit
+        self._receive = receive
 
     async def intercept_service(
         self,
@@ -73,8 +80,11 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         admit = functools.partial(self._admit, handler_call_details.method) if self._admit is not None else None
         wrap = _map_generator if inspect.isasyncgenfunction(behaviour) else _map_coroutine
-        wrapped = wrap(behaviour, admit)
-        kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
+        receive = None if handler.request_streaming else self._receive
+        wrapped = wrap(behaviour, admit, receive)
+        # To gRPC, a request that we read is a stream of one message.
+        is_stream = handler.request_streaming or receive is not None
+        kind = ("stream" if is_stream else "unary", "stream" if handler.response_streaming else "unary")
         make = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
         return make(  # type: ignore[no-any-return]
             wrapped,
@@ -83,12 +93,15 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
         )
 
 
-def _map_coroutine(behaviour: Callable[..., Any], admit: _AdmitCall | None) -> Callable[..., Any]:
+def _map_coroutine(
+    behaviour: Callable[..., Any], admit: _AdmitCall | None, receive: Receive | None
+) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         release = None
         try:
             release = admit(context) if admit is not None else None
-            response = behaviour(request, context)
+            message = await receive(request) if receive is not None else request
+            response = behaviour(message, context)
             return await response if inspect.isawaitable(response) else response
         except Exception as error:  # noqa: BLE001 (mapped, and logged where unexpected)
             await _abort(error, context)
@@ -100,14 +113,15 @@ def _map_coroutine(behaviour: Callable[..., Any], admit: _AdmitCall | None) -> C
 
 
 def _map_generator(
-    behaviour: Callable[..., AsyncIterator[Any]], admit: _AdmitCall | None
+    behaviour: Callable[..., AsyncIterator[Any]], admit: _AdmitCall | None, receive: Receive | None
 ) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         release = None
         try:
             release = admit(context) if admit is not None else None
+            message = await receive(request) if receive is not None else request
             # Closed explicitly when the caller leaves, so that its `finally` does not wait for garbage collection.
-            async with contextlib.aclosing(behaviour(request, context)) as responses:  # type: ignore[type-var]
+            async with contextlib.aclosing(behaviour(message, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     yield response
         except Exception as error:  # noqa: BLE001 (mapped, and logged where unexpected)

@@ -22,7 +22,7 @@ import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
 from midstream.errors import ExecutionError, MidstreamError
-from midstream.rpc.errors import Admit, ErrorMapper
+from midstream.rpc.errors import Admit, ErrorMapper, Receive
 from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, bind
 from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.secure_channel import SecureChannel
@@ -71,6 +71,7 @@ class Server:
         max_concurrent_streams: int = 4096,
         tls: Tls | None = None,
         admit: Admit | None = None,
+        receive: Receive | None = None,
         more_services: Sequence[str] = (),
     ) -> None:
         """Bind the port.
@@ -85,13 +86,14 @@ class Server:
             max_concurrent_streams: Calls at once on one connection.
             tls: Certificates; None: plain text.
             admit: Called before each method with its full name.
+            receive: Reads the messages of unary requests; None: gRPC does.
             more_services: Full protobuf names of other services that reflection shows.
 
         Raises:
             OSError: The port is taken.
         """
         self.grpc = grpc.aio.server(
-            interceptors=[ErrorMapper(admit)],
+            interceptors=[ErrorMapper(admit, receive)],
             options=[
                 *_KEEPALIVE,
                 ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
@@ -107,6 +109,8 @@ class Server:
                 ("grpc.server.max_pending_requests_hard_limit", 2 * max_concurrent_streams),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+                # With probes, the window of a stream that nobody reads grows to a megabyte.
+                ("grpc.http2.bdp_probe", 0 if receive is not None else 1),
                 # Else a second process would share the port in silence.
                 ("grpc.so_reuseport", 0),
             ],

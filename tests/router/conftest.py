@@ -29,6 +29,7 @@ from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
 from router.pipeline.generation import Runner
 from router.pipeline.kept_requests import KeptRequests
+from router.pipeline.message_slots import MessageSlots
 from router.pipeline.output import FrontDoor, RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Quotas
@@ -110,6 +111,7 @@ class Cluster:
         self.prompts = PromptBuilder(folder, 1)
         self._parts: list[Part] = []
         self.runners: list[Runner] = []
+        self.slots = MessageSlots()
 
     async def start_scheduler(self) -> None:
         self.scheduler_address = await self.scheduler.start()
@@ -156,6 +158,7 @@ class Cluster:
             port,
             Progress(),
             admit=admit_within(CallLimits(watchers), authenticator),
+            receive=self.slots.read,
         )
         metrics = Metrics()
         quotas = Quotas(metrics)

@@ -1,0 +1,61 @@
+"""Requests of which a client sends all but the last byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from midstream.client import AsyncClient
+from midstream.errors import DeadlineError, InvalidArgumentError
+from router.authentication import Authenticator, TokenFile
+from router.pipeline.message_slots import MessageSlots
+from tests.router.conftest import Cluster
+from tests.router.test_stream_hoarders import HOARDER, PROBE, first_tokens
+from tests.router.unfinished import UnfinishedCalls
+
+GENERATE = "/midstream.v1.Midstream/Generate"
+NUM_BYTES = 1 << 18
+
+
+async def test_a_client_holds_memory_of_thirty_two_unfinished_messages(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text(f"{HOARDER} hoarder\n{PROBE} probe\n")
+    authenticator = Authenticator(tokens=TokenFile(str(tmp_path / "tokens")))
+    part = await cluster.add_router(await cluster.add_detokenizer(), authenticator=authenticator)
+    calls = await UnfinishedCalls.connect(part.server.port)
+    for _ in range(40):
+        calls.begin(GENERATE, NUM_BYTES, HOARDER)
+
+    async def until_read() -> list[int]:
+        async with asyncio.timeout(20):
+            while sum(count == 4 + NUM_BYTES for count in calls.num_sent.values()) < 32:  # noqa: ASYNC110 (a task counts)
+                await asyncio.sleep(0.01)
+        return sorted(calls.num_sent.values())
+
+    counts = await until_read()
+    async with AsyncClient(part.address, token=PROBE) as probe:
+        assert len(await first_tokens(cluster, probe, 3)) == 3
+    # Of the others gRPC holds what its window allows.
+    assert await until_read() == counts
+    assert max(counts[:8]) < 1 << 16
+    await calls.close()
+    async with AsyncClient(part.address, token=HOARDER) as client:
+        assert len(await first_tokens(cluster, client, 1)) == 1
+
+
+async def test_a_message_that_does_not_come_is_not_waited_for() -> None:
+    slots, forever = MessageSlots(1, 1, timeout_s=0.01), asyncio.Event()
+
+    async def messages(*values: bytes, stays: bool = False) -> AsyncIterator[bytes]:
+        for value in values:
+            yield value
+        if stays:
+            await forever.wait()
+
+    with pytest.raises(DeadlineError, match="did not arrive"):
+        await slots.read(messages(stays=True))
+    with pytest.raises(InvalidArgumentError, match="no request"):
+        await slots.read(messages())
+    assert await slots.read(messages(b"one")) == b"one"
