@@ -9,7 +9,11 @@ needs to launch them, are copied over and run eagerly. No call here waits for th
 buffer whose last copy is still running.
 
 A step may be started before the host knows the tokens of the step before. These stay on the device (`feed`), and
-negative token ids refer to them. A graph ends with the likeliest tokens, and feeds them to the next step.
+negative token ids refer to them. A graph ends with the likeliest tokens, and feeds them to the next step; where rows
+have a temperature, a second graph draws tokens from its logits, and feeds those instead.
+
+Block tables stay on the device as well. A step brings the entries that have changed since the last one, at most one for
+each sequence of its shape; where more have changed, they are sent whole.
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import kernels
 from gpu_worker.batch.staging import PinnedBuffers
+from gpu_worker.batch.step import EMPTY, IntArray
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.arena import token_slots
 from gpu_worker.models.decoder import Decoder, ForwardInputs, Probe
 from gpu_worker.sampling.distribution import greedy_tokens
+from gpu_worker.sampling.draws import DrawParams, RecordedDraws
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +79,10 @@ class Shape:
     def sizes(self) -> list[int]:
         """Return the lengths of a step's parts.
 
-        They are token ids, positions, KV slots and adapter slots; lengths and sampled tokens; query starts.
+        They are token ids, positions, KV slots and adapter slots; lengths and sampled tokens; places and values of
+        entries of the block tables that have changed; query starts.
         """
-        return [self.num_tokens] * 4 + [self.num_rows] * 2 + [self.num_rows + 1]
+        return [self.num_tokens] * 4 + [self.num_rows] * 4 + [self.num_rows + 1]
 
     def takes(self, num_tokens: int, num_rows: int, num_sampled: int) -> bool:
         """Return whether a step of this many tokens, sequences and sampled tokens fits in."""
@@ -141,6 +149,7 @@ class GraphDecoder:
         max_blocks: int,
         make_recorder: MakeRecorder | None = None,
         takes_adapters: bool = False,
+        draws: bool = False,
     ) -> None:
         """Wrap a decoder; record no graphs yet.
 
@@ -152,6 +161,7 @@ class GraphDecoder:
             max_blocks: Maximum blocks of one sequence.
             make_recorder: Factory of graph recorders; None: all steps run eagerly.
             takes_adapters: Whether to record graphs with LoRA adapters as well.
+            draws: Whether to record graphs that draw tokens as well.
         """
         self._decoder, self._device, self._make_recorder = decoder, device, make_recorder
         self._max_batch_size = max_batch_size
@@ -162,15 +172,20 @@ class GraphDecoder:
         # By shape, and whether tokens may have adapters.
         self._graphs: dict[tuple[Shape, bool], Callable[[], None]] = {}
         self._logits = torch.empty(0, device=device)
-        # The parts of a step, then the used part of the block tables: filled by one copy.
+        # The parts of a step, and the used part of the block tables if they are sent whole: filled by one copy.
         most = max(sum(shape.sizes()) + shape.num_rows * max_blocks for shape in self._shapes)
         self._arena = torch.zeros(most, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
+        # The last number is where changes that a step does not have go.
+        self._entries = torch.zeros(max_batch_size * max_blocks + 1, dtype=torch.int32, device=device)
+        self._tables = self._entries[:-1].view(max_batch_size, max_blocks)
+        # What is there once the steps launched so far have run.
+        self._known_tables = np.zeros((max_batch_size, max_blocks), dtype=np.int32)
         # Likeliest tokens of the last replay, -1 for logits that are not finite.
         self._best = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self._has_best = False
         # Sampled tokens of the previous step, which may not be known to the host yet.
         self._fed = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
+        self._draws = RecordedDraws(device, graph_sizes(max_batch_size)) if draws else None
         most_eager = 4 * max_num_tokens + max_batch_size * (3 + max_blocks) + 1
         self._pinned = PinnedBuffers(device, max(most_eager, self._arena.numel()))
 
@@ -186,6 +201,8 @@ class GraphDecoder:
     def clear(self) -> None:
         """Drop all graphs: steps run eagerly until the next `capture`."""
         self._graphs.clear()
+        if self._draws is not None:
+            self._draws.clear()
         self._logits = torch.empty(0, device=self._device)
 
     def close(self) -> None:
@@ -207,6 +224,13 @@ class GraphDecoder:
         return self._best[:num_rows] if self._has_best else None
 
     @torch.inference_mode()
+    def draw(self, params: DrawParams) -> Tensor | None:
+        """Return the tokens drawn from the last `forward`, already fed; None if it did not replay a graph, or draws are
+        not recorded.
+        """
+        return self._draws.draw(params) if self._draws is not None and self._has_best else None
+
+    @torch.inference_mode()
     def capture(self) -> None:
         """Record the graphs over the current cache, largest first, so that the smaller ones fit in its memory."""
         if self._make_recorder is None:
@@ -216,7 +240,7 @@ class GraphDecoder:
         started = time.perf_counter()
         for shape in sorted(self._shapes, reverse=True):
             for has_adapters in self._with_adapters:
-                inputs = self._static_inputs(shape, has_adapters=has_adapters)
+                inputs, changes = self._static_inputs(shape, has_adapters=has_adapters)
                 # Earlier steps may have left data there in another layout.
                 self._arena.zero_()
                 inputs.slot_mapping.fill_(_NO_SLOT)
@@ -226,7 +250,13 @@ class GraphDecoder:
                     torch.arange(shape.num_rows + 1, dtype=torch.int32, out=inputs.query_starts)
                 if not self._graphs:
                     self._logits = self._decoder.forward(inputs)
-                self._graphs[shape, has_adapters] = record(functools.partial(self._run, inputs, shape.num_rows))
+                run = functools.partial(self._run, inputs, changes, shape.num_rows)
+                self._graphs[shape, has_adapters] = record(run)
+        # What was run for that changed the first entry.
+        self._entries.zero_()
+        self._known_tables.fill(0)
+        if self._draws is not None and kernels.can_sample(self._logits):
+            self._draws.capture(record, self._logits, self.feed)
         logger.info("recorded %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     @torch.inference_mode()
@@ -250,7 +280,8 @@ class GraphDecoder:
         found = next((shape for shape in self._shapes if shape.takes(*counts)), None)
         return found if found is not None and (found, has_adapters) in self._graphs else None
 
-    def _run(self, inputs: ForwardInputs, num_rows: int) -> None:
+    def _run(self, inputs: ForwardInputs, changes: tuple[Tensor, Tensor], num_rows: int) -> None:
+        self._entries.scatter_(0, changes[0].long(), changes[1])
         # All graphs write their logits to one shared buffer, which can be larger than the rest of their memory.
         logits = self._decoder.forward(replace(inputs, token_ids=self._known(inputs.token_ids)))
         self._logits[:num_rows] = logits
@@ -263,10 +294,11 @@ class GraphDecoder:
         """Return token ids with placeholders replaced by the tokens passed to `feed`."""
         return torch.where(token_ids < 0, self._fed[(-1 - token_ids).clamp(min=0).long()], token_ids)
 
-    def _static_inputs(self, shape: Shape, *, has_adapters: bool) -> ForwardInputs:
+    def _static_inputs(self, shape: Shape, *, has_adapters: bool) -> tuple[ForwardInputs, tuple[Tensor, Tensor]]:
+        """Return where a step of this shape is laid out: its inputs, and places and values of the tables' changes."""
         parts = torch.split(self._arena[: sum(shape.sizes())], shape.sizes())
-        token_ids, positions, slots, adapter_slots, lens, sampled, starts = parts
-        return ForwardInputs(
+        token_ids, positions, slots, adapter_slots, lens, sampled, places, values, starts = parts
+        inputs = ForwardInputs(
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slots,
@@ -277,15 +309,29 @@ class GraphDecoder:
             adapter_slots=adapter_slots if has_adapters else None,
             max_queries=1 if shape.is_decode else shape.num_tokens,
         )
+        return inputs, (places, values)
+
+    def _changes(self, tables: IntArray, limit: int) -> tuple[IntArray, IntArray] | None:
+        """Return places and values of the entries that are not known to be on the device; None: more than `limit`."""
+        num_rows, num_blocks = tables.shape
+        known = self._known_tables[:num_rows, :num_blocks]
+        rows, columns = np.nonzero(known != tables)
+        values = tables[rows, columns]
+        known[rows, columns] = values
+        if len(rows) > limit:
+            return None
+        return (rows * self._known_tables.shape[1] + columns).astype(np.int32), values
 
     def _fill(self, inputs: ForwardInputs, shape: Shape) -> None:
         num_tokens, num_rows, _ = _counts(inputs)
-        num_blocks = inputs.block_tables.shape[1]
+        tables = inputs.block_tables.numpy()
+        changes = self._changes(tables, shape.num_rows)
         start = sum(shape.sizes())
-        used = start + num_rows * num_blocks
+        used = start + (tables.size if changes is None else 0)
         buffer = self._pinned.next()[:used]
         values = buffer.numpy()
         none = np.full(num_tokens, _NO_SLOT, dtype=np.int32)
+        places, entries = changes or (EMPTY, EMPTY)
         parts = (
             (inputs.token_ids.numpy(), 0),
             (inputs.positions.numpy(), 0),
@@ -293,6 +339,8 @@ class GraphDecoder:
             (none if inputs.adapters is None else token_slots(inputs.adapters), _NO_SLOT),
             (inputs.context_lens.numpy(), 0),
             (inputs.sampled.numpy(), 0),
+            (places, len(self._entries) - 1),
+            (entries, 0),
             # Padding sequences have no tokens, or in a decode step one without keys.
             (
                 inputs.query_starts.numpy(),
@@ -303,11 +351,11 @@ class GraphDecoder:
         for head, (part, padding) in zip(heads, parts, strict=True):
             head[: len(part)] = part
             head[len(part) :] = padding
-        values[start:] = inputs.block_tables.numpy().reshape(-1)
+        values[start:] = tables.reshape(-1)[: used - start]
         self._pinned.send(buffer, self._arena[:used])
-        # Entries past a row's last block are never read.
-        tables = self._arena[start:used].view(num_rows, num_blocks)
-        self._tables[:num_rows, :num_blocks].copy_(tables, non_blocking=True)
+        if changes is None:
+            whole = self._arena[start:used].view(tables.shape)
+            self._tables[: tables.shape[0], : tables.shape[1]].copy_(whole, non_blocking=True)
 
     def _send_all(self, inputs: ForwardInputs) -> ForwardInputs:
         others = ("adapters", "virtual", "adapter_slots", "max_queries")

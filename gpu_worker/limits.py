@@ -45,8 +45,10 @@ class Limits:
         return cls(length, config.max_num_tokens or default)
 
 
-def graph_decoder(config: WorkerConfig, model: LoadedModel, limits: Limits) -> GraphDecoder:
-    """Wrap the model's decoder to copy inputs to the GPU and, where allowed, replay CUDA graphs."""
+def graph_decoder(config: WorkerConfig, model: LoadedModel, limits: Limits, *, draws: bool = False) -> GraphDecoder:
+    """Wrap the model's decoder to copy inputs to the GPU and, where allowed, replay CUDA graphs; with `draws` also of
+    drawing tokens.
+    """
     is_recorded = config.cuda_graphs and model.can_record
     return GraphDecoder(
         model.decoder,
@@ -56,6 +58,7 @@ def graph_decoder(config: WorkerConfig, model: LoadedModel, limits: Limits) -> G
         max_blocks=-(-limits.max_sequence_length // config.tokens_per_block),
         make_recorder=recorder_for(model.device) if is_recorded else None,
         takes_adapters=model.takes_lora and model.adapter_bytes > 0,
+        draws=draws,
     )
 
 

@@ -200,15 +200,8 @@ class ModelRunner:
         if self._front is not None and prepared.inputs is not None and self._can_run_ahead(prepared):
             rows = prepared.sampled_rows
             logits = self._front.forward(prepared.inputs)
-            best = self._front.best(len(rows))
-            # A prompt with a grammar has it compiled in the meantime, although it does not sample yet.
-            if (
-                best is not None
-                and self._sampler.is_greedy(rows)
-                and self._sampler.is_plain(_rows_of(prepared.contexts))
-            ):
-                chosen = Chosen(best, rows, best)
-            else:
+            chosen = self._chosen_in_graph(self._front, rows, _rows_of(prepared.contexts))
+            if chosen is None:
                 chosen = self._sampler.choose(logits, rows, self._constraints_behind(prepared))
                 self._front.feed(chosen.token_ids)
             launched.chosen = chosen
@@ -239,6 +232,16 @@ class ModelRunner:
             and self._sampler.can_choose(rows)
             and self._sampler.can_choose(_rows_of(prepared.contexts))
         )
+
+    def _chosen_in_graph(self, front: GraphDecoder, rows: IntArray, others: IntArray) -> Chosen | None:
+        """Return the tokens of the last pass that graphs chose and fed; None: they did not, or these rows need more."""
+        tokens = front.best(len(rows))
+        # A prompt with a grammar has it compiled in the meantime, although it does not sample yet.
+        if tokens is None or not self._sampler.is_plain(rows) or not self._sampler.is_plain(others):
+            return None
+        if not self._sampler.is_greedy(rows):
+            tokens = front.draw(self._sampler.draw_params(rows))
+        return None if tokens is None else Chosen(tokens, rows, tokens)
 
     def _constraints_behind(self, prepared: PreparedStep) -> Constraints:
         """Return the masks of a step whose forward pass was launched, after waiting for the tokens they depend on.
@@ -339,7 +342,7 @@ class ModelRunner:
 
     def _with_graphs(self) -> GraphDecoder:
         """Wrap the decoders to copy inputs to the GPU, and the main model's to replay graphs."""
-        front = graph_decoder(self._config, self.model, self._limits)
+        front = graph_decoder(self._config, self.model, self._limits, draws=self.runs_ahead)
         self.model = replace(self.model, decoder=front)
         if self._draft is not None:
             self._draft_front = graph_decoder(self._config, self._draft, self._limits)

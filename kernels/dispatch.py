@@ -28,6 +28,7 @@ from kernels.quantized_kv import KvScales, quantized_paged_attention, store_quan
 from kernels.rms_norm import add_rms_norm as torch_add_rms_norm
 from kernels.rms_norm import rms_norm as torch_rms_norm
 from kernels.rotary import apply_rotary as torch_apply_rotary
+from kernels.rotate_and_store import rotate_and_store as torch_rotate_and_store
 
 __all__ = [
     "activate",
@@ -44,6 +45,7 @@ __all__ = [
     "paged_attention",
     "quantized_linear",
     "rms_norm",
+    "rotate_and_store",
     "sample",
     "set_batch_invariant",
     "store_kv",
@@ -213,6 +215,44 @@ def store_kv(
         torch_store_kv(k, v, k_cache, v_cache, slot_mapping)
     else:
         store_quantized_kv(k, v, k_cache, v_cache, slot_mapping, scales)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    is_interleaved: bool = False,
+    scales: KvScales | None = None,
+) -> Tensor:
+    """Norm the heads of q and k by q_norm and k_norm [D], if given, and turn them; return q, and store k and v.
+
+    Arguments as of `rms_norm`, `apply_rotary` and `store_kv`.
+    """
+    run = triton.rotate_and_store if _takes_triton(q) else torch_rotate_and_store
+    return run(
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        is_interleaved=is_interleaved,
+        scales=scales,
+    )
 
 
 def paged_attention(

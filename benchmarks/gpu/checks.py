@@ -144,7 +144,7 @@ def _check_attention(report: Report, sizes: Sizes, heads: tuple[int, int, int], 
         tables = _tables(batch, sizes.device)
         args = (q.to(sizes.device), k.to(sizes.device), v.to(sizes.device), *tables, scale, window, softcap)
         report.error(name, exact.error(operations.paged_attention(*args).cpu(), expected), LIMITS[dtype])
-        split = operations.paged_attention(*args, num_splits=4)
+        split = operations.paged_attention(*args, num_shares=4)
         report.error(f"{name}, 4 splits", exact.error(split.cpu(), expected), LIMITS[dtype])
         chosen = kernels.paged_attention(*args)
         report.error(f"{name}, as chosen", exact.error(chosen.cpu(), expected), LIMITS[dtype])

@@ -83,15 +83,20 @@ class NoDevice:
         return torch.device("meta")
 
 
-def compile_cases(names: set[str], capability: int = 90) -> Iterator[Compiled]:
-    """Compile the cases of these names for a compute capability, times ten; all, if there are no names."""
+def compile_cases(names: set[str], capability: int = 90, keys: set[str] | None = None) -> Iterator[Compiled]:
+    """Compile the cases of these names for a compute capability, times ten; all, if there are no names.
+
+    With `keys`, of these cases' kernels those alone.
+    """
     driver.set_active(NoDevice(capability))
     made: dict[str, tuple[str, Any]] = {}
 
     def launch(function: JITFunction, grid: object) -> Callable[..., object]:
         def compile_only(*args: object, **kwargs: object) -> None:
+            key = _key(function, args, kwargs)
             # A case may launch a kernel more than once.
-            made[_key(function, args, kwargs)] = (function.__name__, function.warmup(*args, grid=grid, **kwargs))
+            if keys is None or key in keys:
+                made[key] = (function.__name__, function.warmup(*args, grid=grid, **kwargs))
 
         return compile_only
 
@@ -143,27 +148,35 @@ def read_table() -> list[dict[str, Any]]:
     return [line for line in lines if line["triton"] == triton.__version__]
 
 
-def missing(capability: int) -> list[str]:
-    """Return the cases of which compiled.jsonl lacks a kernel for this capability."""
-    known = {line["key"] for line in read_table() if line["capability"] == capability}
-    return [
-        case for case, keys in keys_of_cases().items() if not keys <= known and (case, capability) not in CANNOT_COMPILE
-    ]
+def missing(capability: int) -> dict[str, set[str]]:
+    """Return the kernels' keys that compiled.jsonl lacks for this capability, each once, by case."""
+    seen = {line["key"] for line in read_table() if line["capability"] == capability}
+    found = {}
+    for case, keys in keys_of_cases().items():
+        if not keys <= seen and (case, capability) not in CANNOT_COMPILE:
+            found[case] = keys - seen
+            seen |= keys
+    return found
 
 
 def write_table(num_processes: int) -> None:
     """Compile what compiled.jsonl lacks, in this many processes, and write it; drop the lines of no case."""
-    jobs = [(capability, case) for capability in CAPABILITIES for case in missing(capability)]
     used = set(itertools.chain.from_iterable(keys_of_cases().values()))
     kept = [line for line in read_table() if line["key"] in used]
     context = multiprocessing.get_context("spawn")
     # A process keeps what it compiled, whatever it was compiled for.
     for capability in CAPABILITIES:
-        some = [job for job in jobs if job[0] == capability]
+        jobs = [(capability, case, keys) for case, keys in missing(capability).items()]
         with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-            for i, made in enumerate(pool.map(_compile, some), 1):
+            for i, made in enumerate(pool.map(_compile, jobs), 1):
                 kept += made
-                print(f"{i} of {len(some)}: {some[i - 1]}", flush=True)
+                _save(kept)
+                print(f"{i} of {len(jobs)}: {jobs[i - 1][:2]}", flush=True)
+    _save(kept)
+
+
+def _save(kept: list[dict[str, Any]]) -> None:
+    """Write these lines in place of those of the installed version of Triton."""
     lines = [] if not TABLE.exists() else [json.loads(line) for line in TABLE.read_text("utf-8").splitlines()]
     lines = [line for line in lines if line["triton"] != triton.__version__]
     lines += {(line["capability"], line["case"], line["key"]): line for line in kept}.values()
@@ -171,10 +184,10 @@ def write_table(num_processes: int) -> None:
     TABLE.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def _compile(job: tuple[int, str]) -> list[dict[str, Any]]:
-    capability, case = job
+def _compile(job: tuple[int, str, set[str]]) -> list[dict[str, Any]]:
+    capability, case, keys = job
     try:
-        found = list(compile_cases({case}, capability))
+        found = list(compile_cases({case}, capability, keys))
     except (triton.CompilationError, RuntimeError) as error:
         print(f"{case} for {capability}: {error}", flush=True)
         return []
@@ -229,7 +242,7 @@ def _attend(
     has_sinks: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     kv: torch.dtype | None = None,
-    num_splits: int | None = 1,
+    num_shares: int = 1,
     num_tile_splits: int = 1,
     is_batch_invariant: bool = False,
 ) -> None:
@@ -252,7 +265,7 @@ def _attend(
         scales=scales,
         sinks=_floats(num_heads) if has_sinks else None,
         chunk=chunk,
-        num_splits=num_splits,
+        num_shares=num_shares,
         num_tile_splits=num_tile_splits,
         is_batch_invariant=is_batch_invariant,
     )
@@ -279,7 +292,12 @@ _TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 # (query heads, KV heads, head size): groups of 3, 1, 7 and 71, and heads that are no power of two or large.
 _ODD_HEADS = ((9, 3, 64), (8, 8, 80), (14, 2, 256), (71, 1, 64))
 # Triton has no float8 e4m3 on 8.0.
-CANNOT_COMPILE = {("prefill, float8 KV", 80), ("short queries, float8 KV", 80), ("store, float8 KV", 80)}
+CANNOT_COMPILE = {
+    ("prefill, float8 KV", 80),
+    ("short queries, float8 KV", 80),
+    ("store, float8 KV", 80),
+    ("norm, rotary and store, float8 KV", 80),
+}
 
 
 def _attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -299,7 +317,7 @@ def _attention_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         "float8 KV": {"kv": torch.float8_e4m3fn},
     }
     for name, shape in shapes.items():
-        yield f"short queries, {name}", partial(_attend, 50, 2, num_splits=4, num_tile_splits=16, **shape)
+        yield f"short queries, {name}", partial(_attend, 50, 2, num_shares=4, num_tile_splits=16, **shape)
 
 
 def _store(kv: torch.dtype) -> None:
@@ -308,13 +326,34 @@ def _store(kv: torch.dtype) -> None:
     operations.store_kv(_meta(64, 8, 128), _meta(64, 8, 128), cache, cache, _ints(64), scales=scales)
 
 
+def _rotate_and_store(kv: torch.dtype | None = None) -> None:
+    cache, scales = _meta(512, 16, 8, 128, dtype=kv or torch.bfloat16), None
+    if kv is not None:
+        scales = KvScales(_floats(512, 16, 8), _floats(512, 16, 8))
+    q, k, v = torch.split(_meta(64, 48, 128), [32, 8, 8], dim=1)
+    operations.rotate_and_store(
+        q,
+        k,
+        v,
+        _floats(64, 64),
+        _floats(64, 64),
+        cache,
+        cache,
+        _ints(64),
+        q_norm=_meta(128),
+        k_norm=_meta(128),
+        eps=1e-5,
+        scales=scales,
+    )
+
+
 def _grouped_linear(num_rows: int) -> None:
     operations.grouped_linear(_meta(num_rows, 2048), _meta(64, 1408, 2048), _ints(num_rows))
 
 
 CASES: dict[str, Callable[[], object]] = {
     "decode, batch 64": lambda: _attend(64, 64),
-    "decode, batch 1": lambda: _attend(1, 1, num_splits=16),
+    "decode, batch 1": lambda: _attend(1, 1, num_shares=50),
     "prefill": lambda: _attend(16384, 8),
     "prefill, window": lambda: _attend(16384, 8, window=4096),
     "prefill, int8 KV": lambda: _attend(16384, 8, kv=torch.int8),
@@ -322,7 +361,7 @@ CASES: dict[str, Callable[[], object]] = {
     "prefill, head size 256": lambda: _attend(16384, 8, heads=(16, 4, 256)),
     "prefill, head size 80": lambda: _attend(16384, 8, heads=(16, 16, 80)),
     "prefill, group of 3": lambda: _attend(16384, 8, heads=(9, 3, 64)),
-    "batch-invariant": lambda: _attend(16384, 8, num_splits=None, is_batch_invariant=True),
+    "batch-invariant": lambda: _attend(16384, 8, is_batch_invariant=True),
     "norm": lambda: operations.rms_norm(_meta(64, 4096), _meta(4096), 1e-5),
     "head norm": lambda: operations.rms_norm(_meta(64, 32, 128), _meta(128), 1e-5),
     "residual norm": lambda: operations.add_rms_norm(_meta(64, 4096), _meta(64, 4096), _meta(4096), 1e-5),
@@ -333,6 +372,9 @@ CASES: dict[str, Callable[[], object]] = {
     ),
     "store, int8 KV": partial(_store, torch.int8),
     "store, float8 KV": partial(_store, torch.float8_e4m3fn),
+    "norm, rotary and store": _rotate_and_store,
+    "norm, rotary and store, int8 KV": partial(_rotate_and_store, torch.int8),
+    "norm, rotary and store, float8 KV": partial(_rotate_and_store, torch.float8_e4m3fn),
     "linear": lambda: operations.linear(_meta(64, 4096), _meta(4096, 4096)),
     "grouped linear, 8 rows": partial(_grouped_linear, 8),
     "grouped linear, 2048 rows": partial(_grouped_linear, 2048),

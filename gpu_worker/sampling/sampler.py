@@ -23,16 +23,15 @@ from gpu_worker.batch.step import IntArray, RowLogProbs
 from gpu_worker.features import Feature
 from gpu_worker.sampling.beams import Candidates, find_candidates
 from gpu_worker.sampling.distribution import MIN_TEMPERATURE, argmax, invert, top_threshold
+from gpu_worker.sampling.draws import IS_BROKEN, WORDS, DrawParams, draw
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints
 from gpu_worker.sampling.logits_processors import STEERING, allow, decayed_top_p, send, steer
 from gpu_worker.sampling.post_processors import PostProcessor, post_process
 from gpu_worker.sampling.uniforms import uniforms
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
 
-# 4-byte words of a row's sampling parameters.
-_WORDS = 8
-# What `choose` returns instead of a token.
-_IS_BROKEN, _IS_EMPTY = -1, -2
+# What `choose` returns instead of a token, beside IS_BROKEN.
+_IS_EMPTY = -2
 # Features that `choose` supports. The rest read the logits on the host, or need an answer before the next step.
 _ON_DEVICE = STEERING | Feature.LOG_PROBS | Feature.TOP_P_DECAY | Feature.GUIDED
 NOT_FINITE = ExecutionError("the model gave logits that are not finite")
@@ -79,7 +78,7 @@ class Chosen:
     def read(self, values: IntArray) -> Sampled:
         """Return the results, given `values` on the host."""
         token_ids = values[: len(self.rows)]
-        is_broken = token_ids == _IS_BROKEN
+        is_broken = token_ids == IS_BROKEN
         errors: dict[int, MidstreamError] = dict.fromkeys(np.flatnonzero(is_broken).tolist(), NOT_FINITE)
         errors |= self.failed
         for place in np.flatnonzero(token_ids == _IS_EMPTY).tolist():
@@ -207,7 +206,7 @@ class Sampler:
             chosen[places] = torch.from_numpy(self._draw(logits[places], rows[drawn]))
         if is_empty is not None:
             chosen = chosen.masked_fill(is_empty, _IS_EMPTY)
-        chosen = chosen.masked_fill(~torch.isfinite(highest), _IS_BROKEN)
+        chosen = chosen.masked_fill(~torch.isfinite(highest), IS_BROKEN)
         failed = {int(np.flatnonzero(rows == row)[0]): error for row, error in constraints.errors.items()}
         places_of = self._with(rows, Feature.LOG_PROBS)
         if not places_of:
@@ -282,33 +281,26 @@ class Sampler:
             return decayed_top_p(self._rows, rows)
         return self._rows.top_p[rows]
 
+    def draw_params(self, rows: IntArray) -> DrawParams:
+        """Return what a GPU draws the rows' tokens by."""
+        state, wanted = self._rows, self._rows.temperature[rows]
+        return DrawParams(
+            seeds=state.seeds[rows].view(np.int64),
+            temperature=np.where(wanted > 0, np.maximum(wanted, MIN_TEMPERATURE), 0).astype(np.float32),
+            top_k=state.top_k[rows].astype(np.int32),
+            top_p=self._top_p(rows).astype(np.float32),
+            min_p=state.min_p[rows].astype(np.float32),
+            sequence_indices=state.sequence_indices[rows].astype(np.int32),
+            positions=state.lengths[rows].astype(np.int32),
+        )
+
     def _draw_on_gpu(self, logits: Tensor, rows: IntArray) -> Tensor:
         """Return the argmax of greedy rows and a sample of the others: int32, on the device."""
-        state, wanted = self._rows, self._rows.temperature[rows]
-        vectors = (
-            state.seeds[rows].view(np.int64),
-            np.where(wanted > 0, np.maximum(wanted, MIN_TEMPERATURE), 0).astype(np.float32),
-            state.top_k[rows].astype(np.int32),
-            self._top_p(rows).astype(np.float32),
-            state.min_p[rows].astype(np.float32),
-            state.sequence_indices[rows].astype(np.int32),
-            state.lengths[rows].astype(np.int32),
-        )
-        if self._pinned is None or self._pinned.size < _WORDS * len(rows):
-            self._pinned = PinnedBuffers(logits.device, _WORDS * max(len(rows), state.num_rows))
-        seeds, temperature, top_k, top_p, min_p, indices, lengths = self._pinned.send_arrays(vectors)
-        return kernels.sample(
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seeds,
-            indices,
-            lengths,
-            has_top_k=bool((vectors[2] > 0).any()),
-            has_top_p=bool((vectors[3] < 1).any()),
-        )
+        params = self.draw_params(rows)
+        if self._pinned is None or self._pinned.size < WORDS * len(rows):
+            self._pinned = PinnedBuffers(logits.device, WORDS * max(len(rows), self._rows.num_rows))
+        sent = self._pinned.send_arrays(params.arrays())
+        return draw(logits, sent, has_top_k=params.has_top_k, has_top_p=params.has_top_p)
 
     def _log_probs(self, raw: Tensor, rows: IntArray, token_ids: IntArray) -> tuple[RowLogProbs, ...]:
         """Return log probabilities of the model's own distribution: before bias, penalties and temperature."""

@@ -13,6 +13,7 @@ from kernels.triton.linear import linear, quantized_linear
 from kernels.triton.lora import add_lora
 from kernels.triton.rms_norm import add_rms_norm, rms_norm
 from kernels.triton.rotary import apply_rotary
+from kernels.triton.rotate_and_store import rotate_and_store
 from kernels.triton.sampling import sample
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "paged_attention",
     "quantized_linear",
     "rms_norm",
+    "rotate_and_store",
     "sample",
     "segment_keys_for",
     "store_kv",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -11,16 +12,22 @@ from torch import Tensor
 
 from kernels.quantized_kv import KvScales
 from kernels.triton.attention_kernels import attend, combine
+from kernels.triton.decode_kernel import decode
 
 # Fewest keys between the borders at which batch-invariant decoding splits, and most splits, each of which leaves a
 # float32 vector for every query head.
 SEGMENT_KEYS = 512
 _MAX_SEGMENTS = 32
-_MAX_SPLITS = 64
+# Of single queries: programs that a processor takes at a time, numbers of partial results that one joins at a time,
+# sequences times KV heads that there may be, and sequences whose lengths a program reads at a time.
 _PROGRAMS_PER_PROCESSOR = 3
+_NUMBERS_AT_ONCE = 8192
+_MAX_ARRIVALS = 1 << 18
+_SEQUENCES_AT_ONCE = 128
 # Of tiles of many queries: most splits, programs that a processor takes at a time, and most tokens of a step whose
 # tiles are split, which bounds the memory of partial results.
 _MAX_TILE_SPLITS = 16
+_JOINED_SPLITS = 64
 _TILES_PER_PROCESSOR = 2
 _MAX_SPLIT_TOKENS = 512
 _LOG2_E = 1.4426950408889634
@@ -76,7 +83,7 @@ def paged_attention(
     chunk: int | None = None,
     is_batch_invariant: bool = False,
     segment_keys: int = SEGMENT_KEYS,
-    num_splits: int | None = None,
+    num_shares: int | None = None,
     num_tile_splits: int | None = None,
     max_queries: int | None = None,
 ) -> Tensor:
@@ -101,8 +108,8 @@ def paged_attention(
         is_batch_invariant: A query's bits then depend on its own keys alone: not on its neighbours, the batch's size,
             the chunk it came in or the longest context.
         segment_keys: Of batch-invariant attention: `segment_keys_for` of the longest sequence there may be.
-        num_splits: Programs among which one decode query's keys are divided; None: as many as fill the device.
-        num_tile_splits: The same for a tile of the queries of a longer piece.
+        num_shares: Programs for the keys of single queries, beside one for each; None: as many as fill the device.
+        num_tile_splits: Programs for the keys of each tile of a longer piece's queries; None: likewise.
         max_queries: A bound of one sequence's queries, of which some may then have none; None: each has at least one.
     """
     num_tokens, num_heads, head_dim = q.shape
@@ -117,15 +124,12 @@ def paged_attention(
     make = torch.empty if max_queries is None or is_all_decode else torch.zeros
     out = make(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     prefill = prefill_launch(group, head_dim, q.element_size())
-    decode = decode_launch(group, head_dim, q.element_size())
-    segment_tiles = 0
+    segment_tiles = num_segments = 0
     if is_batch_invariant:
-        decode = prefill = invariant_launch(group, head_dim, q.element_size())
+        prefill = invariant_launch(group, head_dim, q.element_size())
         segment_tiles = segment_keys // prefill.block_n
         # A power of two, so that few kernels are compiled.
-        num_splits = triton.next_power_of_2(triton.cdiv(block_tables.shape[1] * block_size, segment_keys))
-    elif num_splits is None:
-        num_splits = _num_splits(num_sequences * num_kv_heads, block_tables.shape[1] * block_size, decode, q.device)
+        num_segments = triton.next_power_of_2(triton.cdiv(block_tables.shape[1] * block_size, segment_keys))
     num_tiles = num_tokens // (prefill.block_m // group) + num_sequences
     if is_batch_invariant or is_all_decode or num_tokens > _MAX_SPLIT_TOKENS:
         num_tile_splits = 1
@@ -142,10 +146,8 @@ def paged_attention(
             torch.empty(*shape, 2 if is_split else 0, device=q.device),
         )
 
-    partial, state = partial_results(num_sequences, num_splits)
-    k_scale, v_scale = (scales.keys, scales.values) if scales else (state, state)
-
-    def run(launch: Launch, grid: tuple[int, int, int], partial: Tensor, state: Tensor, *, is_decode: bool) -> None:
+    def run(grid: tuple[int, int, int], partial: Tensor, state: Tensor, *, is_decode: bool) -> None:
+        k_scale, v_scale = (scales.keys, scales.values) if scales else (state, state)
         attend[grid](
             q,
             k_cache,
@@ -175,8 +177,8 @@ def paged_attention(
             HEAD_DIM=head_dim,
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             GROUP=group,
-            BLOCK_M=launch.block_m,
-            BLOCK_N=launch.block_n,
+            BLOCK_M=prefill.block_m,
+            BLOCK_N=prefill.block_n,
             BLOCK_SIZE=block_size,
             IS_SPLIT=grid[2] > 1,
             SEGMENT_TILES=segment_tiles,
@@ -187,8 +189,8 @@ def paged_attention(
             HAS_SINKS=sinks is not None,
             IS_QUANTIZED=scales is not None,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
+            num_warps=prefill.num_warps,
+            num_stages=prefill.num_stages,
             enable_fp_fusion=not is_batch_invariant,
         )
 
@@ -206,7 +208,7 @@ def paged_attention(
             out.stride(0),
             HEAD_DIM=head_dim,
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            BLOCK_SPLITS=_MAX_SPLITS,
+            BLOCK_SPLITS=_JOINED_SPLITS,
             SEGMENT_KEYS=segment_keys if is_batch_invariant else 0,
             IS_DECODE=is_decode,
             HAS_SINKS=sinks is not None,
@@ -214,10 +216,71 @@ def paged_attention(
             enable_fp_fusion=not is_batch_invariant,
         )
 
-    run(decode, (num_sequences, num_kv_heads, num_splits), partial, state, is_decode=True)
+    def run_single_queries() -> None:
+        launch = decode_launch(group, head_dim, q.element_size())
+        shares = num_shares or _num_shares(num_kv_heads, q.device)
+        if num_sequences * num_kv_heads > _MAX_ARRIVALS:
+            raise ValueError(f"{num_sequences} sequences in a step are too many")
+        num_states = (num_sequences + shares) * num_heads
+        state = torch.empty(num_states, 2, device=q.device)
+        k_scale, v_scale = (scales.keys, scales.values) if scales else (state, state)
+        block_d, block_g = max(16, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
+        decode[num_sequences + shares, num_kv_heads](
+            q,
+            k_cache,
+            v_cache,
+            k_scale,
+            v_scale,
+            sinks if sinks is not None else state,
+            out,
+            torch.empty(num_states, head_dim, device=q.device),
+            state,
+            _arrivals(q.device),
+            block_tables,
+            query_starts,
+            context_lens,
+            num_sequences,
+            shares,
+            scale if softcap else scale * _LOG2_E,
+            chunk or window or 0,
+            softcap,
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            k_cache.stride(0),
+            k_cache.stride(1),
+            k_cache.stride(2),
+            k_scale.stride(0) if scales else 0,
+            k_scale.stride(1) if scales else 0,
+            block_tables.stride(0),
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            GROUP=group,
+            BLOCK_G=block_g,
+            BLOCK_M=launch.block_m,
+            BLOCK_N=launch.block_n,
+            BLOCK_SIZE=block_size,
+            BLOCK_B=_SEQUENCES_AT_ONCE,
+            BLOCK_SPLITS=max(1, min(64, _NUMBERS_AT_ONCE // (block_g * block_d))),
+            HAS_WINDOW=window is not None or chunk is not None,
+            IS_CHUNKED=chunk is not None,
+            HAS_SOFTCAP=softcap != 0.0,
+            HAS_SINKS=sinks is not None,
+            IS_QUANTIZED=scales is not None,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            enable_fp_fusion=True,
+        )
+
+    if is_batch_invariant:
+        grid = (num_sequences, num_kv_heads, num_segments)
+        run(grid, *partial_results(num_sequences, num_segments), is_decode=True)
+    else:
+        run_single_queries()
     if not is_all_decode:
         tile_results = partial_results(num_tokens, num_tile_splits)
-        run(prefill, (num_tiles, num_kv_heads, num_tile_splits), *tile_results, is_decode=False)
+        run((num_tiles, num_kv_heads, num_tile_splits), *tile_results, is_decode=False)
     return out
 
 
@@ -230,11 +293,15 @@ def segment_keys_for(max_sequence_length: int) -> int:
     return max(SEGMENT_KEYS, least)
 
 
-def _num_splits(num_programs: int, most_keys: int, launch: Launch, device: torch.device) -> int:
-    """Return a power of two: enough programs for every processor, each with a key tile at the longest context."""
-    wanted = math.ceil(_PROGRAMS_PER_PROCESSOR * _num_processors(device) / num_programs)
-    useful = max(1, most_keys // launch.block_n)
-    return min(triton.next_power_of_2(wanted) if wanted > 1 else 1, 1 << (useful.bit_length() - 1), _MAX_SPLITS)
+def _num_shares(num_kv_heads: int, device: torch.device) -> int:
+    """Return how many programs for each KV head fill the device."""
+    return math.ceil(_PROGRAMS_PER_PROCESSOR * _num_processors(device) / num_kv_heads)
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Return the zeros in which programs of `decode` count each other; the first call must not be recorded."""
+    return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
 def _num_tile_splits(num_programs: int, most_keys: int, launch: Launch, device: torch.device) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker.batch.staging import PinnedBuffers
 from gpu_worker.cuda_graphs import GraphDecoder, Shape, graph_sizes, mixed_shapes
 from gpu_worker.kv.cache import KvCache
 from gpu_worker.models.decoder import ForwardInputs, Probe
@@ -165,6 +166,46 @@ def test_steps_that_are_too_large_run_eagerly() -> None:
     graphs.forward(inputs)
     assert decoder.num_rows == [2]
     assert graphs.best(2) is None
+
+
+def test_block_tables_cross_whole_or_by_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits [a, b] have the sum of a row's two blocks in b. At most as many changes as rows of the shape cross."""
+    sizes: list[int] = []
+    send = PinnedBuffers.send
+
+    def watched(buffers: PinnedBuffers, source: Tensor, target: Tensor) -> None:
+        sizes.append(len(source))
+        send(buffers, source, target)
+
+    monkeypatch.setattr(PinnedBuffers, "send", watched)
+    graphs = graph_decoder(FakeDecoder(), Replays())
+    inputs = decode_inputs(4)
+    assert graphs.forward(inputs).tolist() == expected(4)  # eight numbers
+    assert graphs.forward(inputs).tolist() == expected(4)
+    tables = inputs.block_tables.clone()
+    tables[1, 1], tables[3, 0] = 50, 0
+    assert graphs.forward(replace(inputs, block_tables=tables))[:, 1].tolist() == [2, 52, 6, 4]
+    # Fewer and shorter rows leave what lies beyond them; the entry was 50 again before it is 2.
+    assert graphs.forward(decode_inputs(2)).tolist() == expected(2)
+    assert graphs.forward(replace(inputs, block_tables=tables))[:, 1].tolist() == [2, 52, 6, 4]
+    alone = sum(Shape(4, 4).sizes())
+    assert sizes == [alone + 8, alone, alone, sum(Shape(2, 2).sizes()), alone]
+    graphs.capture()
+    assert graphs.forward(inputs).tolist() == expected(4)
+
+
+def test_random_block_tables_are_those_on_the_device() -> None:
+    graphs = graph_decoder(FakeDecoder(), Replays())
+    generator = torch.Generator().manual_seed(0)
+    tables = torch.randint(0, 100, (20, 5), generator=generator, dtype=torch.int32)
+    for _ in range(40):
+        num_rows, num_blocks, num_changes = torch.randint(1, 6, (3,), generator=generator).tolist()
+        changed = torch.randint(0, 100, (num_changes,), generator=generator)
+        tables.view(-1)[changed] = torch.randint(0, 100, (num_changes,), generator=generator, dtype=torch.int32)
+        inputs = decode_inputs(num_rows)
+        lens = torch.full((num_rows,), num_blocks, dtype=torch.int32)
+        inputs = replace(inputs, block_tables=tables[:num_rows, :num_blocks].clone(), context_lens=lens)
+        assert graphs.forward(inputs)[:, 1].tolist() == tables[:num_rows, :num_blocks].sum(1).tolist()
 
 
 def test_a_rank_without_logits_replays_graphs_too() -> None:

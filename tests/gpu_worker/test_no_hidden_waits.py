@@ -66,6 +66,7 @@ def kernels_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
         "apply_rotary": references["torch_apply_rotary"],
         "activate": references["torch_activate"],
         "linear": references["torch_linear"],
+        "rotate_and_store": lambda q, *args, **kwargs: q.new_empty(q.shape),
         "store_kv": lambda *args, **kwargs: None,
         "add_lora": lambda *args: None,
         "paged_attention": attend,
@@ -100,11 +101,13 @@ def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str) 
         max_blocks=4,
         make_recorder=lambda: record,
         takes_adapters=True,
+        draws=True,
     )
     graphs.use_cache(KvCache(description, 16, 16, torch.bfloat16, META))
     graphs.capture()
-    # Three batch sizes and two mixed steps, each without adapters and with them.
-    assert num_recorded == 10
+    # Three batch sizes and two mixed steps, each without adapters and with them; draws of three batch sizes, with top-k
+    # and top-p and without.
+    assert num_recorded == 10 + 6
 
 
 def test_plain_sampling_reads_nothing_from_the_device() -> None:

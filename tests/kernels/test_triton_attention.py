@@ -58,7 +58,7 @@ def attend(
         softcap,
         sinks=sinks,
         chunk=chunk,
-        num_splits=splits,
+        num_shares=splits,
         num_tile_splits=splits,
     )
 
@@ -122,9 +122,46 @@ def test_padding_rows_give_zeros(splits: int) -> None:
     q = torch.randn(3, 4, 16)
     tables = torch.cat((batch.block_tables, torch.zeros(2, batch.block_tables.shape[1], dtype=torch.int32)))
     starts, lens = torch.arange(4, dtype=torch.int32), torch.tensor([30, 0, 0], dtype=torch.int32)
-    out = operations.paged_attention(q, k, v, tables, starts, lens, 0.25, num_splits=splits)
+    out = operations.paged_attention(q, k, v, tables, starts, lens, 0.25, num_shares=splits)
     assert exact.error(out[:1], exact.attention(q[:1], k, v, batch, 0.25)) < EPSILON[torch.float32]
     assert not out[1:].any()
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (90, False)])
+def test_programs_go_to_the_longest_sequences_and_any_may_join(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, has_sinks: bool
+) -> None:
+    """Key tiles of 32: 7, 1 and 1, and a piece of two queries. 4 more programs: one takes up to 3 tiles.
+
+    With a window the last 90 of 200 keys lie in 4 tiles, so one takes up to 2.
+    """
+    batch = paged_batch([200, 3, 9, 30], [1, 1, 2, 1], 16)
+    k, v = random_cache(batch, 16, 2, 16, torch.float32)
+    q, sinks = torch.randn(5, 4, 16), torch.randn(4) if has_sinks else None
+    empty, states = torch.empty, []
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        if args[1:] == (2,):
+            states.append(made.fill_(-7))
+        return made
+
+    monkeypatch.setattr(torch, "empty", watched)
+    out = attend(q, k, v, batch, window, sinks=sinks, splits=4)
+    assert exact.error(out, exact.attention(q, k, v, batch, 0.25, window, sinks=sinks)) < EPSILON[torch.float32]
+    # The first sequence has three programs, or two; the others write their results alone.
+    is_written = (states[0].view(4 + 4, 2, 2, 2) != -7).flatten(1).any(1)
+    num_programs = 2 if window else 3
+    assert is_written.tolist() == [True] * num_programs + [False] * (8 - num_programs)
+
+    set_index = InterpreterBuilder.set_grid_idx
+
+    def backwards(self: InterpreterBuilder, x: int, y: int, z: int) -> None:
+        set_index(self, self.grid_dim[0] - 1 - x, y, z)
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", backwards)
+    assert torch.equal(attend(q, k, v, batch, window, sinks=sinks, splits=4), out)
+    assert not attention._arrivals(q.device).any()
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -137,7 +174,7 @@ def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int
     starts = torch.tensor([0, 3, 4, 4, 4, 4], dtype=torch.int32)
     lens = torch.tensor([70, 9, 0, 0, 0], dtype=torch.int32)
     out = operations.paged_attention(
-        q, k, v, tables, starts, lens, 0.25, num_splits=splits, num_tile_splits=splits, max_queries=5
+        q, k, v, tables, starts, lens, 0.25, num_shares=splits, num_tile_splits=splits, max_queries=5
     )
     assert exact.error(out[:4], exact.attention(q[:4], k, v, batch, 0.25)) < EPSILON[torch.float32]
 

@@ -60,6 +60,63 @@ def test_rotary(tokens: int, heads: int, half: int, rest: int, is_interleaved: b
 
 
 @property_test
+@given(
+    group=st.integers(1, 3),
+    half=st.integers(1, 20),
+    rest=st.sampled_from([0, 3]),
+    is_interleaved=st.booleans(),
+    has_norm=st.booleans(),
+    kind=st.sampled_from([torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn]),
+)
+def test_norm_rotary_and_kv_write_in_one(
+    group: int, half: int, rest: int, is_interleaved: bool, has_norm: bool, kind: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    dtype, size, slots = kind if kind.itemsize > 1 else torch.float32, 2 * half + rest, [5, -1, 0]
+    rows = torch.randn(3, (2 * group + 4) * size).to(dtype).view(3, 2 * group + 4, size)
+    q, k, v = torch.split(rows, [2 * group, 2, 2], dim=1)
+    norms = [torch.randn(size).to(dtype) if has_norm else None for _ in range(2)]
+    angles = torch.randn(3, half)
+    caches = torch.zeros(2, 2, 4, 2, size).to(kind)
+    scales = KvScales(*torch.zeros(2, 2, 4, 2).unbind()) if kind.itemsize == 1 else None
+
+    def run(some: slice) -> torch.Tensor:
+        return operations.rotate_and_store(
+            q[some],
+            k[some],
+            v[some],
+            angles.cos()[some],
+            angles.sin()[some],
+            caches[0],
+            caches[1],
+            torch.tensor(slots, dtype=torch.int32)[some],
+            q_norm=norms[0],
+            k_norm=norms[1],
+            eps=1e-5,
+            is_interleaved=is_interleaved,
+            scales=scales,
+        )
+
+    def expected(x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        normed = x if norm is None else exact.rms_norm(x, norm, 1e-5)
+        return exact.rotate(normed, angles.cos(), angles.sin(), is_interleaved=is_interleaved)
+
+    turned = run(slice(None))
+    assert exact.error(turned, expected(q, norms[0])) < EPSILON[dtype]
+    keys, values = caches.float()
+    if scales is not None:
+        keys, values = keys * scales.keys[..., None], values * scales.values[..., None]
+    for stored, source in ((keys, expected(k, norms[1])), (values, v)):
+        near = {torch.int8: 0.02, torch.float8_e4m3fn: 0.08}.get(kind, EPSILON[dtype])
+        assert exact.error(stored.flatten(0, 1)[[5, 0]], source[[0, 2]]) < near
+        assert not stored.flatten(0, 1)[[1, 2, 3, 4, 6, 7]].any()
+    # A row's bits are the same alone.
+    before = caches.clone()
+    assert torch.equal(run(slice(2, 3)), turned[2:])
+    assert torch.equal(caches.view(torch.uint8), before.view(torch.uint8))
+
+
+@property_test
 @given(rows=st.integers(1, 4), size=st.integers(1, 1500), dtype=dtypes, kind=st.sampled_from(get_args(Activation)))
 def test_gated_activation(rows: int, size: int, dtype: torch.dtype, kind: Activation) -> None:
     torch.manual_seed(0)

@@ -36,6 +36,26 @@ class PagedTokens:
     max_queries: int | None
     scales: KvScales | None = None
 
+    def rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, norms: tuple[Tensor | None, Tensor | None], eps: float
+    ) -> Tensor:
+        """Norm and rotate q [M, Hq, D] and k [M, Hk, D]; store k and v, and return q."""
+        return kernels.rotate_and_store(
+            q,
+            k,
+            v,
+            angles.cos,
+            angles.sin,
+            self.keys,
+            self.values,
+            self.slot_mapping,
+            q_norm=norms[0],
+            k_norm=norms[1],
+            eps=eps,
+            is_interleaved=angles.is_interleaved,
+            scales=self.scales,
+        )
+
     def attend(self, d: DecoderDescription, q: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """Compute attention: q [M, Hq, D] -> [M, Hq, Dv]."""
         return kernels.paged_attention(
@@ -108,16 +128,7 @@ class Attention:
         q, gate = q[..., : d.head_dim], q[..., d.head_dim :]
         k = k.reshape(num_tokens, d.num_kv_heads, d.head_dim)
         v = v.reshape(num_tokens, d.num_kv_heads, d.head_dim)
-        if d.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
-            q = kernels.rms_norm(q, self.q_norm, d.norm_eps)
-            k = kernels.rms_norm(k, self.k_norm, d.norm_eps)
-        if angles is not None:
-            q, k = angles.turn(q, k)
-            if self.unit is not None:
-                q, k = kernels.rms_norm(q, self.unit, d.norm_eps), kernels.rms_norm(k, self.unit, d.norm_eps)
-        elif query_scale is not None:
-            q = (q * query_scale[:, None, None]).to(q.dtype)
-        kernels.store_kv(k, v, tokens.keys, tokens.values, tokens.slot_mapping, scales=tokens.scales)
+        q = self._store(q, k, v, tokens, angles, query_scale)
         attended = tokens.attend(d, q, tokens.values, self.sinks)
         if d.has_output_gate:
             attended = (attended * recurrence.sigmoid(gate)).to(attended.dtype)
@@ -126,6 +137,24 @@ class Attention:
         if add_lora is not None:
             add_lora("o", attended, out)
         return out
+
+    def _store(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: PagedTokens, angles: Angles | None, query_scale: Tensor | None
+    ) -> Tensor:
+        """Return the queries that attend; store keys and values. All are of heads."""
+        d, norms = self.description, (None, None) if self.description.qk_norm == "row" else (self.q_norm, self.k_norm)
+        if angles is not None and self.unit is None:
+            return tokens.rotate_and_store(q, k, v, angles, norms, d.norm_eps)
+        if norms[0] is not None and norms[1] is not None:
+            q, k = kernels.rms_norm(q, norms[0], d.norm_eps), kernels.rms_norm(k, norms[1], d.norm_eps)
+        if angles is not None:
+            assert self.unit is not None
+            q, k = angles.turn(q, k)
+            q, k = kernels.rms_norm(q, self.unit, d.norm_eps), kernels.rms_norm(k, self.unit, d.norm_eps)
+        elif query_scale is not None:
+            q = (q * query_scale[:, None, None]).to(q.dtype)
+        kernels.store_kv(k, v, tokens.keys, tokens.values, tokens.slot_mapping, scales=tokens.scales)
+        return q
 
 
 def _row_norm(x: Tensor, weight: Tensor, eps: float, whole_size: int, ranks: TensorRanks) -> Tensor:

@@ -1,0 +1,37 @@
+"""Norm of query and key heads, rotary embedding, and the write into the paged cache, one after another."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.kv_store import store_kv
+from kernels.quantized_kv import KvScales, store_quantized_kv
+from kernels.rms_norm import rms_norm
+from kernels.rotary import apply_rotary
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    is_interleaved: bool = False,
+    scales: KvScales | None = None,
+) -> Tensor:
+    """Return q [M, Hq, D] normed by q_norm [D] and turned; write k [M, Hk, D], made likewise, and v to the cache."""
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    q, k = apply_rotary(q, k, cos, sin, is_interleaved=is_interleaved)
+    if scales is None:
+        store_kv(k, v, k_cache, v_cache, slot_mapping)
+    else:
+        store_quantized_kv(k, v, k_cache, v_cache, slot_mapping, scales)
+    return q

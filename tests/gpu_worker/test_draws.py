@@ -1,0 +1,64 @@
+"""Draws replayed from graphs: a recorder that runs again what it recorded, and the kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker.batch.rows import Rows
+from gpu_worker.batch.step import NewSequence, SamplingParams
+from gpu_worker.sampling.draws import IS_BROKEN, RecordedDraws
+from gpu_worker.sampling.sampler import Sampler
+from kernels import dispatch
+from kernels import triton as operations
+from tests.gpu_worker.tiny_models import ints
+
+CPU = torch.device("cpu")
+WARM = [SamplingParams(seed=3), SamplingParams(temperature=0.0), SamplingParams(temperature=2.5, seed=5)]
+CUT = [SamplingParams(top_k=3), SamplingParams(top_p=0.5, min_p=0.1), SamplingParams(temperature=0.4, seed=2**64 - 1)]
+
+
+@pytest.mark.parametrize("params", [WARM, CUT])
+def test_recorded_draws_are_the_samplers(params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "triton", operations, raising=False)
+    rows, places = Rows(4, 64, 16, 64, 50), ints([0, 1, 2])
+    for row, sampling in enumerate([*params, SamplingParams(seed=9)]):
+        tokens = np.arange(1, row + 3, dtype=np.int32)
+        rows.add(NewSequence(row=row, token_ids=tokens, num_prompt_tokens=1, sampling=sampling))
+    logits, sampler = torch.randn(4, 50) * 3, Sampler(rows)
+    expected = sampler.sample(logits[:3], places).token_ids.tolist()
+    replayed: list[int] = []
+
+    def record(run: Callable[[], object]) -> Callable[[], None]:
+        run()
+        number = record_count[0]
+        record_count[0] += 1
+
+        def replay() -> None:
+            replayed.append(number)
+            run()
+
+        return replay
+
+    record_count = [0]
+    fed: list[list[int]] = []
+    monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
+    draws = RecordedDraws(CPU, [1, 4])
+    assert draws.draw(sampler.draw_params(places)) is None
+    draws.capture(record, logits, lambda tokens: fed.append(tokens.tolist()))
+    # A full step before leaves its parameters behind.
+    assert draws.draw(sampler.draw_params(ints([0, 1, 2, 3]))) is not None
+    drawn = draws.draw(sampler.draw_params(places))
+    assert drawn is not None
+    assert drawn.tolist() == expected
+    # The row that is padding is greedy.
+    assert fed[-1] == [*expected, int(logits[3].argmax())]
+    # The larger size comes first, and with top-k and top-p.
+    assert replayed[-1] == (0 if params is CUT else 1)
+    logits[1, 7] = torch.nan
+    drawn = draws.draw(sampler.draw_params(places))
+    assert drawn is not None
+    assert drawn.tolist() == [expected[0], IS_BROKEN, expected[2]]
