@@ -53,7 +53,8 @@ struct SplitHalfProducts : SignedHalfProducts {
 };
 
 // Block b of some that share fields: its words in memory, from each of which kParts words for products are taken, and the scales and
-// minimum of a vector of channels. Part p of word i meets group(i, p) of the input. Where bytes must be unsigned, a number is added.
+// minimum of a vector of channels. Part p of word i meets group(i, p) of the input. Where bytes must be unsigned, kAdded is added; those of
+// to_signed have kSignedAdded left of it.
 
 struct PanelBlock {
   const uint8_t* panel;
@@ -71,7 +72,7 @@ template <class B> struct NibbleWords : PanelBlock {
 
 template <class B> struct NibbleBytes : NibbleWords<B> {
   using Products = NibbleProducts;
-  static constexpr int kParts = 2;
+  static constexpr int kParts = 2, kAdded = 0, kSignedAdded = 0;
   template <int part> [[gnu::always_inline]] static I take(I word) {
     return bit_and(part ? shift_right<4>(word) : word, set1_int(0x0f0f0f0fu));
   }
@@ -90,8 +91,9 @@ template <class B> struct NibbleHalves : NibbleWords<B> {
 
 struct Mx4Bytes : NibbleWords<Mx4Block> {
   using Products = ByteProducts;
-  static constexpr int kParts = 2;
+  static constexpr int kParts = 2, kAdded = 12, kSignedAdded = 12;
   template <int part> [[gnu::always_inline]] static I take(I word) { return mx4_bytes(NibbleBytes<Mx4Block>::take<part>(word)); }
+  [[gnu::always_inline]] static I to_signed(I bytes) { return bytes; }
   F minimum(int v) const { return mul(scale(v, 0), set1(-12.0f)); }
 };
 
@@ -112,6 +114,7 @@ template <class B> struct ByteWords : PanelBlock {
 };
 
 template <class B> struct SignedBytes : ByteWords<B> {
+  static constexpr int kAdded = 128, kSignedAdded = 0;
   template <int> [[gnu::always_inline]] static I take(I word) { return bit_xor(word, set1_int(0x80808080u)); }
   [[gnu::always_inline]] static I to_signed(I bytes) { return bit_xor(bytes, set1_int(0x80808080u)); }
 };
@@ -381,33 +384,61 @@ template <class Dots> void sum_direct(int m, const uint8_t* panel, const Quantiz
   }
 }
 
-// One row that is split into bytes.
-template <class Bytes, class Halves> void sum_split(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
+// Rows that are split into bytes. The sums of floats of more than one stay in memory.
+template <class Bytes, class Halves, int R> void sum_split(const uint8_t* panel, const QuantizedRows& rows, float* sums) {
   constexpr int V = kRegisters == 32 ? kPanelVectors : 2, kWords = ByteProducts::kGroups / Bytes::kParts;
-  F sum[kPanelVectors / V][1][V];
-  for (auto& part : sum) clear(part);
+  F sum[kPanelVectors / V][R][V];
+  if (R == 1) {
+    for (auto& part : sum) clear(part);
+  } else {
+    std::fill_n(sums, R * kPanel, 0.0f);
+  }
   for (int b = 0; b < rows.num_blocks; ++b) {
-    const uint32_t *high = opaque(rows.words + b * kSplitWords), *low = high + kBlock / 4;
+    const uint32_t* high = opaque(rows.words + b * kSplitWords * kSplitRows);
+    const uint32_t *low = high + kBlock / 4 * kSplitRows, *totals = low + kBlock / 4 * kSplitRows;
     RowBlock x{high, opaque(rows.scales + b * kRowTile), opaque(rows.sums + b * kRowTile)};
 #pragma GCC unroll 2
     for (int i = 0; i < kPanelVectors / V; ++i) {
-      I highs[V], dots[1][V];
+      I highs[R][V], dots[R][V];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) highs[v] = set1_int(high[kBlock / 2]), dots[0][v] = set1_int(0);
+      for (int r = 0; r < R; ++r) {
+        uint32_t start = 0u - 256 * Bytes::kAdded * totals[r] - Bytes::kSignedAdded * totals[kSplitRows + r];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) highs[r][v] = set1_int(0), dots[r][v] = set1_int(start);
+      }
       for_each_group<V, true>(block_of<Bytes>(panel, b), i * V, 0, kWords, [&](int group, const I (&w)[V]) __attribute__((always_inline)) {
-        I high_bytes = set1_int(high[group]), low_bytes = set1_int(low[group]);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-          highs[v] = dot_bytes(highs[v], w[v], high_bytes);
-          dots[0][v] = dot_bytes(dots[0][v], low_bytes, Bytes::to_signed(w[v]));
+        for (int r = 0; r < R; ++r) {
+          I high_bytes = set1_int(high[group * kSplitRows + r]), low_bytes = set1_int(low[group * kSplitRows + r]);
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) {
+            highs[r][v] = dot_bytes(highs[r][v], w[v], high_bytes);
+            dots[r][v] = dot_bytes(dots[r][v], low_bytes, Bytes::to_signed(w[v]));
+          }
         }
       });
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) dots[0][v] = add_int(dots[0][v], shift_left<8>(highs[v]));
-      add_dots(block_of<Halves>(panel, b), i * V, 0, x, dots, in(sum[i]));
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) dots[r][v] = add_int(dots[r][v], shift_left<8>(highs[r][v]));
+      add_dots(block_of<Halves>(panel, b), i * V, 0, x, dots, [&](int r, int v, auto&& add) __attribute__((always_inline)) {
+        if constexpr (R == 1) {
+          sum[i][r][v] = add(sum[i][r][v]);
+        } else {
+          float* total = sums + r * kPanel + (i * V + v) * kLanes;
+          store(total, add(load(total)));
+        }
+      });
     }
   }
+  if (R > 1) return;
   for (int i = 0; i < kPanelVectors / V; ++i) write(sum[i], sums + i * V * kLanes);
+}
+
+template <class Bytes, class Halves> void sum_split(int m, const uint8_t* panel, const QuantizedRows& rows, float* sums) {
+  if constexpr (kMostSplitRows > 1)
+    if (m == 2) return sum_split<Bytes, Halves, 2>(panel, rows, sums);
+  sum_split<Bytes, Halves, 1>(panel, rows, sums);
 }
 
 // The blocks of a row from first to end; tile has those.
@@ -519,7 +550,7 @@ void sum_dots(const uint8_t* panel, int m, const QuantizedRows& rows, float* sum
 void sum_dots(Format format, const uint8_t* panel, int m, const QuantizedRows& rows, float* sums, void* tile) {
   auto run = [&]<class Bytes, class Halves>() {
     if constexpr (kHasByteDots && requires(I bytes) { Bytes::to_signed(bytes); })
-      if (rows.is_split) return sum_split<Bytes, Halves>(panel, rows, sums);
+      if (rows.is_split) return sum_split<Bytes, Halves>(m, panel, rows, sums);
     (rows.input == Input::kHalves ? sum_dots<Halves> : sum_dots<Bytes>)(panel, m, rows, sums, tile);
   };
   switch (format) {

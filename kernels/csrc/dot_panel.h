@@ -20,10 +20,11 @@ inline bool has_dots(Format format, Input input) {
   return !is_float && (input == Input::kHalves || (input == Input::kBytes && has_byte_dots));
 }
 
-// Whether a row that is alone is multiplied as high and low bytes.
-inline bool can_split(Format format, Input input) {
+// The most rows that are multiplied as high and low bytes where there are no more.
+constexpr int kMostSplitRows = kLanes == 16 ? kSplitRows : 1;
+inline int most_split_rows(Format format, Input input) {
   bool has_bytes = format == Format::kQ8 || format == Format::kInt8;
-  return kHasByteDots && input == Input::kHalves && (has_bytes || (has_nibbles(format) && format != Format::kMx4));
+  return kHasByteDots && input == Input::kHalves && (has_bytes || has_nibbles(format)) ? kMostSplitRows : 0;
 }
 
 // sums [m, kPanel] = rows times panel; for int8 the scales of the channels are yet to be applied. tile has kDotTileBytes.

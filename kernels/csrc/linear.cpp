@@ -157,7 +157,7 @@ void run_part(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quanti
   Input input = static_cast<Input>(weight.input);
   bool is_quantized = has_dots(format, input), is_gated = output == Output::kSiluMul;
   QuantizedRows rows = quantized.rows(m, weight.k, format, is_quantized ? input : Input::kFloats);
-  rows.is_split = m == 1 && can_split(format, input);
+  rows.is_split = m <= most_split_rows(format, input);
   bool is_prepared = is_quantized || rows.has_tiles;
   if (is_prepared) pool.for_each(m, pool.grain(m), [&](int r) { rows.quantize(r, x + r * ldx, has_nibbles(format)); });
   if (rows.has_tiles) configure_tiles(std::min(m, kTileRows), num_weight_tiles(format));
@@ -206,6 +206,11 @@ int group_alignment(const QuantizedScratch& quantized) {
   return quantized.can_use_tiles ? 3 * kTileRows : kRowTile;
 }
 
+// That which a place is in.
+static const RowGroup& group_of(const RowGroup* groups, int num_groups, int place) {
+  return std::upper_bound(groups, groups + num_groups, place, [](int p, const RowGroup& group) { return p < group.first; })[-1];
+}
+
 void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear* weights,
                     const RowGroup* groups, int max_groups, const int* places, int num_rows, const float* x, int64_t ldx,
                     Output output, int num_outputs, float* out, int64_t ldout) {
@@ -216,9 +221,17 @@ void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& 
   int usual_rows = std::max(1, num_rows / max_groups);
   QuantizedRows rows = quantized.rows(usual_rows, weights->k, format, is_quantized ? input : Input::kFloats);
   bool is_prepared = is_quantized || rows.has_tiles;
+  int most_split = rows.has_tiles ? 0 : most_split_rows(format, input);
+  auto rows_of = [&](const RowGroup& group, int first) {
+    QuantizedRows some = rows.from(first);
+    some.is_split = group.count <= most_split;
+    return some;
+  };
   if (is_prepared)
-    pool.for_each(num_rows, pool.grain(num_rows),
-                  [&](int r) { rows.quantize(places[r], x + places[r] * ldx, has_nibbles(format)); });
+    pool.for_each(num_rows, pool.grain(num_rows), [&](int r) {
+      const RowGroup& group = group_of(groups, max_groups, places[r]);
+      rows_of(group, group.first).quantize(places[r] - group.first, x + places[r] * ldx, has_nibbles(format));
+    });
   float* sums = scratch.sums.data();
   float* up = sums + scratch.sums.size() / 2;
   int num_panels = round_up(num_outputs, kPanel) / kPanel, count = num_panels * max_groups;
@@ -229,7 +242,7 @@ void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& 
     const float* bias = weight.bias ? weight.bias + column : nullptr;
     for (int first = group.first, end = group.first + group.count; first < end; first += kRowGroup) {
       int m = std::min(kRowGroup, end - first);
-      QuantizedRows prepared = rows.from(first);
+      QuantizedRows prepared = rows_of(group, first);
       const float* input_rows = x + first * ldx;
       if (rows.has_tiles) configure_tiles(std::min(m, kTileRows), num_weight_tiles(format));
       auto sum = [&](int panel, float* to) {

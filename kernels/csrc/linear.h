@@ -40,7 +40,8 @@ struct RowGroup {
 int group_alignment(const QuantizedScratch& quantized);
 
 // The same for rows that each meet one of many weights of one shape and format, without input_order and next. Rows lie at the num_rows given places of x and
-// out; of max_groups groups those without rows have count 0. How often threads meet depends on num_rows and max_groups alone.
+// out, groups in the order of their first row; of max_groups groups those without rows are last and have count 0. How often threads meet
+// depends on num_rows and max_groups alone.
 void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear* weights,
                     const RowGroup* groups, int max_groups, const int* places, int num_rows, const float* x, int64_t ldx,
                     Output output, int num_outputs, float* out, int64_t ldout);

@@ -84,7 +84,7 @@ void ExpertPlan::sort(const MidstreamMixture& mixture, int num_rows) {
     groups_[group++] = {expert, first, count};
     first += (count + alignment_ - 1) / alignment_ * alignment_;
   }
-  for (int end = max_groups(mixture, num_rows); group < end; ++group) groups_[group] = {0, 0, 0};
+  for (int end = max_groups(mixture, num_rows); group < end; ++group) groups_[group] = {0, first, 0};
   for (int pair = 0; pair < num_pairs; ++pair) places_[pair] = starts_[experts_[pair]]++;
 }
 

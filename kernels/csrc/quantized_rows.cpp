@@ -34,19 +34,25 @@ void store_bytes(const __m256i* q, bool has_nibbles, uint32_t* words, bool is_si
   store_words(words, has_nibbles ? interleave(q) : in_order(q, is_signed));
 }
 
+uint32_t sum_words(__m256i x) {
+  uint32_t lanes[8], total = 0;
+  store_words(lanes, x);
+  for (uint32_t lane : lanes) total += lane;
+  return total;
+}
+
 void store_split(const __m256i* q, bool has_nibbles, uint32_t* words) {
-  __m256i high[4], low[4], sum = _mm256_setzero_si256();
+  __m256i high[4], low[4], high_sum = _mm256_setzero_si256(), low_sum = high_sum;
   for (int i = 0; i < 4; ++i) {
     high[i] = _mm256_srai_epi32(q[i], 8);
     low[i] = _mm256_and_si256(q[i], _mm256_set1_epi32(255));
-    sum = _mm256_add_epi32(sum, high[i]);
+    high_sum = _mm256_add_epi32(high_sum, high[i]);
+    low_sum = _mm256_add_epi32(low_sum, low[i]);
   }
   store_bytes(high, has_nibbles, words);
   store_bytes(low, has_nibbles, words + kBlock / 4, false);
-  int32_t lanes[8], total = 0;
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sum);
-  for (int32_t lane : lanes) total += lane;
-  words[kBlock / 2] = static_cast<uint32_t>(has_nibbles ? 0 : -128 * total);
+  words[kBlock / 2] = sum_words(high_sum);
+  words[kBlock / 2 + 1] = sum_words(low_sum);
 }
 
 void store_halves(const __m256i* q, bool has_nibbles, uint32_t* words) {
@@ -133,7 +139,9 @@ void QuantizedRows::quantize(int index, const float* row, bool has_nibbles) cons
       int64_t tile_words = num_parts(input) * kTileRows * kBlock / 2;
       store_tile_row(q, input, has_nibbles, words + (first + b) * tile_words + place * kBlock / 2);
     } else if (is_split) {
-      store_split(q, has_nibbles, words + b * kSplitWords);
+      uint32_t block[kSplitWords], *out = words + b * kSplitWords * kSplitRows + place;
+      store_split(q, has_nibbles, block);
+      for (int i = 0; i < kSplitWords; ++i) out[i * kSplitRows] = block[i];
     } else {
       uint32_t block[kBlock / 2];
       has_halves ? store_halves(q, has_nibbles, block) : store_bytes(q, has_nibbles, block);

@@ -13,7 +13,7 @@ namespace midstream {
 // What the input of a linear layer is rounded to; the numbers are those of kernels/cpu/linear.py.
 enum class Input : int { kFloats = 0, kBytes = 1, kHalves = 2 };
 
-constexpr int kSplitWords = kBlock / 2 + 1;
+constexpr int kSplitWords = kBlock / 2 + 2, kSplitRows = 2;
 inline int words_of_block(Input input) { return input == Input::kHalves ? kBlock / 2 : kBlock / 4; }
 constexpr int num_parts(Input input) { return input == Input::kFloats ? 3 : input == Input::kHalves ? 2 : 1; }
 
@@ -25,9 +25,9 @@ constexpr int kRowTile = kLanes == 16 ? 6 : 4;
 // A word holds what meets a word of weights. Bytes: four in order, or for weights of four bits those of k = 8 j + i in byte j of word i.
 // Halves: word 2 i + j has k = 4 i + j and the one after next, or for four bits word k has k and k + 16.
 //
-// A row of halves that is alone may be split into bytes instead, x = 256 high + low, which takes half as many instructions to unpack weights
-// for: eight words of high bytes (signed) and eight of low ones (unsigned), as bytes lie, then -128 times the sum of the high bytes, or 0
-// for weights of four bits. The sums of integers are the same.
+// A few rows of halves may be split into bytes instead, x = 256 high + low, which takes half as many instructions to unpack weights
+// for: eight words of high bytes (signed) and eight of low ones (unsigned), as bytes lie, then the sums of both, [num_blocks, kSplitWords,
+// kSplitRows]. The sums of products are the same.
 //
 // For products of tiles, numbers are sums of one to three bfloat16s, in order or for four bits k beside k + 16: a byte itself, what a
 // half is without its low byte and the low byte, and the three parts of a float that is not rounded.
@@ -40,7 +40,7 @@ struct QuantizedRows {
   bool has_tiles;
   bool is_split = false;
 
-  // Those from a row on that is the first of a tile; of a split row, itself.
+  // Those from a row on that is the first of a tile.
   QuantizedRows from(int row) const {
     int64_t blocks = static_cast<int64_t>(row) * num_blocks;
     int words_of_row = has_tiles ? num_parts(input) * kBlock / 2 : words_of_block(input);
