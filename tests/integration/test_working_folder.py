@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import midstream
 from midstream.grammar.messages import Guide
 from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
@@ -37,6 +38,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The command of an environment into which the project is installed as a user would, beside its dependencies."""
+    if not (ROOT / "setup.py").exists():  # these tests run in an installation (tests/wheel.py)
+        return Path(sys.executable).with_name("midstream")
     folder = tmp_path_factory.mktemp("installed")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / "source" / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -57,14 +60,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "venv" / "bin" / "midstream"
 
 
-def serve_from(folder: Path, *midstream: str) -> None:
+def serve_from(folder: Path, command: str) -> None:
     """Start every part in `folder`, let them answer one prompt, and stop them."""
     run_dir = ("--run-dir", str(folder.parent / "run"))
 
     def run(*words: str) -> str:
-        command = [*midstream, *words, *run_dir]
         done = subprocess.run(
-            command,
+            [command, *words, *run_dir],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -78,7 +80,7 @@ def serve_from(folder: Path, *midstream: str) -> None:
         run("up", "--detach", "--port", "0", "--http-port", "0")
         assert run("generate", "Hi", "--max-tokens", "1", "--temperature", "0")
     finally:
-        subprocess.run([*midstream, "down", "--now", *run_dir], cwd=folder, check=False, capture_output=True)
+        subprocess.run([command, "down", "--now", *run_dir], cwd=folder, check=False, capture_output=True)
     assert not (folder.parent / "imported").exists()
 
 
@@ -105,4 +107,8 @@ def test_helper_processes_import_nothing_from_there(folder: Path, monkeypatch: p
 
 def test_of_pythonpath_the_entries_stay_that_do_not_depend_on_the_working_folder() -> None:
     environment = python_environment({"PYTHONPATH": ":/plugins:.:lib", "HOME": "/home/user"})
-    assert environment == {"PYTHONPATH": f"{ROOT}:/plugins", "PYTHONSAFEPATH": "1", "HOME": "/home/user"}
+    assert environment == {
+        "PYTHONPATH": f"{Path(midstream.__file__).parents[1]}:/plugins",
+        "PYTHONSAFEPATH": "1",
+        "HOME": "/home/user",
+    }
