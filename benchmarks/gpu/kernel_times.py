@@ -27,6 +27,7 @@ def measure_attention(report: Report) -> None:
     """Measure decode as a share of the bandwidth, prefill as a share of the matrix-product rate."""
     for batch_size, context in ((1, 1024), (1, 32768), (64, 1024), (64, 4096)):
         _measure_decode_attention(report, batch_size, context)
+    _measure_uneven_attention(report)
     batch_size, length = 8, 2048
     q, keys, values, tables = _attention_case(batch_size, length, length)
     took = seconds(lambda: operations.paged_attention(q, keys, values, *tables, 0.1))
@@ -73,6 +74,25 @@ def _measure_decode_attention(report: Report, batch_size: int, context: int) -> 
         )
 
 
+def _measure_uneven_attention(report: Report) -> None:
+    """One long sequence beside many short ones."""
+    longest, others, context = 100_000, 63, 1024
+    q, keys, values, (tables, starts, lens) = _attention_case(1, 1, longest + others * context)
+    blocks, each = tables[0], context // TOKENS_PER_BLOCK
+    tables = torch.zeros(1 + others, longest // TOKENS_PER_BLOCK, dtype=torch.int32, device=CUDA)
+    tables[0] = blocks[: tables.shape[1]]
+    tables[1:, :each] = blocks[tables.shape[1] :].view(others, each)
+    starts = torch.arange(2 + others, dtype=torch.int32, device=CUDA)
+    lens = torch.tensor([longest] + [context] * others, dtype=torch.int32, device=CUDA)
+    q = q.expand(1 + others, -1, -1).contiguous()
+    took = graph_seconds(lambda: operations.paged_attention(q, keys, values, tables, starts, lens, 0.1))
+    moved = 4 * (longest + others * context) * KV_HEADS * HEAD_DIM
+    report.note(
+        f"decode attention, one sequence of {longest} tokens and {others} of {context}, Triton",
+        f"{took * 1e6:.0f} µs, {moved / took / report.figures['bandwidth']:.0%} of the bandwidth",
+    )
+
+
 def measure_linear(report: Report) -> None:
     """Measure each matrix of a layer as a share of the bandwidth."""
     for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD)):
@@ -103,6 +123,7 @@ def measure_others(report: Report) -> None:
     x = torch.randn(ROWS, HIDDEN, device=CUDA, dtype=torch.bfloat16)
     gate_up = torch.randn(ROWS, 2 * FEED_FORWARD, device=CUDA, dtype=torch.bfloat16)
     weight = torch.ones(HIDDEN, device=CUDA, dtype=torch.bfloat16)
+    head = torch.ones(HEAD_DIM, device=CUDA, dtype=torch.bfloat16)
     q, k = (torch.randn(ROWS, heads, HEAD_DIM, device=CUDA, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS))
     angles = torch.randn(ROWS, HEAD_DIM // 2, device=CUDA)
     cos, sin = angles.cos(), angles.sin()
@@ -118,6 +139,9 @@ def measure_others(report: Report) -> None:
         "norm with residual": lambda: operations.add_rms_norm(x, x, weight, 1e-5),
         "SiLU-mul": lambda: operations.activate(gate_up, "silu"),
         "rotary": lambda: operations.apply_rotary(q, k, cos, sin),
+        "norm, rotary and KV write": lambda: operations.rotate_and_store(
+            q, k, k, cos, sin, cache[0], cache[1], integers * TOKENS_PER_BLOCK, q_norm=head, k_norm=head, eps=1e-5
+        ),
         "KV write": lambda: operations.store_kv(k, k, cache[0], cache[1], integers * TOKENS_PER_BLOCK),
         "LoRA rank 16, 8 adapters": lambda: operations.add_lora(y, x, pairs, table, integers % 8, 64),
         "argmax": lambda: logits.argmax(dim=1),
